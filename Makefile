@@ -1,0 +1,107 @@
+# The two commands are `make test` and `make demo`. Both first create .venv and install the pinned environment into it;
+# that is repeated only when pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+# Two test workers with one computing thread each: more would compete for the cores of a small machine.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+WHEEL_BIN := .wheel-venv/bin
+WHEEL_VENV := .wheel-venv/.created
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+EXTRAS := dev,docs,demo
+
+# $(call step,what it does) { commands; } prints what it does and then how long it took.
+step = @echo "==> $(1)"; TIMEFORMAT="    %1R s"; time
+
+.PHONY: help test demo env lint types unit docs wheel format clean distclean
+
+help:
+	@echo "make test    everything that continuous integration checks: lint, types, unit, docs, wheel"
+	@echo "make demo    run examples/demo.py"
+	@echo "make env     only create .venv with the pinned environment"
+	@echo "make lint    ruff: rules and formatting"
+	@echo "make types   basedpyright, strict, on autocastfx/"
+	@echo "make unit    pytest; options go in PYTEST_ARGS, for example PYTEST_ARGS='-k place -x'"
+	@echo "make docs    the documentation, into docs/_build/html; a warning is an error"
+	@echo "make wheel   build the sdist and the wheel, install the wheel in a clean environment, use it there"
+	@echo "make format  apply ruff's fixes and formatting"
+	@echo "make clean   remove what was built; distclean also removes .venv"
+
+test: lint types unit docs wheel
+	@echo "==> make test: every step passed"
+
+env: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(call step,env: install the pinned environment into .venv) { \
+	  if [ ! -x $(BIN)/python ]; then \
+	    $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	      { echo "constraints.txt needs Python 3.11 or newer; say which to use: make PYTHON=python3.11"; exit 1; }; \
+	    $(PYTHON) -m venv .venv; \
+	  fi; \
+	  $(BIN)/python -m pip install -q -c constraints.txt -e '.[$(EXTRAS)]'; \
+	  touch $@; \
+	}
+
+lint: $(INSTALLED)
+	$(call step,lint: ruff check and ruff format --check) { \
+	  $(BIN)/ruff check .; \
+	  $(BIN)/ruff format --check .; \
+	}
+
+types: $(INSTALLED)
+	$(call step,types: basedpyright) { $(BIN)/basedpyright; }
+
+unit: $(INSTALLED)
+	$(call step,unit: pytest on $(WORKERS) workers) { \
+	  $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS); \
+	}
+
+docs: $(INSTALLED)
+	$(call step,docs: sphinx-build -W) { \
+	  $(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html; \
+	}
+
+# The wheel is built from the sdist, so this also shows that the sdist is complete. Its environment holds the run-time
+# dependencies only, and is made anew when they may have changed.
+wheel: $(INSTALLED) $(WHEEL_VENV)
+	$(call step,wheel: build it and use it from .wheel-venv outside the repository) { \
+	  mkdir -p dist; rm -f dist/autocastfx-*; \
+	  $(BIN)/python -m build --no-isolation --outdir dist . >dist/build.log 2>&1 || { cat dist/build.log; exit 1; }; \
+	  rm -f dist/build.log; \
+	  $(WHEEL_BIN)/python -m pip uninstall -q -y autocastfx 2>/dev/null; \
+	  $(WHEEL_BIN)/python -m pip install -q -c constraints.txt dist/autocastfx-*.whl; \
+	  $(WHEEL_BIN)/python -m pip check; \
+	  here="$$PWD"; elsewhere="$$(mktemp -d)"; trap 'rm -rf "$$elsewhere"' EXIT; \
+	  cd "$$elsewhere"; \
+	  "$$here/$(WHEEL_BIN)/python" -I "$$here/tests/wheel_smoke.py"; \
+	}
+
+$(WHEEL_VENV): pyproject.toml constraints.txt | $(INSTALLED)
+	@rm -rf .wheel-venv
+	@$(BIN)/python -m venv .wheel-venv
+	@touch $@
+
+demo: $(INSTALLED)
+	$(call step,demo: examples/demo.py) { $(BIN)/python examples/demo.py; }
+
+format: $(INSTALLED)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	@rm -rf build dist docs/_build .wheel-venv .pytest_cache .ruff_cache .hypothesis
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	@rm -rf .venv

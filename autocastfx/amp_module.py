@@ -1,0 +1,245 @@
+"""The converted model: a GraphModule that picks the variant which fits a call, and behaves as the module it came from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from autocastfx.call import Call, CallSignature
+from autocastfx.errors import CaptureError, UnsupportedError, VariantError
+from autocastfx.forwarding import forwarded
+from autocastfx.plan import Plan
+from autocastfx.variant import Variant
+
+__all__ = ["AmpModule", "Variant"]
+
+
+class Maker(Protocol):
+    """Makes variants for an :class:`AmpModule`, which knows of no pass itself."""
+
+    @property
+    def model(self) -> nn.Module | None: ...
+
+    def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> Variant: ...
+
+    def rebuild(self, captured: Any, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant: ...
+
+    def without_model(self) -> Maker: ...
+
+
+class AmpModule(fx.GraphModule):
+    """A converted model. Called like the original, with the same parameters, buffers and ``state_dict`` keys.
+
+    Parameters are the original's own float32 ones. ``graph``, ``code`` and ``plan`` show the variant of the current mode
+    that was captured first. After editing ``graph`` call ``recompile()``.
+    """
+
+    def __init__(self, model: nn.Module, signature: CallSignature, maker: Maker) -> None:
+        super().__init__(nn.Module(), fx.Graph())
+        self._signature = signature
+        self._maker = maker
+        _mirror(model, self, {id(model): self})
+        self._own_modules = tuple(_own(self))
+        self._variants = nn.ModuleList()
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the variant that fits the call; capture a further one if none does and the original is at hand.
+
+        Raises:
+            TypeError: the arguments do not fit the original's signature.
+            VariantError: no variant fits, and none can be captured.
+        """
+        call = self._signature.bind(args, kwargs)
+        variant = self._fitting(call)
+        if variant is None:
+            variant = self._further(call)
+        assert variant.function is not None
+        return pytree.tree_unflatten(variant.function(self, *call.tensors), variant.out_spec)
+
+    def _fitting(self, call: Call) -> Variant | None:
+        modes = self._modes()
+        sizes = [t.shape for t in call.tensors]
+        for variant in self.variants:
+            if variant.modes == modes and variant.structure == call.structure and variant.guard.holds(sizes):
+                return variant
+        return None
+
+    @torch.compiler.disable
+    def _further(self, call: Call) -> Variant:
+        modes = self._modes()
+        try:
+            return self.add_variant(self._maker.capture(call, modes, self.held()))
+        except CaptureError as error:
+            raise VariantError(f"{self._why_none_fits(call)}; a further one cannot be captured: {error}") from error
+
+    def _why_none_fits(self, call: Call) -> str:
+        same_mode = [v for v in self.variants if v.modes == self._modes()]
+        same_call = [v for v in same_mode if v.structure == call.structure]
+        if not same_mode:
+            return "no variant was captured for these modes (train or eval) of the modules"
+        if not same_call:
+            known = "; ".join(f"({v.structure})" for v in same_mode)
+            return f"no variant was captured for the call ({call.structure}), only for {known}"
+        broken = same_call[0].guard.broken([t.shape for t in call.tensors])
+        return f"no variant holds for these sizes: {broken} does not hold"
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple([m.training for m in self._own_modules])
+
+    # -- variants ------------------------------------------------------------------------------------------------------
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """All captured variants, in the order of capture."""
+        return tuple(self._modules["_variants"])  # pyright: ignore[reportArgumentType]
+
+    def add_variant(self, variant: Variant) -> Variant:
+        """Mount ``variant`` as the last one."""
+        return self._mount(len(self.variants), variant)
+
+    def _mount(self, index: int, variant: Variant) -> Variant:
+        variant.mount(f"_variants.{index}")
+        variant.train(self.training)
+        table = self._modules["_variants"]
+        assert isinstance(table, nn.ModuleList)
+        if index == len(table):
+            table.append(variant)
+        else:
+            table[index] = variant
+        constants = [name for name, _ in self.named_buffers() if name.startswith("_variants.")]
+        self._ddp_params_and_buffers_to_ignore = constants  # the same on every rank
+        return variant
+
+    @property
+    def _active(self) -> Variant:
+        if not self.variants:
+            raise VariantError("nothing is captured yet: call the model once")
+        modes = self._modes()
+        return next((v for v in self.variants if v.modes == modes), self.variants[0])
+
+    @property
+    def plan(self) -> Plan:
+        """Every decision of the variant that ``graph`` shows, with its reason."""
+        return self._active.plan
+
+    @property
+    def _graph(self) -> fx.Graph:
+        return self._active.graph if "_variants" in self._modules else self.__dict__["_blank"]
+
+    @_graph.setter
+    def _graph(self, graph: fx.Graph) -> None:
+        if "_variants" in self._modules:
+            self._active.graph = graph
+        else:
+            self.__dict__["_blank"] = graph  # what GraphModule's own __init__ sees
+
+    @property
+    def _code(self) -> str:
+        return self._active.code
+
+    def recompile(self) -> Any:
+        """Make the shown variant run its graph as it now is."""
+        if "_variants" in self._modules:
+            self._active.compile_graph()
+        return None
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by the original's names, tied ones under each of their names."""
+        named = (*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False))
+        return {name: tensor for name, tensor in named if not name.startswith("_variants.")}
+
+    # -- what a module does --------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AmpModule:
+        here = self._place()
+        probe = fn(torch.empty(0, device=here))
+        if probe.dtype != torch.float32:
+            raise UnsupportedError(
+                f"an AmpModule's parameters stay float32, so it cannot become {probe.dtype}: its graph holds the casts. "
+                "Move it with .to(device) alone, or convert again with another dtype."
+            )
+        super()._apply(fn, recurse)
+        if self._place() != here:
+            for index, variant in enumerate(self.variants):
+                self._move(index, variant, self._place())
+        return self
+
+    def _place(self) -> torch.device:
+        return next((t.device for t in self.held().values()), torch.device("cpu"))
+
+    def _move(self, index: int, variant: Variant, device: torch.device) -> None:
+        if variant.captured is not None and device.type != variant.device.type:
+            rebuilt = self._maker.rebuild(variant.captured, self.held(), device)
+            variant = self._mount(index, rebuilt.to(device))
+        variant.move(device)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            maker = self.__dict__.get("_maker")
+            if maker is None or maker.model is None or name.startswith("__"):
+                raise
+            return forwarded(maker.model, self, name, error)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AmpModule:
+        tree = copy.deepcopy(self._tree(), memo)
+        result = _rebuild(tree, self._signature, self._maker, [_copied(v, memo) for v in self.variants])
+        memo[id(self)] = result
+        return result
+
+    def __copy__(self) -> AmpModule:
+        return _rebuild(self._tree(), self._signature, self._maker, [_copied(v, None) for v in self.variants])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (self._tree(), self._signature, self._maker.without_model(), list(self.variants)))
+
+    def _tree(self) -> nn.Module:
+        """The mirrored modules without the variants, as a plain module."""
+        tree = nn.Module()
+        for key, own in self.__dict__.items():
+            if key in tree.__dict__:
+                tree.__dict__[key] = own.copy() if isinstance(own, (dict, set)) else own
+        del tree._modules["_variants"]
+        return tree
+
+
+def _rebuild(tree: nn.Module, signature: CallSignature, maker: Maker, variants: list[Variant]) -> AmpModule:
+    result = AmpModule(tree, signature, maker)
+    for key in tree.__dict__:
+        if key.endswith("_hooks"):
+            result.__dict__[key] = tree.__dict__[key]
+    for variant in variants:
+        result.add_variant(variant)
+    return result
+
+
+def _copied(variant: Variant, memo: dict[int, Any] | None) -> Variant:
+    restore, parts = variant.__reduce__()
+    made = restore(*(copy.deepcopy(parts, memo) if memo is not None else parts))
+    made.captured = variant.captured
+    return made
+
+
+def _mirror(model: nn.Module, mirror: nn.Module, made: dict[int, nn.Module]) -> None:
+    """Give ``mirror`` the parameters, buffers and modules of ``model``: the same tensors, in bare modules."""
+    mirror.training = model.training
+    mirror._parameters.update(model._parameters)
+    mirror._buffers.update(model._buffers)
+    mirror._non_persistent_buffers_set.update(model._non_persistent_buffers_set)
+    for name, child in model._modules.items():
+        if child is not None and id(child) not in made:
+            made[id(child)] = nn.Module()
+            _mirror(child, made[id(child)], made)
+        mirror._modules[name] = made[id(child)] if child is not None else None
+
+
+def _own(amp_model: AmpModule) -> list[nn.Module]:
+    return [module for name, module in amp_model.named_modules() if not name.startswith("_variants")]

@@ -1,0 +1,160 @@
+"""One call of a model: its arguments bound by name, apart from how they were written, and the key that they make."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+__all__ = ["Call", "CallSignature", "CallStructure", "pack_spec", "unpack_spec"]
+
+_EMPTY = inspect.Parameter.empty
+
+
+def pack_spec(spec: pytree.TreeSpec) -> bytes:
+    """``spec`` as bytes. Pickling one warns of torch's own deprecation of a class that torch still uses itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return pickle.dumps(spec)
+
+
+def unpack_spec(data: bytes) -> pytree.TreeSpec:
+    """What :func:`pack_spec` packed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return pickle.loads(data)
+
+
+@dataclass(frozen=True)
+class CallStructure:
+    """Everything of a call that a captured graph bakes in: which arguments, nested how, their dtypes and plain values."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[tuple[Any, ...], ...]  # ("tensor", dtype, ndim) or ("value", type, value)
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """The bound arguments, with ``tensors`` in the places of the tensors, in order."""
+        rest = iter(tensors)
+        leaves = [next(rest) if leaf[0] == "tensor" else leaf[2] for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def tensor_names(self) -> list[str]:
+        """A Python name for each tensor, in order, from the argument and the keys that lead to it."""
+        arguments = pytree.tree_unflatten([leaf[0] for leaf in self.leaves], self.spec)
+        paths, _ = pytree.tree_flatten_with_path(arguments)
+        return [re.sub(r"\W+", "_", pytree.keystr(path)).strip("_") for path, kind in paths if kind == "tensor"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_structure, (pack_spec(self.spec), self.leaves))
+
+    def __str__(self) -> str:
+        stand_ins = [
+            f"{str(leaf[1]).removeprefix('torch.')}[{leaf[2]}d]" if leaf[0] == "tensor" else repr(leaf[2])
+            for leaf in self.leaves
+        ]
+        arguments = pytree.tree_unflatten(stand_ins, self.spec)
+        return ", ".join(f"{name}={shown}" for name, shown in arguments.items()).replace("'", "")
+
+
+def _structure(spec: bytes, leaves: tuple[tuple[Any, ...], ...]) -> CallStructure:
+    return CallStructure(unpack_spec(spec), leaves)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call's tensors, in order, and all else that it says."""
+
+    tensors: tuple[torch.Tensor, ...]
+    structure: CallStructure
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """A forward's parameters, without annotations, so that it pickles and compiles."""
+
+    parameters: tuple[inspect.Parameter, ...]
+
+    @classmethod
+    def of(cls, forward: Callable[..., Any]) -> CallSignature:
+        """The signature of a bound ``forward``."""
+        parameters = inspect.signature(forward).parameters.values()
+        return cls(tuple(p.replace(annotation=_EMPTY) for p in parameters))
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """The call ``forward(*args, **kwargs)``: positional and keyword forms, and defaults spelled out, are one call.
+
+        Raises:
+            TypeError: as Python itself would, for missing and unknown arguments.
+        """
+        return _call(self._arguments(args, kwargs))
+
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        arguments: dict[str, Any] = {}
+        used, position = 0, 0
+        for p in self.parameters:
+            if p.kind is p.VAR_POSITIONAL:
+                if position < len(args):
+                    arguments[p.name] = tuple(args[position:])
+                    position = len(args)
+            elif p.kind is p.VAR_KEYWORD:
+                rest = {k: v for k, v in kwargs.items() if k not in arguments and not self._names(k)}
+                used += len(rest)
+                if rest:
+                    arguments[p.name] = rest
+            elif position < len(args) and p.kind is not p.KEYWORD_ONLY:
+                if p.name in kwargs:
+                    break
+                arguments[p.name] = args[position]
+                position += 1
+            elif p.name in kwargs:
+                arguments[p.name] = kwargs[p.name]
+                used += 1
+            elif p.default is _EMPTY:
+                break
+        if position < len(args) or used < len(kwargs) or not self._complete(arguments):
+            inspect.Signature(list(self.parameters)).bind(*args, **kwargs)  # raises Python's own TypeError
+        defaults = {p.name: p.default for p in self.parameters}
+        return {name: v for name, v in arguments.items() if defaults[name] is not v}
+
+    def _names(self, name: str) -> bool:
+        return any(p.name == name and p.kind is not p.VAR_KEYWORD for p in self.parameters)
+
+    def _complete(self, arguments: Mapping[str, Any]) -> bool:
+        optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return all(p.name in arguments or p.default is not _EMPTY or p.kind in optional for p in self.parameters)
+
+    def split(self, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bound arguments as ``(args, kwargs)`` of a call; by keyword wherever Python allows it."""
+        has_rest = any(p.kind is p.VAR_POSITIONAL and p.name in arguments for p in self.parameters)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for p in self.parameters:
+            if p.kind is p.VAR_POSITIONAL:
+                args.extend(arguments.get(p.name, ()))
+            elif p.kind is p.VAR_KEYWORD:
+                kwargs.update(arguments.get(p.name, {}))
+            elif p.kind is p.POSITIONAL_ONLY or (has_rest and p.kind is p.POSITIONAL_OR_KEYWORD):
+                args.append(arguments.get(p.name, p.default))
+            elif p.name in arguments:
+                kwargs[p.name] = arguments[p.name]
+        return tuple(args), kwargs
+
+
+def _call(arguments: dict[str, Any]) -> Call:
+    leaves, spec = pytree.tree_flatten(arguments)
+    tensors: list[torch.Tensor] = []
+    described: list[tuple[Any, ...]] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+            described.append(("tensor", leaf.dtype, leaf.ndim))
+        else:
+            described.append(("value", type(leaf), leaf))
+    return Call(tuple(tensors), CallStructure(spec, tuple(described)))

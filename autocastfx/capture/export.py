@@ -1,0 +1,278 @@
+"""module + inputs → a graph, by torch.export: non-strict, ATen before decomposition, every size dynamic."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental import _config as fx_config
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autocastfx.call import Call, CallSignature, CallStructure
+from autocastfx.capture.guard import ShapeGuard, shape_guard
+from autocastfx.capture.intact import intact
+from autocastfx.capture.leaf import restore_leaves, whole_calls
+from autocastfx.errors import CaptureError
+from autocastfx.graph import argument, attribute, dtypes, value
+from autocastfx.op_name import op_name
+
+__all__ = ["Captured", "capture"]
+
+# Capturing every size as dynamic is slow for a few models (Swin: 41 s against 0.7 s); past this many seconds only the
+# first dimension of each input stays dynamic.
+SLOW = 20.0
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model's graph for one mode and one call structure.
+
+    Attributes:
+        graph: its placeholders are the call's tensors, its output a flat tuple; parameters and buffers are ``get_attr``
+            nodes of their names in the model.
+        attributes: what else ``get_attr`` nodes read, by target: constants and the graphs of higher-order operators.
+        out_spec: how the flat output nests.
+        structure: the call structure it was captured for.
+        guard: the sizes it holds for.
+        training: mode of each module, in the order of ``model.modules()``.
+        device: where the model was.
+        sizes: which sizes are dynamic: ``"all"``, ``"first"`` or ``"none"``.
+    """
+
+    graph: fx.Graph
+    attributes: Mapping[str, Any]
+    out_spec: pytree.TreeSpec
+    structure: CallStructure
+    guard: ShapeGuard
+    training: tuple[bool, ...]
+    device: torch.device
+    sizes: str = field(default="all", compare=False)
+
+
+class _FlatCall(nn.Module):
+    """A model called with a call's tensors alone."""
+
+    def __init__(self, module: nn.Module, signature: CallSignature, structure: CallStructure) -> None:
+        super().__init__()
+        self.module = module
+        self._signature, self._structure = signature, structure
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        args, kwargs = self._signature.split(self._structure.arguments(tensors))
+        return self.module(*args, **kwargs)
+
+
+class _TooSlowError(Exception):
+    pass
+
+
+class _Watch(TorchFunctionMode):
+    """Ends a capture that takes too long, and keeps casts that change nothing apart from the value they are applied to.
+
+    ``x.float()`` of a float32 ``x`` is ``x`` itself, so the tracer would write the cast's node wherever ``x`` is read
+    later. On an alias of ``x`` the cast stays where the model has it.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.end = time.monotonic() + seconds
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if time.monotonic() > self.end:
+            raise _TooSlowError
+        if func in _CASTS and isinstance(args[0], torch.Tensor):
+            args = (torch.ops.aten.alias.default(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+_CASTS = frozenset({torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as})
+
+
+def capture(
+    model: nn.Module,
+    signature: CallSignature,
+    call: Call,
+    *,
+    training: Sequence[bool],
+    held: Mapping[str, torch.Tensor],
+    leaves: Sequence[str] = (),
+) -> Captured:
+    """Capture ``model`` as it runs ``call``. The model is left as it was.
+
+    Args:
+        model: the caller's.
+        signature: of its forward.
+        call: example inputs; their values are not read.
+        training: mode of each module, in the order of ``model.modules()``.
+        held: parameters and buffers by name that stand in for the model's own (they may have moved to a device).
+        leaves: dotted paths of Python functions that stay whole.
+
+    Raises:
+        CaptureError: torch.export cannot capture the model; says why and what would help.
+    """
+    failures: list[Exception] = []
+    for sizes, dynamic in (("all", _every_size), ("first", _first_size), ("none", _no_size)):
+        try:
+            with intact(model, training, held), _quiet(), whole_calls(leaves) as called:
+                limit = SLOW if sizes == "all" else float("inf")
+                program = _export(_FlatCall(model, signature, call.structure), call.tensors, dynamic, limit)
+        except CaptureError:
+            raise
+        except Exception as error:  # torch.export raises anything that the model's own code or a tracer can raise
+            failures.append(error)
+            continue
+        return _captured(program, model, called, call, tuple(training), _device(held, call), sizes)
+    raise CaptureError(_explain(model, failures[0], any(training))) from failures[0]
+
+
+def _export(flat: nn.Module, tensors: tuple[torch.Tensor, ...], dynamic: Any, limit: float) -> ExportedProgram:
+    shapes = (tuple(dynamic(t) for t in tensors),)
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())  # without gradients some modules take fused paths
+        stack.enter_context(fx_config.patch(backed_size_oblivious=True))  # a size of 1 is a size like another
+        for kind in {t.device.type for t in tensors}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(_Watch(limit))
+        return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
+
+
+def _every_size(tensor: torch.Tensor) -> dict[int, Any]:
+    return dict.fromkeys(range(tensor.ndim), Dim.AUTO)
+
+
+def _first_size(tensor: torch.Tensor) -> dict[int, Any]:
+    return {0: Dim.AUTO} if tensor.ndim else {}
+
+
+def _no_size(tensor: torch.Tensor) -> dict[int, Any]:
+    return {}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what export says about attributes that are set in forward: they are restored."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".*were assigned during export.*")
+        warnings.filterwarnings("ignore", message=r".*[Aa]ttributes? .*assigned during export.*")
+        yield
+
+
+def _device(held: Mapping[str, torch.Tensor], call: Call) -> torch.device:
+    return next((t.device for t in (*held.values(), *call.tensors)), torch.device("cpu"))
+
+
+def _captured(
+    program: ExportedProgram,
+    model: nn.Module,
+    called: list[Any],
+    call: Call,
+    training: tuple[bool, ...],
+    device: torch.device,
+    sizes: str,
+) -> Captured:
+    checked = "check_guards" in inspect.signature(program.module).parameters
+    module: Any = program.module(check_guards=False) if checked else program.module()
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    attributes: dict[str, Any] = {}
+    graph = _tidy(module, names, called, attributes, call.structure.tensor_names())
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    out_spec = program.call_spec.out_spec
+    assert out_spec is not None
+    return Captured(
+        graph, attributes, out_spec, call.structure, shape_guard(inputs), training, device, sizes
+    )
+
+
+def _tidy(
+    module: fx.GraphModule, names: set[str], called: list[Any], attributes: dict[str, Any], inputs: Sequence[str] = ()
+) -> fx.Graph:
+    """A copy of an exported graph: inputs first and named as the caller names them, attributes read where they are used,
+    and what changes nothing gone."""
+    restore_leaves(module.graph, called)
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    nodes = sorted(module.graph.nodes, key=lambda n: n.op != "placeholder")
+    input_names = iter(inputs)
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node in copies:
+            return copies[node]
+        if node.op == "get_attr":
+            target = str(node.target)
+            if target.removeprefix("module.") in names:
+                target = target.removeprefix("module.")
+            else:
+                attributes[target] = _tidy_attribute(attribute(module, target), called)
+            copied = graph.create_node("get_attr", target, name=target.removeprefix("module.").replace(".", "_"))
+            copied.meta.update(node.meta)
+        elif node.op == "placeholder":
+            name = next(input_names, node.name)
+            copied = graph.create_node("placeholder", name, name=name)
+            copied.meta.update(node.meta)
+        else:
+            copied = graph.node_copy(node, copy)
+        _clean_stack(copied)
+        copies[node] = copied
+        return copied
+
+    for node in nodes:
+        if node.op == "output":
+            graph.output(fx.node.map_arg(node.args[0], copy))
+        elif node.op == "call_module" and node.target == "_guards_fn":
+            continue
+        elif node.op != "get_attr" and not _is_assertion(node):
+            source = _no_op_source(node)
+            copies[node] = copy(source) if source is not None else copy(node)
+    return graph
+
+
+def _is_assertion(node: fx.Node) -> bool:
+    return op_name(node) == "_assert_tensor_metadata"  # bakes the captured dtype and device
+
+
+def _no_op_source(node: fx.Node) -> fx.Node | None:
+    """What a node that changes nothing passes on: an alias, dropout that is off, ``type_as`` between equal dtypes."""
+    name = op_name(node)
+    if name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout") and argument(node, "train") is False:
+        return node.all_input_nodes[0]
+    if name == "alias":
+        return node.all_input_nodes[0]
+    if name == "type_as" and dtypes(node.all_input_nodes[0]) == dtypes(node) and value(node) is not None:
+        return node.all_input_nodes[0]
+    return None
+
+
+def _clean_stack(node: fx.Node) -> None:
+    """Name modules as the caller's model does, not as the wrapper around it."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    inner = {k: (path.removeprefix("module").removeprefix("."), kind) for k, (path, kind) in stack.items() if path}
+    if stack:
+        node.meta["nn_module_stack"] = inner
+
+
+def _explain(model: nn.Module, error: Exception, training: bool) -> str:
+    mode = "train" if training else "eval"
+    text = str(error).strip().splitlines()
+    first = text[0] if text else type(error).__name__
+    return f"{type(model).__name__} cannot be captured in {mode} mode: {type(error).__name__}: {first}\n{_advice(str(error))}"
+
+
+def _advice(text: str) -> str:
+    if "data-dependent" in text or "GuardOnDataDependent" in text or "item()" in text:
+        return "Its control flow depends on tensor values. Use torch.where or torch.cond there, or convert the submodules apart."
+    if "pytree" in text or "unsupported type" in text.lower() or "output" in text and "type" in text:
+        return (
+            "It returns an object that is no tensor, number, dict, list or tuple. Return tensors (transformers: use_cache=False), "
+            "or register the class with torch.utils._pytree.register_pytree_node."
+        )
+    return "Try torch.export.export(model, args, kwargs, strict=False) alone to see the full error, or convert submodules apart."

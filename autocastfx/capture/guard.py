@@ -1,0 +1,91 @@
+"""The sizes for which a captured graph holds, as a check that pickles.
+
+Without it a graph runs on other sizes and returns wrong numbers silently: a loop over a length, an ``if`` on a shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.printers import PythonPrinter
+
+__all__ = ["ShapeGuard", "shape_guard"]
+
+Sizes = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class ShapeGuard:
+    """Conditions on the sizes of a graph's inputs.
+
+    Attributes:
+        symbols: (name, input, dimension): where each symbol of the conditions is read.
+        conditions: Python expressions over the symbols and ``sizes[input][dimension]``.
+    """
+
+    symbols: tuple[tuple[str, int, int], ...] = ()
+    conditions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_holds", _compile(self.symbols, self.conditions))
+
+    def holds(self, sizes: Sizes) -> bool:
+        """Whether the graph was captured for inputs of these sizes."""
+        return bool(self._holds(sizes))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def broken(self, sizes: Sizes) -> str | None:
+        """The first condition that ``sizes`` break, with the numbers in place of the symbols; None if all hold."""
+        for condition in self.conditions:
+            if not _compile(self.symbols, (condition,))(sizes):
+                names = [f"{name}={sizes[i][d]}" for name, i, d in self.symbols if name in condition]
+                return f"{condition}" + (f" with {', '.join(names)}" if names else "")
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (ShapeGuard, (self.symbols, self.conditions))
+
+
+def _compile(symbols: Sequence[tuple[str, int, int]], conditions: Sequence[str]) -> Callable[[Sizes], bool]:
+    reads = [f"    {name} = sizes[{i}][{d}]" for name, i, d in symbols]
+    source = "\n".join(["def holds(sizes):", *reads, f"    return {' and '.join(f'({c})' for c in conditions) or 'True'}"])
+    namespace: dict[str, Any] = {"math": math}
+    exec(compile(source, "<autocastfx shape guard>", "exec"), namespace)
+    return namespace["holds"]
+
+
+def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
+    """The guard of a graph captured with symbolic sizes.
+
+    Args:
+        inputs: its placeholders, with abstract values, all tensors.
+    """
+    symbols: dict[str, tuple[str, int, int]] = {}
+    conditions: dict[str, None] = {}
+    environment: Any = None
+    for i, node in enumerate(inputs):
+        for d, size in enumerate(node.meta["val"].shape):
+            if not isinstance(size, torch.SymInt):
+                conditions[f"sizes[{i}][{d}] == {size}"] = None
+                continue
+            environment = size.node.shape_env
+            expression = environment.replace(size.node.expr)
+            if isinstance(expression, sympy.Symbol) and expression.name not in symbols:
+                symbols[expression.name] = (expression.name, i, d)
+            else:
+                conditions[f"sizes[{i}][{d}] == {_python(expression)}"] = None
+    for guard in environment.guards if environment is not None else ():
+        expression = environment.replace(guard.expr)
+        names = {symbol.name for symbol in expression.free_symbols}
+        if expression != sympy.true and names and names <= symbols.keys():
+            conditions[_python(expression)] = None
+    return ShapeGuard(tuple(symbols.values()), tuple(conditions))
+
+
+def _python(expression: sympy.Basic) -> str:
+    return PythonPrinter().doprint(expression)

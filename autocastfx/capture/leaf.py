@@ -1,0 +1,110 @@
+"""Python calls that stay whole in a captured graph: custom autograd functions, and functions that an op list names.
+
+Export would trace through them and lose a custom backward without a word. Here each becomes one node that calls it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    track_tensor_tree,
+)
+from torch.utils import _pytree as pytree
+
+from autocastfx.errors import CaptureError
+
+__all__ = ["LEAF", "restore_leaves", "whole_calls"]
+
+
+class _Leaf(HigherOrderOperator):
+    """Stands in a graph for a call that was not traced, until :func:`restore_leaves` puts the function there."""
+
+    def __init__(self) -> None:
+        super().__init__("autocastfx_leaf")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+LEAF = _Leaf()
+
+
+@contextmanager
+def whole_calls(functions: Iterable[str]) -> Iterator[list[Callable[..., Any]]]:
+    """While open, calls of custom autograd functions and of ``functions`` (dotted paths) are recorded as single nodes.
+
+    Yields the list of the functions called; a node's first argument is the index there. Activation checkpointing, which
+    a graph cannot hold, raises :class:`CaptureError`.
+    """
+    called: list[Callable[..., Any]] = []
+    original_apply = torch.autograd.Function.apply.__func__  # pyright: ignore[reportFunctionMemberAccess]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ == "torch.utils.checkpoint":
+            _refuse_checkpoint()
+        inside_torch = cls.__module__.split(".")[0] == "torch"
+        return _record(cls.apply, lambda: original_apply(cls, *args, **kwargs), args, kwargs, called, trace=inside_torch)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+        name = "_checkpoint_without_reentrant_generator"
+        stack.enter_context(mock.patch.object(torch.utils.checkpoint, name, _refuse_checkpoint))
+        for path in functions:
+            module, _, attribute = path.rpartition(".")
+            function = getattr(sys.modules.get(module), attribute, None)
+            if callable(function) and not isinstance(function, type):
+                stack.enter_context(mock.patch.object(sys.modules[module], attribute, _whole(function, called)))
+        yield called
+
+
+def _whole(function: Callable[..., Any], called: list[Callable[..., Any]]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _record(function, lambda: function(*args, **kwargs), args, kwargs, called, trace=False)
+
+    return call
+
+
+def _record(
+    function: Callable[..., Any],
+    run: Callable[[], Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    called: list[Callable[..., Any]],
+    *,
+    trace: bool,
+) -> Any:
+    mode = get_proxy_mode()
+    if trace or mode is None:
+        return run()
+    tracer = mode.tracer
+    proxies, named = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
+    with disable_proxy_modes_tracing():
+        result = run()
+    called.append(function)
+    proxy = tracer.create_proxy("call_function", LEAF, (len(called) - 1, *proxies), named)
+    return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+
+
+def _refuse_checkpoint(*_: Any, **__: Any) -> Any:
+    raise CaptureError(
+        "the model uses activation checkpointing (torch.utils.checkpoint), whose recomputation a captured graph cannot hold. "
+        "Turn it off for the conversion (transformers: model.gradient_checkpointing_disable())."
+    )
+
+
+def restore_leaves(graph: fx.Graph, called: list[Callable[..., Any]]) -> None:
+    """Replace each stand-in node of ``graph`` by a call of the function itself."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is LEAF:
+            node.target, node.args = called[node.args[0]], node.args[1:]

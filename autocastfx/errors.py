@@ -1,0 +1,60 @@
+"""Every error that autocastfx raises on purpose. Each says where, what, and what to do next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "AutocastFXError",
+    "BannedOpError",
+    "CaptureError",
+    "OpListError",
+    "Source",
+    "UnsupportedError",
+    "VariantError",
+    "VerifyError",
+]
+
+
+@dataclass(frozen=True, order=True)
+class Source:
+    """A place in a text file, printed as ``file:line:column`` (both counted from 1)."""
+
+    file: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}"
+
+
+class AutocastFXError(Exception):
+    """Base of all errors of this package."""
+
+
+class OpListError(AutocastFXError, ValueError):
+    """An op list cannot be read. ``source`` is the place of the offending text, if there is one."""
+
+    def __init__(self, message: str, source: Source | None = None) -> None:
+        super().__init__(f"{source}: {message}" if source else message)
+        self.source = source
+
+
+class CaptureError(AutocastFXError, RuntimeError):
+    """A model cannot be turned into a graph."""
+
+
+class BannedOpError(AutocastFXError, RuntimeError):
+    """The model uses an op that the op list bans."""
+
+
+class VerifyError(AutocastFXError, RuntimeError):
+    """A rewritten graph does not compute what its plan says. Always a defect of a pass or of an edited graph."""
+
+
+class VariantError(AutocastFXError, RuntimeError):
+    """A call fits none of the captured variants, and no further one can be captured."""
+
+
+class UnsupportedError(AutocastFXError, NotImplementedError):
+    """A reserved argument value, or an operation that this object refuses by name."""

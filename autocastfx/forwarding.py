@@ -1,0 +1,56 @@
+"""Attributes of the original model that a converted one answers for."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+from torch import nn
+
+from autocastfx.errors import UnsupportedError
+
+__all__ = ["forwarded"]
+
+
+def forwarded(model: nn.Module, amp_model: nn.Module, name: str, missing: AttributeError) -> Any:
+    """The attribute ``name`` of ``model``: data as it is, a method bound to ``amp_model`` if it does not run the forward.
+
+    Raises:
+        AttributeError: the original has none either (``missing``).
+        UnsupportedError: the method runs the model's forward (``generate``), or its source cannot be read to tell.
+    """
+    try:
+        found = getattr(model, name)
+    except AttributeError:
+        raise missing from None
+    if not inspect.ismethod(found) or found.__self__ is not model:
+        return found
+    if _runs_forward(type(model), name, set()):
+        raise UnsupportedError(
+            f"{type(model).__name__}.{name} runs the model's own forward, which is not converted. Call it on the original, or "
+            "write the loop around the converted model's call."
+        )
+    return found.__func__.__get__(amp_model)
+
+
+def _runs_forward(kind: type, name: str, seen: set[str]) -> bool:
+    """Whether a method calls ``self(...)``, ``self.forward`` or another method that does."""
+    if name in ("forward", "__call__") or name in seen:
+        return name not in seen
+    seen.add(name)
+    method = inspect.getattr_static(kind, name, None)
+    if isinstance(method, (staticmethod, property)) or not callable(method):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "self":
+            return True
+        is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+        if is_own and inspect.getattr_static(kind, node.attr, None) is not None and _runs_forward(kind, node.attr, seen):
+            return True
+    return False

@@ -1,0 +1,265 @@
+"""A typed view of an fx graph: the dtypes of its values, which argument reads what, and which values share storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils import _pytree as pytree
+
+from autocastfx.op_name import op_name
+
+__all__ = [
+    "Origin",
+    "Use",
+    "alias_sets",
+    "dtypes",
+    "has_float32",
+    "is_float32",
+    "map_uses",
+    "module_classes",
+    "module_path",
+    "mutated_inputs",
+    "origin",
+    "set_origin",
+    "subgraphs",
+    "tensors",
+    "uses",
+]
+
+# How autocastfx marks a node, and how capture writes what it saw. The accessors below are the only readers.
+_ORIGIN = "autocastfx_origin"
+_VALUE = "val"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who made a node that the captured model did not have: the pass, the rule, and the value it stands for."""
+
+    made_by: str
+    rule: str
+    value: str
+    saturates: bool = False
+
+
+def origin(node: fx.Node) -> Origin | None:
+    """The mark on a node that a pass created; None for a captured one."""
+    return cast("Origin | None", node.meta.get(_ORIGIN))
+
+
+def set_origin(node: fx.Node, mark: Origin) -> None:
+    node.meta[_ORIGIN] = mark
+
+
+def kept_meta(node: fx.Node) -> dict[str, Any]:
+    """What of ``node.meta`` is plain data and outlives pickling."""
+    return {key: node.meta[key] for key in (_ORIGIN, "stack_trace") if key in node.meta}
+
+
+def value(node: fx.Node) -> Any:
+    """The abstract value of a node: a fake tensor, a symbolic number, or a tuple or list of these; None if unknown."""
+    return node.meta.get(_VALUE)
+
+
+def set_value(node: fx.Node, abstract: Any) -> None:
+    node.meta[_VALUE] = abstract
+
+
+def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """The abstract tensors that a node produces, flattened."""
+    return tuple(leaf for leaf in pytree.tree_leaves(value(node)) if isinstance(leaf, torch.Tensor))
+
+
+def dtypes(node: fx.Node) -> tuple[torch.dtype, ...]:
+    return tuple(t.dtype for t in tensors(node))
+
+
+def is_float32(node: fx.Node) -> bool:
+    """Whether the node is one tensor of float32: the only kind of value that a conversion may cast."""
+    abstract = value(node)
+    return isinstance(abstract, torch.Tensor) and abstract.dtype == torch.float32
+
+
+def has_float32(node: fx.Node) -> bool:
+    """Whether any tensor that the node produces is float32."""
+    return torch.float32 in dtypes(node)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One place where a node reads another: the name of the argument (its position where there is no schema)."""
+
+    argument: str
+    node: fx.Node
+
+
+def _named_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
+    schema = node.target._schema if isinstance(node.target, OpOverload) else None
+    for i, arg in enumerate(node.args):
+        yield schema.arguments[i].name if schema and i < len(schema.arguments) else str(i), arg
+    yield from node.kwargs.items()
+
+
+def uses(node: fx.Node) -> tuple[Use, ...]:
+    """Every place where ``node`` reads a node, list arguments flattened, in order."""
+    found: list[Use] = []
+    for name, arg in _named_arguments(node):
+        fx.node.map_arg(arg, lambda n, name=name: found.append(Use(name, n)))
+    return tuple(found)
+
+
+def map_uses(node: fx.Node, change: Callable[[str, fx.Node], fx.Node]) -> None:
+    """Replace each node that ``node`` reads by ``change(argument, read)``."""
+    names = [name for name, _ in _named_arguments(node)]
+    positional = names[: len(node.args)]
+    node.args = tuple(
+        fx.node.map_arg(arg, lambda n, name=name: change(name, n))
+        for name, arg in zip(positional, node.args, strict=True)
+    )
+    node.kwargs = {
+        name: fx.node.map_arg(arg, lambda n, name=name: change(name, n)) for name, arg in node.kwargs.items()
+    }
+
+
+def constants(node: fx.Node) -> Iterator[tuple[str, float]]:
+    """Numbers written into a node where a tensor or a scalar is meant (sizes, dimensions and counts are not)."""
+    if not isinstance(node.target, OpOverload):
+        return
+    kinds = {a.name: str(a.type) for a in node.target._schema.arguments}
+    for name, arg in _named_arguments(node):
+        is_number = isinstance(arg, (int, float)) and not isinstance(arg, bool)
+        if is_number and kinds.get(name, "").replace("Optional[", "").rstrip("]") in ("Tensor", "number", "float"):
+            yield name, float(arg)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The value written for the argument ``name``; None where it is not given."""
+    return next((arg for given, arg in _named_arguments(node) if given == name), None)
+
+
+def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes that ``node`` writes into, by its schema."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return ()
+    written = {a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    return tuple(u.node for u in uses(node) if u.argument in written)
+
+
+def is_member(node: fx.Node) -> bool:
+    """Whether the node only takes one value out of another node's tuple."""
+    return node.op == "call_function" and op_name(node) == "getitem" and not is_float32(node.all_input_nodes[0])
+
+
+def producer(node: fx.Node) -> fx.Node:
+    """The node that computes a value: members of a tuple belong to the op that made the tuple."""
+    while is_member(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _module_stack(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """(path, class) of the modules whose forward made the node, outermost first."""
+    entries: Any = node.meta.get("nn_module_stack") or {}
+    return tuple((str(path), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
+                 for path, kind in entries.values())
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module that made the node; empty for the root."""
+    stack = _module_stack(node)
+    return stack[-1][0] if stack else ""
+
+
+def module_classes(node: fx.Node) -> tuple[str, ...]:
+    """Dotted paths of the classes of the modules around the node, innermost first."""
+    return tuple(kind for _, kind in reversed(_module_stack(node)))
+
+
+def subgraphs(node: fx.Node, attributes: Mapping[str, Any]) -> dict[str, fx.GraphModule]:
+    """The graphs that a higher-order operator runs, by the ``get_attr`` target through which it reads them.
+
+    ``attributes`` holds what the graph's ``get_attr`` nodes read, parameters and buffers apart.
+    """
+    if not isinstance(node.target, HigherOrderOperator):
+        return {}
+    targets = (str(u.node.target) for u in uses(node) if u.node.op == "get_attr")
+    return {t: attributes[t] for t in targets if isinstance(attributes.get(t), fx.GraphModule)}
+
+
+def attribute(root: torch.nn.Module, path: str) -> Any:
+    """The attribute that a ``get_attr`` node of this target reads."""
+    owner, _, name = path.rpartition(".")
+    return getattr(root.get_submodule(owner), name)
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A graph of the same nodes, with the same names and marks, that can be edited apart."""
+    copied = fx.Graph()
+    result = copied.graph_copy(graph, {}, return_output_node=True)
+    assert isinstance(result, tuple)
+    value, old = result
+    copied.output(value).meta.update(old.meta)
+    return copied
+
+
+@dataclass(frozen=True)
+class AliasSet:
+    """Values that share storage and are written to: the node that made the storage, and all that view or mutate it."""
+
+    root: fx.Node
+    members: frozenset[fx.Node]
+
+
+def alias_sets(graph: fx.Graph) -> dict[fx.Node, AliasSet]:
+    """For each value whose storage is mutated, the set that it belongs to.
+
+    Two sources say that values share storage: the storages of the abstract values, and the alias annotations of the
+    operators' schemas (a view that happens to copy in the abstract run may alias in a real one).
+    """
+    parent: dict[fx.Node, fx.Node] = {}
+    order = {node: i for i, node in enumerate(graph.nodes)}
+
+    def find(node: fx.Node) -> fx.Node:
+        while parent.setdefault(node, node) is not node:
+            node = parent[node]
+        return node
+
+    def union(a: fx.Node, b: fx.Node) -> None:
+        first, second = sorted((find(a), find(b)), key=order.__getitem__)
+        parent[second] = first
+
+    owners: dict[int, fx.Node] = {}
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        for tensor in (t for t in tensors(node) if t.layout == torch.strided):
+            union(owners.setdefault(_storage_id(tensor), node), node)
+        for use in _aliased(node):
+            union(use, node)
+        written.update(mutated_inputs(node))
+    roots = {find(node) for node in written}
+    members: dict[fx.Node, set[fx.Node]] = {root: set() for root in roots}
+    for node in graph.nodes:
+        if find(node) in roots:
+            members[find(node)].add(node)
+    sets = {root: AliasSet(root, frozenset(found)) for root, found in members.items()}
+    return {node: one for one in sets.values() for node in one.members}
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _aliased(node: fx.Node) -> Iterator[fx.Node]:
+    """Inputs that an output of ``node`` may share storage with."""
+    if op_name(node) == "getitem":
+        yield from node.all_input_nodes[:1]
+    elif isinstance(node.target, OpOverload):
+        sharing = {a.name for a in node.target._schema.arguments if a.alias_info is not None}
+        if any(r.alias_info is not None for r in node.target._schema.returns):
+            yield from (u.node for u in uses(node) if u.argument in sharing)
+
+

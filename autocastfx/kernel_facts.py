@@ -1,0 +1,48 @@
+"""What a device's kernels do whatever the policy: one table, apart from the categories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autocastfx.op_list import preset_folder
+from autocastfx.op_name import base_name
+from autocastfx.yaml_tree import Tree, parse_file
+
+__all__ = ["KernelFacts", "load_kernel_facts"]
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """Facts by op name.
+
+    ``computes_in_float32``: ops whose kernels compute in float32 inside. ``no_kernel``: per (device type, dtype name),
+    the ops that the device cannot run in that dtype.
+    """
+
+    computes_in_float32: frozenset[str]
+    no_kernel: Mapping[tuple[str, str], frozenset[str]]
+
+    def runs(self, op: str, dtype: str, device: str) -> bool:
+        """Whether ``device`` has a kernel of ``op`` for ``dtype``, as far as the table knows."""
+        return base_name(op) not in self.no_kernel.get((device, dtype), frozenset())
+
+
+def load_kernel_facts() -> KernelFacts:
+    """The shipped table.
+
+    Raises:
+        OpListError: the file is damaged.
+    """
+    tree = parse_file(preset_folder() / "kernel_facts.yaml", shown="op_lists/kernel_facts.yaml")
+    tree.check_keys(("computes_in_float32", "no_kernel"), what="kernel fact")
+    missing = {
+        (device.text, dtype.text): _ops(ops)
+        for device, dtypes in tree.child("no_kernel").items()
+        for dtype, ops in dtypes.items()
+    }
+    return KernelFacts(_ops(tree.child("computes_in_float32")), missing)
+
+
+def _ops(tree: Tree) -> frozenset[str]:
+    return frozenset(entry.op_name() for entry in tree.as_strings())

@@ -1,0 +1,91 @@
+"""The canonical name of what an fx node computes. Op lists are written in these names."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+__all__ = ["base_name", "of_function", "op_name"]
+
+# Python's operators on tensors, by the ATen op that Tensor's method of that name calls.
+_OPERATORS: dict[Any, str] = {
+    operator.add: "add",
+    operator.sub: "sub",
+    operator.mul: "mul",
+    operator.truediv: "div",
+    operator.floordiv: "floor_divide",
+    operator.mod: "remainder",
+    operator.pow: "pow",
+    operator.matmul: "matmul",
+    operator.neg: "neg",
+    operator.pos: "positive",
+    operator.abs: "abs",
+    operator.eq: "eq",
+    operator.ne: "ne",
+    operator.lt: "lt",
+    operator.le: "le",
+    operator.gt: "gt",
+    operator.ge: "ge",
+    operator.and_: "bitwise_and",
+    operator.or_: "bitwise_or",
+    operator.xor: "bitwise_xor",
+    operator.invert: "bitwise_not",
+    operator.iadd: "add_",
+    operator.isub: "sub_",
+    operator.imul: "mul_",
+    operator.itruediv: "div_",
+    operator.getitem: "getitem",
+    operator.setitem: "setitem",
+}
+
+
+def _has_aten(name: str) -> bool:
+    return hasattr(torch.ops.aten, name)
+
+
+def of_function(function: Any) -> str:
+    """Name of a callable: the ATen base name if torch has an operator of that name, else its dotted path."""
+    if isinstance(function, OpOverload):
+        function = function.overloadpacket
+    if isinstance(function, OpOverloadPacket):
+        namespace, _, name = str(function._qualified_op_name).partition("::")
+        return name if namespace == "aten" else f"{namespace}::{name}"
+    if isinstance(function, HigherOrderOperator):
+        return function.name()
+    if function in _OPERATORS:
+        return _OPERATORS[function]
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and function.__name__ == "apply":  # autograd.Function.apply
+        return f"{owner.__module__}.{owner.__qualname__}"
+    module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", repr(function))
+    in_torch = module.split(".")[0] in ("torch", "_operator", "") or module.startswith("torch.")
+    if in_torch and "." not in name and _has_aten(name):
+        return name
+    if in_torch and _has_aten(getattr(function, "__name__", name)):  # Tensor methods: 'Tensor.add', '_TensorBase.add'
+        return str(function.__name__)
+    return f"{module}.{name}" if module else name
+
+
+def op_name(node: fx.Node, module: torch.nn.Module | None = None) -> str:
+    """Op name of ``node``: ``linear``, ``my_lib::fused``, ``package.module.function`` or a module class's path.
+
+    ``module`` is the root of a graph with ``call_module`` nodes. Placeholders, attributes and outputs give their kind.
+    """
+    if node.op == "call_function":
+        return of_function(node.target)
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op == "call_module" and module is not None:
+        kind = type(module.get_submodule(str(node.target)))
+        return f"{kind.__module__}.{kind.__qualname__}"
+    return node.op
+
+
+def base_name(name: str) -> str:
+    """The out-of-place name of an in-place op (``add_`` → ``add``); other names unchanged."""
+    is_in_place = name.endswith("_") and not name.endswith("__") and len(name) > 1
+    return name[:-1] if is_in_place else name

@@ -1,0 +1,1 @@
+"""Deciding (classify, place), rewriting and verifying; no pass knows another."""

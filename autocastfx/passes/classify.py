@@ -1,0 +1,162 @@
+"""graph × op list → a decision per node. Pure: no edge is touched, no other pass is known."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autocastfx.errors import BannedOpError
+from autocastfx.graph import (
+    argument,
+    constants,
+    dtypes,
+    has_float32,
+    is_float32,
+    module_classes,
+    module_path,
+    uses,
+)
+from autocastfx.kernel_facts import KernelFacts
+from autocastfx.op_list import Category, OpList
+from autocastfx.op_name import base_name, op_name
+from autocastfx.plan import Decision
+
+__all__ = ["Classification", "Classifier"]
+
+_CASTS = ("to", "_to_copy", "type_as")
+_FOLLOWS = (Category.INFER, Category.CLEAR, Category.PROMOTE)
+_NAMES_FLOAT = re.compile(r"\bfloat\b|float32")
+
+
+@dataclass(frozen=True)
+class Classification:
+    """A decision per computing node, and the values known to hold finite numbers beyond the low dtype's range."""
+
+    decisions: Mapping[fx.Node, Decision]
+    wide: frozenset[fx.Node]
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """The policy of one conversion.
+
+    Attributes:
+        op_list: categories by op name.
+        facts: what the device's kernels do.
+        low: ``torch.float16`` or ``torch.bfloat16``.
+        device: device type that the graph will run on.
+    """
+
+    op_list: OpList
+    facts: KernelFacts
+    low: torch.dtype
+    device: str
+
+    def __call__(self, graph: fx.Graph, largest: Mapping[str, float]) -> Classification:
+        """Decide each computing node of ``graph``.
+
+        Args:
+            graph: captured, with abstract values.
+            largest: largest finite magnitude of the constants and buffers, by ``get_attr`` target.
+
+        Raises:
+            BannedOpError: the list bans an op of the graph.
+        """
+        decisions: dict[fx.Node, Decision] = {}
+        wide: set[fx.Node] = set()
+        limit = float(torch.finfo(self.low).max)
+        for node in graph.nodes:
+            if node.op == "get_attr" and largest.get(str(node.target), 0.0) > limit:
+                wide.add(node)
+            if node.op in ("call_function", "call_method", "call_module"):
+                decision = self._decide(node, wide)
+                decisions[node] = decision
+                passes_on = decision.category in (*_FOLLOWS, Category.KEEP)
+                if decision.source in ("forced:constant", "forced:wide") or (
+                    passes_on and any(u.node in wide for u in uses(node))
+                ):
+                    wide.add(node)
+        return Classification(decisions, frozenset(wide))
+
+    def _decide(self, node: fx.Node, wide: set[fx.Node]) -> Decision:
+        listed = self._listed(node)
+        if listed.category is Category.BAN:
+            raise BannedOpError(
+                f"node {node.name!r} in module {module_path(node) or '(root)'!r} is {op_name(node)}, which {listed.source} "
+                f"bans: {listed.reason or 'no reason given'}. Replace the op in the model, or list it in another category."
+            )
+        reads = [u.node for u in uses(node) if has_float32(u.node)]
+        if not reads and not has_float32(node):
+            return Decision(Category.KEEP, "no float32 value", "eligibility")
+        if not reads:
+            return Decision(Category.KEEP, "makes float32 values from none", "eligibility")
+        if op_name(node) in _CASTS:
+            return self._user_cast(node, listed)
+        if listed.category in (Category.DENY, Category.KEEP):
+            return listed
+        for rule in (self._explicit_dtype, self._no_kernel):
+            if forced := rule(node):
+                return forced
+        if listed.category in _FOLLOWS:
+            if forced := self._constant(node):
+                return forced
+            source = next((n for n in reads if n in wide), None)
+            if source is not None and has_float32(node) and len(reads) > 1:
+                reason = f"{source.name} holds values beyond {self._low_name}'s range"
+                return Decision(Category.DENY, reason, "forced:wide")
+        return listed
+
+    def _listed(self, node: fx.Node) -> Decision:
+        for name in (*module_classes(node), op_name(node)):
+            rule = self.op_list.rule(name)
+            if rule is not None:
+                return Decision(rule.category, rule.reason, str(rule.source or "list"))
+        category = self.op_list.unlisted or Category.KEEP
+        return Decision(category, "in no list", "unlisted")
+
+    @property
+    def _low_name(self) -> str:
+        return str(self.low).removeprefix("torch.")
+
+    def _user_cast(self, node: fx.Node, listed: Decision) -> Decision:
+        """A captured cast. One that changes the dtype is the user's; one that does not may still open a float32 island.
+
+        Capture writes ``x.float()`` and ``x.to(y.dtype)`` alike where ``y`` is float32. The source line tells them apart;
+        without one the cast is taken for an island, the safe reading.
+        """
+        if not is_float32(node) or set(dtypes(uses(node)[0].node)) != {torch.float32}:
+            return Decision(Category.KEEP, "the model's own cast", "forced:user-cast")
+        if op_name(node) == "type_as" or argument(node, "dtype") != torch.float32:
+            return listed
+        trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
+        if trace and not _NAMES_FLOAT.search(trace[-1]):
+            return listed
+        return Decision(Category.DENY, "the model's own cast to float32", "forced:user-cast")
+
+    def _explicit_dtype(self, node: fx.Node) -> Decision | None:
+        if argument(node, "dtype") != torch.float32:
+            return None
+        return Decision(Category.DENY, "the call names dtype=float32", "forced:dtype")
+
+    def _no_kernel(self, node: fx.Node) -> Decision | None:
+        if self.facts.runs(op_name(node), self._low_name, self.device):
+            return None
+        return Decision(Category.DENY, f"{self.device} has no {self._low_name} kernel", "forced:no-kernel")
+
+    def _constant(self, node: fx.Node) -> Decision | None:
+        """A number written into the node that the low dtype cannot hold: too large, or rounded towards zero."""
+        info = torch.finfo(self.low)
+        inside = base_name(op_name(node)) in self.facts.computes_in_float32
+        for name, number in constants(node):
+            size = abs(number)
+            if math.isfinite(size) and size > info.max:
+                return Decision(Category.DENY, f"{name}={number:g} is beyond {self._low_name}'s range", "forced:constant")
+            if 0 < size < info.tiny and not inside:
+                reason = f"{name}={number:g} is below {self._low_name}'s smallest normal value"
+                return Decision(Category.DENY, reason, "forced:epsilon")
+        return None

@@ -1,0 +1,181 @@
+"""The only pass that edits a graph: casts where a value's stored precision is not the one that its reader runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from autocastfx.graph import (
+    Origin,
+    alias_sets,
+    is_float32,
+    map_uses,
+    set_origin,
+    uses,
+    value,
+)
+from autocastfx.op_name import base_name, op_name
+from autocastfx.plan import Placement, Precision
+
+__all__ = ["Rewriter"]
+
+_TO = torch.ops.aten.to.dtype
+_NO_OP_CASTS = ("to", "_to_copy", "type_as")
+# Readers that may add a mask to scores: a saturated mask needs headroom there, or score + mask is -inf after all.
+_MASKED = {"add": ("self", "other"), "sub": ("self", "other"), "scaled_dot_product_attention": ("attn_mask",)}
+_PASSES_MASK = ("view", "reshape", "expand", "unsqueeze", "squeeze", "slice", "select", "transpose", "permute", "to", "alias")
+
+
+@dataclass(frozen=True)
+class Rewriter:
+    """How casts are written.
+
+    Attributes:
+        low: the 16-bit dtype.
+        kept: names of the arguments of an op that stay float32 while it runs low.
+        keep_output_dtype: cast the graph's outputs back to their captured dtype.
+    """
+
+    low: torch.dtype
+    kept: Callable[[str], tuple[str, ...]]
+    keep_output_dtype: bool = True
+
+    def __call__(
+        self,
+        graph: fx.Graph,
+        placements: Mapping[fx.Node, Placement],
+        wide: frozenset[fx.Node],
+        parameters: frozenset[str],
+    ) -> None:
+        """Insert casts into ``graph``, in place.
+
+        Args:
+            graph: captured, with abstract values.
+            placements: one for every ``call_*`` node.
+            wide: values that hold finite numbers beyond the low dtype's range.
+            parameters: ``get_attr`` targets that are parameters, which are cast without saturation.
+        """
+        run = _Run(self, graph, placements, wide, parameters)
+        for node in list(graph.nodes):
+            run.visit(node)
+
+
+@dataclass
+class _Run:
+    policy: Rewriter
+    graph: fx.Graph
+    placements: Mapping[fx.Node, Placement]
+    wide: frozenset[fx.Node]
+    parameters: frozenset[str]
+    casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
+    stored: dict[fx.Node, fx.Node] = field(default_factory=dict)  # value → the cast that holds it as it is stored
+
+    def __post_init__(self) -> None:
+        self.storages = alias_sets(self.graph)
+        self.mask_like = {n for n in self.graph.nodes if n.op in ("placeholder", "get_attr") and _is_mask(n)}
+
+    def visit(self, node: fx.Node) -> None:
+        placement = self.placements.get(node)
+        kept = self.policy.kept(op_name(node)) if placement is not None else ()
+
+        def wanted(argument: str, read: fx.Node) -> fx.Node:
+            if not is_float32(read):
+                return read
+            if node.op == "output" and not self.policy.keep_output_dtype:
+                return self.stored.get(read, read)
+            runs_low = placement is not None and placement.run is Precision.LOW and argument not in kept
+            return self._as(Precision.LOW if runs_low else Precision.FLOAT32, read, node)
+
+        map_uses(node, wanted)
+        if placement is None or not is_float32(node):
+            return
+        if placement.run is Precision.LOW and op_name(node) in _NO_OP_CASTS:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            self.stored[node] = node.all_input_nodes[0]
+        if placement.run is not placement.store:
+            self.stored[node] = self._cast(node, node, placement.store, "storage", after=node)
+
+    def _as(self, precision: Precision, read: fx.Node, reader: fx.Node) -> fx.Node:
+        """``read`` in ``precision``, for ``reader``: itself, an earlier cast of it, or a new one."""
+        holder = self.stored.get(read, read)
+        placement = self.placements.get(read)
+        store = placement.store if placement is not None else Precision.FLOAT32
+        if store is precision:
+            return holder
+        dtype = self._dtype(precision)
+        if read in self.storages:  # its contents change: what this reader sees is what they are now
+            return self._cast(read, holder, precision, "mutated", before=reader)
+        if (read, dtype) not in self.casts:
+            by_input = read.op in ("placeholder", "get_attr")
+            place: dict[str, fx.Node] = {"before": reader} if by_input else {"after": holder}
+            self.casts[read, dtype] = self._cast(read, holder, precision, "reader", **place)
+        return self.casts[read, dtype]
+
+    def _dtype(self, precision: Precision) -> torch.dtype:
+        return self.policy.low if precision is Precision.LOW else torch.float32
+
+    def _cast(
+        self,
+        read: fx.Node,
+        holder: fx.Node,
+        precision: Precision,
+        rule: str,
+        *,
+        before: fx.Node | None = None,
+        after: fx.Node | None = None,
+    ) -> fx.Node:
+        bound = self._bound(read) if precision is Precision.LOW else None
+        dtype = self._dtype(precision)
+        mark = Origin("rewrite", rule, read.name, saturates=bound is not None)
+        suffix = str(dtype).removeprefix("torch.")
+
+        def create(name: str, target: OpOverload, *args: object) -> fx.Node:
+            made = self.graph.create_node("call_function", target, args, name=f"{read.name}_{name}")  # pyright: ignore[reportArgumentType]
+            for key in ("nn_module_stack", "stack_trace"):
+                if key in read.meta:
+                    made.meta[key] = read.meta[key]
+            set_origin(made, mark)
+            return made
+
+        point = self.graph.inserting_before(before) if before is not None else self.graph.inserting_after(after)
+        with point:
+            if bound is None:
+                return create(suffix, _TO, holder, dtype)
+        place = before if before is not None else _next(after)
+        with self.graph.inserting_before(place):
+            clamped = create("clamped", torch.ops.aten.clamp.default, holder, -bound, bound)
+            infinite = create("isinf", torch.ops.aten.isinf.default, holder)
+            kept = create("saturated", torch.ops.aten.where.self, infinite, holder, clamped)
+            return create(suffix, _TO, kept, dtype)
+
+    def _bound(self, read: fx.Node) -> float | None:
+        """The magnitude at which a narrowing cast of ``read`` saturates finite values; None for a plain cast."""
+        largest = float(torch.finfo(self.policy.low).max)
+        if read in self.wide or read in self.mask_like:
+            return largest / 2
+        is_outside = read.op == "placeholder" or (read.op == "get_attr" and str(read.target) not in self.parameters)
+        return largest if is_outside and self.policy.low == torch.float16 else None
+
+
+def _next(node: fx.Node | None) -> fx.Node:
+    assert node is not None
+    return node.next
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """Whether a value from outside reaches an addition or an attention mask through views alone."""
+    seen, queue = {node}, [node]
+    while queue:
+        read = queue.pop()
+        for reader in read.users:
+            name = base_name(op_name(reader))
+            if name in _MASKED and any(u.node is read and u.argument in _MASKED[name] for u in uses(reader)):
+                return True
+            if name in _PASSES_MASK and reader not in seen and value(reader) is not None:
+                seen.add(reader)
+                queue.append(reader)
+    return False

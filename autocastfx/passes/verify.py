@@ -1,0 +1,131 @@
+"""Run the rewritten graph on abstract values and refuse it unless every dtype is what the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autocastfx.errors import VerifyError
+from autocastfx.graph import dtypes, origin, set_value, subgraphs, tensors, uses, value
+from autocastfx.op_name import op_name
+from autocastfx.plan import Placement, Precision
+
+__all__ = ["verify"]
+
+
+def verify(
+    graph: fx.Graph,
+    placements: Mapping[fx.Node, Placement],
+    captured: Mapping[fx.Node, tuple[torch.dtype, ...]],
+    *,
+    low: torch.dtype,
+    kept: Callable[[str], tuple[str, ...]],
+    keep_output_dtype: bool,
+    attributes: Mapping[str, Any],
+) -> None:
+    """Check ``graph`` and give its new nodes abstract values.
+
+    Nodes whose inputs are as captured are not run again: their captured values stand.
+
+    Args:
+        graph: rewritten.
+        placements: of the captured nodes.
+        captured: output dtypes before rewriting, of every node.
+        low: the 16-bit dtype.
+        kept: names of the arguments of an op that stay float32 while it runs low.
+        keep_output_dtype: whether the outputs must have their captured dtype.
+        attributes: what the graph's ``get_attr`` nodes read, parameters and buffers apart.
+
+    Raises:
+        VerifyError: naming the first wrong node; the printed graph is attached, with the node marked.
+    """
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        raise VerifyError(f"the rewritten graph is malformed: {error}") from error
+    changed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method") and not subgraphs(node, attributes):
+            if value(node) is None or any(read in changed for read in node.all_input_nodes):
+                before = value(node)
+                set_value(node, _run(node, graph))
+                if before is None or _differs(before, value(node)):
+                    changed.add(node)
+        problem = _problem(node, placements.get(node), captured, low=low, kept=kept, keeps=keep_output_dtype)
+        if problem:
+            raise VerifyError(_report(graph, node, problem))
+
+
+def _differs(before: Any, after: Any) -> bool:
+    old, new = ([t for t in pytree.tree_leaves(v) if isinstance(t, torch.Tensor)] for v in (before, after))
+    return [t.dtype for t in old] != [t.dtype for t in new]
+
+
+def _run(node: fx.Node, graph: fx.Graph) -> Any:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    mode = next((t.fake_mode for n in node.all_input_nodes for t in tensors(n) if hasattr(t, "fake_mode")), None)
+    target = node.target
+    call: Callable[..., Any] = target if callable(target) else getattr(torch.Tensor, str(target))
+    try:
+        if mode is None:
+            return call(*args, **kwargs)
+        with mode, torch.no_grad():
+            return call(*args, **kwargs)
+    except Exception as error:  # whatever a kernel raises on wrong dtypes is the finding
+        shown = ", ".join(f"{u.argument}: {_names(dtypes(u.node))}" for u in uses(node))
+        raise VerifyError(_report(graph, node, f"{op_name(node)}({shown}) fails: {error}")) from error
+
+
+def _problem(
+    node: fx.Node,
+    placement: Placement | None,
+    captured: Mapping[fx.Node, tuple[torch.dtype, ...]],
+    *,
+    low: torch.dtype,
+    kept: Callable[[str], tuple[str, ...]],
+    keeps: bool,
+) -> str | None:
+    if node.op == "output" and keeps:
+        for use in uses(node):
+            was = captured.get(_captured_of(use.node, captured), ())
+            if was != dtypes(use.node):
+                return f"output {use.node.name} is {_names(dtypes(use.node))}, captured as {_names(was)}"
+    if placement is None:
+        return None
+    runs_low = placement.run is Precision.LOW
+    for use in uses(node):
+        was = captured.get(_captured_of(use.node, captured), ())
+        if was != (torch.float32,):
+            continue
+        wanted = low if runs_low and use.argument not in kept(op_name(node)) else torch.float32
+        if dtypes(use.node) != (wanted,):
+            return f"argument {use.argument!r} ({use.node.name}) is {_names(dtypes(use.node))}, planned {_names((wanted,))}"
+    planned = tuple(low if runs_low and d == torch.float32 else d for d in captured[node])
+    if dtypes(node) != planned:
+        return f"gives {_names(dtypes(node))}, planned {_names(planned)}"
+    return None
+
+
+def _captured_of(node: fx.Node, captured: Mapping[fx.Node, Any]) -> fx.Node:
+    """The captured node whose value ``node`` holds: itself, or what a chain of inserted casts started from."""
+    while node not in captured and origin(node) is not None:
+        node = node.all_input_nodes[-1] if op_name(node) != "where" else node.all_input_nodes[1]
+    return node
+
+
+def _names(found: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in found) or "nothing"
+
+
+def _report(graph: fx.Graph, node: fx.Node, problem: str) -> str:
+    lines = [f"{'>>> ' if n is node else '    '}{n.format_node()}" for n in graph.nodes]
+    return (
+        f"node {node.name!r} ({op_name(node)}): {problem}. The graph is refused; this is a defect of a pass or of an edited "
+        "graph.\n" + "\n".join(lines)
+    )
+
+

@@ -1,0 +1,129 @@
+"""What was decided for every node of one graph, and why: plain data, to and from JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from autocastfx.op_list import Category
+
+__all__ = ["Decision", "Placement", "Plan", "PlannedCast", "PlannedNode", "Precision"]
+
+
+class Precision(str, Enum):
+    """The dtype that a port's float32 values take."""
+
+    LOW = "low"  # the 16-bit dtype of the conversion
+    FLOAT32 = "float32"
+    CAPTURED = "captured"  # no float32 value is at stake: whatever the captured graph has
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a list or a forced rule says of a node. ``source`` is ``file:line:column``, or the name of the rule."""
+
+    category: Category
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The precision that a node runs in (its inputs) and the one that its output is stored in."""
+
+    run: Precision
+    store: Precision
+    because: str
+
+
+@dataclass(frozen=True)
+class PlannedNode:
+    """One node of the captured graph with all that was decided of it.
+
+    ``captured`` and ``dtype`` are the dtypes of its output before and after the conversion, joined by commas where there
+    are several; empty where it has none. ``name`` of a node in a sub-graph is ``subgraph/name``.
+    """
+
+    name: str
+    op: str
+    module: str
+    decision: Decision
+    placement: Placement
+    captured: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class PlannedCast:
+    """A cast that the conversion inserted: of which value, to which dtype, and who reads it."""
+
+    name: str
+    value: str
+    dtype: str
+    readers: tuple[str, ...]
+    saturates: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All decisions and casts of one graph, in graph order."""
+
+    low: str
+    device: str
+    op_list: str
+    nodes: tuple[PlannedNode, ...]
+    casts: tuple[PlannedCast, ...]
+
+    def __getitem__(self, name: str) -> PlannedNode:
+        """The entry of the node called ``name``.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(f"the plan has no node {name!r}")
+
+    @property
+    def unlisted(self) -> dict[str, int]:
+        """How often each op occurs that no list names and that touches a float32 value."""
+        return dict(Counter(n.op for n in self.nodes if n.decision.source == "unlisted"))
+
+    def by_op(self) -> dict[tuple[str, str], int]:
+        """Number of nodes by (op, precision they run in), ops that touch no float32 value left out."""
+        runs = ((n.op, n.placement.run) for n in self.nodes if n.placement.run is not Precision.CAPTURED)
+        return dict(Counter((op, str(run)) for op, run in runs))
+
+    def to_json(self) -> str:
+        """This plan as JSON text; :meth:`from_json` reads it back."""
+        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: the text is no such JSON.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            nodes = tuple(_node(n) for n in data.pop("nodes"))
+            casts = tuple(PlannedCast(**{**c, "readers": tuple(c["readers"])}) for c in data.pop("casts"))
+            return cls(nodes=nodes, casts=casts, **data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is not a plan written by to_json: {error!r}") from error
+
+
+def _node(data: dict[str, Any]) -> PlannedNode:
+    decided, placed = data["decision"], data["placement"]
+    decision = Decision(Category(decided["category"]), decided["reason"], decided["source"])
+    placement = Placement(Precision(placed["run"]), Precision(placed["store"]), placed["because"])
+    return PlannedNode(**{**data, "decision": decision, "placement": placement})

@@ -1,0 +1,193 @@
+"""One converted graph of a model: for one mode, one call structure and one set of sizes."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils import _pytree as pytree
+
+from autocastfx.call import CallStructure, pack_spec, unpack_spec
+from autocastfx.capture.guard import ShapeGuard
+from autocastfx.graph import kept_meta
+from autocastfx.plan import Plan
+
+if TYPE_CHECKING:
+    from autocastfx.capture.export import Captured
+
+__all__ = ["Variant"]
+
+_numbers = itertools.count()
+
+
+class Variant(nn.Module):
+    """A converted graph with the constants and sub-graphs that it reads. Parameters and buffers are its owner's.
+
+    Attributes:
+        graph: takes the call's tensors, gives a flat tuple.
+        plan: what was decided for it.
+        structure, guard, modes: the calls it serves.
+        device: where it runs; tensors that it creates are made there.
+        captured: what it was made from; None after unpickling.
+    """
+
+    def __init__(
+        self,
+        *,
+        graph: fx.Graph,
+        attributes: Mapping[str, Any],
+        plan: Plan,
+        out_spec: pytree.TreeSpec,
+        structure: CallStructure,
+        guard: ShapeGuard,
+        modes: tuple[bool, ...],
+        device: torch.device,
+        captured: Captured | None = None,
+    ) -> None:
+        super().__init__()
+        self.graph, self.plan, self.out_spec = graph, plan, out_spec
+        self.structure, self.guard, self.modes, self.device = structure, guard, modes, device
+        self.captured = captured
+        self.prefix = ""
+        self.code = ""
+        self.function: Callable[..., tuple[Any, ...]] | None = None
+        self._held = {target: target.replace(".", "_") for target in attributes}
+        for target, name in self._held.items():
+            held = attributes[target]
+            if isinstance(held, torch.Tensor):
+                self.register_buffer(name, held, persistent=False)
+            else:
+                setattr(self, name, held)
+
+    def mount(self, prefix: str) -> None:
+        """Read constants and sub-graphs from ``prefix``, the path of this variant in its owner, and compile."""
+        paths = {(f"{self.prefix}.{name}" if self.prefix else target): name for target, name in self._held.items()}
+        for node in self.graph.nodes:
+            if node.op == "get_attr" and node.target in paths:
+                node.target = f"{prefix}.{paths[node.target]}"
+        self.prefix = prefix
+        self.compile_graph()
+
+    def compile_graph(self) -> None:
+        """Make ``function(owner, *tensors)`` of the graph as it now is."""
+        code = self.graph.python_code("self")
+        filename = f"<autocastfx graph {next(_numbers)}>"
+        namespace = dict(code.globals)
+        exec(compile(code.src, filename, "exec"), namespace)
+        linecache.cache[filename] = (len(code.src), None, code.src.splitlines(keepends=True), filename)
+        self.code, self.function = code.src, namespace["forward"]
+
+    def move(self, device: torch.device) -> None:
+        """Create tensors on ``device`` where the graph creates them on the device that it was captured on."""
+        for graph in (self.graph, *(m.graph for m in self.modules() if isinstance(m, fx.GraphModule))):
+            for node in graph.nodes:
+                swap = _swap(self.device, device)
+                node.args, node.kwargs = pytree.tree_map(swap, node.args), pytree.tree_map(swap, node.kwargs)
+        for module in self.modules():
+            if isinstance(module, fx.GraphModule):
+                module.recompile()
+        self.device = device
+        self.compile_graph()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        attributes: dict[str, Any] = {}
+        for target, name in self._held.items():
+            held = getattr(self, name)
+            attributes[target] = _GraphData.of(held) if isinstance(held, fx.GraphModule) else held
+        places = {f"{self.prefix}.{name}": target for target, name in self._held.items()}
+        fields = {
+            "plan": self.plan,
+            "out_spec": pack_spec(self.out_spec),
+            "structure": self.structure,
+            "guard": self.guard,
+            "modes": self.modes,
+            "device": self.device,
+        }
+        return (_restore, (_nodes(self.graph, places), attributes, fields))
+
+
+def _swap(old: torch.device, new: torch.device) -> Callable[[Any], Any]:
+    return lambda leaf: new if isinstance(leaf, torch.device) and leaf.type == old.type else leaf
+
+
+def _restore(nodes: list[dict[str, Any]], attributes: dict[str, Any], fields: dict[str, Any]) -> Variant:
+    held = {t: a.module() if isinstance(a, _GraphData) else a for t, a in attributes.items()}
+    return Variant(graph=_graph(nodes), attributes=held, **{**fields, "out_spec": unpack_spec(fields["out_spec"])})
+
+
+class _GraphData:
+    """A sub-graph as plain data."""
+
+    def __init__(self, nodes: list[dict[str, Any]], attributes: dict[str, Any]) -> None:
+        self.nodes, self.attributes = nodes, attributes
+
+    @classmethod
+    def of(cls, module: fx.GraphModule) -> _GraphData:
+        targets = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
+        held = {t: getattr(module, t) for t in targets}
+        return cls(
+            _nodes(module.graph, {}), {t: cls.of(a) if isinstance(a, fx.GraphModule) else a for t, a in held.items()}
+        )
+
+    def module(self) -> fx.GraphModule:
+        held = {t: a.module() if isinstance(a, _GraphData) else a for t, a in self.attributes.items()}
+        return fx.GraphModule(held, _graph(self.nodes))
+
+
+class _Ref(str):
+    """The name of a node, where data stands for the node."""
+
+
+def _nodes(graph: fx.Graph, places: Mapping[str, str]) -> list[dict[str, Any]]:
+    """A graph as data that pickles: targets by name, nodes by name, abstract values left out."""
+    return [
+        {
+            "op": node.op,
+            "name": node.name,
+            "target": places.get(str(node.target), _target(node.target)) if node.op == "get_attr" else _target(node.target),
+            "args": fx.node.map_arg(node.args, lambda n: _Ref(n.name)),
+            "kwargs": fx.node.map_arg(node.kwargs, lambda n: _Ref(n.name)),
+            "meta": kept_meta(node),
+        }
+        for node in graph.nodes
+    ]
+
+
+def _target(target: Any) -> Any:
+    if isinstance(target, OpOverload):
+        return ("op", target.namespace, target._schema.name.partition("::")[2], target._overloadname)
+    if isinstance(target, HigherOrderOperator):
+        return ("higher_order", target.name())
+    owner = getattr(target, "__self__", None)
+    if isinstance(owner, type):  # autograd.Function.apply
+        return ("method", owner, target.__name__)
+    return target
+
+
+def _graph(nodes: list[dict[str, Any]]) -> fx.Graph:
+    graph, made = fx.Graph(), dict[str, fx.Node]()
+
+    def real(leaf: Any) -> Any:
+        return made[leaf] if isinstance(leaf, _Ref) else leaf
+
+    for data in nodes:
+        args, kwargs = pytree.tree_map(real, (data["args"], data["kwargs"]))
+        node = graph.create_node(data["op"], _resolve(data["target"]), tuple(args), dict(kwargs), name=data["name"])
+        node.meta.update(data["meta"])
+        made[data["name"]] = node
+    return graph
+
+
+def _resolve(target: Any) -> Any:
+    if not isinstance(target, tuple):
+        return target
+    if target[0] == "op":
+        return getattr(getattr(getattr(torch.ops, target[1]), target[2]), target[3])
+    if target[0] == "higher_order":
+        return getattr(torch.ops.higher_order, target[1])
+    return getattr(target[1], target[2])

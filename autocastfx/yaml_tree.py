@@ -1,0 +1,176 @@
+"""YAML as a tree whose every node knows its place in the file. Nothing is constructed, so nothing can run."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import yaml
+
+from autocastfx.errors import OpListError, Source
+
+__all__ = ["Tree", "legal_op_names", "nearest", "parse_file"]
+
+_STANDARD = "tag:yaml.org,2002:"
+
+
+@lru_cache(maxsize=1)
+def legal_op_names() -> frozenset[str]:
+    """ATen base names known to this torch, and the names of Python's own subscripting."""
+    qualified = torch._C._dispatch_get_all_op_names()
+    names = (q.partition("::")[2].partition(".")[0] for q in qualified if q.startswith("aten::"))
+    return frozenset(names) | {"getitem", "setitem"}
+
+
+def nearest(word: str, legal: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` with the legal word nearest to ``word``, or nothing if none is near."""
+    close = difflib.get_close_matches(word, sorted(legal), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A node of a YAML file: a mapping, a sequence or a scalar; or nothing, where an optional key is missing."""
+
+    node: yaml.Node | None
+    source: Source
+
+    @property
+    def is_missing(self) -> bool:
+        return self.node is None
+
+    @property
+    def is_mapping(self) -> bool:
+        return isinstance(self.node, yaml.MappingNode)
+
+    def error(self, message: str) -> OpListError:
+        return OpListError(message, self.source)
+
+    def _at(self, node: yaml.Node) -> Tree:
+        mark = node.start_mark
+        tree = Tree(node, Source(self.source.file, mark.line + 1, mark.column + 1))
+        if not node.tag.startswith(_STANDARD) or node.tag.startswith(f"{_STANDARD}python"):
+            raise tree.error(f"the tag {node.tag!r} is not allowed: an op list holds plain text, lists and mappings only")
+        return tree
+
+    def items(self) -> tuple[tuple[Tree, Tree], ...]:
+        """Key and value nodes of a mapping; nothing for a missing node."""
+        if self.node is None:
+            return ()
+        if not isinstance(self.node, yaml.MappingNode):
+            raise self.error(f"expected 'key: value' lines, found {_kind(self.node)}")
+        pairs = tuple((self._at(key), self._at(value)) for key, value in self.node.value)
+        seen: dict[str, Tree] = {}
+        for key, _ in pairs:
+            if key.text in seen:
+                raise key.error(f"the key {key.text!r} stands twice, first at {seen[key.text].source}. Merge the two.")
+            seen[key.text] = key
+        return pairs
+
+    def check_keys(self, legal: Sequence[str], what: str) -> None:
+        for key, _ in self.items():
+            if key.text not in legal:
+                raise key.error(f"{key.text!r} is no {what}{nearest(key.text, legal)}. Known: {', '.join(legal)}.")
+
+    def child(self, name: str) -> Tree:
+        return next((value for key, value in self.items() if key.text == name), Tree(None, self.source))
+
+    def entries(self) -> tuple[Tree, ...]:
+        """Members of a sequence; nothing for a missing or empty node."""
+        if self.node is None or self.node.tag == f"{_STANDARD}null":
+            return ()
+        if not isinstance(self.node, yaml.SequenceNode):
+            raise self.error(f"expected a list ('- …' lines or [a, b]), found {_kind(self.node)}")
+        return tuple(self._at(child) for child in self.node.value)
+
+    def as_strings(self) -> tuple[Tree, ...]:
+        """Scalars of a sequence, or the one scalar itself."""
+        if isinstance(self.node, yaml.ScalarNode) and self.node.tag == f"{_STANDARD}str":
+            return (self,)
+        for entry in self.entries():
+            entry.as_text()
+        return self.entries()
+
+    @property
+    def text(self) -> str:
+        return self.as_text()
+
+    def as_text(self, default: str | None = None) -> str:
+        if self.node is None and default is not None:
+            return default
+        if not isinstance(self.node, yaml.ScalarNode):
+            raise self.error(f"expected a word, found {_kind(self.node)}")
+        if self.node.tag != f"{_STANDARD}str":
+            kind = self.node.tag.removeprefix(_STANDARD)
+            raise self.error(f"YAML reads {self.node.value!r} as a {kind}, not as text. Put it in quotes.")
+        return str(self.node.value)
+
+    def op_name(self) -> str:
+        """The text as a legal op name: an ATen base name, ``namespace::op`` or a dotted Python path."""
+        name = self.as_text()
+        head = name.partition(".")[0]
+        if "::" in name:
+            if name.startswith("aten::"):
+                raise self.error(f"ATen ops are listed by their base name: write {name[6:].partition('.')[0]!r}")
+            return name
+        if "." in name and head in legal_op_names() and head != "torch":
+            raise self.error(f"overloads are not listed apart: write {head!r} instead of {name!r}")
+        if "." in name and all(part.isidentifier() for part in name.split(".")):
+            return name
+        if name not in legal_op_names():
+            hint = nearest(name, legal_op_names())
+            raise self.error(
+                f"no ATen op is named {name!r}{hint}. A custom operator is 'namespace::op', a Python function or a module "
+                "class its dotted path."
+            )
+        return name
+
+    def argument_of(self, op: str) -> str:
+        """The text as the name of an argument of ``op`` (checked for ATen ops)."""
+        name = self.as_text()
+        if op in legal_op_names() and hasattr(torch.ops.aten, op):
+            packet = getattr(torch.ops.aten, op)
+            legal = {a.name for o in packet.overloads() for a in getattr(packet, o)._schema.arguments}
+            if name not in legal:
+                raise self.error(f"{op} has no argument {name!r}{nearest(name, legal)}")
+        return name
+
+
+def _kind(node: yaml.Node | None) -> str:
+    if isinstance(node, yaml.MappingNode):
+        return "'key: value' lines"
+    if isinstance(node, yaml.SequenceNode):
+        return "a list"
+    return "nothing" if node is None or not node.value else f"the word {node.value!r}"
+
+
+def parse_file(path: Path, *, shown: str) -> Tree:
+    """The root mapping of a YAML file, which messages call ``shown``.
+
+    Raises:
+        OpListError: the file is missing, is no UTF-8 text, or is no YAML mapping; the message names the place.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise OpListError(f"cannot read the op list {shown}: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise OpListError(f"{shown} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
+    start = Source(shown, 1, 1)
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = Source(shown, mark.line + 1, mark.column + 1) if mark else start
+        raise OpListError(f"this is not YAML: {error.problem}.", place) from error
+    except yaml.YAMLError as error:
+        raise OpListError(f"this is not YAML: {error}.", start) from error
+    if node is None:
+        raise OpListError("the file is empty. A list has at least one category, such as 'deny: [my_lib::my_op]'.", start)
+    root = Tree(node, start)._at(node)
+    root.items()
+    return root

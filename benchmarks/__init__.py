@@ -1,0 +1,1 @@
+"""Measurements of autocastfx against torch.autocast; run each module with ``python -m``."""
