@@ -236,6 +236,14 @@ def _tidy(
     return graph
 
 
+def _tidy_attribute(held: Any, called: list[Any]) -> Any:
+    if not isinstance(held, fx.GraphModule):
+        return held.detach() if isinstance(held, torch.Tensor) else held
+    inner: dict[str, Any] = {}
+    graph = _tidy(held, set(), called, inner)
+    return fx.GraphModule(inner, graph)
+
+
 def _is_assertion(node: fx.Node) -> bool:
     return op_name(node) == "_assert_tensor_metadata"  # bakes the captured dtype and device
 
