@@ -2,6 +2,7 @@
 
 from autocastfx.amp_module import AmpModule
 from autocastfx.convert import convert
+from autocastfx.dump import dump
 from autocastfx.errors import (
     AutocastFXError,
     BannedOpError,
@@ -35,6 +36,7 @@ __all__ = [
     "VerifyError",
     "__version__",
     "convert",
+    "dump",
     "load_op_list",
     "presets",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -25,7 +26,9 @@ class Maker(Protocol):
     @property
     def model(self) -> nn.Module | None: ...
 
-    def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> Variant: ...
+    def capture(
+        self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str
+    ) -> Variant: ...
 
     def rebuild(self, captured: Any, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant: ...
 
@@ -41,16 +44,18 @@ class AmpModule(fx.GraphModule):
 
     def __init__(self, model: nn.Module, signature: CallSignature, maker: Maker) -> None:
         super().__init__(nn.Module(), fx.Graph())
+        self._lineno_map: dict[int, int | None] = {}  # Dynamo reads it; this class's forward is not a graph's code
         self._signature = signature
         self._maker = maker
         _mirror(model, self, {id(model): self})
         self._own_modules = tuple(_own(self))
         self._variants = nn.ModuleList()
+        type(self).forward = _signed(signature)  # GraphModule gives each instance a class of its own
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the variant that fits the call; capture a further one if none does and the original is at hand.
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What ``forward`` does: run the variant that fits the call; capture a further one if none does and the original is at hand.
 
         Raises:
             TypeError: the arguments do not fit the original's signature.
@@ -73,9 +78,8 @@ class AmpModule(fx.GraphModule):
 
     @torch.compiler.disable
     def _further(self, call: Call) -> Variant:
-        modes = self._modes()
         try:
-            return self.add_variant(self._maker.capture(call, modes, self.held()))
+            return self.capture(call, self._modes())
         except CaptureError as error:
             raise VariantError(f"{self._why_none_fits(call)}; a further one cannot be captured: {error}") from error
 
@@ -99,6 +103,16 @@ class AmpModule(fx.GraphModule):
     def variants(self) -> tuple[Variant, ...]:
         """All captured variants, in the order of capture."""
         return tuple(self._modules["_variants"])  # pyright: ignore[reportArgumentType]
+
+    def capture(self, call: Call, modes: tuple[bool, ...]) -> Variant:
+        """Capture the original as it runs ``call`` in ``modes``, and add the variant.
+
+        Raises:
+            CaptureError: the original is not at hand, or cannot be captured.
+        """
+        known = next((v.captured for v in self.variants if v.captured is not None), None)
+        sizes = known.sizes if known is not None else "all"  # do not try again what was too slow once
+        return self.add_variant(self._maker.capture(call, modes, self.held(), sizes))
 
     def add_variant(self, variant: Variant) -> Variant:
         """Mount ``variant`` as the last one."""
@@ -209,6 +223,17 @@ class AmpModule(fx.GraphModule):
                 tree.__dict__[key] = own.copy() if isinstance(own, (dict, set)) else own
         del tree._modules["_variants"]
         return tree
+
+
+def _signed(signature: CallSignature) -> Callable[..., Any]:
+    """A forward that shows the original's signature to whoever inspects it (export, trainers, help)."""
+
+    def forward(self: AmpModule, *args: Any, **kwargs: Any) -> Any:
+        return self.run(args, kwargs)
+
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = inspect.Signature([first, *signature.parameters])  # pyright: ignore[reportFunctionMemberAccess]
+    return forward
 
 
 def _rebuild(tree: nn.Module, signature: CallSignature, maker: Maker, variants: list[Variant]) -> AmpModule:

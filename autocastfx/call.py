@@ -80,12 +80,13 @@ class CallSignature:
     """A forward's parameters, without annotations, so that it pickles and compiles."""
 
     parameters: tuple[inspect.Parameter, ...]
+    by_position: int = 0  # how many leading parameters ``split`` passes by position although Python would not need it
 
     @classmethod
-    def of(cls, forward: Callable[..., Any]) -> CallSignature:
+    def of(cls, forward: Callable[..., Any], by_position: int = 0) -> CallSignature:
         """The signature of a bound ``forward``."""
         parameters = inspect.signature(forward).parameters.values()
-        return cls(tuple(p.replace(annotation=_EMPTY) for p in parameters))
+        return cls(tuple(p.replace(annotation=_EMPTY) for p in parameters), by_position)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """The call ``forward(*args, **kwargs)``: positional and keyword forms, and defaults spelled out, are one call.
@@ -135,12 +136,12 @@ class CallSignature:
         has_rest = any(p.kind is p.VAR_POSITIONAL and p.name in arguments for p in self.parameters)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for p in self.parameters:
+        for i, p in enumerate(self.parameters):
             if p.kind is p.VAR_POSITIONAL:
                 args.extend(arguments.get(p.name, ()))
             elif p.kind is p.VAR_KEYWORD:
                 kwargs.update(arguments.get(p.name, {}))
-            elif p.kind is p.POSITIONAL_ONLY or (has_rest and p.kind is p.POSITIONAL_OR_KEYWORD):
+            elif p.kind is p.POSITIONAL_ONLY or (has_rest and p.kind is p.POSITIONAL_OR_KEYWORD) or i < self.by_position:
                 args.append(arguments.get(p.name, p.default))
             elif p.name in arguments:
                 kwargs[p.name] = arguments[p.name]

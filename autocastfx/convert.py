@@ -237,19 +237,20 @@ def convert(
     converter = Converter(
         load_op_list(op_list, default=_LOW[dtype]), load_kernel_facts(), dtype, keep_output_dtype
     )
+    if isinstance(model, AmpModule):
+        raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
+    module, by_position = model, 0
     if isinstance(model, ExportedProgram):
         if example_inputs is None and example_kwargs is None and model.example_inputs is not None:
             example_inputs, example_kwargs = model.example_inputs
-        module: nn.Module = model.module()
-    else:
-        module = model
+        module, by_position = model.module(), len(example_inputs or ())  # its module insists on the form of the call
     if example_inputs is None and example_kwargs is None:
         raise UnsupportedError(
             "convert(model) without inputs is not built yet: give one call's inputs, convert(model, (x,)) or "
             "convert(model, example_kwargs={...})."
         )
     args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs or ())
-    signature = CallSignature.of(module.forward)
+    signature = CallSignature.of(module.forward, by_position)
     try:
         call = signature.bind(args, example_kwargs or {})
     except TypeError as error:
@@ -262,7 +263,7 @@ def convert(
     modes = [flags] if baked else list(dict.fromkeys([flags, (True,) * len(flags), (False,) * len(flags)]))
     for mode in modes:
         try:
-            amp_model.add_variant(maker.capture(call, mode, amp_model.held()))
+            amp_model.capture(call, mode)
         except CaptureError:
             if mode == flags:
                 raise
@@ -280,10 +281,12 @@ class _Maker:
     leaves: tuple[str, ...]
     device: torch.device | None
 
-    def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> Variant:
+    def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant:
         if self.model is None:
             raise CaptureError("the original model is not at hand")
-        found = capture(self.model, self.signature, call, training=modes, held=held, leaves=self.leaves)
+        found = capture(
+            self.model, self.signature, call, training=modes, held=held, leaves=self.leaves, sizes=sizes
+        )
         return self.rebuild(found, held, self.device or found.device)
 
     def rebuild(self, captured: Captured, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant:

@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, fx, nn
+import transformers
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import autocastfx
@@ -197,12 +198,15 @@ def plain_export(model: ZooModel) -> str:
     return ""
 
 
-def _graph_facts(amp: nn.Module) -> dict[str, object]:
-    """How the current mode was captured, its nodes and casts, and how many variants there are."""
-    graph = amp.graph if isinstance(amp, fx.GraphModule) else fx.Graph()
-    casts = sum(node.target is torch.ops.aten.to.dtype for node in graph.nodes)
-    variants = getattr(amp, "variants", ())
-    return {"capture": "export", "nodes": len(graph.nodes), "casts": casts, "variants": len(variants)}
+def _graph_facts(amp: autocastfx.AmpModule) -> dict[str, object]:
+    """Of the graph that the current mode shows: which sizes it leaves free, its nodes and casts; and all variants."""
+    shown = next(variant for variant in amp.variants if variant.plan is amp.plan)
+    return {
+        "capture": f"export/{shown.captured.sizes}" if shown.captured else "-",
+        "nodes": len(amp.graph.nodes),
+        "casts": len(amp.plan.casts),
+        "variants": len(amp.variants),
+    }
 
 
 def judge(row: Row, ours: Run, baseline: Run | None, reference: Run, owner: nn.Module, dtype: torch.dtype) -> Row:
@@ -287,7 +291,7 @@ def measure(model: ZooModel, dtype_names: Sequence[str], report: Callable[[Row],
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 _HEADER = (
-    f"{'model':<18} {'mode':<5} {'dtype':<8} {'capture':<9} {'nodes':>5} {'casts':>5} {'ours':>8} {'autocast':>8} "
+    f"{'model':<18} {'mode':<5} {'dtype':<8} {'capture':<12} {'nodes':>5} {'casts':>5} {'ours':>8} {'autocast':>8} "
     f"{'grad':>8} {'autocast':>8} {'back':<4} {'other':>8} {'autocast':>8} {'var':>3} {'s':>5}  verdict"
 )
 
@@ -298,7 +302,7 @@ def _line(row: Row) -> str:
         for value in (row.ours, row.autocast, row.grad_ours, row.grad_autocast, row.other_ours, row.other_autocast)
     )
     return (
-        f"{row.model:<18} {row.mode:<5} {row.dtype:<8} {row.capture:<9} {row.nodes:>5} {row.casts:>5} {ours:>8} "
+        f"{row.model:<18} {row.mode:<5} {row.dtype:<8} {row.capture:<12} {row.nodes:>5} {row.casts:>5} {ours:>8} "
         f"{autocast:>8} {grad:>8} {grad_autocast:>8} {row.backward:<4} {other:>8} {other_autocast:>8} "
         f"{row.variants:>3} {row.seconds:>5.1f}  {row.verdict}"
     )
@@ -335,6 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    transformers.utils.logging.set_verbosity_error()
     rows: list[Row] = []
 
     def report(row: Row) -> None:

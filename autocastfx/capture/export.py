@@ -27,8 +27,8 @@ from autocastfx.op_name import op_name
 
 __all__ = ["Captured", "capture"]
 
-# Capturing every size as dynamic is slow for a few models (Swin: 41 s against 0.7 s); past this many seconds only the
-# first dimension of each input stays dynamic.
+# Capturing every size as dynamic is slow for a few models (Swin: 41 s against 0.7 s); past this many seconds of
+# computing only the first dimension of each input stays dynamic.
 SLOW = 20.0
 
 
@@ -84,10 +84,12 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.end = time.monotonic() + seconds
+        self.end = time.thread_time() + seconds
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if time.monotonic() > self.end:
+        if torch.compiler.is_dynamo_compiling():  # it traces the bodies of cond and while_loop, and modes with them
+            return func(*args, **(kwargs or {}))
+        if time.thread_time() > self.end:
             raise _TooSlowError
         if func in _CASTS and isinstance(args[0], torch.Tensor):
             args = (torch.ops.aten.alias.default(args[0]), *args[1:])
@@ -105,6 +107,7 @@ def capture(
     training: Sequence[bool],
     held: Mapping[str, torch.Tensor],
     leaves: Sequence[str] = (),
+    sizes: str = "all",
 ) -> Captured:
     """Capture ``model`` as it runs ``call``. The model is left as it was.
 
@@ -115,47 +118,42 @@ def capture(
         training: mode of each module, in the order of ``model.modules()``.
         held: parameters and buffers by name that stand in for the model's own (they may have moved to a device).
         leaves: dotted paths of Python functions that stay whole.
+        sizes: what to try first: ``"all"`` sizes dynamic, only the ``"first"`` of each input, ``"none"``.
 
     Raises:
         CaptureError: torch.export cannot capture the model; says why and what would help.
     """
     failures: list[Exception] = []
-    for sizes, dynamic in (("all", _every_size), ("first", _first_size), ("none", _no_size)):
+    for attempt in _ATTEMPTS[_ATTEMPTS.index(sizes) :]:
         try:
             with intact(model, training, held), _quiet(), whole_calls(leaves) as called:
-                limit = SLOW if sizes == "all" else float("inf")
-                program = _export(_FlatCall(model, signature, call.structure), call.tensors, dynamic, limit)
+                program = _export(_FlatCall(model, signature, call.structure), call.tensors, attempt)
         except CaptureError:
             raise
         except Exception as error:  # torch.export raises anything that the model's own code or a tracer can raise
             failures.append(error)
             continue
-        return _captured(program, model, called, call, tuple(training), _device(held, call), sizes)
+        return _captured(program, model, called, call, tuple(training), _device(held, call), attempt)
     raise CaptureError(_explain(model, failures[0], any(training))) from failures[0]
 
 
-def _export(flat: nn.Module, tensors: tuple[torch.Tensor, ...], dynamic: Any, limit: float) -> ExportedProgram:
-    shapes = (tuple(dynamic(t) for t in tensors),)
+_ATTEMPTS = ("all", "first", "none")
+
+
+def _export(flat: nn.Module, tensors: tuple[torch.Tensor, ...], attempt: str) -> ExportedProgram:
+    shapes = (tuple(_dynamic(t, attempt) for t in tensors),)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())  # without gradients some modules take fused paths
         stack.enter_context(fx_config.patch(backed_size_oblivious=True))  # a size of 1 is a size like another
         for kind in {t.device.type for t in tensors}:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(_Watch(limit))
+        stack.enter_context(_Watch(SLOW if attempt == "all" else float("inf")))
         return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
 
 
-def _every_size(tensor: torch.Tensor) -> dict[int, Any]:
-    return dict.fromkeys(range(tensor.ndim), Dim.AUTO)
-
-
-def _first_size(tensor: torch.Tensor) -> dict[int, Any]:
-    return {0: Dim.AUTO} if tensor.ndim else {}
-
-
-def _no_size(tensor: torch.Tensor) -> dict[int, Any]:
-    return {}
+def _dynamic(tensor: torch.Tensor, attempt: str) -> dict[int, Any]:
+    return dict.fromkeys(range({"all": tensor.ndim, "first": min(1, tensor.ndim), "none": 0}[attempt]), Dim.AUTO)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Without it a graph runs on other sizes and returns wrong numbers silently: a loo
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +44,11 @@ class ShapeGuard:
         """The first condition that ``sizes`` break, with the numbers in place of the symbols; None if all hold."""
         for condition in self.conditions:
             if not _compile(self.symbols, (condition,))(sizes):
-                names = [f"{name}={sizes[i][d]}" for name, i, d in self.symbols if name in condition]
-                return f"{condition}" + (f" with {', '.join(names)}" if names else "")
+                words = set(re.findall(r"\w+", condition))
+                read = [f"{name}={sizes[i][d]}" for name, i, d in self.symbols if name in words]
+                for i, d in dict.fromkeys(re.findall(r"sizes\[(\d+)\]\[(\d+)\]", condition)):
+                    read.append(f"sizes[{i}][{d}]={sizes[int(i)][int(d)]}")
+                return f"{condition} with {', '.join(read)}"
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -53,8 +57,10 @@ class ShapeGuard:
 
 def _compile(symbols: Sequence[tuple[str, int, int]], conditions: Sequence[str]) -> Callable[[Sizes], bool]:
     reads = [f"    {name} = sizes[{i}][{d}]" for name, i, d in symbols]
-    source = "\n".join(["def holds(sizes):", *reads, f"    return {' and '.join(f'({c})' for c in conditions) or 'True'}"])
-    namespace: dict[str, Any] = {"math": math}
+    check = " and ".join(f"({c})" for c in conditions) or "True"
+    tried = ["    try:", f"        return {check}", "    except (ArithmeticError, ValueError):", "        return False"]
+    source = "\n".join(["def holds(sizes):", *reads, *tried])  # a size of 0 may be a divisor
+    namespace: dict[str, Any] = {"math": math, "torch": torch}
     exec(compile(source, "<autocastfx shape guard>", "exec"), namespace)
     return namespace["holds"]
 
@@ -65,8 +71,10 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
     Args:
         inputs: its placeholders, with abstract values, all tensors.
     """
+    captured = [[_number(size) for size in node.meta["val"].shape] for node in inputs]
     symbols: dict[str, tuple[str, int, int]] = {}
     conditions: dict[str, None] = {}
+    equal: list[tuple[int, int, sympy.Basic]] = []
     environment: Any = None
     for i, node in enumerate(inputs):
         for d, size in enumerate(node.meta["val"].shape):
@@ -77,15 +85,38 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
             expression = environment.replace(size.node.expr)
             if isinstance(expression, sympy.Symbol) and expression.name not in symbols:
                 symbols[expression.name] = (expression.name, i, d)
+                # torch takes a symbol for positive: ``size == 0`` is false to it, and it notes no guard
+                conditions[f"{expression.name} > 0" if captured[i][d] else f"{expression.name} == 0"] = None
             else:
-                conditions[f"sizes[{i}][{d}] == {_python(expression)}"] = None
+                equal.append((i, d, expression))
+
+    def holds_when_captured(condition: str) -> bool:
+        try:
+            return ShapeGuard(tuple(symbols.values()), (condition,)).holds(captured)
+        except (NameError, SyntaxError):  # a function or a symbol that the sizes do not give
+            return False
+
+    for i, d, expression in equal:
+        condition = f"sizes[{i}][{d}] == {_python(expression)}"
+        pinned = f"sizes[{i}][{d}] == {captured[i][d]}"
+        conditions[condition if holds_when_captured(condition) else pinned] = None
     for guard in environment.guards if environment is not None else ():
         expression = environment.replace(guard.expr)
         names = {symbol.name for symbol in expression.free_symbols}
         if expression != sympy.true and names and names <= symbols.keys():
-            conditions[_python(expression)] = None
+            condition = _python(expression)
+            pinned = {f"{name} == {captured[i][d]}": None for name, i, d in symbols.values() if name in names}
+            conditions.update({condition: None} if holds_when_captured(condition) else pinned)
     return ShapeGuard(tuple(symbols.values()), tuple(conditions))
 
 
+def _number(size: int | torch.SymInt) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
+
+
 def _python(expression: sympy.Basic) -> str:
-    return PythonPrinter().doprint(expression)
+    """``expression`` in Python; empty, which no size satisfies, where torch's printer has no words for it."""
+    try:
+        return PythonPrinter().doprint(expression)
+    except (AssertionError, NotImplementedError, TypeError):
+        return ""

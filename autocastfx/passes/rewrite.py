@@ -94,8 +94,10 @@ class _Run:
         if placement is None or not is_float32(node):
             return
         if placement.run is Precision.LOW and op_name(node) in _NO_OP_CASTS:
-            node.replace_all_uses_with(node.all_input_nodes[0])
             self.stored[node] = node.all_input_nodes[0]
+            node.replace_all_uses_with(self.stored[node])
+            self.graph.erase_node(node)
+            return
         if placement.run is not placement.store:
             self.stored[node] = self._cast(node, node, placement.store, "storage", after=node)
 

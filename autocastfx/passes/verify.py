@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autocastfx.errors import VerifyError
+from autocastfx.abstract import concrete_sizes, dtypes_of
 from autocastfx.graph import dtypes, origin, set_value, subgraphs, tensors, uses, value
 from autocastfx.op_name import op_name
 from autocastfx.plan import Placement, Precision
@@ -29,7 +31,8 @@ def verify(
 ) -> None:
     """Check ``graph`` and give its new nodes abstract values.
 
-    Nodes whose inputs are as captured are not run again: their captured values stand.
+    Nodes whose inputs are as captured are not run again: their captured values stand. Symbolic sizes become those of the
+    example inputs, for dtypes do not depend on them and reasoning about symbols is slow; unless some size depends on data.
 
     Args:
         graph: rewritten.
@@ -47,33 +50,31 @@ def verify(
         graph.lint()
     except RuntimeError as error:
         raise VerifyError(f"the rewritten graph is malformed: {error}") from error
+    sizes = concrete_sizes(graph)
     changed: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op in ("call_function", "call_method") and not subgraphs(node, attributes):
-            if value(node) is None or any(read in changed for read in node.all_input_nodes):
-                before = value(node)
-                set_value(node, _run(node, graph))
-                if before is None or _differs(before, value(node)):
-                    changed.add(node)
+        computes = node.op in ("call_function", "call_method") and not subgraphs(node, attributes)
+        if computes and (value(node) is None or any(read in changed for read in node.all_input_nodes)):
+            before = value(node)
+            set_value(node, _run(node, graph))
+            if before is None or dtypes_of(before) != dtypes(node):
+                changed.add(node)
+        else:
+            set_value(node, sizes(value(node)))
         problem = _problem(node, placements.get(node), captured, low=low, kept=kept, keeps=keep_output_dtype)
         if problem:
             raise VerifyError(_report(graph, node, problem))
 
 
-def _differs(before: Any, after: Any) -> bool:
-    old, new = ([t for t in pytree.tree_leaves(v) if isinstance(t, torch.Tensor)] for v in (before, after))
-    return [t.dtype for t in old] != [t.dtype for t in new]
-
-
 def _run(node: fx.Node, graph: fx.Graph) -> Any:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
-    mode = next((t.fake_mode for n in node.all_input_nodes for t in tensors(n) if hasattr(t, "fake_mode")), None)
+    mode = next((t.fake_mode for n in node.all_input_nodes for t in tensors(n) if isinstance(t, FakeTensor)), None)
     target = node.target
     call: Callable[..., Any] = target if callable(target) else getattr(torch.Tensor, str(target))
     try:
         if mode is None:
             return call(*args, **kwargs)
-        with mode, torch.no_grad():
+        with mode, enable_python_dispatcher(), torch.no_grad():  # the Python dispatcher knows symbolic sizes
             return call(*args, **kwargs)
     except Exception as error:  # whatever a kernel raises on wrong dtypes is the finding
         shown = ", ".join(f"{u.argument}: {_names(dtypes(u.node))}" for u in uses(node))

@@ -1,0 +1,54 @@
+"""Abstract values: what is known of a tensor without its contents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+from autocastfx.graph import value
+
+__all__ = ["concrete_sizes", "dtypes_of"]
+
+
+def dtypes_of(abstract: Any) -> tuple[torch.dtype, ...]:
+    """Dtypes of all tensors in an abstract value."""
+    return tuple(leaf.dtype for leaf in pytree.tree_leaves(abstract) if isinstance(leaf, torch.Tensor))
+
+
+def concrete_sizes(graph: fx.Graph) -> Callable[[Any], Any]:
+    """A function from the abstract values of ``graph`` to values with the sizes of the example inputs.
+
+    It is the identity where some size depends on data, for such a size has no example.
+    """
+    leaves = [leaf for node in graph.nodes for leaf in pytree.tree_leaves(value(node))]
+    if any(isinstance(leaf, (torch.Tensor, torch.SymInt)) and _depends_on_data(leaf) for leaf in leaves):
+        return lambda abstract: abstract
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, Any] = {}
+
+    def concrete(leaf: Any) -> Any:
+        if isinstance(leaf, FakeTensor):
+            if id(leaf) not in made:
+                with mode:
+                    sizes = [int(_example(n)) for n in leaf.shape], [int(_example(n)) for n in leaf.stride()]
+                    made[id(leaf)] = torch.empty_strided(*sizes, dtype=leaf.dtype, device=leaf.device)
+            return made[id(leaf)]
+        return _example(leaf)
+
+    return lambda abstract: pytree.tree_map(concrete, abstract)
+
+
+def _example(leaf: Any) -> Any:
+    return leaf.node.hint if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) else leaf
+
+
+def _depends_on_data(leaf: torch.Tensor | torch.SymInt) -> bool:
+    if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
+        return True
+    return bool(free_unbacked_symbols(leaf))

@@ -1,0 +1,61 @@
+"""One line of a rendering: a node of a converted graph with all that is known of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autocastfx.graph import Origin
+from autocastfx.plan import PlannedCast, PlannedNode, Precision
+
+__all__ = ["Row"]
+
+_CASTS = ("to", "_to_copy", "type_as")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One node.
+
+    Attributes:
+        name: as in the plan: that of a node in a sub-graph is ``subgraph/name``.
+        kind: ``input``, ``parameter``, ``buffer``, ``constant``, ``sub-graph``, ``op``, ``cast`` (by the conversion),
+            ``made`` (by the conversion, no cast), ``removed`` (in the plan, not in the graph) or ``output``.
+        op: op name; of a parameter, buffer, constant or sub-graph its path.
+        dtype: as captured and, where that changed, after an arrow as it is now. Empty where nothing says it.
+        depth: how many graphs are around the node's own.
+        reads: names of the rows that it reads, each once.
+        runs: names of the sub-graphs that it runs, for which there are rows.
+        planned, cast, mark: what the plan and the node itself say, where they say anything.
+    """
+
+    name: str
+    kind: str
+    op: str = ""
+    dtype: str = ""
+    depth: int = 0
+    reads: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ()
+    planned: PlannedNode | None = None
+    cast: PlannedCast | None = None
+    mark: Origin | None = None
+
+    @property
+    def precision(self) -> Precision:
+        """The precision that an op runs in; ``captured`` for every other row."""
+        return self.planned.placement.run if self.planned is not None else Precision.CAPTURED
+
+    @property
+    def precisions(self) -> str:
+        """The precision that an op runs in, in words, with that of its storage where it is another."""
+        if self.planned is None:
+            return ""
+        run, store = self.planned.placement.run, self.planned.placement.store
+        return str(run) if run is store else f"{run}, stored {store}"
+
+    @property
+    def is_own_cast(self) -> bool:
+        """Whether the captured model casts here itself."""
+        if self.planned is None:
+            return False
+        source = self.planned.decision.source
+        return source == "forced:user-cast" or (source == "eligibility" and self.op in _CASTS)

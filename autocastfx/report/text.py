@@ -1,0 +1,70 @@
+"""A converted graph as an aligned table: one line for each node, with what was decided and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PureWindowsPath
+
+from autocastfx.plan import PlannedNode, Precision
+from autocastfx.report.row import Row
+from autocastfx.report.summary import summary
+from autocastfx.report.view import View
+
+__all__ = ["render_text"]
+
+_TITLES = ("  name", "op", "module", "dtype", "runs", "category", "placed because", "reason (source)")
+_LEGEND = "first column: + made by the conversion, - in the captured graph only, * the model's own cast"
+_MARKS = {"cast": "+", "made": "+", "removed": "-"}
+_MOST_READERS = 4
+
+
+def render_text(view: View) -> str:
+    """The header, a line of column titles, and a line for each node.
+
+    An op without float32 values is shown without category and reason. Nodes of a sub-graph are indented below the node
+    that runs it.
+    """
+    rows = [_TITLES, *(_cells(row) for row in view.rows)]
+    lines = (*summary(view), _LEGEND, "", *_aligned(rows))
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    mark = _MARKS.get(row.kind, "*" if row.is_own_cast else " ")
+    name = f"{mark} {'  ' * row.depth}{row.name}"
+    if row.cast is not None:
+        saturates = ", saturating" if row.cast.saturates else ""
+        return name, "cast", "", row.dtype, f"of {row.cast.value} for {_listed(row.cast.readers)}{saturates}"
+    if row.mark is not None:
+        return name, row.op, "", row.dtype, f"for {row.mark.value}, by {row.mark.made_by} ({row.mark.rule})"
+    if row.kind == "output":
+        return name, "output", "", "", f"of {_listed(row.reads, most=len(row.reads))}" if row.reads else "of nothing"
+    if row.kind not in ("op", "removed"):
+        return name, row.kind, row.op, row.dtype
+    if row.planned is None:
+        return name, row.op, "", "", "not in the plan"
+    planned, placement = row.planned, row.planned.placement
+    cells = (name, row.op, planned.module or "(root)", row.dtype)
+    if placement.run is Precision.CAPTURED:
+        return *cells, "captured"
+    why = f"{planned.decision.reason} ({_source(planned)})".lstrip()
+    return *cells, row.precisions, str(planned.decision.category), placement.because, why
+
+
+def _source(planned: PlannedNode) -> str:
+    """Where the rule stands; of an absolute path only the file's name, so that a dump is the same on every machine."""
+    source = planned.decision.source
+    file, colon, place = source.partition(".yaml:")
+    path = PureWindowsPath(file)  # splits at both kinds of slash
+    return f"{path.name}{colon}{place}" if path.root else source
+
+
+def _listed(names: Sequence[str], most: int = _MOST_READERS) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "") or "nothing"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns as wide as their widest cell; the last cell of a row may reach over the columns that the row lacks."""
+    widths = [max((len(r[i]) for r in rows if len(r) > i + 1), default=0) for i in range(len(_TITLES))]
+    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)).rstrip() for row in rows]

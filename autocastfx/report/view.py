@@ -1,0 +1,143 @@
+"""What the renderers show: the nodes of a converted graph, joined with what its plan says of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+import torch
+from torch import fx, nn
+
+from autocastfx.graph import attribute, origin, subgraphs
+from autocastfx.op_name import op_name
+from autocastfx.plan import Plan, PlannedNode
+from autocastfx.report.row import Row
+
+__all__ = ["View", "view"]
+
+_MOUNTED = re.compile(r"^_variants\.\d+\.")  # where an AmpModule keeps the constants and sub-graphs of a variant
+
+
+@dataclass(frozen=True)
+class View:
+    """A converted graph for the renderers.
+
+    Attributes:
+        plan: of the graph.
+        variant: which of the model's variants it is, in words.
+        rows: in graph order; those of a sub-graph follow the node that runs it.
+        codes: generated Python code by the prefix of its nodes' names: the graph's own at ``""``, then its sub-graphs'.
+    """
+
+    plan: Plan
+    variant: str
+    rows: tuple[Row, ...]
+    codes: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def view(module: fx.GraphModule, plan: Plan, inputs: Sequence[torch.dtype], variant: str) -> View:
+    """Join a graph and its plan. Needs no abstract values, so that unpickled graphs do as well.
+
+    Args:
+        module: the converted graph with all that its ``get_attr`` nodes read.
+        plan: of ``module.graph``.
+        inputs: dtypes of its placeholders, in order.
+        variant: in words.
+    """
+    join = _Join(plan, inputs)
+    rows = tuple(join.rows(module, ""))
+    return View(plan, variant, tuple(_with_removed(rows, plan)), join.codes)
+
+
+class _Join:
+    """Makes rows; gathers the code of each graph on its way."""
+
+    def __init__(self, plan: Plan, inputs: Sequence[torch.dtype]) -> None:
+        self.low = plan.low
+        self.nodes = {n.name: n for n in plan.nodes}
+        self.casts = {c.name: c for c in plan.casts}
+        self.inputs = iter(inputs)
+        self.codes: dict[str, str] = {}
+
+    def rows(self, module: fx.GraphModule, prefix: str) -> Iterator[Row]:
+        self.codes[prefix] = module.code
+        held = {str(n.target): attribute(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"}
+        for node in module.graph.nodes:
+            name, depth = prefix + node.name, prefix.count("/")
+            reads = tuple(prefix + read.name for read in node.all_input_nodes)
+            if node.op == "placeholder":
+                dtype = None if prefix else next(self.inputs, None)
+                yield Row(name, "input", dtype=_name(dtype) if dtype is not None else "", depth=depth)
+            elif node.op == "get_attr":
+                kind, dtype = _attribute(held[str(node.target)], str(node.target), prefix)
+                yield Row(name, kind, _MOUNTED.sub("", str(node.target)), dtype, depth)
+            elif node.op == "output":
+                yield Row(name, "output", depth=depth, reads=reads)
+            else:
+                inner = {f"{prefix}{_MOUNTED.sub('', t)}/": graph for t, graph in subgraphs(node, held).items()}
+                inner = {p: graph for p, graph in inner.items() if self._knows(p)}
+                runs = tuple(p.removesuffix("/") for p in inner)
+                yield replace(self._row(node, name), depth=depth, reads=reads, runs=runs)
+                for inner_prefix, graph in inner.items():
+                    yield from self.rows(graph, inner_prefix)
+
+    def _knows(self, prefix: str) -> bool:
+        """Whether the plan holds nodes of a sub-graph: it does unless the sub-graph stays whole."""
+        return any(name.startswith(prefix) for name in (*self.nodes, *self.casts))
+
+    def _row(self, node: fx.Node, name: str) -> Row:
+        planned, cast, mark = self.nodes.get(name), self.casts.get(name), origin(node)
+        if cast is not None:
+            change = f"{self.low if cast.dtype == 'float32' else 'float32'} → {cast.dtype}"
+            return Row(name, "cast", op_name(node), change, cast=cast, mark=mark)
+        return Row(
+            name, "made" if mark is not None else "op", op_name(node), _change(planned), planned=planned, mark=mark
+        )
+
+
+def _with_removed(rows: Sequence[Row], plan: Plan) -> Iterator[Row]:
+    """The rows with one more for each planned node that the graph lacks, after the node before it in the plan."""
+    shown = {row.name for row in rows}
+    after: dict[str, list[Row]] = {}
+    last: dict[str, str] = {}
+    for planned in plan.nodes:
+        graph = planned.name.rpartition("/")[0]
+        if planned.name in shown:
+            last[graph] = planned.name
+        else:
+            removed = Row(
+                planned.name, "removed", planned.op, planned.captured, planned.name.count("/"), planned=planned
+            )
+            after.setdefault(last.get(graph, ""), []).append(removed)
+    yield from after.get("", ())
+    for row in rows:
+        yield row
+        yield from after.get(row.name, ())
+
+
+def _attribute(held: object, target: str, prefix: str) -> tuple[str, str]:
+    """Kind and dtype of what a ``get_attr`` node reads."""
+    if not isinstance(held, torch.Tensor):
+        return ("sub-graph" if isinstance(held, nn.Module) else "constant"), ""
+    if isinstance(held, nn.Parameter):
+        return "parameter", _name(held.dtype)
+    return ("constant" if prefix or _MOUNTED.match(target) else "buffer"), _name(held.dtype)
+
+
+def _change(planned: PlannedNode | None) -> str:
+    if planned is None:
+        return ""
+    before, after = _counted(planned.captured), _counted(planned.dtype)
+    return before if before == after else f"{before} → {after}"
+
+
+def _counted(dtypes: str) -> str:
+    """``float32,float32,int64`` as ``float32 x 2,int64``."""
+    runs = [(name, len(list(same))) for name, same in groupby(dtypes.split(","))]
+    return ",".join(name if count == 1 else f"{name} x {count}" for name, count in runs)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,67 @@
+"""Small tools that several test files share."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import autocastfx
+from autocastfx.graph import dtypes, origin
+from autocastfx.op_name import op_name
+
+SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64", torch.bool: "bool"}
+
+
+class Function(nn.Module):
+    """A plain function as a module without parameters."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.signature = inspect.signature(function)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def op_list(tmp_path: Path, text: str) -> autocastfx.OpList:
+    """An op list from YAML text."""
+    path = tmp_path / "test.yaml"
+    path.write_text(textwrap.dedent(text))
+    return autocastfx.load_op_list(path)
+
+
+def listing(graph: fx.Graph) -> str:
+    """One line a computing node: ``name: dtype = op(inputs)``; inserted casts start with ``+``."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "call_function":
+            mark = "+ " if origin(node) is not None else "  "
+            dtype = ",".join(SHORT.get(d, str(d)) for d in dtypes(node))
+            reads = ", ".join(n.name for n in node.all_input_nodes)
+            lines.append(f"{mark}{node.name}: {dtype} = {op_name(node)}({reads})")
+        elif node.op == "output":
+            lines.append("  return " + ", ".join(n.name for n in node.all_input_nodes))
+    return "\n".join(lines)
+
+
+def rewritten(function: Callable[..., Any], *inputs: Any, **options: Any) -> str:
+    """The listing of ``function`` converted for ``inputs``."""
+    options.setdefault("dtype", torch.float16)
+    return listing(autocastfx.convert(Function(function), inputs, **options).graph)
+
+
+def text(block: str) -> str:
+    """An expected listing, written indented."""
+    return textwrap.dedent(block).strip("\n")
+
+
+def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """Distance of ``result`` from ``reference`` in the 2-norm, relative to the norm of ``reference``."""
+    return float((result.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30))
