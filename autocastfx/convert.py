@@ -112,7 +112,8 @@ class Converter:
         computing = [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
         for run in PIPELINE:
             state = run(self, state, device)
-        nodes += [_planned(node, state, self.low, prefix) for node in computing]
+        left = set(graph.nodes)
+        nodes += [_planned(node, state, self.low, prefix, removed=node not in left) for node in computing]
         casts += _casts(graph, prefix)
         return graph, converted, nodes, casts
 
@@ -160,7 +161,7 @@ def _largest(tensors: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> PlannedNode:
+def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str, *, removed: bool) -> PlannedNode:
     placement, captured = state.placements[node], state.dtypes[node]
     after = tuple(low if placement.store is Precision.LOW and d == torch.float32 else d for d in captured)
     return PlannedNode(
@@ -171,6 +172,7 @@ def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> Plan
         placement=placement,
         captured=_names(captured),
         dtype=_names(after),
+        removed=removed,
     )
 
 

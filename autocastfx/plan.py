@@ -48,7 +48,8 @@ class PlannedNode:
     """One node of the captured graph with all that was decided of it.
 
     ``captured`` and ``dtype`` are the dtypes of its output before and after the conversion, joined by commas where there
-    are several; empty where it has none. ``name`` of a node in a sub-graph is ``subgraph/name``.
+    are several; empty where it has none. ``name`` of a node in a sub-graph is ``subgraph/name``. ``removed`` nodes changed
+    nothing any more (a cast to the dtype that the value has) and are gone from the graph.
     """
 
     name: str
@@ -58,6 +59,7 @@ class PlannedNode:
     placement: Placement
     captured: str
     dtype: str
+    removed: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ class Plan:
 
     def by_op(self) -> dict[tuple[str, str], int]:
         """Number of nodes by (op, precision they run in), ops that touch no float32 value left out."""
-        runs = ((n.op, n.placement.run) for n in self.nodes if n.placement.run is not Precision.CAPTURED)
-        return dict(Counter((op, str(run)) for op, run in runs))
+        computing = (n for n in self.nodes if n.placement.run is not Precision.CAPTURED and not n.removed)
+        return dict(Counter((n.op, str(n.placement.run)) for n in computing))
 
     def to_json(self) -> str:
         """This plan as JSON text; :meth:`from_json` reads it back."""

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.call import CallStructure, pack_spec, unpack_spec
 from autocastfx.capture.guard import ShapeGuard
+from autocastfx.errors import VariantError
 from autocastfx.graph import kept_meta
 from autocastfx.plan import Plan
 
@@ -23,6 +24,24 @@ if TYPE_CHECKING:
 __all__ = ["Variant"]
 
 _numbers = itertools.count()
+
+
+class _CallCode(fx.graph.CodeGen):
+    """Lets ``fx.Interpreter``, and torch.export through it, call a flat graph as the model is called."""
+
+    def __init__(self, out_spec: pytree.TreeSpec, guard: ShapeGuard) -> None:
+        super().__init__()
+        self.out_spec, self.guard = out_spec, guard
+
+    def process_inputs(self, *args: Any) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        sizes = [t.shape for t in tensors]
+        if not self.guard.holds(sizes):
+            raise VariantError(f"the graph does not hold for these sizes: {self.guard.broken(sizes)} does not hold")
+        return tensors
+
+    def process_outputs(self, outputs: Any) -> Any:
+        return pytree.tree_unflatten(outputs, self.out_spec)
 
 
 class Variant(nn.Module):
@@ -53,6 +72,7 @@ class Variant(nn.Module):
         self.graph, self.plan, self.out_spec = graph, plan, out_spec
         self.structure, self.guard, self.modes, self.device = structure, guard, modes, device
         self.captured = captured
+        graph.set_codegen(_CallCode(out_spec, guard))
         self.prefix = ""
         self.code = ""
         self.function: Callable[..., tuple[Any, ...]] | None = None

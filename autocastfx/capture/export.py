@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +21,10 @@ from torch.utils import _pytree as pytree
 from autocastfx.call import Call, CallSignature, CallStructure
 from autocastfx.capture.guard import ShapeGuard, shape_guard
 from autocastfx.capture.intact import intact
-from autocastfx.capture.leaf import restore_leaves, whole_calls
+from autocastfx.capture.leaf import LEAF, restore_leaves, whole_calls
 from autocastfx.errors import CaptureError
 from autocastfx.graph import argument, attribute, dtypes, value
-from autocastfx.op_name import op_name
+from autocastfx.op_name import of_function, op_name
 
 __all__ = ["Captured", "capture"]
 
@@ -133,7 +134,7 @@ def capture(
         except Exception as error:  # torch.export raises anything that the model's own code or a tracer can raise
             failures.append(error)
             continue
-        return _captured(program, model, called, call, tuple(training), _device(held, call), attempt)
+        return _captured(program, set(held), called, call, tuple(training), _device(held, call), attempt)
     raise CaptureError(_explain(model, failures[0], any(training))) from failures[0]
 
 
@@ -171,7 +172,7 @@ def _device(held: Mapping[str, torch.Tensor], call: Call) -> torch.device:
 
 def _captured(
     program: ExportedProgram,
-    model: nn.Module,
+    names: set[str],
     called: list[Any],
     call: Call,
     training: tuple[bool, ...],
@@ -180,8 +181,6 @@ def _captured(
 ) -> Captured:
     checked = "check_guards" in inspect.signature(program.module).parameters
     module: Any = program.module(check_guards=False) if checked else program.module()
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     attributes: dict[str, Any] = {}
     graph = _tidy(module, names, called, attributes, call.structure.tensor_names())
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
@@ -206,19 +205,21 @@ def _tidy(
         if node in copies:
             return copies[node]
         if node.op == "get_attr":
-            target = str(node.target)
-            if target.removeprefix("module.") in names:
-                target = target.removeprefix("module.")
-            else:
-                attributes[target] = _tidy_attribute(attribute(module, target), called)
-            copied = graph.create_node("get_attr", target, name=target.removeprefix("module.").replace(".", "_"))
-            copied.meta.update(node.meta)
+            held, target = str(node.target), str(node.target).removeprefix("module.")
+            if target not in names:
+                target = held if target in attributes else target
+                attributes[target] = _tidy_attribute(attribute(module, held), called)
+            copied = graph.create_node("get_attr", target, name=target.replace(".", "_"))
         elif node.op == "placeholder":
-            name = next(input_names, node.name)
+            name = next(input_names, re.sub(r"^[a-z]_(module_)?", "", node.name))
             copied = graph.create_node("placeholder", name, name=name)
-            copied.meta.update(node.meta)
+        elif callable(node.target) and node.name.startswith(LEAF.name()):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), copy)
+            name = of_function(node.target).rpartition(".")[2]
+            copied = graph.create_node("call_function", node.target, args, kwargs, name=name)
         else:
             copied = graph.node_copy(node, copy)
+        copied.meta.update(node.meta)
         _clean_stack(copied)
         copies[node] = copied
         return copied
@@ -261,7 +262,11 @@ def _no_op_source(node: fx.Node) -> fx.Node | None:
 def _clean_stack(node: fx.Node) -> None:
     """Name modules as the caller's model does, not as the wrapper around it."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
-    inner = {k: (path.removeprefix("module").removeprefix("."), kind) for k, (path, kind) in stack.items() if path}
+    inner = {
+        key: (path.removeprefix("module").removeprefix("."), kind)
+        for key, (path, kind) in stack.items()
+        if path and path != "_empty_nn_module_stack_from_metadata_hook"  # torch's own stand-in
+    }
     if stack:
         node.meta["nn_module_stack"] = inner
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 
 from autocastfx.errors import BannedOpError
 from autocastfx.graph import (
@@ -84,6 +85,8 @@ class Classifier:
         return Classification(decisions, frozenset(wide))
 
     def _decide(self, node: fx.Node, wide: set[fx.Node]) -> Decision:
+        if isinstance(node.target, HigherOrderOperator):
+            return Decision(Category.KEEP, "values cross the border of a sub-graph as captured", "sub-graph")
         listed = self._listed(node)
         if listed.category is Category.BAN:
             raise BannedOpError(

@@ -60,7 +60,8 @@ def place(graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> dict[fx.Nod
         if node in storages and not is_member(node):
             placements[node] = _stored(node, placements[node], storages[node], units, low)
     for node in (n for n in decisions if is_member(n)):
-        placements[node] = placements[producer(node)]
+        captured = Placement(Precision.CAPTURED, Precision.CAPTURED, "no float32 value")
+        placements[node] = placements[producer(node)] if has_float32(node) else captured
     return placements
 
 

@@ -1,0 +1,24 @@
+"""``python -m tests.golden`` writes the kept dumps, and the outputs in README.md, anew. Review what changed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import autocastfx
+from tests.golden.models import CASES, comparable, kept
+from tests.golden.readme import README, run, updated
+
+
+def main() -> None:
+    for name, make in CASES.items():
+        kept(name).write_text(comparable(autocastfx.dump(make())), encoding="utf-8")
+        print(kept(name))
+    text = README.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        README.write_text(updated(text, run(text, Path(folder))), encoding="utf-8")
+    print(README)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import autocastfx
+from autocastfx import Plan
+from tests.golden.models import CASES, converted
+
+FORMATS = ("text", "json", "dot", "python")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_file_holds_what_is_returned(tmp_path: Path, format: str) -> None:
+    target = tmp_path / "dump.out"
+    text = autocastfx.dump(converted("cnn"), target, format)
+    assert text.endswith("\n")
+    assert target.read_bytes().decode() == text
+    assert os.listdir(tmp_path) == ["dump.out"]
+
+
+def test_a_path_may_be_a_string_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = autocastfx.dump(converted("cnn"), "dump.txt")
+    assert Path("dump.txt").read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_unpickled_model_gives_the_same(name: str, format: str) -> None:
+    amp_model = converted(name)
+    unpickled = pickle.loads(pickle.dumps(amp_model))
+    assert autocastfx.dump(unpickled, format=format) == autocastfx.dump(amp_model, format=format)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_json_is_the_plan(name: str) -> None:
+    amp_model = converted(name)
+    assert Plan.from_json(autocastfx.dump(amp_model, format="json")) == amp_model.plan
+
+
+def test_the_mode_chooses_the_variant() -> None:
+    amp_model = CASES["encoder_layer"]()
+    trained = autocastfx.dump(amp_model)
+    evaluated = autocastfx.dump(amp_model.eval())
+    assert "variant: 1 of 2, train mode," in trained
+    assert "variant: 2 of 2, eval mode," in evaluated
+    assert " dropout " in trained
+    assert " dropout " not in evaluated
+
+
+def test_the_model_is_left_alone() -> None:
+    amp_model = converted("no_grad")
+    before = (str(amp_model.graph), amp_model.plan, amp_model.code)
+    for format in FORMATS:
+        autocastfx.dump(amp_model, format=format)
+    assert (str(amp_model.graph), amp_model.plan, amp_model.code) == before
+
+
+def test_an_unknown_format_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="format is 'text', 'json', 'dot', 'python', not 'html'"):
+        autocastfx.dump(converted("cnn"), tmp_path / "dump.html", "html")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "missing"
+    with pytest.raises(FileNotFoundError, match=f"the folder {folder} does not exist; create it first"):
+        autocastfx.dump(converted("cnn"), folder / "dump.txt")
+    assert not folder.exists()
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        autocastfx.dump(converted("cnn"), tmp_path / "taken")
+    assert os.listdir(tmp_path) == ["taken"]
+
+
+def test_a_model_that_is_not_converted_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"dump shows what convert\(\) returned, not a Linear"):
+        autocastfx.dump(nn.Linear(2, 2))  # type: ignore[arg-type]
