@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
+import sys
+import types
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-__all__ = ["base_name", "of_function", "op_name"]
+__all__ = ["base_name", "canonical", "located", "of_function", "op_name"]
 
 # Python's operators on tensors, by the ATen op that Tensor's method of that name calls.
 _OPERATORS: dict[Any, str] = {
@@ -89,3 +91,27 @@ def base_name(name: str) -> str:
     """The out-of-place name of an in-place op (``add_`` → ``add``); other names unchanged."""
     is_in_place = name.endswith("_") and not name.endswith("__") and len(name) > 1
     return name[:-1] if is_in_place else name
+
+
+def located(path: str) -> Any:
+    """What loaded modules hold under a dotted path, without importing anything; None if nothing."""
+    parts = path.split(".")
+    for n in range(len(parts), 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:n]))
+        if found is not None:
+            for part in parts[n:]:
+                found = getattr(found, part, None) if isinstance(found, type) else getattr(found, "__dict__", {}).get(part)
+            return found
+    return None
+
+
+def canonical(path: str) -> str:
+    """The op name of what stands under a dotted path: ``torch.nn.Linear`` is defined elsewhere, ``torch.relu`` is ``relu``.
+
+    What no loaded module holds keeps its path.
+    """
+    found = located(path)
+    if isinstance(found, type):
+        return f"{found.__module__}.{found.__qualname__}"
+    functions = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+    return of_function(found) if isinstance(found, functions) else path

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from autocastfx.errors import OpListError, Source
+from autocastfx.op_name import canonical, located
 
 __all__ = ["Tree", "legal_op_names", "nearest", "parse_file"]
 
@@ -120,7 +121,10 @@ class Tree:
         if "." in name and head in legal_op_names() and head != "torch":
             raise self.error(f"overloads are not listed apart: write {head!r} instead of {name!r}")
         if "." in name and all(part.isidentifier() for part in name.split(".")):
-            return name
+            owner, _, attribute = name.rpartition(".")
+            if head == "torch" and located(owner) is not None and located(name) is None:
+                raise self.error(f"{owner} has no {attribute!r}{nearest(attribute, vars(located(owner)))}")
+            return canonical(name)
         if name not in legal_op_names():
             hint = nearest(name, legal_op_names())
             raise self.error(

@@ -48,7 +48,7 @@ def listing(graph: fx.Graph) -> str:
             lines.append(f"{mark}{node.name}: {dtype} = {op_name(node)}({reads})")
         elif node.op == "output":
             lines.append("  return " + ", ".join(n.name for n in node.all_input_nodes))
-    return "\n".join(lines)
+    return textwrap.dedent("\n".join(lines))
 
 
 def rewritten(function: Callable[..., Any], *inputs: Any, **options: Any) -> str:

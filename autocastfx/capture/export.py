@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,13 +14,13 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as fx_config
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autocastfx.call import Call, CallSignature, CallStructure
 from autocastfx.capture.guard import ShapeGuard, shape_guard
 from autocastfx.capture.intact import intact
 from autocastfx.capture.leaf import LEAF, restore_leaves, whole_calls
+from autocastfx.capture.watch import Watch
 from autocastfx.errors import CaptureError
 from autocastfx.graph import argument, attribute, dtypes, value
 from autocastfx.op_name import of_function, op_name
@@ -72,34 +71,6 @@ class _FlatCall(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class _TooSlowError(Exception):
-    pass
-
-
-class _Watch(TorchFunctionMode):
-    """Ends a capture that takes too long, and keeps casts that change nothing apart from the value they are applied to.
-
-    ``x.float()`` of a float32 ``x`` is ``x`` itself, so the tracer would write the cast's node wherever ``x`` is read
-    later. On an alias of ``x`` the cast stays where the model has it.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.end = time.thread_time() + seconds
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # it traces the bodies of cond and while_loop, and modes with them
-            return func(*args, **(kwargs or {}))
-        if time.thread_time() > self.end:
-            raise _TooSlowError
-        if func in _CASTS and isinstance(args[0], torch.Tensor):
-            args = (torch.ops.aten.alias.default(args[0]), *args[1:])
-        return func(*args, **(kwargs or {}))
-
-
-_CASTS = frozenset({torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as})
-
-
 def capture(
     model: nn.Module,
     signature: CallSignature,
@@ -126,14 +97,14 @@ def capture(
     """
     failures: list[Exception] = []
     for attempt in _ATTEMPTS[_ATTEMPTS.index(sizes) :]:
-        try:
-            with intact(model, training, held), _quiet(), whole_calls(leaves) as called:
+        with intact(model, training, held), _quiet(), whole_calls(leaves) as called:
+            try:
                 program = _export(_FlatCall(model, signature, call.structure), call.tensors, attempt)
-        except CaptureError:
-            raise
-        except Exception as error:  # torch.export raises anything that the model's own code or a tracer can raise
-            failures.append(error)
-            continue
+            except CaptureError:
+                raise
+            except Exception as error:  # torch.export raises whatever the model's own code or a tracer raises
+                failures.append(error)
+                continue
         return _captured(program, set(held), called, call, tuple(training), _device(held, call), attempt)
     raise CaptureError(_explain(model, failures[0], any(training))) from failures[0]
 
@@ -149,7 +120,7 @@ def _export(flat: nn.Module, tensors: tuple[torch.Tensor, ...], attempt: str) ->
         for kind in {t.device.type for t in tensors}:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(_Watch(SLOW if attempt == "all" else float("inf")))
+        stack.enter_context(Watch(SLOW if attempt == "all" else float("inf")))
         return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
 
 

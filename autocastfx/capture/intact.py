@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import sys
+import types
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,13 +15,15 @@ from torch import nn
 
 __all__ = ["intact"]
 
+_NO_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType)
+
 
 @contextmanager
 def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """While open, ``model`` has the given modes and tensors; afterwards it is what it was.
 
-    Attributes that ``forward`` sets (and leaves fake tensors in) are restored, lists and dicts among them by content, and so
-    is the state of the random number generators.
+    Attributes that ``forward`` sets (and leaves fake tensors in) are restored, containers and objects among them by
+    content, and so is the state of the random number generators of torch, Python and numpy.
 
     Args:
         model: the caller's.
@@ -25,7 +31,9 @@ def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.
         held: parameters and buffers by name that stand in for the model's own.
     """
     modules = list(model.modules())
-    saved = [(module, dict(module.__dict__), _contents(module.__dict__)) for module in modules]
+    saved = _contents(model)
+    numpy: Any = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     try:
         for module, flag in zip(modules, training, strict=True):
             module.training = flag
@@ -36,13 +44,53 @@ def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             yield
     finally:
-        for module, attributes, contents in saved:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for container, content in contents:
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(content)
+        for owner, content in saved:
+            _restore(owner, content)
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
 
 
-def _contents(attributes: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    return [(value, value.copy()) for value in attributes.values() if isinstance(value, (list, dict, set))]
+def _contents(model: nn.Module) -> list[tuple[Any, Any]]:
+    """What a forward can change in place, each with a copy: containers at any depth, attributes of modules and of the objects
+    that modules hold (but not of objects inside those: a trainer leads everywhere), and tensors that are no buffers."""
+    registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+    found: dict[int, tuple[Any, Any]] = {}
+    queue: deque[tuple[Any, bool]] = deque([(model, True)])
+    while queue:
+        item, of_module = queue.popleft()
+        if id(item) in found or id(item) in registered or isinstance(item, _NO_STATE):
+            continue
+        members: Any = ()
+        if isinstance(item, torch.Tensor):
+            if type(item) in (torch.Tensor, nn.Parameter) and not item.is_inference():
+                found[id(item)] = (item, (item._version, item.detach().clone()))
+        elif isinstance(item, (list, dict, set, deque)):
+            kind: Any = next(kind for kind in (list, dict, set, deque) if isinstance(item, kind))
+            found[id(item)] = (item, kind.copy(item))  # a subclass may copy more than itself
+            members = item.values() if isinstance(item, dict) else item
+        elif isinstance(item, tuple):
+            members = item
+        elif of_module and isinstance(getattr(item, "__dict__", None), dict):
+            members, of_module = (item.__dict__,), isinstance(item, nn.Module)
+        queue.extend((member, of_module) for member in members)
+    return list(found.values())
+
+
+def _restore(owner: Any, content: Any) -> None:
+    if isinstance(owner, torch.Tensor):
+        version, values = content
+        if owner._version != version:
+            owner.detach().copy_(values)
+    elif isinstance(owner, set):
+        if owner != content:
+            owner.clear()
+            owner.update(content)
+    elif not _same(owner, content):
+        owner.clear()
+        owner.update(content) if isinstance(owner, dict) else owner.extend(content)
+
+
+def _same(owner: Any, content: Any) -> bool:
+    flat, was = ([*c, *c.values()] if isinstance(c, dict) else list(c) for c in (owner, content))
+    return len(flat) == len(was) and all(a is b for a, b in zip(flat, was, strict=True))

@@ -5,6 +5,7 @@ Export would trace through them and lose a custom backward without a word. Here 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,8 +24,9 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils import _pytree as pytree
 
 from autocastfx.errors import CaptureError
+from autocastfx.op_name import located
 
-__all__ = ["LEAF", "restore_leaves", "whole_calls"]
+__all__ = ["LEAF", "AutogradCall", "restore_leaves", "whole_calls"]
 
 
 class _Leaf(HigherOrderOperator):
@@ -38,6 +40,26 @@ class _Leaf(HigherOrderOperator):
 
 
 LEAF = _Leaf()
+
+
+class AutogradCall:
+    """``function.apply`` as a callable of the function's own name: a graph prints, copies and pickles it as such."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        self.function = function
+        self.__module__, self.__name__, self.__qualname__ = function.__module__, function.__name__, function.__qualname__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AutogradCall) and other.function is self.function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (AutogradCall, (self.function,))
 
 
 @contextmanager
@@ -54,18 +76,39 @@ def whole_calls(functions: Iterable[str]) -> Iterator[list[Callable[..., Any]]]:
         if cls.__module__ == "torch.utils.checkpoint":
             _refuse_checkpoint()
         inside_torch = cls.__module__.split(".")[0] == "torch"
-        return _record(cls.apply, lambda: original_apply(cls, *args, **kwargs), args, kwargs, called, trace=inside_torch)
+        call = AutogradCall(cls)
+        return _record(call, lambda: original_apply(cls, *args, **kwargs), args, kwargs, called, trace=inside_torch)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
         name = "_checkpoint_without_reentrant_generator"
         stack.enter_context(mock.patch.object(torch.utils.checkpoint, name, _refuse_checkpoint))
-        for path in functions:
-            module, _, attribute = path.rpartition(".")
-            function = getattr(sys.modules.get(module), attribute, None)
-            if callable(function) and not isinstance(function, type):
-                stack.enter_context(mock.patch.object(sys.modules[module], attribute, _whole(function, called)))
+        for owner, attribute, function in _places(functions):
+            whole = _whole(function, called)
+            patched = staticmethod(whole) if isinstance(owner, type) else whole
+            stack.enter_context(mock.patch.object(owner, attribute, patched))
         yield called
+
+
+def _places(paths: Iterable[str]) -> list[tuple[Any, str, Any]]:
+    """Each loaded module, or class of a static method, and the name there that leads to a function of ``paths``.
+
+    ``from ops import fused`` makes a name of its own, so the module that defines a function is not enough.
+    """
+    found: list[tuple[Any, str, Any]] = []
+    wanted: dict[int, Any] = {}
+    for path in paths:
+        owner, function, attribute = located(path.rpartition(".")[0]), located(path), path.rpartition(".")[2]
+        if isinstance(owner, type):
+            if isinstance(inspect.getattr_static(owner, attribute, None), staticmethod):
+                found.append((owner, attribute, function))
+        elif callable(function) and not isinstance(function, type):
+            wanted[id(function)] = function
+    modules = {id(module): module for module in sys.modules.values()} if wanted else {}
+    for module in modules.values():
+        names = [(name, held) for name, held in getattr(module, "__dict__", {}).items() if id(held) in wanted]
+        found += [(module, name, function) for name, function in names]
+    return found
 
 
 def _whole(function: Callable[..., Any], called: list[Callable[..., Any]]) -> Callable[..., Any]:

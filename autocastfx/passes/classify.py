@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,7 +30,6 @@ __all__ = ["Classification", "Classifier"]
 
 _CASTS = ("to", "_to_copy", "type_as")
 _FOLLOWS = (Category.INFER, Category.CLEAR, Category.PROMOTE)
-_NAMES_FLOAT = re.compile(r"\bfloat\b|float32")
 
 
 @dataclass(frozen=True)
@@ -127,17 +125,13 @@ class Classifier:
         return str(self.low).removeprefix("torch.")
 
     def _user_cast(self, node: fx.Node, listed: Decision) -> Decision:
-        """A captured cast. One that changes the dtype is the user's; one that does not may still open a float32 island.
+        """A captured cast: one that changes the dtype is the model's own; one that does not opens a float32 island.
 
-        Capture writes ``x.float()`` and ``x.to(y.dtype)`` alike where ``y`` is float32. The source line tells them apart;
-        without one the cast is taken for an island, the safe reading.
+        Casts that follow the dtype of another value never get here: capture takes them out.
         """
         if not is_float32(node) or set(dtypes(uses(node)[0].node)) != {torch.float32}:
             return Decision(Category.KEEP, "the model's own cast", "forced:user-cast")
         if op_name(node) == "type_as" or argument(node, "dtype") != torch.float32:
-            return listed
-        trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
-        if trace and not _NAMES_FLOAT.search(trace[-1]):
             return listed
         return Decision(Category.DENY, "the model's own cast to float32", "forced:user-cast")
 

@@ -1,0 +1,84 @@
+"""What capture must see of the model's Python calls, for the traced graph no longer tells."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Watch"]
+
+_CASTS = frozenset({torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as})
+
+
+class TooSlowError(Exception):
+    """The capture took longer than it may."""
+
+
+class Watch(TorchFunctionMode):
+    """Ends a capture that takes too long, and sorts out casts that change nothing in the float32 model.
+
+    ``x.float()`` of a float32 ``x`` is ``x`` itself, so the tracer would write the cast's node wherever ``x`` is read
+    later; on an alias of ``x`` it stays where the model has it. ``x.to(y.dtype)`` and ``x.type_as(y)`` ask for no float32:
+    they follow ``y``, and a graph that bakes in float32 would lose that. They become aliases, which vanish.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.end = time.thread_time() + seconds
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # it traces the bodies of cond and while_loop, and modes with them
+            return func(*args, **kwargs)
+        if time.thread_time() > self.end:
+            raise TooSlowError("capturing every size as dynamic takes too long")
+        if func in _CASTS and isinstance(args[0], torch.Tensor):
+            alias = torch.ops.aten.alias.default(args[0])
+            if _changes_nothing(args, kwargs) and _follows(func, args, kwargs):
+                return alias
+            args = (alias, *args[1:])
+        return func(*args, **kwargs)
+
+
+def _changes_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = (*args[1:], *kwargs.values())
+    if len(given) != 1 or set(kwargs) - {"dtype", "other"}:
+        return False
+    (target,) = given
+    if isinstance(target, torch.Tensor):
+        return (target.dtype, target.device) == (args[0].dtype, args[0].device)
+    return target == args[0].dtype
+
+
+def _follows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the model's source asks for the dtype of another value, not for float32."""
+    if func is torch.Tensor.type_as or any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values())):
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":  # torch.export has a mode too
+        frame = frame.f_back
+    source = _source(frame) if frame is not None else ""
+    return ".dtype" in source and "float" not in source
+
+
+def _source(frame: FrameType) -> str:
+    """Text of the call that ``frame`` is in; of its whole line before Python 3.11."""
+    code = frame.f_code
+    line = linecache.getline(code.co_filename, frame.f_lineno)
+    if sys.version_info < (3, 11):
+        return line
+    positions = list(code.co_positions())[frame.f_lasti // 2]
+    first, last, start, end = positions
+    if first is None or last is None or start is None or end is None:
+        return line
+    lines = [linecache.getline(code.co_filename, number) for number in range(first, last + 1)]
+    lines[-1] = lines[-1].encode()[:end].decode(errors="ignore")
+    lines[0] = lines[0].encode()[start:].decode(errors="ignore")
+    text = "".join(lines)
+    return text[text.rfind(".to(") :] if ".to(" in text else text  # the call ends here: what comes before is its receiver

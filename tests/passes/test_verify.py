@@ -1,0 +1,125 @@
+"""verify refuses a graph in which one dtype is wrong, and says where."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import autocastfx
+from autocastfx.graph import origin
+from autocastfx.plan import Placement, Precision
+from tests.helpers import Function
+
+pipeline = sys.modules["autocastfx.convert"]  # the package's attribute of that name is the function
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Any], Any]) -> None:
+    """Run ``damage`` between rewriting and verifying."""
+    classify, place, rewrite, verify = pipeline.PIPELINE
+
+    def damaged(converter: Any, state: Any, device: torch.device) -> Any:
+        state = damage(rewrite(converter, state, device)) or state
+        state.graph.lint()
+        return state
+
+    monkeypatch.setattr(pipeline, "PIPELINE", (classify, place, damaged, verify))
+
+
+def attend(x: torch.Tensor) -> torch.Tensor:
+    return (x @ x).softmax(-1) @ x.tanh()
+
+
+def casts(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if origin(n) is not None and n.target is torch.ops.aten.to.dtype]
+
+
+def convert() -> autocastfx.AmpModule:
+    return autocastfx.convert(Function(attend), (torch.rand(4, 4),), dtype=torch.bfloat16)
+
+
+def test_an_undamaged_graph_passes() -> None:
+    assert len(convert().plan.casts) >= 4
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_missing_cast_is_refused(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    def drop(state: Any) -> None:
+        cast = casts(state.graph)[index]
+        cast.replace_all_uses_with(cast.all_input_nodes[0])
+        state.graph.erase_node(cast)
+
+    planted(monkeypatch, drop)
+    with pytest.raises(autocastfx.VerifyError, match="The graph is refused"):
+        convert()
+
+
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_cast_to_another_dtype_is_refused(
+    monkeypatch: pytest.MonkeyPatch, index: int, dtype: torch.dtype
+) -> None:
+    def retype(state: Any) -> None:
+        casts(state.graph)[index].update_arg(1, dtype)
+
+    planted(monkeypatch, retype)
+    with pytest.raises(autocastfx.VerifyError, match=str(dtype).removeprefix("torch.")):
+        convert()
+
+
+def test_a_cast_of_an_index_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cast_index(state: Any) -> None:
+        (gather,) = [n for n in state.graph.nodes if n.name == "embedding"]
+        with state.graph.inserting_before(gather):
+            wrong = state.graph.call_function(torch.ops.aten.to.dtype, (gather.args[1], torch.bfloat16))
+        gather.update_arg(1, wrong)
+
+    planted(monkeypatch, cast_index)
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
+    with pytest.raises(autocastfx.VerifyError, match=r"node 'embedding' \(embedding\)"):
+        autocastfx.convert(model, (torch.tensor([1, 2]),), dtype=torch.bfloat16)
+
+
+def test_an_output_of_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop_last(state: Any) -> None:
+        last = state.graph.output_node().all_input_nodes[0]
+        last.replace_all_uses_with(last.all_input_nodes[0])
+
+    planted(monkeypatch, drop_last)
+    with pytest.raises(autocastfx.VerifyError, match=r"output matmul_1 is bfloat16, captured as float32"):
+        convert()
+
+
+def test_a_plan_that_the_graph_does_not_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replan(state: Any) -> Any:
+        softmax = next(n for n in state.placements if n.name == "softmax")
+        low = Placement(Precision.LOW, Precision.LOW, "planted")
+        return replace(state, placements={**state.placements, softmax: low})
+
+    planted(monkeypatch, replan)
+    with pytest.raises(autocastfx.VerifyError, match=r"node 'softmax' \(softmax\): argument 'self'"):
+        convert()
+
+
+def test_the_message_shows_the_graph_with_the_node_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, lambda state: casts(state.graph)[0].update_arg(1, torch.float64))
+    with pytest.raises(autocastfx.VerifyError) as caught:
+        convert()
+    marked = [line for line in str(caught.value).splitlines() if line.startswith(">>> ")]
+    assert len(marked) == 1
+    assert "%matmul" in marked[0]
+
+
+def test_the_callers_model_is_as_it_was_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, lambda state: casts(state.graph)[0].update_arg(1, torch.float64))
+    model = nn.Linear(4, 4).eval()
+    before = dict(model.__dict__), [p.clone() for p in model.parameters()]
+    with pytest.raises(autocastfx.VerifyError):
+        autocastfx.convert(model, (torch.rand(2, 4),), dtype=torch.bfloat16)
+    assert model.__dict__ == before[0]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before[1], strict=True))
