@@ -1,11 +1,11 @@
-"""The converted model: a GraphModule that picks the variant which fits a call, and behaves as the module it came from."""
+"""The converted model: a GraphModule that picks the variant which fits a call, and else behaves as the original."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import fx, nn
@@ -26,9 +26,7 @@ class Maker(Protocol):
     @property
     def model(self) -> nn.Module | None: ...
 
-    def capture(
-        self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str
-    ) -> Variant: ...
+    def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant: ...
 
     def rebuild(self, captured: Any, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant: ...
 
@@ -38,8 +36,8 @@ class Maker(Protocol):
 class AmpModule(fx.GraphModule):
     """A converted model. Called like the original, with the same parameters, buffers and ``state_dict`` keys.
 
-    Parameters are the original's own float32 ones. ``graph``, ``code`` and ``plan`` show the variant of the current mode
-    that was captured first. After editing ``graph`` call ``recompile()``.
+    Parameters are the original's own float32 ones. ``graph``, ``code`` and ``plan`` show the variant that was captured
+    first in the current mode. After editing ``graph`` call ``recompile()``.
     """
 
     def __init__(self, model: nn.Module, signature: CallSignature, maker: Maker) -> None:
@@ -52,10 +50,9 @@ class AmpModule(fx.GraphModule):
         self._variants = nn.ModuleList()
         type(self).forward = _signed(signature)  # GraphModule gives each instance a class of its own
 
-    # -- calls ---------------------------------------------------------------------------------------------------------
-
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What ``forward`` does: run the variant that fits the call; capture a further one if none does and the original is at hand.
+        """What ``forward`` does: run the variant that fits the call. If none does, capture one while the original is at
+        hand.
 
         Raises:
             TypeError: the arguments do not fit the original's signature.
@@ -65,7 +62,6 @@ class AmpModule(fx.GraphModule):
         variant = self._fitting(call)
         if variant is None:
             variant = self._further(call)
-        assert variant.function is not None
         return pytree.tree_unflatten(variant.function(self, *call.tensors), variant.out_spec)
 
     def _fitting(self, call: Call) -> Variant | None:
@@ -76,8 +72,10 @@ class AmpModule(fx.GraphModule):
                 return variant
         return None
 
-    @torch.compiler.disable
     def _further(self, call: Call) -> Variant:
+        return cast("Any", torch.compiler).disable(self._capture_for)(call)
+
+    def _capture_for(self, call: Call) -> Variant:
         try:
             return self.capture(call, self._modes())
         except CaptureError as error:
@@ -97,12 +95,10 @@ class AmpModule(fx.GraphModule):
     def _modes(self) -> tuple[bool, ...]:
         return tuple([m.training for m in self._own_modules])
 
-    # -- variants ------------------------------------------------------------------------------------------------------
-
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All captured variants, in the order of capture."""
-        return tuple(self._modules["_variants"])  # pyright: ignore[reportArgumentType]
+        return tuple(cast("list[Variant]", self._modules["_variants"]))
 
     def capture(self, call: Call, modes: tuple[bool, ...]) -> Variant:
         """Capture the original as it runs ``call`` in ``modes``, and add the variant.
@@ -121,8 +117,7 @@ class AmpModule(fx.GraphModule):
     def _mount(self, index: int, variant: Variant) -> Variant:
         variant.mount(f"_variants.{index}")
         variant.train(self.training)
-        table = self._modules["_variants"]
-        assert isinstance(table, nn.ModuleList)
+        table = cast("nn.ModuleList", self._modules["_variants"])
         if index == len(table):
             table.append(variant)
         else:
@@ -169,15 +164,13 @@ class AmpModule(fx.GraphModule):
         named = (*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False))
         return {name: tensor for name, tensor in named if not name.startswith("_variants.")}
 
-    # -- what a module does --------------------------------------------------------------------------------------------
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AmpModule:
         here = self._place()
         probe = fn(torch.empty(0, device=here))
         if probe.dtype != torch.float32:
             raise UnsupportedError(
-                f"an AmpModule's parameters stay float32, so it cannot become {probe.dtype}: its graph holds the casts. "
-                "Move it with .to(device) alone, or convert again with another dtype."
+                f"an AmpModule's parameters stay float32, so it cannot become {probe.dtype}: its graph holds the "
+                "casts. Move it with .to(device) alone, or convert again with another dtype."
             )
         super()._apply(fn, recurse)
         if self._place() != here:
@@ -232,7 +225,7 @@ def _signed(signature: CallSignature) -> Callable[..., Any]:
         return self.run(args, kwargs)
 
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = inspect.Signature([first, *signature.parameters])  # pyright: ignore[reportFunctionMemberAccess]
+    forward.__signature__ = inspect.Signature([first, *signature.parameters])
     return forward
 
 

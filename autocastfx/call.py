@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import pickle
 import re
 import warnings
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 __all__ = ["Call", "CallSignature", "CallStructure", "pack_spec", "unpack_spec"]
 
 _EMPTY = inspect.Parameter.empty
+_TAKEN = ("self", "torch", "device", "inf", "nan", "NoneType", "pytree", "fx_pytree")  # what generated code means by them
 
 
 def pack_spec(spec: pytree.TreeSpec) -> bytes:
@@ -49,7 +51,13 @@ class CallStructure:
         """A Python name for each tensor, in order, from the argument and the keys that lead to it."""
         arguments = pytree.tree_unflatten([leaf[0] for leaf in self.leaves], self.spec)
         paths, _ = pytree.tree_flatten_with_path(arguments)
-        return [re.sub(r"\W+", "_", pytree.keystr(path)).strip("_") for path, kind in paths if kind == "tensor"]
+        names: dict[str, None] = dict.fromkeys(_TAKEN)
+        for path, kind in paths:
+            if kind == "tensor":
+                name = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")
+                again = (f"{name}_{n}" for n in itertools.count(1))
+                names[name if name not in names else next(n for n in again if n not in names)] = None
+        return list(names)[len(_TAKEN) :]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_structure, (pack_spec(self.spec), self.leaves))
@@ -98,34 +106,28 @@ class CallSignature:
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
-        used, position = 0, 0
+        named, position = dict(kwargs), 0
         for p in self.parameters:
             if p.kind is p.VAR_POSITIONAL:
                 if position < len(args):
                     arguments[p.name] = tuple(args[position:])
                     position = len(args)
             elif p.kind is p.VAR_KEYWORD:
-                rest = {k: v for k, v in kwargs.items() if k not in arguments and not self._names(k)}
-                used += len(rest)
-                if rest:
-                    arguments[p.name] = rest
+                if named:
+                    arguments[p.name], named = named, {}
             elif position < len(args) and p.kind is not p.KEYWORD_ONLY:
-                if p.name in kwargs:
+                if p.name in named and p.kind is not p.POSITIONAL_ONLY:
                     break
                 arguments[p.name] = args[position]
                 position += 1
-            elif p.name in kwargs:
-                arguments[p.name] = kwargs[p.name]
-                used += 1
+            elif p.name in named and p.kind is not p.POSITIONAL_ONLY:
+                arguments[p.name] = named.pop(p.name)
             elif p.default is _EMPTY:
                 break
-        if position < len(args) or used < len(kwargs) or not self._complete(arguments):
+        if position < len(args) or named or not self._complete(arguments):
             inspect.Signature(list(self.parameters)).bind(*args, **kwargs)  # raises Python's own TypeError
         defaults = {p.name: p.default for p in self.parameters}
-        return {name: v for name, v in arguments.items() if defaults[name] is not v}
-
-    def _names(self, name: str) -> bool:
-        return any(p.name == name and p.kind is not p.VAR_KEYWORD for p in self.parameters)
+        return {name: v for name, v in arguments.items() if not _same(v, defaults[name])}
 
     def _complete(self, arguments: Mapping[str, Any]) -> bool:
         optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -146,6 +148,17 @@ class CallSignature:
             elif p.name in arguments:
                 kwargs[p.name] = arguments[p.name]
         return tuple(args), kwargs
+
+
+def _same(given: Any, default: Any) -> bool:
+    """Whether an argument is its default, spelled out: the same object, or an equal plain value (0.0 and -0.0 are not)."""
+    if given is default:
+        return True
+    if type(given) is not type(default):
+        return False
+    if isinstance(given, tuple):
+        return len(given) == len(default) and all(_same(a, b) for a, b in zip(given, default, strict=True))
+    return isinstance(given, (int, float, str)) and given == default and bool(given)
 
 
 def _call(arguments: dict[str, Any]) -> Call:

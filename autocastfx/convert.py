@@ -1,4 +1,4 @@
-"""``convert``: the whole way from a model to an :class:`AmpModule`, and the pipeline that each captured graph runs through."""
+"""``convert``: the whole way from a model to an :class:`AmpModule`, and the pipeline of each captured graph."""
 
 from __future__ import annotations
 
@@ -236,16 +236,17 @@ def convert(
         VerifyError: a defect of this package; nothing is handed out.
     """
     _check_arguments(dtype, weights, fold, calibrate, plan)
-    converter = Converter(
-        load_op_list(op_list, default=_LOW[dtype]), load_kernel_facts(), dtype, keep_output_dtype
-    )
+    converter = Converter(load_op_list(op_list, default=_LOW[dtype]), load_kernel_facts(), dtype, keep_output_dtype)
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
-    module, by_position = model, 0
+    by_position = 0
     if isinstance(model, ExportedProgram):
         if example_inputs is None and example_kwargs is None and model.example_inputs is not None:
             example_inputs, example_kwargs = model.example_inputs
-        module, by_position = model.module(), len(example_inputs or ())  # its module insists on the form of the call
+        module: nn.Module = model.module()
+        by_position = len(example_inputs or ())  # a program's module insists on the form of the call
+    else:
+        module = model
     if example_inputs is None and example_kwargs is None:
         raise UnsupportedError(
             "convert(model) without inputs is not built yet: give one call's inputs, convert(model, (x,)) or "
@@ -275,7 +276,7 @@ def convert(
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes variants: from a call, while the caller's model is at hand, or anew from what was captured, for a device."""
+    """Makes variants: from a call, while the caller's model is at hand; or from what was captured, for a device."""
 
     converter: Converter
     model: nn.Module | None
@@ -286,9 +287,7 @@ class _Maker:
     def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant:
         if self.model is None:
             raise CaptureError("the original model is not at hand")
-        found = capture(
-            self.model, self.signature, call, training=modes, held=held, leaves=self.leaves, sizes=sizes
-        )
+        found = capture(self.model, self.signature, call, training=modes, held=held, leaves=self.leaves, sizes=sizes)
         return self.rebuild(found, held, self.device or found.device)
 
     def rebuild(self, captured: Captured, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant:
@@ -301,7 +300,12 @@ class _Maker:
 def _check_arguments(dtype: torch.dtype, weights: str, fold: str, calibrate: Any, plan: Any) -> None:
     if dtype not in _LOW:
         raise ValueError(f"dtype is torch.float16 or torch.bfloat16, not {dtype!r}")
-    reserved = {"weights": (weights, "cast"), "fold": (fold, "exact"), "calibrate": (calibrate, None), "plan": (plan, None)}
+    reserved = {
+        "weights": (weights, "cast"),
+        "fold": (fold, "exact"),
+        "calibrate": (calibrate, None),
+        "plan": (plan, None),
+    }
     for name, (given, default) in reserved.items():
         if given is not default and given != default:
             raise UnsupportedError(f"{name}={given!r} is reserved and not built yet; leave it at {default!r}.")
@@ -312,6 +316,7 @@ def _warn_of_slow_kernels(amp_model: AmpModule, dtype: torch.dtype) -> None:
         return
     if any(n.op.startswith("conv") and n.placement.run is Precision.LOW for n in amp_model.plan.nodes):
         warnings.warn(
-            "float16 convolutions on a CPU are hundreds of times slower than float32 ones; use dtype=torch.bfloat16 there.",
+            "float16 convolutions on a CPU are hundreds of times slower than float32 ones; use dtype=torch.bfloat16 "
+            "there.",
             stacklevel=3,
         )

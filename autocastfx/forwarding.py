@@ -15,7 +15,7 @@ __all__ = ["forwarded"]
 
 
 def forwarded(model: nn.Module, amp_model: nn.Module, name: str, missing: AttributeError) -> Any:
-    """The attribute ``name`` of ``model``: data as it is, a method bound to ``amp_model`` if it does not run the forward.
+    """The attribute ``name`` of ``model``: data as it is, a method bound to ``amp_model`` if it runs no forward.
 
     Raises:
         AttributeError: the original has none either (``missing``).
@@ -29,8 +29,8 @@ def forwarded(model: nn.Module, amp_model: nn.Module, name: str, missing: Attrib
         return found
     if _runs_forward(type(model), name, set()):
         raise UnsupportedError(
-            f"{type(model).__name__}.{name} runs the model's own forward, which is not converted. Call it on the original, or "
-            "write the loop around the converted model's call."
+            f"{type(model).__name__}.{name} runs the model's own forward, which is not converted. Call it on the "
+            "original, or write the loop around the converted model's call."
         )
     return found.__func__.__get__(amp_model)
 
@@ -50,7 +50,8 @@ def _runs_forward(kind: type, name: str, seen: set[str]) -> bool:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "self":
             return True
-        is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-        if is_own and inspect.getattr_static(kind, node.attr, None) is not None and _runs_forward(kind, node.attr, seen):
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"):
+            continue
+        if inspect.getattr_static(kind, node.attr, None) is not None and _runs_forward(kind, node.attr, seen):
             return True
     return False

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.op_name import op_name
@@ -52,6 +53,7 @@ def origin(node: fx.Node) -> Origin | None:
 
 
 def set_origin(node: fx.Node, mark: Origin) -> None:
+    """Mark a node that a pass created."""
     node.meta[_ORIGIN] = mark
 
 
@@ -66,6 +68,7 @@ def value(node: fx.Node) -> Any:
 
 
 def set_value(node: fx.Node, abstract: Any) -> None:
+    """Replace the abstract value of a node."""
     node.meta[_VALUE] = abstract
 
 
@@ -75,6 +78,7 @@ def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
 
 
 def dtypes(node: fx.Node) -> tuple[torch.dtype, ...]:
+    """Dtypes of the tensors that a node produces, flattened."""
     return tuple(t.dtype for t in tensors(node))
 
 
@@ -108,7 +112,7 @@ def uses(node: fx.Node) -> tuple[Use, ...]:
     """Every place where ``node`` reads a node, list arguments flattened, in order."""
     found: list[Use] = []
     for name, arg in _named_arguments(node):
-        fx.node.map_arg(arg, lambda n, name=name: found.append(Use(name, n)))
+        map_arg(arg, lambda n, name=name: found.append(Use(name, n)))
     return tuple(found)
 
 
@@ -117,12 +121,9 @@ def map_uses(node: fx.Node, change: Callable[[str, fx.Node], fx.Node]) -> None:
     names = [name for name, _ in _named_arguments(node)]
     positional = names[: len(node.args)]
     node.args = tuple(
-        fx.node.map_arg(arg, lambda n, name=name: change(name, n))
-        for name, arg in zip(positional, node.args, strict=True)
+        map_arg(arg, lambda n, name=name: change(name, n)) for name, arg in zip(positional, node.args, strict=True)
     )
-    node.kwargs = {
-        name: fx.node.map_arg(arg, lambda n, name=name: change(name, n)) for name, arg in node.kwargs.items()
-    }
+    node.kwargs = {name: map_arg(arg, lambda n, name=name: change(name, n)) for name, arg in node.kwargs.items()}
 
 
 def constants(node: fx.Node) -> Iterator[tuple[str, float]]:
@@ -164,8 +165,10 @@ def producer(node: fx.Node) -> fx.Node:
 def _module_stack(node: fx.Node) -> tuple[tuple[str, str], ...]:
     """(path, class) of the modules whose forward made the node, outermost first."""
     entries: Any = node.meta.get("nn_module_stack") or {}
-    return tuple((str(path), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
-                 for path, kind in entries.values())
+    return tuple(
+        (str(path), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
+        for path, kind in entries.values()
+    )
 
 
 def module_path(node: fx.Node) -> str:
@@ -199,10 +202,7 @@ def attribute(root: torch.nn.Module, path: str) -> Any:
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A graph of the same nodes, with the same names and marks, that can be edited apart."""
     copied = fx.Graph()
-    result = copied.graph_copy(graph, {}, return_output_node=True)
-    assert isinstance(result, tuple)
-    value, old = result
-    copied.output(value).meta.update(old.meta)
+    copied.output(copied.graph_copy(graph, {})).meta.update(graph.output_node().meta)
     return copied
 
 
@@ -261,5 +261,3 @@ def _aliased(node: fx.Node) -> Iterator[fx.Node]:
         sharing = {a.name for a in node.target._schema.arguments if a.alias_info is not None}
         if any(r.alias_info is not None for r in node.target._schema.returns):
             yield from (u.node for u in uses(node) if u.argument in sharing)
-
-

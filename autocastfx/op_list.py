@@ -157,15 +157,11 @@ def load_op_list(lists: OpListLike, *, default: str = "float16") -> OpList:
 
 
 def _load_file(path: Path, opened: tuple[Path, ...]) -> OpList:
-    if path.resolve() in opened:
-        raise OpListError(f"{path} extends itself, through {' → '.join(str(p) for p in opened)}.")
     tree = parse_file(path, shown=f"op_lists/{path.name}" if path.parent == preset_folder() else str(path))
     tree.check_keys(_KEYS, what="key of an op list")
     base = OpList()
     for parent in tree.child("extends").as_strings():
-        beside = path.parent / parent.text
-        found = beside if parent.text.endswith((".yaml", ".yml")) else preset_path(parent.text)
-        base = base.merged(_load_file(found, (*opened, path.resolve())))
+        base = base.merged(_load_parent(parent, (*opened, path)))
     own = OpList(
         rules=MappingProxyType({r.op: r for r in _rules(tree)}),
         keep_args=MappingProxyType(dict(_keep_args(tree))),
@@ -174,6 +170,19 @@ def _load_file(path: Path, opened: tuple[Path, ...]) -> OpList:
         name=path.stem,
     )
     return replace(base.merged(own), name=path.stem)
+
+
+def _load_parent(parent: Tree, opened: tuple[Path, ...]) -> OpList:
+    is_path = parent.text.endswith((".yaml", ".yml"))
+    try:
+        path = opened[-1].parent / parent.text if is_path else preset_path(parent.text)
+    except OpListError as error:
+        raise parent.error(str(error)) from error
+    if path.resolve() in {p.resolve() for p in opened}:
+        raise parent.error(f"this list extends itself: {' → '.join(p.name for p in (*opened, path))}.")
+    if not path.is_file():
+        raise parent.error(f"there is no file {parent.text!r} beside {opened[-1].name}.")
+    return _load_file(path, opened)
 
 
 def _rules(tree: Tree) -> Iterator[Rule]:

@@ -47,9 +47,9 @@ class Placement:
 class PlannedNode:
     """One node of the captured graph with all that was decided of it.
 
-    ``captured`` and ``dtype`` are the dtypes of its output before and after the conversion, joined by commas where there
-    are several; empty where it has none. ``name`` of a node in a sub-graph is ``subgraph/name``. ``removed`` nodes changed
-    nothing any more (a cast to the dtype that the value has) and are gone from the graph.
+    ``captured`` and ``dtype`` are the dtypes of its output before and after the conversion, joined by commas where it
+    has several; empty where it has none. ``name`` of a node in a sub-graph is ``subgraph/name``. ``removed`` nodes
+    would change nothing any more (a cast to the dtype that the value has) and are gone from the graph.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Plan:
         try:
             data: dict[str, Any] = json.loads(text)
             nodes = tuple(_node(n) for n in data.pop("nodes"))
-            casts = tuple(PlannedCast(**{**c, "readers": tuple(c["readers"])}) for c in data.pop("casts"))
+            casts = tuple(_cast(c) for c in data.pop("casts"))
             return cls(nodes=nodes, casts=casts, **data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a plan written by to_json: {error!r}") from error
@@ -128,4 +128,10 @@ def _node(data: dict[str, Any]) -> PlannedNode:
     decided, placed = data["decision"], data["placement"]
     decision = Decision(Category(decided["category"]), decided["reason"], decided["source"])
     placement = Placement(Precision(placed["run"]), Precision(placed["store"]), placed["because"])
-    return PlannedNode(**{**data, "decision": decision, "placement": placement})
+    rest: dict[str, Any] = {**data, "decision": decision, "placement": placement}
+    return PlannedNode(**rest)
+
+
+def _cast(data: dict[str, Any]) -> PlannedCast:
+    rest: dict[str, Any] = {**data, "readers": tuple(data["readers"])}
+    return PlannedCast(**rest)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx.graph import CodeGen
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.call import CallStructure, pack_spec, unpack_spec
@@ -26,7 +28,7 @@ __all__ = ["Variant"]
 _numbers = itertools.count()
 
 
-class _CallCode(fx.graph.CodeGen):
+class _CallCode(CodeGen):
     """Lets ``fx.Interpreter``, and torch.export through it, call a flat graph as the model is called."""
 
     def __init__(self, out_spec: pytree.TreeSpec, guard: ShapeGuard) -> None:
@@ -42,6 +44,10 @@ class _CallCode(fx.graph.CodeGen):
 
     def process_outputs(self, outputs: Any) -> Any:
         return pytree.tree_unflatten(outputs, self.out_spec)
+
+
+def _not_mounted(*_: Any) -> tuple[Any, ...]:
+    raise VariantError("this variant belongs to no AmpModule yet")
 
 
 class Variant(nn.Module):
@@ -75,10 +81,10 @@ class Variant(nn.Module):
         graph.set_codegen(_CallCode(out_spec, guard))
         self.prefix = ""
         self.code = ""
-        self.function: Callable[..., tuple[Any, ...]] | None = None
+        self.function: Callable[..., tuple[Any, ...]] = _not_mounted
         self._held = {target: target.replace(".", "_") for target in attributes}
         for target, name in self._held.items():
-            held = attributes[target]
+            held: Any = attributes[target]
             if isinstance(held, torch.Tensor):
                 self.register_buffer(name, held, persistent=False)
             else:
@@ -137,7 +143,8 @@ def _swap(old: torch.device, new: torch.device) -> Callable[[Any], Any]:
 
 def _restore(nodes: list[dict[str, Any]], attributes: dict[str, Any], fields: dict[str, Any]) -> Variant:
     held = {t: a.module() if isinstance(a, _GraphData) else a for t, a in attributes.items()}
-    return Variant(graph=_graph(nodes), attributes=held, **{**fields, "out_spec": unpack_spec(fields["out_spec"])})
+    rest: dict[str, Any] = {**fields, "out_spec": unpack_spec(fields["out_spec"])}
+    return Variant(graph=_graph(nodes), attributes=held, **rest)
 
 
 class _GraphData:
@@ -169,9 +176,11 @@ def _nodes(graph: fx.Graph, places: Mapping[str, str]) -> list[dict[str, Any]]:
         {
             "op": node.op,
             "name": node.name,
-            "target": places.get(str(node.target), _target(node.target)) if node.op == "get_attr" else _target(node.target),
-            "args": fx.node.map_arg(node.args, lambda n: _Ref(n.name)),
-            "kwargs": fx.node.map_arg(node.kwargs, lambda n: _Ref(n.name)),
+            "target": places.get(str(node.target), _target(node.target))
+            if node.op == "get_attr"
+            else _target(node.target),
+            "args": map_arg(node.args, lambda n: _Ref(n.name)),
+            "kwargs": map_arg(node.kwargs, lambda n: _Ref(n.name)),
             "meta": kept_meta(node),
         }
         for node in graph.nodes

@@ -106,8 +106,10 @@ class Tree:
         if not isinstance(self.node, yaml.ScalarNode):
             raise self.error(f"expected a word, found {_kind(self.node)}")
         if self.node.tag != f"{_STANDARD}str":
+            if not self.node.value:
+                raise self.error("expected a word, found nothing")
             kind = self.node.tag.removeprefix(_STANDARD)
-            raise self.error(f"YAML reads {self.node.value!r} as a {kind}, not as text. Put it in quotes.")
+            raise self.error(f"YAML reads {self.node.value!r} as {kind}, not as text. Put it in quotes.")
         return str(self.node.value)
 
     def op_name(self) -> str:
@@ -163,16 +165,23 @@ def parse_file(path: Path, *, shown: str) -> Tree:
     except OSError as error:
         raise OpListError(f"cannot read the op list {shown}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
-        raise OpListError(f"{shown} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
+        before = error.object[: error.start]
+        place = Source(shown, before.count(b"\n") + 1, len(before) - before.rfind(b"\n"))
+        raise OpListError(f"this is not UTF-8 text: {error.reason}.", place) from error
     start = Source(shown, 1, 1)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = Source(shown, mark.line + 1, mark.column + 1) if mark else start
-        raise OpListError(f"this is not YAML: {error.problem}.", place) from error
-    except yaml.YAMLError as error:
-        raise OpListError(f"this is not YAML: {error}.", start) from error
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        raise OpListError(f"this is not YAML: {problem}.", place) from error
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        place = Source(shown, before.count("\n") + 1, len(before) - before.rfind("\n"))
+        raise OpListError(f"this is not YAML: the character #x{ord(text[error.position]):04x} is not allowed.", place) from error
+    except RecursionError as error:
+        raise OpListError("this is no op list: it is nested too deeply.", start) from error
     if node is None:
         raise OpListError("the file is empty. A list has at least one category, such as 'deny: [my_lib::my_op]'.", start)
     root = Tree(node, start)._at(node)

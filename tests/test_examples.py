@@ -37,7 +37,7 @@ def test_the_encoder_agrees_with_float32(embed_sentences, capsys):
     assert "bfloat16: passed" in capsys.readouterr().out
 
 
-def test_a_swap_wider_than_rounding_is_not_hidden(embed_sentences):
+def test_a_swap_wider_than_rounding_is_not_hidden(embed_sentences, monkeypatch):
     result = embed_sentences.Result(
         dtype=torch.bfloat16,
         amp_model=None,
@@ -51,6 +51,9 @@ def test_a_swap_wider_than_rounding_is_not_hidden(embed_sentences):
     assert not result.passed
     assert "FAILED" in str(result)
     assert "in the other 1, more than near-ties change places" in str(result)
+    monkeypatch.setattr(embed_sentences, "run", lambda dtypes: [result])
+    monkeypatch.setattr("sys.argv", ["embed_sentences.py"])
+    assert embed_sentences.main() == 1
 
 
 def test_the_order_of_neighbours_is_compared(embed_sentences):

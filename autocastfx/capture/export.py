@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as fx_config
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.call import Call, CallSignature, CallStructure
@@ -116,7 +117,7 @@ def _export(flat: nn.Module, tensors: tuple[torch.Tensor, ...], attempt: str) ->
     shapes = (tuple(_dynamic(t, attempt) for t in tensors),)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())  # without gradients some modules take fused paths
-        stack.enter_context(fx_config.patch(backed_size_oblivious=True))  # a size of 1 is a size like another
+        stack.enter_context(cast("Any", fx_config).patch(backed_size_oblivious=True))  # a size of 1 is a size like another
         for kind in {t.device.type for t in tensors}:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
@@ -129,7 +130,7 @@ def _dynamic(tensor: torch.Tensor, attempt: str) -> dict[int, Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None, None, None]:
     """Silence what export says about attributes that are set in forward: they are restored."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r".*were assigned during export.*")
@@ -156,17 +157,17 @@ def _captured(
     graph = _tidy(module, names, called, attributes, call.structure.tensor_names())
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     out_spec = program.call_spec.out_spec
-    assert out_spec is not None
-    return Captured(
-        graph, attributes, out_spec, call.structure, shape_guard(inputs), training, device, sizes
-    )
+    if out_spec is None:
+        raise CaptureError("torch.export gave a program without the structure of its output: please report the model")
+    return Captured(graph, attributes, out_spec, call.structure, shape_guard(inputs), training, device, sizes)
 
 
 def _tidy(
     module: fx.GraphModule, names: set[str], called: list[Any], attributes: dict[str, Any], inputs: Sequence[str] = ()
 ) -> fx.Graph:
-    """A copy of an exported graph: inputs first and named as the caller names them, attributes read where they are used,
-    and what changes nothing gone."""
+    """A copy of an exported graph: inputs first and named as the caller names them, attributes read where they are
+    used, and what changes nothing gone.
+    """
     restore_leaves(module.graph, called)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     nodes = sorted(module.graph.nodes, key=lambda n: n.op != "placeholder")
@@ -185,7 +186,7 @@ def _tidy(
             name = next(input_names, re.sub(r"^[a-z]_(module_)?", "", node.name))
             copied = graph.create_node("placeholder", name, name=name)
         elif callable(node.target) and node.name.startswith(LEAF.name()):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), copy)
+            args, kwargs = map_arg((node.args, node.kwargs), copy)
             name = of_function(node.target).rpartition(".")[2]
             copied = graph.create_node("call_function", node.target, args, kwargs, name=name)
         else:
@@ -197,7 +198,7 @@ def _tidy(
 
     for node in nodes:
         if node.op == "output":
-            graph.output(fx.node.map_arg(node.args[0], copy))
+            graph.output(map_arg(node.args[0], copy))
         elif node.op == "call_module" and node.target == "_guards_fn":
             continue
         elif node.op != "get_attr" and not _is_assertion(node):
@@ -221,7 +222,10 @@ def _is_assertion(node: fx.Node) -> bool:
 def _no_op_source(node: fx.Node) -> fx.Node | None:
     """What a node that changes nothing passes on: an alias, dropout that is off, ``type_as`` between equal dtypes."""
     name = op_name(node)
-    if name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout") and argument(node, "train") is False:
+    if (
+        name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+        and argument(node, "train") is False
+    ):
         return node.all_input_nodes[0]
     if name == "alias":
         return node.all_input_nodes[0]
@@ -246,15 +250,22 @@ def _explain(model: nn.Module, error: Exception, training: bool) -> str:
     mode = "train" if training else "eval"
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
-    return f"{type(model).__name__} cannot be captured in {mode} mode: {type(error).__name__}: {first}\n{_advice(str(error))}"
+    what = f"{type(model).__name__} cannot be captured in {mode} mode"
+    return f"{what}: {type(error).__name__}: {first}\n{_advice(str(error))}"
 
 
 def _advice(text: str) -> str:
     if "data-dependent" in text or "GuardOnDataDependent" in text or "item()" in text:
-        return "Its control flow depends on tensor values. Use torch.where or torch.cond there, or convert the submodules apart."
-    if "pytree" in text or "unsupported type" in text.lower() or "output" in text and "type" in text:
         return (
-            "It returns an object that is no tensor, number, dict, list or tuple. Return tensors (transformers: use_cache=False), "
-            "or register the class with torch.utils._pytree.register_pytree_node."
+            "Its control flow depends on tensor values. Use torch.where or torch.cond there, or convert the submodules "
+            "apart."
         )
-    return "Try torch.export.export(model, args, kwargs, strict=False) alone to see the full error, or convert submodules apart."
+    if "pytree" in text or "unsupported type" in text.lower() or ("output" in text and "type" in text):
+        return (
+            "It returns an object that is no tensor, number, dict, list or tuple. Return tensors (transformers: "
+            "use_cache=False), or register the class with torch.utils._pytree.register_pytree_node."
+        )
+    return (
+        "Try torch.export.export(model, args, kwargs, strict=False) alone to see the full error, or convert submodules "
+        "apart."
+    )

@@ -6,7 +6,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ _NO_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
 @contextmanager
-def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.Tensor]) -> Generator[None, None, None]:
     """While open, ``model`` has the given modes and tensors; afterwards it is what it was.
 
     Attributes that ``forward`` sets (and leaves fake tensors in) are restored, containers and objects among them by
@@ -38,7 +38,8 @@ def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.
         for module, flag in zip(modules, training, strict=True):
             module.training = flag
         for prefix, module in model.named_modules():
-            for table in (module._parameters, module._buffers):
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
                 for name in table:
                     table[name] = held.get(f"{prefix}.{name}" if prefix else name, table[name])
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):

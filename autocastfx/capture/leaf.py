@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -63,14 +63,14 @@ class AutogradCall:
 
 
 @contextmanager
-def whole_calls(functions: Iterable[str]) -> Iterator[list[Callable[..., Any]]]:
+def whole_calls(functions: Iterable[str]) -> Generator[list[Callable[..., Any]], None, None]:
     """While open, calls of custom autograd functions and of ``functions`` (dotted paths) are recorded as single nodes.
 
     Yields the list of the functions called; a node's first argument is the index there. Activation checkpointing, which
     a graph cannot hold, raises :class:`CaptureError`.
     """
     called: list[Callable[..., Any]] = []
-    original_apply = torch.autograd.Function.apply.__func__  # pyright: ignore[reportFunctionMemberAccess]
+    original_apply = torch.autograd.Function.apply.__func__
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch.utils.checkpoint":

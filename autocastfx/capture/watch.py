@@ -24,8 +24,8 @@ class Watch(TorchFunctionMode):
     """Ends a capture that takes too long, and sorts out casts that change nothing in the float32 model.
 
     ``x.float()`` of a float32 ``x`` is ``x`` itself, so the tracer would write the cast's node wherever ``x`` is read
-    later; on an alias of ``x`` it stays where the model has it. ``x.to(y.dtype)`` and ``x.type_as(y)`` ask for no float32:
-    they follow ``y``, and a graph that bakes in float32 would lose that. They become aliases, which vanish.
+    later; on an alias of ``x`` it stays where the model has it. ``x.to(y.dtype)`` and ``x.type_as(y)`` ask for no
+    float32: they follow ``y``, and a graph that bakes in float32 would lose that. They become aliases, which vanish.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -81,4 +81,6 @@ def _source(frame: FrameType) -> str:
     lines[-1] = lines[-1].encode()[:end].decode(errors="ignore")
     lines[0] = lines[0].encode()[start:].decode(errors="ignore")
     text = "".join(lines)
-    return text[text.rfind(".to(") :] if ".to(" in text else text  # the call ends here: what comes before is its receiver
+    return (
+        text[text.rfind(".to(") :] if ".to(" in text else text
+    )  # the call ends here: what comes before is its receiver

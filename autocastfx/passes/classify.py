@@ -1,4 +1,4 @@
-"""graph × op list → a decision per node. Pure: no edge is touched, no other pass is known."""
+"""graph and op list → a decision per node. Pure: no edge is touched, no other pass is known."""
 
 from __future__ import annotations
 
@@ -88,8 +88,9 @@ class Classifier:
         listed = self._listed(node)
         if listed.category is Category.BAN:
             raise BannedOpError(
-                f"node {node.name!r} in module {module_path(node) or '(root)'!r} is {op_name(node)}, which {listed.source} "
-                f"bans: {listed.reason or 'no reason given'}. Replace the op in the model, or list it in another category."
+                f"node {node.name!r} in module {module_path(node) or '(root)'!r} is {op_name(node)}, which "
+                f"{listed.source} bans: {listed.reason or 'no reason given'}. Replace the op in the model, or list it "
+                "in another category."
             )
         reads = [u.node for u in uses(node) if has_float32(u.node)]
         if not reads and not has_float32(node):
@@ -152,7 +153,9 @@ class Classifier:
         for name, number in constants(node):
             size = abs(number)
             if math.isfinite(size) and size > info.max:
-                return Decision(Category.DENY, f"{name}={number:g} is beyond {self._low_name}'s range", "forced:constant")
+                return Decision(
+                    Category.DENY, f"{name}={number:g} is beyond {self._low_name}'s range", "forced:constant"
+                )
             if 0 < size < info.tiny and not inside:
                 reason = f"{name}={number:g} is below {self._low_name}'s smallest normal value"
                 return Decision(Category.DENY, reason, "forced:epsilon")

@@ -1,7 +1,7 @@
 """decisions → the precision of every port. Pure: no edge is touched, no other pass is known.
 
-The rule is TensorFlow's (auto_mixed_precision: grow the deny set forwards, then the allow set between allows, then through
-clear ops), on units instead of nodes: the views and writers of one mutated storage are decided as one.
+The rule is TensorFlow's (auto_mixed_precision: grow the deny set forwards, then the allow set between allows, then
+through clear ops), on units instead of nodes: the views and writers of one mutated storage are decided as one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def place(graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> dict[fx.Nod
     while True:
         _taint(dict.fromkeys(units.values()), tainted)
         low = _grow(dict.fromkeys(units.values()), tainted)
-        widest = {u: "an input is float32" for u in low if u.category is Category.PROMOTE and not _all_low(u, units, low)}
+        widest = {
+            u: "an input is float32" for u in low if u.category is Category.PROMOTE and not _all_low(u, units, low)
+        }
         if not widest:
             break
         tainted.update(widest)
@@ -107,7 +109,9 @@ def _taint(units: Iterable[_Unit], tainted: dict[_Unit, str]) -> None:
     ends = [u for u in units if u.category in (Category.DENY, Category.INFER, Category.PROMOTE)]
     leads_on = _reach(ends, lambda u: u.before, lambda u: u.category is Category.CLEAR, {})
     for unit, origin in reached.items():
-        if unit.category in (Category.INFER, Category.PROMOTE) or (unit.category is Category.CLEAR and unit in leads_on):
+        if unit.category in (Category.INFER, Category.PROMOTE) or (
+            unit.category is Category.CLEAR and unit in leads_on
+        ):
             tainted.setdefault(unit, origin)
 
 
@@ -121,7 +125,7 @@ def _grow(units: Iterable[_Unit], tainted: Mapping[_Unit, str]) -> dict[_Unit, s
     allow = [u for u in units if u.category is Category.ALLOW]
     after = _reach(allow, lambda u: u.after, is_open, {u: u.name for u in allow})
     before = _reach(allow, lambda u: u.before, is_open, {u: u.name for u in allow})
-    low = {u: "allow" for u in allow}
+    low = dict.fromkeys(allow, "allow")
     low.update({u: f"between {after[u]} and {before[u]}" for u in after if u in before and u not in low})
     names = {u: u.name for u in low}
     near = _reach(
@@ -137,7 +141,7 @@ def _reach(
     passes: Callable[[_Unit], bool],
     labels: Mapping[_Unit, str],
 ) -> dict[_Unit, str]:
-    """All units that ``starts`` reach through units that pass, each with the label of the start that reached it first."""
+    """All units that ``starts`` reach through units that pass, each with the label of the first start to reach it."""
     found = {u: labels.get(u, "") for u in starts}
     queue = deque(found)
     while queue:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.fx.node import Argument
 
 from autocastfx.graph import (
     Origin,
@@ -27,7 +29,19 @@ _TO = torch.ops.aten.to.dtype
 _NO_OP_CASTS = ("to", "_to_copy", "type_as")
 # Readers that may add a mask to scores: a saturated mask needs headroom there, or score + mask is -inf after all.
 _MASKED = {"add": ("self", "other"), "sub": ("self", "other"), "scaled_dot_product_attention": ("attn_mask",)}
-_PASSES_MASK = ("view", "reshape", "expand", "unsqueeze", "squeeze", "slice", "select", "transpose", "permute", "to", "alias")
+_PASSES_MASK = (
+    "view",
+    "reshape",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "slice",
+    "select",
+    "transpose",
+    "permute",
+    "to",
+    "alias",
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +113,7 @@ class _Run:
             self.graph.erase_node(node)
             return
         if placement.run is not placement.store:
-            self.stored[node] = self._cast(node, node, placement.store, "storage", after=node)
+            self.stored[node] = self._cast(node, node, placement.store, "storage", before=node.next)
 
     def _as(self, precision: Precision, read: fx.Node, reader: fx.Node) -> fx.Node:
         """``read`` in ``precision``, for ``reader``: itself, an earlier cast of it, or a new one."""
@@ -113,42 +127,32 @@ class _Run:
             return self._cast(read, holder, precision, "mutated", before=reader)
         if (read, dtype) not in self.casts:
             by_input = read.op in ("placeholder", "get_attr")
-            place: dict[str, fx.Node] = {"before": reader} if by_input else {"after": holder}
-            self.casts[read, dtype] = self._cast(read, holder, precision, "reader", **place)
+            before = reader if by_input else holder.next
+            self.casts[read, dtype] = self._cast(read, holder, precision, "reader", before=before)
         return self.casts[read, dtype]
 
     def _dtype(self, precision: Precision) -> torch.dtype:
         return self.policy.low if precision is Precision.LOW else torch.float32
 
-    def _cast(
-        self,
-        read: fx.Node,
-        holder: fx.Node,
-        precision: Precision,
-        rule: str,
-        *,
-        before: fx.Node | None = None,
-        after: fx.Node | None = None,
-    ) -> fx.Node:
+    def _cast(self, read: fx.Node, holder: fx.Node, precision: Precision, rule: str, *, before: fx.Node) -> fx.Node:
         bound = self._bound(read) if precision is Precision.LOW else None
         dtype = self._dtype(precision)
         mark = Origin("rewrite", rule, read.name, saturates=bound is not None)
         suffix = str(dtype).removeprefix("torch.")
 
         def create(name: str, target: OpOverload, *args: object) -> fx.Node:
-            made = self.graph.create_node("call_function", target, args, name=f"{read.name}_{name}")  # pyright: ignore[reportArgumentType]
+            made = self.graph.create_node(
+                "call_function", target, cast("tuple[Argument, ...]", args), {}, f"{read.name}_{name}"
+            )
             for key in ("nn_module_stack", "stack_trace"):
                 if key in read.meta:
                     made.meta[key] = read.meta[key]
             set_origin(made, mark)
             return made
 
-        point = self.graph.inserting_before(before) if before is not None else self.graph.inserting_after(after)
-        with point:
+        with self.graph.inserting_before(before):
             if bound is None:
                 return create(suffix, _TO, holder, dtype)
-        place = before if before is not None else _next(after)
-        with self.graph.inserting_before(place):
             clamped = create("clamped", torch.ops.aten.clamp.default, holder, -bound, bound)
             infinite = create("isinf", torch.ops.aten.isinf.default, holder)
             kept = create("saturated", torch.ops.aten.where.self, infinite, holder, clamped)
@@ -161,11 +165,6 @@ class _Run:
             return largest / 2
         is_outside = read.op == "placeholder" or (read.op == "get_attr" and str(read.target) not in self.parameters)
         return largest if is_outside and self.policy.low == torch.float16 else None
-
-
-def _next(node: fx.Node | None) -> fx.Node:
-    assert node is not None
-    return node.next
 
 
 def _is_mask(node: fx.Node) -> bool:

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_arg
 
-from autocastfx.errors import VerifyError
 from autocastfx.abstract import concrete_sizes, dtypes_of
+from autocastfx.errors import VerifyError
 from autocastfx.graph import dtypes, origin, set_value, subgraphs, tensors, uses, value
 from autocastfx.op_name import op_name
 from autocastfx.plan import Placement, Precision
@@ -31,8 +32,9 @@ def verify(
 ) -> None:
     """Check ``graph`` and give its new nodes abstract values.
 
-    Nodes whose inputs are as captured are not run again: their captured values stand. Symbolic sizes become those of the
-    example inputs, for dtypes do not depend on them and reasoning about symbols is slow; unless some size depends on data.
+    Nodes whose inputs are as captured are not run again: their captured values stand. Symbolic sizes become those of
+    the example inputs, for dtypes do not depend on them and reasoning about symbols is slow; unless some size depends
+    on data.
 
     Args:
         graph: rewritten.
@@ -67,7 +69,7 @@ def verify(
 
 
 def _run(node: fx.Node, graph: fx.Graph) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    args, kwargs = map_arg((node.args, node.kwargs), value)
     mode = next((t.fake_mode for n in node.all_input_nodes for t in tensors(n) if isinstance(t, FakeTensor)), None)
     target = node.target
     call: Callable[..., Any] = target if callable(target) else getattr(torch.Tensor, str(target))
@@ -104,7 +106,8 @@ def _problem(
             continue
         wanted = low if runs_low and use.argument not in kept(op_name(node)) else torch.float32
         if dtypes(use.node) != (wanted,):
-            return f"argument {use.argument!r} ({use.node.name}) is {_names(dtypes(use.node))}, planned {_names((wanted,))}"
+            found = f"argument {use.argument!r} ({use.node.name}) is {_names(dtypes(use.node))}"
+            return f"{found}, planned {_names((wanted,))}"
     planned = tuple(low if runs_low and d == torch.float32 else d for d in captured[node])
     if dtypes(node) != planned:
         return f"gives {_names(dtypes(node))}, planned {_names(planned)}"
@@ -125,8 +128,6 @@ def _names(found: tuple[torch.dtype, ...]) -> str:
 def _report(graph: fx.Graph, node: fx.Node, problem: str) -> str:
     lines = [f"{'>>> ' if n is node else '    '}{n.format_node()}" for n in graph.nodes]
     return (
-        f"node {node.name!r} ({op_name(node)}): {problem}. The graph is refused; this is a defect of a pass or of an edited "
-        "graph.\n" + "\n".join(lines)
+        f"node {node.name!r} ({op_name(node)}): {problem}. The graph is refused; this is a defect of a pass or of an "
+        "edited graph.\n" + "\n".join(lines)
     )
-
-

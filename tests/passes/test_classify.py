@@ -48,13 +48,17 @@ def test_unlisted_can_be_denied_or_refused(x: torch.Tensor, tmp_path: Path) -> N
     rules = op_list(tmp_path, "{allow: [matmul], unlisted: deny}")
     assert str(plan_of(lambda x: x.tanh() @ x, x, op_list=rules)["tanh"].decision.category) == "deny"
     rules = op_list(tmp_path, "{allow: [matmul], unlisted: error}")
-    with pytest.raises(autocastfx.BannedOpError, match=r"node 'tanh' in module '\(root\)' is tanh, which unlisted bans"):
+    with pytest.raises(
+        autocastfx.BannedOpError, match=r"node 'tanh' in module '\(root\)' is tanh, which unlisted bans"
+    ):
         plan_of(lambda x: x.tanh() @ x, x, op_list=rules)
 
 
 def test_a_banned_op_is_refused_with_the_reason_and_the_place(x: torch.Tensor, tmp_path: Path) -> None:
     rules = op_list(tmp_path, "ban: [{reason: no kernel, ops: [tanh]}]")
-    with pytest.raises(autocastfx.BannedOpError, match=r"test\.yaml:1:33 bans: no kernel\. Replace the op in the model"):
+    with pytest.raises(
+        autocastfx.BannedOpError, match=r"test\.yaml:1:33 bans: no kernel\. Replace the op in the model"
+    ):
         plan_of(lambda x: x.tanh() @ x, x, op_list=["default", rules])
 
 

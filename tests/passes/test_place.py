@@ -1,4 +1,4 @@
-"""TensorFlow's scenarios for its graph rewrite (auto_mixed_precision_test.cc), and what this package adds to its rule."""
+"""TensorFlow's scenarios for its graph rewrite (auto_mixed_precision_test.cc), and what is added to its rule here."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_loop_carried_values_keep_their_dtype_and_the_body_is_converted(
     assert "tanh: bf16" in lines
     assert lines.endswith("return add, matmul_1_float32")
     assert "getitem_1: f32 = getitem(while_loop)" in listing(amp_model.graph)
-    # Four products in a row, each rounded once and each growing the error of its input threefold at most (rows sum to 4).
+    # Seven products in a row and as many roundings of their inputs; all terms are positive, so errors do not grow.
     assert relative_error(amp_model(x), loop(x)) < 2 * 7 * torch.finfo(torch.bfloat16).eps
 
 
@@ -210,8 +210,8 @@ def test_unary_ops_between_allow_ops_run_low(function, low: float, high: float, 
     amp_model = autocastfx.convert(Function(between), (values, eye), dtype=dtype)
     (entry,) = [n for n in amp_model.plan.nodes if n.op not in ("matmul", "getitem")]
     assert entry.placement.run is Precision.LOW
-    # The input, the result of each product and of the op are rounded, half an ulp each; the op's slope is at most 1.6 here
-    # (sqrt at 0.1), which scales the roundings before it.
+    # The input, the result of each product and of the op are rounded, half an ulp each; the op's slope is at most 1.6
+    # here (sqrt at 0.1), which scales the roundings before it.
     error = (amp_model(values, eye) - between(values, eye)).abs().max()
     largest = max(abs(low), abs(high))
     assert error <= (2 * 1.6 + 2) * 0.5 * torch.finfo(dtype).eps * largest

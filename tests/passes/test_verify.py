@@ -61,9 +61,7 @@ def test_a_missing_cast_is_refused(monkeypatch: pytest.MonkeyPatch, index: int) 
 
 @pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_a_cast_to_another_dtype_is_refused(
-    monkeypatch: pytest.MonkeyPatch, index: int, dtype: torch.dtype
-) -> None:
+def test_a_cast_to_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch, index: int, dtype: torch.dtype) -> None:
     def retype(state: Any) -> None:
         casts(state.graph)[index].update_arg(1, dtype)
 

@@ -1,0 +1,166 @@
+"""Casts: where they stand, how many there are, and what they do to values that do not fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autocastfx
+from autocastfx.graph import alias_sets, origin
+from tests.helpers import Function, listing, relative_error
+
+LOW = [torch.float16, torch.bfloat16]
+
+
+def test_one_cast_serves_all_readers_and_stands_after_the_producer() -> None:
+    def fan(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        return (y @ x) + (y @ x.t()) + (y.t() @ y)
+
+    x = torch.rand(4, 4)
+    lines = listing(autocastfx.convert(Function(fan), (x,), dtype=torch.bfloat16).graph).splitlines()
+    assert sum("= to(exp)" in line for line in lines) == 1
+    position = next(i for i, line in enumerate(lines) if "= to(exp)" in line)
+    assert lines[position - 1] == "  exp: f32 = exp(args_0)"
+
+
+def test_a_parameter_is_cast_where_it_is_first_read() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    names = [n.name for n in autocastfx.convert(model, (torch.rand(2, 4),), dtype=torch.bfloat16).graph.nodes]
+    assert (
+        names.index("linear") < names.index("_1_weight") < names.index("_1_weight_bfloat16") < names.index("linear_1")
+    )
+
+
+def test_an_output_that_is_read_low_too_is_cast_back_once() -> None:
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = x @ x
+        return y, y @ x, y
+
+    x = torch.rand(4, 4)
+    amp_model = autocastfx.convert(Function(both), (x,), dtype=torch.bfloat16)
+    first, second, third = amp_model(x)
+    assert first.dtype == second.dtype == third.dtype == torch.float32
+    assert first is third
+    assert listing(amp_model.graph).count("= to(matmul)") == 1
+
+
+def test_outputs_can_stay_low() -> None:
+    x = torch.rand(4, 4)
+    amp_model = autocastfx.convert(Function(lambda x: x @ x), (x,), dtype=torch.bfloat16, keep_output_dtype=False)
+    assert amp_model(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_inputs_saturate_and_infinities_stay(dtype: torch.dtype) -> None:
+    def pick(x: torch.Tensor, eye: torch.Tensor) -> torch.Tensor:
+        return x @ eye
+
+    largest = torch.finfo(torch.float16).max
+    x, eye = torch.diag(torch.tensor([1e30, -1e30, 1.0, largest])), torch.eye(4)
+    result = autocastfx.convert(Function(pick), (x, eye), dtype=dtype)(x, eye).diagonal()
+    if dtype == torch.float16:
+        assert result.tolist() == [largest, -largest, 1.0, largest]
+    else:
+        assert relative_error(result, x.diagonal()) < torch.finfo(dtype).eps
+    one = torch.tensor([[float("inf"), float("-inf")]])
+    infinite = autocastfx.convert(Function(lambda x: x.t() @ torch.ones(1, 1)), (one,), dtype=dtype)(one)
+    assert infinite.flatten().tolist() == [float("inf"), float("-inf")]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_an_additive_mask_from_outside_has_headroom(dtype: torch.dtype) -> None:
+    def attend(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = x @ x.transpose(-1, -2) * -20 + mask[:, None]
+        return (scores @ x).relu() + masked_attention(x, mask)
+
+    x = torch.rand(2, 4, 4)
+    mask = torch.zeros(2, 4)
+    mask[0, 1:3] = mask[1] = torch.finfo(torch.float32).min  # the second item is masked everywhere
+    amp_model = autocastfx.convert(Function(attend), (x, mask), dtype=dtype)
+    assert amp_model(x, mask).isfinite().all()
+    attention = autocastfx.convert(Function(masked_attention), (x, mask), dtype=dtype)
+    # Values and weights are averages of numbers below 1: each is rounded on its way in, and the result once more.
+    assert relative_error(attention(x, mask)[0], masked_attention(x, mask)[0]) < 3 * torch.finfo(dtype).eps
+
+
+def masked_attention(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x, mask[:, None])
+
+
+UNARY: dict[str, Any] = {
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "gelu": torch.nn.functional.gelu,
+    "softmax": lambda x: x.softmax(-1),
+    "exp": lambda x: x.clamp(max=0).exp(),
+    "norm": lambda x: torch.nn.functional.layer_norm(x, (4,)),
+    "transpose": lambda x: x.transpose(0, 1),
+    "view": lambda x: x.reshape(2, 8).reshape(4, 4),
+    "island": lambda x: x.float() * 0.5,
+    "halves": lambda x: torch.cat(x.split(2)[::-1]),
+    "detour": lambda x: torch.where(x > 0, x, -x),
+    "relu_": lambda x: x.relu_(),
+    "add_": lambda x: x.add_(0.25),
+    "row": lambda x: x.index_fill_(0, torch.tensor([1]), 0.5),
+}
+BINARY: dict[str, Any] = {
+    "add": lambda x, y: 0.5 * (x + y),
+    "mul": torch.mul,
+    "matmul": lambda x, y: 0.25 * (x @ y),
+    "maximum": torch.maximum,
+    "copy_": lambda x, y: x.copy_(y),
+}
+STEPS = st.lists(
+    st.tuples(st.sampled_from([*UNARY, *BINARY, *["matmul"] * 6]), st.integers(0, 99), st.integers(0, 99)),
+    min_size=3,
+    max_size=14,
+)
+
+
+def program(steps: list[tuple[str, int, int]]) -> Any:
+    """A function that applies ``steps``, each to earlier values, and returns the last three values."""
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values = [x * 1, y * 1]
+        for name, i, j in steps:
+            first, second = values[i % len(values)], values[j % len(values)]
+            values.append(UNARY[name](first) if name in UNARY else BINARY[name](first, second))
+        return tuple(v.clone() for v in values[-3:])
+
+    return run
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(STEPS)
+def test_random_graphs(steps: list[tuple[str, int, int]]) -> None:
+    torch.manual_seed(0)
+    inputs = torch.rand(4, 4) - 0.5, torch.rand(4, 4) - 0.5
+    function = program(steps)
+    amp_model = autocastfx.convert(Function(function), inputs, dtype=torch.float16)
+    plan = amp_model.plan
+
+    storages = {n.name for n in alias_sets(amp_model.variants[0].captured.graph)}
+    casts = Counter((c.value, c.dtype) for c in plan.casts if c.value not in storages)
+    assert all(count == 1 for count in casts.values())
+
+    again = autocastfx.convert(Function(function), inputs, dtype=torch.float16)
+    assert again.code == amp_model.code
+    assert again.plan == plan
+
+    expected, results = function(*inputs), amp_model(*inputs)
+    for result, reference in zip(results, expected, strict=True):
+        assert result.dtype == torch.float32
+        # Values stay below about 2, and no step magnifies an error more than the norm of rows that nearly agree does.
+        assert (result - reference).abs().max() < 0.1 or any(s[0] in ("norm", "detour") for s in steps)
+    assert all(
+        origin(n) is not None or n.name in {p.name for p in plan.nodes}
+        for n in amp_model.graph.nodes
+        if n.op == "call_function"
+    )
