@@ -62,6 +62,10 @@ class AmpModule(fx.GraphModule):
         variant = self._fitting(call)
         if variant is None:
             variant = self._further(call)
+        kind = variant.device.type
+        if torch.is_autocast_enabled(kind):  # a leftover region around the call must not decide a second time
+            with torch.autocast(kind, enabled=False):
+                return pytree.tree_unflatten(variant.function(self, *call.tensors), variant.out_spec)
         return pytree.tree_unflatten(variant.function(self, *call.tensors), variant.out_spec)
 
     def _fitting(self, call: Call) -> Variant | None:
