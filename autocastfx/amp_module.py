@@ -26,6 +26,9 @@ class Maker(Protocol):
     @property
     def model(self) -> nn.Module | None: ...
 
+    @property
+    def baked(self) -> bool: ...
+
     def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant: ...
 
     def rebuild(self, captured: Any, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant: ...
@@ -62,8 +65,8 @@ class AmpModule(fx.GraphModule):
         variant = self._fitting(call)
         if variant is None:
             variant = self._further(call)
-        kind = variant.device.type
-        if torch.is_autocast_enabled(kind):  # a leftover region around the call must not decide a second time
+        kind = variant.autocast
+        if kind is not None and torch.is_autocast_enabled(kind):  # a region around the call must not decide again
             with torch.autocast(kind, enabled=False):
                 return pytree.tree_unflatten(variant.function(self, *call.tensors), variant.out_spec)
         return pytree.tree_unflatten(variant.function(self, *call.tensors), variant.out_spec)
@@ -120,7 +123,6 @@ class AmpModule(fx.GraphModule):
 
     def _mount(self, index: int, variant: Variant) -> Variant:
         variant.mount(f"_variants.{index}")
-        variant.train(self.training)
         table = cast("nn.ModuleList", self._modules["_variants"])
         if index == len(table):
             table.append(variant)
@@ -167,6 +169,20 @@ class AmpModule(fx.GraphModule):
         """Parameters and buffers by the original's names, tied ones under each of their names."""
         named = (*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False))
         return {name: tensor for name, tensor in named if not name.startswith("_variants.")}
+
+    def train(self, mode: bool = True) -> AmpModule:
+        """Switch all modules to training or evaluation, as ``nn.Module.train`` does.
+
+        Raises:
+            UnsupportedError: the model came out of torch.export, which bakes its mode in.
+        """
+        if self._maker.baked:
+            raise UnsupportedError(
+                "the model came out of torch.export, which bakes in the mode it was exported in. Convert the module "
+                "that was exported instead."
+            )
+        super().train(mode)
+        return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AmpModule:
         here = self._place()

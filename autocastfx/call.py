@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 __all__ = ["Call", "CallSignature", "CallStructure", "pack_spec", "unpack_spec"]
 
 _EMPTY = inspect.Parameter.empty
-_TAKEN = ("self", "torch", "device", "inf", "nan", "NoneType", "pytree", "fx_pytree")  # what generated code means by them
+# What the code of a graph means by these names, a tensor cannot be called.
+_TAKEN = ("self", "torch", "device", "inf", "nan", "NoneType", "pytree", "fx_pytree")
 
 
 def pack_spec(spec: pytree.TreeSpec) -> bytes:
@@ -36,7 +37,7 @@ def unpack_spec(data: bytes) -> pytree.TreeSpec:
 
 @dataclass(frozen=True)
 class CallStructure:
-    """Everything of a call that a captured graph bakes in: which arguments, nested how, their dtypes and plain values."""
+    """All of a call that a captured graph bakes in: which arguments, nested how, their dtypes and plain values."""
 
     spec: pytree.TreeSpec
     leaves: tuple[tuple[Any, ...], ...]  # ("tensor", dtype, ndim) or ("value", type, value)
@@ -143,7 +144,9 @@ class CallSignature:
                 args.extend(arguments.get(p.name, ()))
             elif p.kind is p.VAR_KEYWORD:
                 kwargs.update(arguments.get(p.name, {}))
-            elif p.kind is p.POSITIONAL_ONLY or (has_rest and p.kind is p.POSITIONAL_OR_KEYWORD) or i < self.by_position:
+            elif (
+                p.kind is p.POSITIONAL_ONLY or (has_rest and p.kind is p.POSITIONAL_OR_KEYWORD) or i < self.by_position
+            ):
                 args.append(arguments.get(p.name, p.default))
             elif p.name in arguments:
                 kwargs[p.name] = arguments[p.name]
@@ -151,7 +154,7 @@ class CallSignature:
 
 
 def _same(given: Any, default: Any) -> bool:
-    """Whether an argument is its default, spelled out: the same object, or an equal plain value (0.0 and -0.0 are not)."""
+    """Whether an argument is its default spelled out: the same object, or an equal plain value (0.0 is not -0.0)."""
     if given is default:
         return True
     if type(given) is not type(default):

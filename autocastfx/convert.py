@@ -24,6 +24,7 @@ from autocastfx.passes.place import place
 from autocastfx.passes.rewrite import Rewriter
 from autocastfx.passes.verify import verify
 from autocastfx.plan import Placement, Plan, PlannedCast, PlannedNode, Precision
+from autocastfx.ports import Ports
 
 __all__ = ["PIPELINE", "Converter", "convert"]
 
@@ -54,6 +55,11 @@ class Converter:
     facts: KernelFacts
     low: torch.dtype
     keep_output_dtype: bool = True
+
+    @property
+    def ports(self) -> Ports:
+        """Which inputs of a low node are not cast."""
+        return Ports(self.op_list, self.facts)
 
     def __call__(self, captured: Captured, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Variant:
         """A variant made from ``captured``, for ``device``.
@@ -124,11 +130,11 @@ def _classify(converter: Converter, state: State, device: torch.device) -> State
 
 
 def _place(converter: Converter, state: State, device: torch.device) -> State:
-    return replace(state, placements=place(state.graph, state.classification.decisions))
+    return replace(state, placements=place(state.graph, state.classification.decisions, converter.ports))
 
 
 def _rewrite(converter: Converter, state: State, device: torch.device) -> State:
-    rewriter = Rewriter(converter.low, converter.op_list.kept, converter.keep_output_dtype)
+    rewriter = Rewriter(converter.low, converter.ports, converter.keep_output_dtype)
     rewriter(state.graph, state.placements, state.classification.wide, state.parameters)
     return state
 
@@ -139,7 +145,7 @@ def _verify(converter: Converter, state: State, device: torch.device) -> State:
         state.placements,
         state.dtypes,
         low=converter.low,
-        kept=converter.op_list.kept,
+        ports=converter.ports,
         keep_output_dtype=converter.keep_output_dtype,
         attributes=state.attributes,
     )
@@ -239,30 +245,31 @@ def convert(
     converter = Converter(load_op_list(op_list, default=_LOW[dtype]), load_kernel_facts(), dtype, keep_output_dtype)
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
-    by_position = 0
     if isinstance(model, ExportedProgram):
         if example_inputs is None and example_kwargs is None and model.example_inputs is not None:
             example_inputs, example_kwargs = model.example_inputs
         module: nn.Module = model.module()
-        by_position = len(example_inputs or ())  # a program's module insists on the form of the call
-    else:
+    elif isinstance(model, nn.Module):
         module = model
+    else:
+        raise TypeError(f"convert takes an nn.Module, a GraphModule or an ExportedProgram, not {type(model).__name__}")
     if example_inputs is None and example_kwargs is None:
         raise UnsupportedError(
             "convert(model) without inputs is not built yet: give one call's inputs, convert(model, (x,)) or "
             "convert(model, example_kwargs={...})."
         )
     args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs or ())
-    signature = CallSignature.of(module.forward, by_position)
+    baked = isinstance(module, fx.GraphModule) and hasattr(module, "_in_spec")  # torch.export made it
+    signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)  # it insists on the form too
     try:
         call = signature.bind(args, example_kwargs or {})
     except TypeError as error:
         raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.") from error
     leaves = tuple(name for name in converter.op_list.rules if "." in name and "::" not in name)
-    maker = _Maker(converter, module, signature, leaves, torch.device(device) if device is not None else None)
+    target = torch.device(device) if device is not None else None
+    maker = _Maker(converter, module, signature, leaves, target, baked)
     amp_model = AmpModule(module, signature, maker)
     flags = tuple(m.training for m in module.modules())
-    baked = isinstance(model, ExportedProgram)
     modes = [flags] if baked else list(dict.fromkeys([flags, (True,) * len(flags), (False,) * len(flags)]))
     for mode in modes:
         try:
@@ -283,6 +290,7 @@ class _Maker:
     signature: CallSignature
     leaves: tuple[str, ...]
     device: torch.device | None
+    baked: bool
 
     def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant:
         if self.model is None:

@@ -47,10 +47,14 @@ def _runs_forward(kind: type, name: str, seen: set[str]) -> bool:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
     except (OSError, TypeError, SyntaxError):
         return True
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef) or not function.args.args:
+        return True
+    own = function.args.args[0].arg
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "self":
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == own:
             return True
-        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"):
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own):
             continue
         if inspect.getattr_static(kind, node.attr, None) is not None and _runs_forward(kind, node.attr, seen):
             return True

@@ -214,8 +214,10 @@ class AliasSet:
     members: frozenset[fx.Node]
 
 
-def alias_sets(graph: fx.Graph) -> dict[fx.Node, AliasSet]:
-    """For each value whose storage is mutated, the set that it belongs to.
+def alias_sets(
+    graph: fx.Graph, written_by: Callable[[fx.Node], tuple[fx.Node, ...]] = mutated_inputs
+) -> dict[fx.Node, AliasSet]:
+    """For each value whose storage is mutated, the set that it belongs to. A writer belongs to what it writes.
 
     Two sources say that values share storage: the storages of the abstract values, and the alias annotations of the
     operators' schemas (a view that happens to copy in the abstract run may alias in a real one).
@@ -239,6 +241,8 @@ def alias_sets(graph: fx.Graph) -> dict[fx.Node, AliasSet]:
             union(owners.setdefault(_storage_id(tensor), node), node)
         for use in _aliased(node):
             union(use, node)
+        for target in written_by(node):
+            union(target, node)
         written.update(mutated_inputs(node))
     roots = {find(node) for node in written}
     members: dict[fx.Node, set[fx.Node]] = {root: set() for root in roots}

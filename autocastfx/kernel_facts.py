@@ -16,11 +16,13 @@ __all__ = ["KernelFacts", "load_kernel_facts"]
 class KernelFacts:
     """Facts by op name.
 
-    ``computes_in_float32``: ops whose kernels compute in float32 inside. ``no_kernel``: per (device type, dtype name),
+    ``computes_in_float32``: ops whose kernels compute in float32 inside. ``mixes_scalars``: ops that take a 0-d float32
+    operand beside 16-bit ones. ``no_kernel``: per (device type, dtype name),
     the ops that the device cannot run in that dtype.
     """
 
     computes_in_float32: frozenset[str]
+    mixes_scalars: frozenset[str]
     no_kernel: Mapping[tuple[str, str], frozenset[str]]
 
     def runs(self, op: str, dtype: str, device: str) -> bool:
@@ -35,13 +37,13 @@ def load_kernel_facts() -> KernelFacts:
         OpListError: the file is damaged.
     """
     tree = parse_file(preset_folder() / "kernel_facts.yaml", shown="op_lists/kernel_facts.yaml")
-    tree.check_keys(("computes_in_float32", "no_kernel"), what="kernel fact")
+    tree.check_keys(("computes_in_float32", "mixes_scalars", "no_kernel"), what="kernel fact")
     missing = {
         (device.text, dtype.text): _ops(ops)
         for device, dtypes in tree.child("no_kernel").items()
         for dtype, ops in dtypes.items()
     }
-    return KernelFacts(_ops(tree.child("computes_in_float32")), missing)
+    return KernelFacts(_ops(tree.child("computes_in_float32")), _ops(tree.child("mixes_scalars")), missing)
 
 
 def _ops(tree: Tree) -> frozenset[str]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Union
 
 from autocastfx.errors import OpListError, Source
 from autocastfx.op_name import base_name
@@ -53,8 +52,8 @@ class OpList:
     """Rules by op name. Immutable; :meth:`merged` gives a new one in which the later list wins.
 
     ``keep_args`` names, per op, the arguments that stay float32 when the op runs in 16 bits (batch_norm's statistics).
-    ``aliases`` maps further names onto listed ones. ``unlisted`` is the category of an op without a rule; None leaves it
-    to the lists merged before, and ``keep`` if none says anything.
+    ``aliases`` maps further names onto listed ones. ``unlisted`` is the category of an op without a rule; None leaves
+    it to the lists merged before, and ``keep`` if none says anything.
     """
 
     rules: Mapping[str, Rule] = field(default_factory=lambda: MappingProxyType({}))
@@ -64,7 +63,7 @@ class OpList:
     name: str = "unnamed"
 
     def names_of(self, op: str) -> Iterator[str]:
-        """The names under which ``op`` may be listed, most specific first: its own, its alias, out of place, its alias."""
+        """The names under which ``op`` may be listed: its own, its alias, then the same of its out-of-place form."""
         for name in dict.fromkeys((op, base_name(op))):
             yield name
             if name in self.aliases:
@@ -106,7 +105,7 @@ def _restore(
     )
 
 
-OpListLike = Union[str, Path, OpList, Sequence[Union[str, Path, OpList]]]
+OpListLike = str | Path | OpList | Sequence[str | Path | OpList]
 
 
 def preset_folder() -> Path:
@@ -201,8 +200,8 @@ def _rules(tree: Tree) -> Iterator[Rule]:
                 if rule.op in seen:
                     other = seen[rule.op]
                     raise op.error(
-                        f"op {rule.op!r} is listed twice: as {other.category} at {other.source} and as {category} here. "
-                        "Keep one of the two."
+                        f"op {rule.op!r} is listed twice: as {other.category} at {other.source} and as {category} "
+                        "here. Keep one of the two."
                     )
                 seen[rule.op] = rule
                 yield rule

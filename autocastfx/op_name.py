@@ -36,10 +36,18 @@ _OPERATORS: dict[Any, str] = {
     operator.or_: "bitwise_or",
     operator.xor: "bitwise_xor",
     operator.invert: "bitwise_not",
+    operator.lshift: "bitwise_left_shift",
+    operator.rshift: "bitwise_right_shift",
     operator.iadd: "add_",
     operator.isub: "sub_",
     operator.imul: "mul_",
     operator.itruediv: "div_",
+    operator.ifloordiv: "floor_divide_",
+    operator.imod: "remainder_",
+    operator.ipow: "pow_",
+    operator.iand: "bitwise_and_",
+    operator.ior: "bitwise_or_",
+    operator.ixor: "bitwise_xor_",
     operator.getitem: "getitem",
     operator.setitem: "setitem",
 }
@@ -64,7 +72,11 @@ def of_function(function: Any) -> str:
     if isinstance(owner, type) and function.__name__ == "apply":  # autograd.Function.apply
         return f"{owner.__module__}.{owner.__qualname__}"
     module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", repr(function))
-    in_torch = module.split(".")[0] in ("torch", "_operator", "") or module.startswith("torch.")
+    in_torch = module.split(".")[0] in ("torch", "")
+    if in_torch and name.rpartition(".")[2].startswith("__"):  # Tensor.__add__ is operator.add
+        spelled = getattr(operator, function.__name__, None)
+        if spelled in _OPERATORS:
+            return _OPERATORS[spelled]
     if in_torch and "." not in name and _has_aten(name):
         return name
     if in_torch and _has_aten(getattr(function, "__name__", name)):  # Tensor methods: 'Tensor.add', '_TensorBase.add'
@@ -100,15 +112,16 @@ def located(path: str) -> Any:
         found: Any = sys.modules.get(".".join(parts[:n]))
         if found is not None:
             for part in parts[n:]:
-                found = getattr(found, part, None) if isinstance(found, type) else getattr(found, "__dict__", {}).get(part)
+                is_class = isinstance(found, type)
+                found = getattr(found, part, None) if is_class else getattr(found, "__dict__", {}).get(part)
             return found
     return None
 
 
 def canonical(path: str) -> str:
-    """The op name of what stands under a dotted path: ``torch.nn.Linear`` is defined elsewhere, ``torch.relu`` is ``relu``.
+    """The op name of what stands under a dotted path; what no loaded module holds keeps its path.
 
-    What no loaded module holds keeps its path.
+    ``torch.nn.LayerNorm`` is defined in another module, and ``torch.relu`` is ``relu``.
     """
     found = located(path)
     if isinstance(found, type):

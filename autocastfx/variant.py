@@ -78,6 +78,7 @@ class Variant(nn.Module):
         self.graph, self.plan, self.out_spec = graph, plan, out_spec
         self.structure, self.guard, self.modes, self.device = structure, guard, modes, device
         self.captured = captured
+        self.autocast = device.type if torch.amp.is_autocast_available(device.type) else None
         graph.set_codegen(_CallCode(out_spec, guard))
         self.prefix = ""
         self.code = ""
@@ -118,6 +119,7 @@ class Variant(nn.Module):
             if isinstance(module, fx.GraphModule):
                 module.recompile()
         self.device = device
+        self.autocast = device.type if torch.amp.is_autocast_available(device.type) else None
         self.compile_graph()
 
     def __reduce__(self) -> tuple[Any, ...]:

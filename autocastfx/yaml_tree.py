@@ -42,20 +42,25 @@ class Tree:
 
     @property
     def is_missing(self) -> bool:
+        """Whether the file does not have it."""
         return self.node is None
 
     @property
     def is_mapping(self) -> bool:
+        """Whether it has keys."""
         return isinstance(self.node, yaml.MappingNode)
 
     def error(self, message: str) -> OpListError:
+        """An error at this place."""
         return OpListError(message, self.source)
 
     def _at(self, node: yaml.Node) -> Tree:
         mark = node.start_mark
         tree = Tree(node, Source(self.source.file, mark.line + 1, mark.column + 1))
         if not node.tag.startswith(_STANDARD) or node.tag.startswith(f"{_STANDARD}python"):
-            raise tree.error(f"the tag {node.tag!r} is not allowed: an op list holds plain text, lists and mappings only")
+            raise tree.error(
+                f"the tag {node.tag!r} is not allowed: an op list holds plain text, lists and mappings only"
+            )
         return tree
 
     def items(self) -> tuple[tuple[Tree, Tree], ...]:
@@ -73,11 +78,13 @@ class Tree:
         return pairs
 
     def check_keys(self, legal: Sequence[str], what: str) -> None:
+        """Raise if a key is none of ``legal``, the names of a ``what``."""
         for key, _ in self.items():
             if key.text not in legal:
                 raise key.error(f"{key.text!r} is no {what}{nearest(key.text, legal)}. Known: {', '.join(legal)}.")
 
     def child(self, name: str) -> Tree:
+        """The value of a key; nothing where the key is missing."""
         return next((value for key, value in self.items() if key.text == name), Tree(None, self.source))
 
     def entries(self) -> tuple[Tree, ...]:
@@ -98,9 +105,11 @@ class Tree:
 
     @property
     def text(self) -> str:
+        """The word that this is."""
         return self.as_text()
 
     def as_text(self, default: str | None = None) -> str:
+        """The word that this is; ``default`` where it is missing."""
         if self.node is None and default is not None:
             return default
         if not isinstance(self.node, yaml.ScalarNode):
@@ -130,8 +139,8 @@ class Tree:
         if name not in legal_op_names():
             hint = nearest(name, legal_op_names())
             raise self.error(
-                f"no ATen op is named {name!r}{hint}. A custom operator is 'namespace::op', a Python function or a module "
-                "class its dotted path."
+                f"no ATen op is named {name!r}{hint}. A custom operator is 'namespace::op', a Python function or a "
+                "module class its dotted path."
             )
         return name
 
@@ -179,11 +188,14 @@ def parse_file(path: Path, *, shown: str) -> Tree:
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         place = Source(shown, before.count("\n") + 1, len(before) - before.rfind("\n"))
-        raise OpListError(f"this is not YAML: the character #x{ord(text[error.position]):04x} is not allowed.", place) from error
+        character = f"#x{ord(text[error.position]):04x}"
+        raise OpListError(f"this is not YAML: the character {character} is not allowed.", place) from error
     except RecursionError as error:
         raise OpListError("this is no op list: it is nested too deeply.", start) from error
     if node is None:
-        raise OpListError("the file is empty. A list has at least one category, such as 'deny: [my_lib::my_op]'.", start)
+        raise OpListError(
+            "the file is empty. A list has at least one category, such as 'deny: [my_lib::my_op]'.", start
+        )
     root = Tree(node, start)._at(node)
     root.items()
     return root

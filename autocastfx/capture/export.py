@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -69,7 +70,20 @@ class _FlatCall(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         args, kwargs = self._signature.split(self._structure.arguments(tensors))
-        return self.module(*args, **kwargs)
+        before = dict(self.module.named_buffers())
+        result = self.module(*args, **kwargs)
+        assigned = {n: b for n, b in self.module.named_buffers() if n in before and b is not before[n]}
+        if assigned:  # torch.export sees a buffer that forward assigns anew only on the root module
+            held = list(before.values())
+            result = pytree.tree_map(partial(_unless_any, others=held), result)
+            for name, new in assigned.items():
+                before[name].copy_(new.detach())
+        return result
+
+
+def _unless_any(leaf: Any, others: Iterable[torch.Tensor]) -> Any:
+    """``leaf``; a copy of it if it is one of ``others``, which will change."""
+    return leaf.clone() if any(leaf is other for other in others) else leaf
 
 
 def capture(
@@ -117,10 +131,10 @@ def _export(flat: nn.Module, tensors: tuple[torch.Tensor, ...], attempt: str) ->
     shapes = (tuple(_dynamic(t, attempt) for t in tensors),)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())  # without gradients some modules take fused paths
-        stack.enter_context(cast("Any", fx_config).patch(backed_size_oblivious=True))  # a size of 1 is a size like another
-        for kind in {t.device.type for t in tensors}:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(
+            cast("Any", fx_config).patch(backed_size_oblivious=True)
+        )  # a size of 1 is a size like another
+        stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(Watch(SLOW if attempt == "all" else float("inf")))
         return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
 

@@ -75,14 +75,14 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
     symbols: dict[str, tuple[str, int, int]] = {}
     conditions: dict[str, None] = {}
     equal: list[tuple[int, int, sympy.Basic]] = []
-    environment: Any = None
+    environments: list[Any] = []
     for i, node in enumerate(inputs):
         for d, size in enumerate(node.meta["val"].shape):
             if not isinstance(size, torch.SymInt):
                 conditions[f"sizes[{i}][{d}] == {size}"] = None
                 continue
-            environment = size.node.shape_env
-            expression = environment.replace(size.node.expr)
+            environments = [size.node.shape_env]  # the same for all
+            expression: Any = size.node.shape_env.replace(size.node.expr)
             if isinstance(expression, sympy.Symbol) and expression.name not in symbols:
                 symbols[expression.name] = (expression.name, i, d)
                 # torch takes a symbol for positive: ``size == 0`` is false to it, and it notes no guard
@@ -100,7 +100,7 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
         condition = f"sizes[{i}][{d}] == {_python(expression)}"
         pinned = f"sizes[{i}][{d}] == {captured[i][d]}"
         conditions[condition if holds_when_captured(condition) else pinned] = None
-    for guard in environment.guards if environment is not None else ():
+    for environment, guard in ((e, guard) for e in environments for guard in e.guards):
         expression = environment.replace(guard.expr)
         names = {symbol.name for symbol in expression.free_symbols}
         if expression != sympy.true and names and names <= symbols.keys():

@@ -8,7 +8,7 @@ import types
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,8 +38,7 @@ def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.
         for module, flag in zip(modules, training, strict=True):
             module.training = flag
         for prefix, module in model.named_modules():
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in tables:
+            for table in (cast("dict[str, Any]", module._parameters), cast("dict[str, Any]", module._buffers)):
                 for name in table:
                     table[name] = held.get(f"{prefix}.{name}" if prefix else name, table[name])
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -53,8 +52,11 @@ def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.
 
 
 def _contents(model: nn.Module) -> list[tuple[Any, Any]]:
-    """What a forward can change in place, each with a copy: containers at any depth, attributes of modules and of the objects
-    that modules hold (but not of objects inside those: a trainer leads everywhere), and tensors that are no buffers."""
+    """What a forward can change in place, each with a copy of what it holds.
+
+    These are containers at any depth, the attributes of modules and of the objects that modules hold (not of objects
+    inside those: a trainer leads everywhere), and tensors that are neither parameters nor buffers.
+    """
     registered = {id(t) for t in (*model.parameters(), *model.buffers())}
     found: dict[int, tuple[Any, Any]] = {}
     queue: deque[tuple[Any, bool]] = deque([(model, True)])

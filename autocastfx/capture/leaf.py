@@ -47,9 +47,11 @@ class AutogradCall:
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         self.function = function
-        self.__module__, self.__name__, self.__qualname__ = function.__module__, function.__name__, function.__qualname__
+        self.__module__, self.__name__ = function.__module__, function.__name__
+        self.__qualname__ = function.__qualname__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's ``apply``."""
         return self.function.apply(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
@@ -141,8 +143,8 @@ def _record(
 
 def _refuse_checkpoint(*_: Any, **__: Any) -> Any:
     raise CaptureError(
-        "the model uses activation checkpointing (torch.utils.checkpoint), whose recomputation a captured graph cannot hold. "
-        "Turn it off for the conversion (transformers: model.gradient_checkpointing_disable())."
+        "the model uses activation checkpointing (torch.utils.checkpoint), whose recomputation a captured graph cannot "
+        "hold. Turn it off for the conversion (transformers: model.gradient_checkpointing_disable())."
     )
 
 

@@ -15,6 +15,7 @@ from torch import fx
 from autocastfx.graph import AliasSet, alias_sets, has_float32, is_member, producer, tensors, uses
 from autocastfx.op_list import Category
 from autocastfx.plan import Decision, Placement, Precision
+from autocastfx.ports import Ports
 
 __all__ = ["place"]
 
@@ -37,16 +38,17 @@ class _Unit:
         return self.nodes[0].name
 
 
-def place(graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> dict[fx.Node, Placement]:
+def place(graph: fx.Graph, decisions: Mapping[fx.Node, Decision], ports: Ports) -> dict[fx.Node, Placement]:
     """A placement for each computing node of ``graph``.
 
     Args:
         graph: captured, with abstract values.
         decisions: one for every ``call_*`` node.
+        ports: which inputs of a node share its precision.
     """
-    storages = alias_sets(graph)
+    storages = alias_sets(graph, ports.written)
     units = _units(graph, decisions, storages)
-    tainted: dict[_Unit, str] = {}
+    tainted = _state_updates(units, storages)
     while True:
         _taint(dict.fromkeys(units.values()), tainted)
         low = _grow(dict.fromkeys(units.values()), tainted)
@@ -98,6 +100,23 @@ _FIXED = (Category.DENY, Category.KEEP)
 def _computes_apart(node: fx.Node, storage: AliasSet, decisions: Mapping[fx.Node, Decision]) -> bool:
     """Whether ``node`` makes the storage and may run in another precision than it is stored in."""
     return node is storage.root and decisions[node].category not in _FREE
+
+
+def _state_updates(units: Mapping[fx.Node, _Unit], storages: Mapping[fx.Node, AliasSet]) -> dict[_Unit, str]:
+    """What computes the next contents of a parameter, buffer or input from its present ones.
+
+    An average that is kept in float32 but computed in 16 bits stands still, for its steps are too small.
+    """
+    found: dict[_Unit, str] = {}
+    for storage in dict.fromkeys(storages.values()):
+        if storage.root in units:
+            continue
+        readers = [units[user] for member in storage.members for user in member.users if user in units]
+        writers = [units[node] for node in storage.members if node in units]
+        after = _reach(readers, lambda u: u.after, lambda u: u.category in _FREE, {})
+        before = _reach(writers, lambda u: u.before, lambda u: u.category in _FREE, {})
+        found.update({u: storage.root.name for u in after if u in before and u.category in _FREE})
+    return found
 
 
 def _taint(units: Iterable[_Unit], tainted: dict[_Unit, str]) -> None:

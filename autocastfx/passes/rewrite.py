@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -13,6 +13,7 @@ from torch.fx.node import Argument
 
 from autocastfx.graph import (
     Origin,
+    Use,
     alias_sets,
     is_float32,
     map_uses,
@@ -22,13 +23,21 @@ from autocastfx.graph import (
 )
 from autocastfx.op_name import base_name, op_name
 from autocastfx.plan import Placement, Precision
+from autocastfx.ports import Ports
 
 __all__ = ["Rewriter"]
 
 _TO = torch.ops.aten.to.dtype
 _NO_OP_CASTS = ("to", "_to_copy", "type_as")
 # Readers that may add a mask to scores: a saturated mask needs headroom there, or score + mask is -inf after all.
-_MASKED = {"add": ("self", "other"), "sub": ("self", "other"), "scaled_dot_product_attention": ("attn_mask",)}
+_MASKED = {
+    "add": ("self", "other"),
+    "sub": ("self", "other"),
+    "addmm": ("self",),
+    "addbmm": ("self",),
+    "baddbmm": ("self",),
+    "scaled_dot_product_attention": ("attn_mask",),
+}
 _PASSES_MASK = (
     "view",
     "reshape",
@@ -50,12 +59,12 @@ class Rewriter:
 
     Attributes:
         low: the 16-bit dtype.
-        kept: names of the arguments of an op that stay float32 while it runs low.
+        ports: which inputs of a low node are not cast.
         keep_output_dtype: cast the graph's outputs back to their captured dtype.
     """
 
     low: torch.dtype
-    kept: Callable[[str], tuple[str, ...]]
+    ports: Ports
     keep_output_dtype: bool = True
 
     def __call__(
@@ -89,25 +98,29 @@ class _Run:
     stored: dict[fx.Node, fx.Node] = field(default_factory=dict)  # value → the cast that holds it as it is stored
 
     def __post_init__(self) -> None:
-        self.storages = alias_sets(self.graph)
+        self.storages = alias_sets(self.graph, self.policy.ports.written)
         self.mask_like = {n for n in self.graph.nodes if n.op in ("placeholder", "get_attr") and _is_mask(n)}
 
     def visit(self, node: fx.Node) -> None:
         placement = self.placements.get(node)
-        kept = self.policy.kept(op_name(node)) if placement is not None else ()
+        runs_low = placement is not None and placement.run is Precision.LOW
+        ports = self.policy.ports
 
         def wanted(argument: str, read: fx.Node) -> fx.Node:
             if not is_float32(read):
                 return read
             if node.op == "output" and not self.policy.keep_output_dtype:
                 return self.stored.get(read, read)
-            runs_low = placement is not None and placement.run is Precision.LOW and argument not in kept
-            return self._as(Precision.LOW if runs_low else Precision.FLOAT32, read, node)
+            use = Use(argument, read)
+            if runs_low and ports.stays_as_stored(node, use):
+                return self.stored.get(read, read)
+            wants_low = runs_low and not ports.stays_float32(node, use)
+            return self._as(Precision.LOW if wants_low else Precision.FLOAT32, read, node)
 
         map_uses(node, wanted)
         if placement is None or not is_float32(node):
             return
-        if placement.run is Precision.LOW and op_name(node) in _NO_OP_CASTS:
+        if runs_low and op_name(node) in _NO_OP_CASTS:
             self.stored[node] = node.all_input_nodes[0]
             node.replace_all_uses_with(self.stored[node])
             self.graph.erase_node(node)

@@ -13,9 +13,10 @@ from torch.fx.node import map_arg
 
 from autocastfx.abstract import concrete_sizes, dtypes_of
 from autocastfx.errors import VerifyError
-from autocastfx.graph import dtypes, origin, set_value, subgraphs, tensors, uses, value
+from autocastfx.graph import dtypes, mutated_inputs, origin, set_value, subgraphs, tensors, uses, value
 from autocastfx.op_name import op_name
 from autocastfx.plan import Placement, Precision
+from autocastfx.ports import Ports
 
 __all__ = ["verify"]
 
@@ -26,7 +27,7 @@ def verify(
     captured: Mapping[fx.Node, tuple[torch.dtype, ...]],
     *,
     low: torch.dtype,
-    kept: Callable[[str], tuple[str, ...]],
+    ports: Ports,
     keep_output_dtype: bool,
     attributes: Mapping[str, Any],
 ) -> None:
@@ -41,7 +42,7 @@ def verify(
         placements: of the captured nodes.
         captured: output dtypes before rewriting, of every node.
         low: the 16-bit dtype.
-        kept: names of the arguments of an op that stay float32 while it runs low.
+        ports: which inputs of a low node are not cast.
         keep_output_dtype: whether the outputs must have their captured dtype.
         attributes: what the graph's ``get_attr`` nodes read, parameters and buffers apart.
 
@@ -63,7 +64,7 @@ def verify(
                 changed.add(node)
         else:
             set_value(node, sizes(value(node)))
-        problem = _problem(node, placements.get(node), captured, low=low, kept=kept, keeps=keep_output_dtype)
+        problem = _problem(node, placements.get(node), captured, low=low, ports=ports, keeps=keep_output_dtype)
         if problem:
             raise VerifyError(_report(graph, node, problem))
 
@@ -76,7 +77,12 @@ def _run(node: fx.Node, graph: fx.Graph) -> Any:
     try:
         if mode is None:
             return call(*args, **kwargs)
-        with mode, enable_python_dispatcher(), torch.no_grad():  # the Python dispatcher knows symbolic sizes
+        with (
+            mode,
+            torch._C._DisableAutocast(),
+            enable_python_dispatcher(),
+            torch.no_grad(),
+        ):  # the Python dispatcher knows symbolic sizes
             return call(*args, **kwargs)
     except Exception as error:  # whatever a kernel raises on wrong dtypes is the finding
         shown = ", ".join(f"{u.argument}: {_names(dtypes(u.node))}" for u in uses(node))
@@ -89,7 +95,7 @@ def _problem(
     captured: Mapping[fx.Node, tuple[torch.dtype, ...]],
     *,
     low: torch.dtype,
-    kept: Callable[[str], tuple[str, ...]],
+    ports: Ports,
     keeps: bool,
 ) -> str | None:
     if node.op == "output" and keeps:
@@ -99,12 +105,16 @@ def _problem(
                 return f"output {use.node.name} is {_names(dtypes(use.node))}, captured as {_names(was)}"
     if placement is None:
         return None
+    for target in mutated_inputs(node):
+        mark = origin(target)
+        if mark is not None and mark.rule != "storage":
+            return f"writes into {target.name}, a cast that nobody else reads"
     runs_low = placement.run is Precision.LOW
     for use in uses(node):
         was = captured.get(_captured_of(use.node, captured), ())
-        if was != (torch.float32,):
+        if was != (torch.float32,) or (runs_low and ports.stays_as_stored(node, use)):
             continue
-        wanted = low if runs_low and use.argument not in kept(op_name(node)) else torch.float32
+        wanted = low if runs_low and not ports.stays_float32(node, use) else torch.float32
         if dtypes(use.node) != (wanted,):
             found = f"argument {use.argument!r} ({use.node.name}) is {_names(dtypes(use.node))}"
             return f"{found}, planned {_names((wanted,))}"
