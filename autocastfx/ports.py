@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autocastfx.graph import Use, has_float32, mutated_inputs, tensors, uses
+from autocastfx.alias import mutated_inputs
+from autocastfx.graph import Use, has_float32, tensors, uses
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import OpList
 from autocastfx.op_name import base_name, op_name

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autocastfx.graph import AliasSet, alias_sets, has_float32, is_member, producer, tensors, uses
+from autocastfx.alias import AliasSet, alias_sets
+from autocastfx.graph import has_float32, is_member, producer, tensors, uses
 from autocastfx.op_list import Category
 from autocastfx.plan import Decision, Placement, Precision
 from autocastfx.ports import Ports

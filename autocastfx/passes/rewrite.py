@@ -11,10 +11,10 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
 
+from autocastfx.alias import alias_sets
 from autocastfx.graph import (
     Origin,
     Use,
-    alias_sets,
     is_float32,
     map_uses,
     set_origin,

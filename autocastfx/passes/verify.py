@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
 from autocastfx.abstract import concrete_sizes, dtypes_of
+from autocastfx.alias import mutated_inputs
 from autocastfx.errors import VerifyError
-from autocastfx.graph import dtypes, mutated_inputs, origin, set_value, subgraphs, tensors, uses, value
+from autocastfx.graph import dtypes, origin, set_value, subgraphs, tensors, uses, value
 from autocastfx.op_name import op_name
 from autocastfx.plan import Placement, Precision
 from autocastfx.ports import Ports

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autocastfx
-from autocastfx.graph import alias_sets, origin
+from autocastfx.alias import alias_sets
+from autocastfx.graph import origin
 from tests.helpers import Function, listing, relative_error
 
 LOW = [torch.float16, torch.bfloat16]

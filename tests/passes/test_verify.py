@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,11 +11,10 @@ import torch
 from torch import fx, nn
 
 import autocastfx
+from autocastfx import pipeline
 from autocastfx.graph import origin
 from autocastfx.plan import Placement, Precision
 from tests.helpers import Function
-
-pipeline = sys.modules["autocastfx.convert"]  # the package's attribute of that name is the function
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Any], Any]) -> None:

@@ -1,0 +1,84 @@
+"""Which values of a graph share storage, and who writes into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from autocastfx.graph import tensors, uses
+from autocastfx.op_name import op_name
+
+__all__ = ["AliasSet", "alias_sets", "mutated_inputs"]
+
+
+def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes that ``node`` writes into, by its schema."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return ()
+    written = {a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    return tuple(u.node for u in uses(node) if u.argument in written)
+
+
+@dataclass(frozen=True)
+class AliasSet:
+    """Values that share storage and are written to: the node that made the storage, and all that view or mutate it."""
+
+    root: fx.Node
+    members: frozenset[fx.Node]
+
+
+def alias_sets(
+    graph: fx.Graph, written_by: Callable[[fx.Node], tuple[fx.Node, ...]] = mutated_inputs
+) -> dict[fx.Node, AliasSet]:
+    """For each value whose storage is mutated, the set that it belongs to. A writer belongs to what it writes.
+
+    Two sources say that values share storage: the storages of the abstract values, and the alias annotations of the
+    operators' schemas (a view that happens to copy in the abstract run may alias in a real one).
+    """
+    parent: dict[fx.Node, fx.Node] = {}
+    order = {node: i for i, node in enumerate(graph.nodes)}
+
+    def find(node: fx.Node) -> fx.Node:
+        while parent.setdefault(node, node) is not node:
+            node = parent[node]
+        return node
+
+    def union(a: fx.Node, b: fx.Node) -> None:
+        first, second = sorted((find(a), find(b)), key=order.__getitem__)
+        parent[second] = first
+
+    owners: dict[int, fx.Node] = {}
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        for tensor in (t for t in tensors(node) if t.layout == torch.strided):
+            union(owners.setdefault(_storage_id(tensor), node), node)
+        for use in _aliased(node):
+            union(use, node)
+        for target in written_by(node):
+            union(target, node)
+        written.update(mutated_inputs(node))
+    roots = {find(node) for node in written}
+    members: dict[fx.Node, set[fx.Node]] = {root: set() for root in roots}
+    for node in graph.nodes:
+        if find(node) in roots:
+            members[find(node)].add(node)
+    sets = {root: AliasSet(root, frozenset(found)) for root, found in members.items()}
+    return {node: one for one in sets.values() for node in one.members}
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _aliased(node: fx.Node) -> Iterator[fx.Node]:
+    """Inputs that an output of ``node`` may share storage with."""
+    if op_name(node) == "getitem":
+        yield from node.all_input_nodes[:1]
+    elif isinstance(node.target, OpOverload):
+        sharing = {a.name for a in node.target._schema.arguments if a.alias_info is not None}
+        if any(r.alias_info is not None for r in node.target._schema.returns):
+            yield from (u.node for u in uses(node) if u.argument in sharing)

@@ -1,0 +1,101 @@
+"""From what torch.export hands out to the graph that the passes see."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from autocastfx.capture.leaf import LEAF, restore_leaves
+from autocastfx.graph import argument, attribute, dtypes, value
+from autocastfx.op_name import of_function, op_name
+
+__all__ = ["tidy"]
+
+
+def tidy(
+    module: fx.GraphModule, names: set[str], called: list[Any], attributes: dict[str, Any], inputs: Sequence[str] = ()
+) -> fx.Graph:
+    """A copy of an exported graph: inputs first and named as the caller names them, attributes read where they are
+    used, and what changes nothing gone.
+    """
+    restore_leaves(module.graph, called)
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    nodes = sorted(module.graph.nodes, key=lambda n: n.op != "placeholder")
+    input_names = iter(inputs)
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node in copies:
+            return copies[node]
+        if node.op == "get_attr":
+            held, target = str(node.target), str(node.target).removeprefix("module.")
+            if target not in names:
+                target = held if target in attributes else target
+                attributes[target] = _attribute(attribute(module, held), called)
+            copied = graph.create_node("get_attr", target, name=target.replace(".", "_"))
+        elif node.op == "placeholder":
+            name = next(input_names, re.sub(r"^[a-z]_(module_)?", "", node.name))
+            copied = graph.create_node("placeholder", name, name=name)
+        elif callable(node.target) and node.name.startswith(LEAF.name()):
+            args, kwargs = map_arg((node.args, node.kwargs), copy)
+            name = of_function(node.target).rpartition(".")[2]
+            copied = graph.create_node("call_function", node.target, args, kwargs, name=name)
+        else:
+            copied = graph.node_copy(node, copy)
+        copied.meta.update(node.meta)
+        _clean_stack(copied)
+        copies[node] = copied
+        return copied
+
+    for node in nodes:
+        if node.op == "output":
+            graph.output(map_arg(node.args[0], copy))
+        elif node.op == "call_module" and node.target == "_guards_fn":
+            continue
+        elif node.op != "get_attr" and not _is_assertion(node):
+            source = _no_op_source(node)
+            copies[node] = copy(source) if source is not None else copy(node)
+    return graph
+
+
+def _attribute(held: Any, called: list[Any]) -> Any:
+    if not isinstance(held, fx.GraphModule):
+        return held.detach() if isinstance(held, torch.Tensor) else held
+    inner: dict[str, Any] = {}
+    graph = tidy(held, set(), called, inner)
+    return fx.GraphModule(inner, graph)
+
+
+def _is_assertion(node: fx.Node) -> bool:
+    return op_name(node) == "_assert_tensor_metadata"  # bakes the captured dtype and device
+
+
+def _no_op_source(node: fx.Node) -> fx.Node | None:
+    """What a node that changes nothing passes on: an alias, dropout that is off, ``type_as`` between equal dtypes."""
+    name = op_name(node)
+    if (
+        name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+        and argument(node, "train") is False
+    ):
+        return node.all_input_nodes[0]
+    if name == "alias":
+        return node.all_input_nodes[0]
+    if name == "type_as" and dtypes(node.all_input_nodes[0]) == dtypes(node) and value(node) is not None:
+        return node.all_input_nodes[0]
+    return None
+
+
+def _clean_stack(node: fx.Node) -> None:
+    """Name modules as the caller's model does, not as the wrapper around it."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    inner = {
+        key: (path.removeprefix("module").removeprefix("."), kind)
+        for key, (path, kind) in stack.items()
+        if path and path != "_empty_nn_module_stack_from_metadata_hook"  # torch's own stand-in
+    }
+    if stack:
+        node.meta["nn_module_stack"] = inner
