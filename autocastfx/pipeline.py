@@ -114,8 +114,7 @@ class Converter:
         computing = [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
         for run in PIPELINE:
             state = run(self, state, device)
-        left = set(graph.nodes)
-        nodes += [_planned(node, state, self.low, prefix, removed=node not in left) for node in computing]
+        nodes += [_planned(node, state, self.low, prefix) for node in computing]
         casts += _casts(graph, prefix)
         return graph, converted, nodes, casts
 
@@ -163,7 +162,7 @@ def _largest(tensors: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str, *, removed: bool) -> PlannedNode:
+def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> PlannedNode:
     placement, captured = state.placements[node], state.dtypes[node]
     after = tuple(low if placement.store is Precision.LOW and d == torch.float32 else d for d in captured)
     return PlannedNode(
@@ -174,7 +173,6 @@ def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str, *, remo
         placement=placement,
         captured=_names(captured),
         dtype=_names(after),
-        removed=removed,
     )
 
 

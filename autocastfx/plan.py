@@ -48,8 +48,7 @@ class PlannedNode:
     """One node of the captured graph with all that was decided of it.
 
     ``captured`` and ``dtype`` are the dtypes of its output before and after the conversion, joined by commas where it
-    has several; empty where it has none. ``name`` of a node in a sub-graph is ``subgraph/name``. ``removed`` nodes
-    would change nothing any more (a cast to the dtype that the value has) and are gone from the graph.
+    has several; empty where it has none. ``name`` of a node in a sub-graph is ``subgraph/name``.
     """
 
     name: str
@@ -59,7 +58,6 @@ class PlannedNode:
     placement: Placement
     captured: str
     dtype: str
-    removed: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Plan:
 
     def by_op(self) -> dict[tuple[str, str], int]:
         """Number of nodes by (op, precision they run in), ops that touch no float32 value left out."""
-        computing = (n for n in self.nodes if n.placement.run is not Precision.CAPTURED and not n.removed)
+        computing = (n for n in self.nodes if n.placement.run is not Precision.CAPTURED)
         return dict(Counter((n.op, str(n.placement.run)) for n in computing))
 
     def to_json(self) -> str:

@@ -40,25 +40,30 @@ class Watch(TorchFunctionMode):
             raise TooSlowError("capturing every size as dynamic takes too long")
         if func in _CASTS and isinstance(args[0], torch.Tensor):
             alias = torch.ops.aten.alias.default(args[0])
-            if _changes_nothing(args, kwargs) and _follows(func, args, kwargs):
+            if _changes_nothing(func, args, kwargs) and _follows(func, args, kwargs):
                 return alias
             args = (alias, *args[1:])
         return func(*args, **kwargs)
 
 
-def _changes_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     given = (*args[1:], *kwargs.values())
     if len(given) != 1 or set(kwargs) - {"dtype", "other"}:
         return False
     (target,) = given
     if isinstance(target, torch.Tensor):
         return (target.dtype, target.device) == (args[0].dtype, args[0].device)
+    if isinstance(target, (str, torch.device)) and func is torch.Tensor.to:
+        return torch.device(target) == args[0].device
     return target == args[0].dtype
 
 
 def _follows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the model's source asks for the dtype of another value, not for float32."""
-    if func is torch.Tensor.type_as or any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values())):
+    """Whether the model's source asks for a device or for the dtype of another value, not for float32."""
+    others = (torch.Tensor, torch.device, str)
+    if func in (torch.Tensor.type_as, torch.Tensor.to) and any(
+        isinstance(a, others) for a in (*args[1:], *kwargs.values())
+    ):
         return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name == "__torch_function__":  # torch.export has a mode too

@@ -28,7 +28,6 @@ from autocastfx.ports import Ports
 __all__ = ["Rewriter"]
 
 _TO = torch.ops.aten.to.dtype
-_NO_OP_CASTS = ("to", "_to_copy", "type_as")
 # Readers that may add a mask to scores: a saturated mask needs headroom there, or score + mask is -inf after all.
 _MASKED = {
     "add": ("self", "other"),
@@ -119,11 +118,6 @@ class _Run:
 
         map_uses(node, wanted)
         if placement is None or not is_float32(node):
-            return
-        if runs_low and op_name(node) in _NO_OP_CASTS:
-            self.stored[node] = node.all_input_nodes[0]
-            node.replace_all_uses_with(self.stored[node])
-            self.graph.erase_node(node)
             return
         if placement.run is not placement.store:
             self.stored[node] = self._cast(node, node, placement.store, "storage", before=node.next)
