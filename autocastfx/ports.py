@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autocastfx.alias import mutated_inputs
-from autocastfx.graph import Use, has_float32, tensors, uses
+from autocastfx.graph import Use, tensors, uses
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import OpList
 from autocastfx.op_name import base_name, op_name
@@ -30,8 +30,8 @@ class Ports:
         """Whether the argument is a 0-d operand that the kernel takes in any precision, beside one with dimensions."""
         if base_name(op_name(node)) not in self.facts.mixes_scalars or any(t.ndim for t in tensors(use.node)):
             return False
-        others = (u.node for u in uses(node) if u.node is not use.node and has_float32(u.node))
-        return any(t.ndim for other in others for t in tensors(other))
+        others = (t for u in uses(node) if u.node is not use.node for t in tensors(u.node))
+        return any(t.ndim and t.is_floating_point() for t in others)
 
     def written(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The values that ``node`` writes into and that share its precision (batch_norm's statistics do not)."""

@@ -29,7 +29,12 @@ LISTED = {op for op, rule in LIST.rules.items() if rule.category is not Category
 
 def samples() -> Iterator[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
     """Float32 calls; first what op_db lacks."""
-    for layer in (nn.LSTM(8, 16, 2, bidirectional=True), nn.GRU(8, 16), nn.RNN(8, 16), nn.RNN(8, 16, nonlinearity="relu")):
+    for layer in (
+        nn.LSTM(8, 16, 2, bidirectional=True),
+        nn.GRU(8, 16),
+        nn.RNN(8, 16),
+        nn.RNN(8, 16, nonlinearity="relu"),
+    ):
         yield layer, (torch.randn(5, 3, 8),), {}
     for cell in (nn.LSTMCell(8, 16), nn.GRUCell(8, 16), nn.RNNCell(8, 16), nn.RNNCell(8, 16, nonlinearity="relu")):
         yield cell, (torch.randn(3, 8),), {}
@@ -96,7 +101,9 @@ def main() -> None:
             print(f"# no graph of {getattr(call, 'name', call)}: {str(error).splitlines()[0][:100]}")
     print("# not tried:", *sorted(LISTED - {base_name(of_function(t)) for t in Trial.tried}))
     for dtype, found in Trial.failed.items():
-        print(f"{dtype}: [{', '.join(sorted(found))}]", *(f"# {op}: {why}" for op, why in sorted(found.items())), sep="\n")
+        print(
+            f"{dtype}: [{', '.join(sorted(found))}]", *(f"# {op}: {why}" for op, why in sorted(found.items())), sep="\n"
+        )
 
 
 if __name__ == "__main__":

@@ -351,7 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure(by_name[name], dtype_names, report)
     print(_totals(rows))
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "device": "cpu"}
+        options.json.write_text(json.dumps({**versions, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     return int(any(row.verdict == "FAIL" for row in rows))
 
 

@@ -78,6 +78,7 @@ class Result:
     sentences: int
     min_cosine: float
     same_order: int
+    autocast_same_order: int
     widest_swap: float
     seconds_per_batch: float
     float32_seconds_per_batch: float
@@ -103,6 +104,7 @@ class Result:
             f"{_name(self.dtype)}: {'passed' if self.passed else 'FAILED'}\n"
             f"  minimum cosine to float32          {self.min_cosine:.6f} (at least {MIN_COSINE} is asked for)\n"
             f"  order of the {NEIGHBOURS} nearest neighbours  {order}\n"
+            f"    (torch.autocast: the same for {self.autocast_same_order} of {self.sentences})\n"
             f"  time per batch                     {1e3 * self.seconds_per_batch:.0f} ms "
             f"(the float32 original: {1e3 * self.float32_seconds_per_batch:.0f} ms)"
         )
@@ -181,6 +183,8 @@ def run(dtypes: Sequence[torch.dtype], texts: Sequence[str] | None = None, repea
         amp_model = autocastfx.convert(encoder, (), batches[0], dtype=dtype)
         found = embed(amp_model, batches)
         cosine, same_order, swap = compare(expected, found)
+        with torch.autocast("cpu", dtype=dtype):
+            autocast_found = embed(encoder, batches).float()
         float32_seconds, seconds = seconds_per_batch([encoder, amp_model], batches, repeats)
         results.append(
             Result(
@@ -189,6 +193,7 @@ def run(dtypes: Sequence[torch.dtype], texts: Sequence[str] | None = None, repea
                 sentences=len(texts),
                 min_cosine=cosine,
                 same_order=same_order,
+                autocast_same_order=compare(expected, autocast_found)[1],
                 widest_swap=swap,
                 seconds_per_batch=seconds,
                 float32_seconds_per_batch=float32_seconds,

@@ -6,6 +6,7 @@ Export would trace through them and lose a custom backward without a word. Here 
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
@@ -153,3 +154,13 @@ def restore_leaves(graph: fx.Graph, called: list[Callable[..., Any]]) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is LEAF:
             node.target, node.args = called[node.args[0]], node.args[1:]
+            _erase_unread(node)
+
+
+def _erase_unread(node: fx.Node) -> None:
+    """Erase members of a call's outputs that nothing reads: tracing takes each out of its tuple, numbers too."""
+    for member in list(node.users):
+        if member.op == "call_function" and member.target is operator.getitem and member.args[0] is node:
+            _erase_unread(member)
+            if not member.users:
+                member.graph.erase_node(member)

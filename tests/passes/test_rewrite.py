@@ -165,3 +165,14 @@ def test_random_graphs(steps: list[tuple[str, int, int]]) -> None:
         for n in amp_model.graph.nodes
         if n.op == "call_function"
     )
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_0d_operand_is_not_cast_and_keeps_its_value(dtype: torch.dtype) -> None:
+    def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return ((x @ x) * factor) @ x
+
+    x, factor = torch.eye(4) * 1e-2, torch.tensor(1e6)
+    amp_model = autocastfx.convert(Function(scaled), (x, factor), dtype=dtype)
+    assert [c.value for c in amp_model.plan.casts] == ["args_0", "matmul_1"]
+    assert relative_error(amp_model(x, factor), scaled(x, factor)) < 3 * torch.finfo(dtype).eps

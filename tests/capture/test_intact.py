@@ -1,0 +1,315 @@
+"""The caller's module is bit for bit what it was, whatever its forward does while it is captured."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import autocastfx
+from autocastfx import CaptureError, OpList
+from autocastfx.capture.intact import intact
+
+
+@dataclass
+class Statistics:
+    calls: int = 0
+    last: Any = None
+    seen: list[Any] = field(default_factory=list)
+
+
+class Frozen(dict[str, int]):
+    """A dict that cannot be written to, and whose copies are something else."""
+
+    def copy(self) -> Any:
+        raise TypeError("no copies")
+
+    def clear(self) -> None:
+        raise TypeError("frozen")
+
+
+class Busy(nn.Module):
+    """A module whose forward changes all kinds of state besides computing."""
+
+    def __init__(self, does: Callable[[Busy, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.does = does
+        self.linear = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.count, self.last = 0, None
+        self.log: list[Any] = [1]
+        self.cache: dict[str, Any] = {"old": torch.ones(2)}
+        self.ordered: OrderedDict[str, Any] = OrderedDict(b=1, a=2)
+        self.tally: Counter[str] = Counter(a=1)
+        self.groups: defaultdict[str, list[Any]] = defaultdict(list)
+        self.names = {"x"}
+        self.recent: deque[Any] = deque([1, 2], maxlen=2)
+        self.deep: dict[str, Any] = {"list": [[1]], "tuple": ([2], {"set": {3}})}
+        self.frozen = Frozen(a=1)
+        self.state = torch.tensor([1.0, float("nan"), -0.0])
+        self.states = [torch.zeros(2)]
+        self.statistics = Statistics()
+        self.space = SimpleNamespace(inner=SimpleNamespace(value=1))
+        self.blocks = [nn.Linear(4, 4)]  # unknown to torch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.does(self, x)
+        y = self.drop(self.linear(x))
+        return y + made if isinstance(made, torch.Tensor) else y
+
+
+def snapshot(value: Any, known: dict[int, Any] | None = None) -> Any:
+    """All that can be told of a value: what objects there are, in which order, and every bit of every tensor."""
+    known = {} if known is None else known
+    if id(value) in known:
+        return ("known", id(value))
+    known[id(value)] = value
+    if isinstance(value, torch.Tensor):
+        assert type(value) in (torch.Tensor, nn.Parameter), "a fake tensor is left"
+        bits = value.detach().numpy().tobytes()
+        return (type(value), id(value), value.dtype, value.shape, value.requires_grad, id(value.grad), bits)
+    if isinstance(value, dict):
+        return (type(value), id(value), [(k, snapshot(v, known)) for k, v in value.items()])
+    if isinstance(value, (list, tuple, deque)):
+        return (type(value), id(value), [snapshot(v, known) for v in value])
+    if isinstance(value, (nn.Module, Statistics, SimpleNamespace)):
+        return (type(value), id(value), snapshot(vars(value), known))
+    return repr(value)
+
+
+def generators() -> Any:
+    return (torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state()))
+
+
+def busy(does: Callable[[Busy, torch.Tensor], Any]) -> Busy:
+    torch.manual_seed(0)
+    module = Busy(does)
+    module.blocks[0].weight.grad = torch.ones(4, 4)
+    return module
+
+
+def add_submodule(module: Busy, x: torch.Tensor) -> None:
+    module.late_module = nn.ReLU()
+    module.drop = nn.Dropout(0.1)
+
+
+def add_parameter(module: Busy, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(module, "late_parameter"):
+        module.late_parameter = nn.Parameter(torch.ones(4))
+    return x * module.late_parameter
+
+
+def in_order(module: Busy, x: torch.Tensor) -> None:
+    module.ordered.move_to_end("b")
+    module.cache["new"] = module.cache.pop("old", x)
+
+
+def item_assignment(module: Busy, x: torch.Tensor) -> torch.Tensor:
+    module.state[0] = 5.0
+    return module.state.sum() * 0
+
+
+ACTS: dict[str, Callable[[Busy, torch.Tensor], Any]] = {
+    "nothing": lambda m, x: None,
+    "tensor": lambda m, x: setattr(m, "last", x * 2),
+    "counter": lambda m, x: setattr(m, "count", m.count + 1),
+    "delete": lambda m, x: delattr(m, "count") if hasattr(m, "count") else None,
+    "list": lambda m, x: m.log.append(x),
+    "list in place": lambda m, x: m.log.__setitem__(0, x),
+    "dict": lambda m, x: m.cache.update(old=x, new=x),
+    "dict emptied": lambda m, x: m.cache.clear(),
+    "order": in_order,
+    "Counter": lambda m, x: m.tally.update("ab"),
+    "defaultdict": lambda m, x: m.groups["k"].append(x),
+    "set": lambda m, x: m.names.add("y"),
+    "deque": lambda m, x: m.recent.append(x),
+    "list in dict": lambda m, x: m.deep["list"][0].append(x),
+    "set in tuple": lambda m, x: m.deep["tuple"][1]["set"].add(4),
+    "list in tuple": lambda m, x: m.deep["tuple"][0].append(x),
+    "object": lambda m, x: (setattr(m.statistics, "last", x), m.statistics.seen.append(x)),
+    "container replaced": lambda m, x: setattr(m, "log", [x]),
+    "plain tensor plus number": lambda m, x: [m.state.add_(1)],
+    "plain tensor plus input": lambda m, x: [m.state.add_(x.detach().sum())],
+    "plain tensor, item": item_assignment,
+    "plain tensor replaced": lambda m, x: setattr(m, "state", m.state + 1),
+    "plain tensor in list": lambda m, x: [m.states[0].add_(1)],
+    "plain tensor in list replaced": lambda m, x: m.states.__setitem__(0, x),
+    "buffer": lambda m, x: (m.average.mul_(0.9).add_(x.detach().mean(0)), m.steps.add_(1)),
+    "buffer, operator": lambda m, x: setattr(m, "steps", m.steps + 1),
+    "buffer replaced": lambda m, x: setattr(m, "average", m.average * 0.9 + x.detach().mean(0)),
+    "buffer added": lambda m, x: m.register_buffer("late_buffer", x.detach().mean(0)),
+    "not persistent buffer": lambda m, x: [m.scratch.add_(1)],
+    "mode of a child": lambda m, x: setattr(m.drop, "training", not m.drop.training),
+    "mode": lambda m, x: m.train(not m.training) and None,
+    "hook": lambda m, x: m.linear.register_forward_hook(lambda *_: None),
+    "requires_grad": lambda m, x: [m.linear.weight.requires_grad_(False)],
+    "submodules": add_submodule,
+    "parameter": add_parameter,
+    "parameter replaced": lambda m, x: setattr(m.linear, "weight", nn.Parameter(m.linear.weight * 2)),
+    "torch's random numbers": lambda m, x: torch.rand_like(x) + torch.rand(()),
+    "Python's random numbers": lambda m, x: x * random.random(),
+    "numpy's random numbers": lambda m, x: x * float(np.random.rand()),
+}
+
+
+def flags(module: nn.Module) -> list[bool]:
+    return [m.training for m in module.modules()]
+
+
+def stand_ins(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What capture runs on in place of a module's own parameters and buffers."""
+    held = {name: nn.Parameter(p.detach().clone()) for name, p in module.named_parameters()}
+    return {**held, **{name: b.clone() for name, b in module.named_buffers()}}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_what_a_forward_does_is_undone(act: str) -> None:
+    module = busy(ACTS[act])
+    before, state = snapshot(module), generators()
+    with intact(module, flags(module), stand_ins(module)):
+        module(torch.ones(3, 4))
+        module(torch.ones(3, 4))
+    assert snapshot(module) == before
+    assert generators() == state
+
+
+@pytest.mark.parametrize("act", [act for act in ACTS if act not in ("nothing", "requires_grad")])
+def test_the_snapshot_would_see_it(act: str) -> None:
+    """A plain call leaves its traces, so that they would be noticed above."""
+    module = busy(ACTS[act])
+    module.drop.p = 0.0
+    before, state = snapshot(module), generators()
+    module(torch.ones(3, 4))
+    assert snapshot(module) != before or generators() != state
+
+
+# What capture does with these differs from what a plain call does; the rest is in the module that does it all.
+CAPTURED = [
+    *("plain tensor plus number", "plain tensor, item", "buffer", "buffer, operator", "buffer replaced", "submodules"),
+    *("parameter", "parameter replaced", "requires_grad", "mode", "torch's random numbers"),
+]
+
+
+@pytest.mark.parametrize("act", CAPTURED)
+def test_a_converted_module_is_what_it_was(act: str) -> None:
+    module = busy(ACTS[act])
+    module.drop.eval()
+    before, state = snapshot(module), generators()
+    autocastfx.convert(module, torch.ones(3, 4), dtype=torch.bfloat16, op_list=OpList())
+    assert snapshot(module) == before
+    assert generators() == state
+
+
+def everything(module: Busy, x: torch.Tensor) -> None:
+    for name, act in ACTS.items():
+        if name not in ("requires_grad", "parameter replaced", "mode"):
+            act(module, x)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_a_module_that_does_it_all_is_what_it_was(training: bool) -> None:
+    module = busy(everything).train(training)
+    before, state = snapshot(module), generators()
+    autocastfx.convert(module, torch.ones(3, 4), dtype=torch.bfloat16, op_list=OpList())
+    assert snapshot(module) == before
+    assert generators() == state
+
+
+def test_a_module_whose_forward_fails_is_what_it_was() -> None:
+    def fails(module: Busy, x: torch.Tensor) -> None:
+        everything(module, x)
+        raise KeyError("in the middle")
+
+    module = busy(fails)
+    before, state = snapshot(module), generators()
+    with pytest.raises(CaptureError, match="in the middle"):
+        autocastfx.convert(module, torch.ones(3, 4), dtype=torch.bfloat16, op_list=OpList())
+    assert snapshot(module) == before
+    assert generators() == state
+
+
+def test_a_refused_conversion_leaves_it_too() -> None:
+    module = busy(everything)
+    before, state = snapshot(module), generators()
+    banned = OpList(unlisted=autocastfx.Category.BAN)
+    with pytest.raises(autocastfx.BannedOpError):
+        autocastfx.convert(module, torch.ones(3, 4), dtype=torch.bfloat16, op_list=banned)
+    assert snapshot(module) == before
+    assert generators() == state
+
+
+def test_a_further_capture_leaves_it_too() -> None:
+    module = busy(lambda m, x: m.log.append(x) if x.shape[0] > 2 else m.recent.append(x)).eval()
+    model = autocastfx.convert(module, torch.ones(3, 4), dtype=torch.bfloat16, op_list=OpList())
+    before, count = snapshot(module), len(model.variants)
+    model(torch.ones(2, 4))
+    assert len(model.variants) == count + 1
+    assert snapshot(module) == before
+
+
+# -- the context itself -----------------------------------------------------------------------------------------------
+
+
+def test_modes_and_tensors_stand_in_while_it_is_open() -> None:
+    module = busy(ACTS["nothing"])
+    weight, average = nn.Parameter(torch.zeros(4, 4)), torch.ones(4)
+    modes = [i % 2 == 0 for i, _ in enumerate(module.modules())]
+    before = snapshot(module)
+    with intact(module, modes, {"linear.weight": weight, "average": average}):
+        assert flags(module) == modes
+        assert module.linear.weight is weight
+        assert module.average is average
+        assert module.linear.bias is not None
+    assert snapshot(module) == before
+
+
+def test_shared_and_circular_values() -> None:
+    module = busy(ACTS["nothing"])
+    shared = nn.Linear(4, 4)
+    module.first, module.second = shared, shared
+    module.drop.owner = [module]  # a ring that does not go through named modules
+    module.log.append(module.log)
+    module.space.inner.module = module
+    with intact(module, flags(module), {"first.weight": nn.Parameter(torch.zeros(4, 4))}):
+        assert not module.second.weight.any()
+        module.log.clear()
+        shared.extra = 1
+    assert module.log[1] is module.log
+    assert module.second.weight.any()
+    assert not hasattr(shared, "extra")
+
+
+def test_objects_inside_objects_are_left_alone() -> None:
+    """A module may hold its trainer, which holds everything else."""
+    module = busy(ACTS["nothing"])
+    with intact(module, flags(module), {}):
+        module.space.inner.value = 2
+        module.space.inner = None
+    assert module.space.inner.value == 2
+
+
+def test_what_cannot_change_is_not_written_to() -> None:
+    module = busy(ACTS["nothing"])
+    with intact(module, flags(module), {}):
+        module.count = 5
+    assert module.frozen == {"a": 1}
+    assert module.count == 0
+
+
+def test_wrong_number_of_modes() -> None:
+    module = busy(ACTS["nothing"]).eval()
+    before = snapshot(module)
+    with pytest.raises(ValueError, match="shorter"), intact(module, [True], {}):
+        pass
+    assert snapshot(module) == before

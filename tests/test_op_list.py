@@ -1,0 +1,317 @@
+"""Op lists: reading, merging, looking up."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from autocastfx import Category, OpList, OpListError, load_op_list, presets
+from autocastfx.op_list import Rule, preset_folder, preset_path
+from autocastfx.yaml_tree import legal_op_names, parse_file
+from tests.helpers import op_list
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def categories(lists: OpList, *ops: str) -> list[str | None]:
+    return [str(rule.category) if (rule := lists.rule(op)) else None for op in ops]
+
+
+# -- one list ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rule_has_its_category_its_reason_and_its_place(tmp_path: Path) -> None:
+    lists = op_list(
+        tmp_path,
+        """\
+        allow:
+          - reason: products
+            ops: [mm, bmm]
+          - linear
+        deny: [exp]
+        """,
+    )
+    rule = lists.rules["bmm"]
+    assert (rule.op, rule.category, rule.reason) == ("bmm", Category.ALLOW, "products")
+    assert str(rule.source) == f"{tmp_path / 'test.yaml'}:3:15"
+    assert lists.rules["linear"].reason == ""
+    assert str(lists.rules["linear"].source).endswith(":4:5")
+    assert lists.rule("exp") == Rule("exp", Category.DENY)  # the place is no part of what a rule says
+    assert lists.rule("log") is None
+    assert lists.name == "test"
+
+
+def test_order_within_a_file_does_not_matter(tmp_path: Path) -> None:
+    blocks = [
+        "allow:\n  - {ops: [mm, linear], reason: a}\n  - bmm\n",
+        "deny: [exp, log]\n",
+        "infer: [add]\n",
+        "keep_args: {batch_norm: [weight, bias]}\n",
+        "aliases: {my_lib::linear: linear}\n",
+        "unlisted: deny\n",
+        "extends: base\n",
+    ]
+    first = op_list(tmp_path, "".join(blocks))
+    for seed in range(5):
+        random.Random(seed).shuffle(blocks)
+        again = op_list(tmp_path, "".join(blocks))
+        assert again == first
+    assert op_list(tmp_path, "allow: [linear, bmm, mm]").rules == op_list(tmp_path, "allow: [mm, linear, bmm]").rules
+
+
+@pytest.mark.parametrize(
+    ("text", "category"),
+    [("keep", Category.KEEP), ("deny", Category.DENY), ("error", Category.BAN), (None, None)],
+)
+def test_unlisted(text: str | None, category: Category | None, tmp_path: Path) -> None:
+    lists = op_list(tmp_path, f"unlisted: {text}" if text else "deny: [exp]")
+    assert lists.unlisted is category
+
+
+def test_an_in_place_op_takes_the_rule_of_its_out_of_place_form_unless_it_is_listed(tmp_path: Path) -> None:
+    lists = op_list(tmp_path, "allow: [add]\ndeny: [mul, mul_, exp]\nkeep: [exp_]\nkeep_args: {batch_norm: [weight]}")
+    assert categories(lists, "add", "add_", "mul_", "exp", "exp_") == ["allow", "allow", "deny", "deny", "keep"]
+    assert categories(lists, "sub_") == [None]
+    assert lists.kept("batch_norm_") == ("weight",)
+    assert lists.kept("add_") == ()
+    assert categories(lists, "__and__", "_") == [None, None]
+
+
+def test_aliases(tmp_path: Path) -> None:
+    lists = op_list(
+        tmp_path,
+        """\
+        deny: [softmax, "my_lib::listed"]
+        keep_args: {batch_norm: [weight]}
+        aliases:
+          my_lib::softmax: softmax
+          my_lib::listed: linear
+          my_lib::nothing: linear
+          my_lib::norm: batch_norm
+          some.module.softmax: softmax
+        """,
+    )
+    assert categories(lists, "my_lib::softmax", "my_lib::softmax_", "some.module.softmax") == ["deny"] * 3
+    assert categories(lists, "my_lib::listed", "my_lib::nothing") == ["deny", None]
+    assert lists.kept("my_lib::norm") == ("weight",)
+    assert list(lists.names_of("my_lib::softmax_")) == ["my_lib::softmax_", "my_lib::softmax", "softmax"]
+
+
+def test_keep_args(tmp_path: Path) -> None:
+    lists = op_list(tmp_path, "keep_args: {batch_norm: running_mean, 'my_lib::op': [whatever], linear: [bias, weight]}")
+    assert lists.kept("batch_norm") == ("running_mean",)
+    assert lists.kept("my_lib::op") == ("whatever",)
+    assert lists.kept("linear") == ("bias", "weight")
+    assert lists.kept("mm") == ()
+
+
+@pytest.mark.parametrize(
+    ("listed", "name"),
+    [
+        ("torch.nn.LayerNorm", "torch.nn.modules.normalization.LayerNorm"),
+        ("torch.relu", "relu"),
+        ("torch.nn.functional.linear", "linear"),
+        ("torch.nn.functional.cross_entropy", "torch.nn.functional.cross_entropy"),
+        ("torch.Tensor.add", "add"),
+        ("torch.optim.lr_scheduler_of_tomorrow.f", "torch.optim.lr_scheduler_of_tomorrow.f"),
+        ("package.not_.loaded", "package.not_.loaded"),
+    ],
+)
+def test_a_dotted_path_means_what_stands_there(listed: str, name: str, tmp_path: Path) -> None:
+    assert list(op_list(tmp_path, f"deny: [{listed}]").rules) == [name]
+
+
+# -- several lists ----------------------------------------------------------------------------------------------------
+
+
+def test_the_later_list_wins_key_by_key(tmp_path: Path) -> None:
+    first = write(
+        tmp_path / "first.yaml",
+        """\
+        allow: [mm, linear]
+        unlisted: deny
+        keep_args: {batch_norm: [weight], linear: [bias]}
+        aliases: {"a::x": mm, "a::y": mm}
+        """,
+    )
+    second = write(
+        tmp_path / "second.yaml",
+        """\
+        deny: [linear, exp]
+        keep_args: {batch_norm: [bias]}
+        aliases: {"a::y": exp}
+        """,
+    )
+    merged = load_op_list([first, second])
+    assert categories(merged, "mm", "linear", "exp", "a::x", "a::y") == ["allow", "deny", "deny", "allow", "deny"]
+    assert merged.kept("batch_norm") == ("bias",)
+    assert merged.kept("linear") == ("bias",)
+    assert merged.unlisted is Category.DENY  # the second says nothing of it
+    assert merged.name == "first+second"
+    assert merged == load_op_list(first).merged(load_op_list(second))
+    reverse = load_op_list([second, first])
+    assert categories(reverse, "linear", "exp", "a::y") == ["allow", "deny", "allow"]
+    assert categories(load_op_list(first), "linear") == ["allow"]  # as it was
+
+
+def test_the_later_unlisted_wins(tmp_path: Path) -> None:
+    keep = write(tmp_path / "keep.yaml", "unlisted: keep")
+    error = write(tmp_path / "error.yaml", "unlisted: error")
+    assert load_op_list([keep, error]).unlisted is Category.BAN
+    assert load_op_list([error, keep]).unlisted is Category.KEEP
+
+
+def test_merging_is_associative_and_an_empty_list_changes_no_rule(tmp_path: Path) -> None:
+    texts = ["allow: [mm, exp]\nunlisted: deny", "deny: [exp]\naliases: {'a::b': exp}", "keep: [mm]\nunlisted: error"]
+    a, b, c = (load_op_list(write(tmp_path / f"{i}.yaml", text)) for i, text in enumerate(texts))
+    assert a.merged(b).merged(c) == a.merged(b.merged(c))
+    assert OpList().merged(a) == a
+    assert a.merged(OpList(name="empty")).rules == a.rules
+
+
+def test_extends(tmp_path: Path) -> None:
+    write(tmp_path / "grand.yaml", "allow: [mm, exp]\nunlisted: error")
+    write(tmp_path / "left.yaml", "extends: grand.yaml\ndeny: [mm]")
+    write(tmp_path / "right.yaml", "extends: [grand.yaml]\ninfer: [exp]")
+    both = load_op_list(write(tmp_path / "both.yaml", "extends: [left.yaml, right.yaml]\nkeep: [add]"))
+    # right.yaml brings grand.yaml's mm again, after left.yaml's
+    assert categories(both, "mm", "exp", "add") == ["allow", "infer", "keep"]
+    assert both.unlisted is Category.BAN
+    assert both.name == "both"
+    assert str(both.rules["mm"].source) == f"{tmp_path / 'grand.yaml'}:1:9"
+    own = load_op_list(write(tmp_path / "own.yaml", "extends: float16\nallow: [softmax]"))
+    assert categories(own, "softmax", "pow", "linear") == ["allow", "deny", "allow"]
+
+
+def test_extends_is_read_beside_the_list_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    write(tmp_path / "inner" / "parent.yaml", "deny: [exp]")
+    child = write(tmp_path / "inner" / "child.yaml", "extends: parent.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert list(load_op_list(child).rules) == ["exp"]
+    assert list(load_op_list("inner/child.yaml").rules) == ["exp"]
+    assert list(load_op_list(Path("inner") / "child.yaml").rules) == ["exp"]
+
+
+def test_a_ring_through_a_link_is_a_ring(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", "extends: b.yaml")
+    (tmp_path / "b.yaml").symlink_to(tmp_path / "a.yaml")
+    with pytest.raises(OpListError, match=r"a\.yaml:1:10: this list extends itself: a\.yaml → b\.yaml\.$"):
+        load_op_list(tmp_path / "a.yaml")
+
+
+# -- what can be given ------------------------------------------------------------------------------------------------
+
+
+def test_an_op_list_is_itself() -> None:
+    lists = OpList(name="mine")
+    assert load_op_list(lists) is lists
+    assert load_op_list([]) == OpList()
+
+
+def test_default_stands_for_the_preset_of_the_dtype() -> None:
+    assert load_op_list("default") == load_op_list("float16")
+    assert load_op_list("default", default="bfloat16") == load_op_list("bfloat16")
+    assert load_op_list(["default"], default="bfloat16").rules == load_op_list("bfloat16").rules
+
+
+def test_unknown_preset() -> None:
+    with pytest.raises(OpListError) as caught:
+        load_op_list("float61")
+    names = ", ".join(presets())
+    assert str(caught.value) == (
+        f"no preset is named 'float61' (did you mean 'float16'?). Presets: {names}; a path ends in .yaml."
+    )
+    with pytest.raises(OpListError, match=r"^no preset is named 'zzz'\. Presets: "):
+        preset_path("zzz")
+    with pytest.raises(OpListError, match="no preset is named 'kernel_facts'"):
+        load_op_list("kernel_facts")
+
+
+def test_an_op_list_pickles(tmp_path: Path) -> None:
+    lists = load_op_list(["float16", write(tmp_path / "own.yaml", "aliases: {'a::b': mm}\nunlisted: error")])
+    again = pickle.loads(pickle.dumps(lists))
+    assert again == lists
+    assert again.rules["linear"].source == lists.rules["linear"].source
+    with pytest.raises(TypeError):
+        again.rules["linear"] = lists.rules["mm"]
+
+
+def test_an_op_list_is_immutable() -> None:
+    lists = load_op_list("float16")
+    with pytest.raises(TypeError):
+        lists.rules["linear"] = lists.rules["mm"]  # pyright: ignore[reportIndexIssue]
+    with pytest.raises(AttributeError):
+        lists.name = "other"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# -- the shipped lists ------------------------------------------------------------------------------------------------
+
+
+def test_presets() -> None:
+    assert {"base", "bfloat16", "float16"} <= set(presets())
+    assert "kernel_facts" not in presets()
+    assert all(preset_path(name).is_file() for name in presets())
+
+
+@pytest.mark.parametrize("name", presets())
+def test_shipped_list(name: str) -> None:
+    lists = load_op_list(name)
+    assert lists.name == name
+    assert lists.unlisted is not None
+    for op, rule in lists.rules.items():
+        assert op in legal_op_names() or "::" in op or "." in op
+        assert rule.reason, f"{op} has no reason"
+        assert str(rule.source).startswith("op_lists/")
+    for op, arguments in lists.keep_args.items():
+        assert op in lists.rules
+        assert arguments
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_each_op_stands_in_one_category(name: str) -> None:
+    """The loader refuses an op twice in one file; a default list does not overrule its base either."""
+    own = parse_file(preset_folder() / f"{name}.yaml", shown=name)
+    ops = [
+        op.text
+        for category in Category
+        for group in own.child(category.value).entries()
+        for op in group.child("ops").as_strings()
+    ]
+    assert len(ops) == len(set(ops))
+    assert not set(ops) & load_op_list("base").rules.keys()
+    assert load_op_list(name).rules.keys() == load_op_list("base").rules.keys() | set(ops)
+
+
+EXPECTED = {
+    "allow": "linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d scaled_dot_product_attention lstm",
+    "deny": "exp log softmax log_softmax layer_norm group_norm cross_entropy_loss nll_loss mse_loss sum pow var",
+    "infer": "add add_ sub mul mul_ div gelu silu sigmoid tanh batch_norm mean",
+    "clear": "view reshape transpose permute cat stack relu relu_ max_pool2d dropout clone where masked_fill_ copy_",
+    "promote": "eq lt argmax topk sort max maximum index_put index_put_ scatter_add floor",
+    "keep": "embedding arange zeros randn bernoulli item",
+}
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("category", EXPECTED)
+def test_what_the_default_lists_say(name: str, category: str) -> None:
+    lists = load_op_list(name)
+    assert {op: categories(lists, op)[0] for op in EXPECTED[category].split()} == dict.fromkeys(
+        EXPECTED[category].split(), category
+    )
+
+
+def test_batch_norm_keeps_its_statistics() -> None:
+    lists = load_op_list("bfloat16")
+    schema = torch.ops.aten.batch_norm.default._schema
+    tensors = [a.name for a in schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]") and a.name != "input"]
+    assert list(lists.kept("batch_norm")) == tensors

@@ -1,0 +1,148 @@
+"""What is said of wrong lists. ``tests/lists`` holds them; the comment at the end of each is the expected message."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from autocastfx import OpListError, load_op_list
+from autocastfx.errors import Source
+from autocastfx.yaml_tree import legal_op_names, nearest, parse_file
+
+FOLDER = Path(__file__).parent / "lists"
+WRONG = sorted(FOLDER.glob("*.yaml"))
+
+
+def message(path: Path) -> str:
+    with pytest.raises(OpListError) as caught:
+        load_op_list(path)
+    return str(caught.value).replace(f"{path.parent}/", "")
+
+
+def test_the_corpus_is_there() -> None:
+    assert len(WRONG) >= 60
+
+
+@pytest.mark.timeout(20)  # a bomb of aliases has 9 ** 8 leaves
+@pytest.mark.parametrize("path", WRONG, ids=lambda path: path.stem)
+def test_wrong_list(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where a list that runs code would leave its file
+    expected = path.read_text().splitlines()[-1].removeprefix("# ")
+    assert message(path) == expected
+    assert re.match(r"\w+\.yaml:\d+:\d+: ", expected)
+    assert list(tmp_path.iterdir()) == []
+
+
+EMPTY = "1:1: the file is empty. A list has at least one category, such as 'deny: [my_lib::my_op]'."
+NOT_TEXT = {
+    "empty": (b"", EMPTY),
+    "comment": (b"# deny: [exp]\n", EMPTY),
+    "latin1": (b"deny:\n  - exp # caf\xe9\n", "2:14: this is not UTF-8 text: invalid continuation byte."),
+    "utf16": ("deny: [exp]".encode("utf-16"), "1:1: this is not UTF-8 text: invalid start byte."),
+    "nul": (b"deny:\n  - exp\0\n", "2:8: this is not YAML: the character #x0000 is not allowed."),
+    "control": (b"deny: [exp]\nallow: [\x07mm]\n", "2:9: this is not YAML: the character #x0007 is not allowed."),
+    "quote": (
+        b"deny: ['exp]\n",
+        "2:1: this is not YAML: while scanning a quoted scalar, found unexpected end of stream.",
+    ),
+    "nested": (b"deny: " + b"[" * 5000 + b"]" * 5000, "1:1: this is no op list: it is nested too deeply."),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TEXT)
+def test_no_list_at_all(name: str, tmp_path: Path) -> None:
+    content, expected = NOT_TEXT[name]
+    path = tmp_path / "list.yaml"
+    path.write_bytes(content)
+    assert message(path) == f"list.yaml:{expected}"
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    assert message(tmp_path / "none.yaml") == "cannot read the op list none.yaml: No such file or directory."
+    (tmp_path / "folder.yaml").mkdir()
+    assert message(tmp_path / "folder.yaml") == "cannot read the op list folder.yaml: Is a directory."
+
+
+def test_error_knows_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text("# ä\ndeny: ['ä', exp]\n")
+    with pytest.raises(OpListError) as caught:
+        load_op_list(path)
+    assert caught.value.source == Source(str(path), 2, 8)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param("\ufeffdeny: [exp]\n", id="byte order mark"),
+        pytest.param("deny:\r\n- exp\r\n", id="CRLF"),
+        pytest.param("---\ndeny: [exp]\n...\n", id="document marks"),
+        pytest.param('{"deny": ["exp"]}', id="JSON"),
+        pytest.param("deny: [!!str exp]\nkeep:\n", id="standard tag, empty category"),
+        pytest.param("deny: [&one exp]\naliases: {my_lib::exp: *one}\n", id="alias of a word"),
+        pytest.param("deny:\n  - {ops: exp, reason: one word in place of a list}\n", id="one word"),
+    ],
+)
+def test_right_list(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text(content, encoding="utf-8")
+    assert list(load_op_list(path).rules) == ["exp"]
+
+
+WORDS = st.sampled_from(
+    [
+        *("allow", "deny", "keep_args", "aliases", "extends", "unlisted", "ops", "reason", "keep", "exp", "mm", "add_"),
+        *("batch_norm", "weight", "add.Tensor", "aten::mm", "my_lib::op", "a.b.c", "torch.relu", "torch.nn.Linear"),
+        *("torch..", ".", "::"),
+    ]
+)
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.dates() | st.binary(max_size=3)
+SCALARS = WORDS | PLAIN | st.text(max_size=3)
+TREES = st.recursive(SCALARS, lambda t: st.lists(t, max_size=3) | st.dictionaries(SCALARS, t, max_size=3), max_leaves=8)
+JUNK = st.text(alphabet=" \t\n-:[]{}&*!|>'\"#%@`a", max_size=4)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tree=st.dictionaries(WORDS, TREES, max_size=3) | TREES, junk=JUNK)
+@example(tree={"deny": ["torch.relu", "relu"]}, junk="")
+def test_whatever_the_file_it_is_a_list_or_an_error_with_its_place(tmp_path: Path, tree: object, junk: str) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text(yaml.safe_dump(tree, allow_unicode=True) + junk, encoding="utf-8")
+    wrong: OpListError | None = None
+    try:
+        load_op_list(path)
+    except OpListError as error:
+        wrong = error
+    if wrong is not None:
+        assert wrong.source is not None
+        assert str(wrong).startswith(f"{path}:{wrong.source.line}:{wrong.source.column}: ")
+
+
+def test_the_tree_holds_text_only(tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text("a: {b: [c, 'no']}\n")
+    tree = parse_file(path, shown="shown.yaml")
+    words = tree.child("a").child("b").as_strings()
+    assert [(w.text, str(w.source)) for w in words] == [("c", "shown.yaml:1:9"), ("no", "shown.yaml:1:12")]
+    assert tree.child("z").is_missing
+    assert tree.child("z").as_strings() == ()
+    assert tree.child("z").as_text(default="d") == "d"
+
+
+def test_nearest_is_deterministic_and_may_be_nothing() -> None:
+    assert nearest("lineaar", legal_op_names()) == " (did you mean 'linear'?)"
+    assert nearest("ab", ["aa", "ac"]) == nearest("ab", ["ac", "aa"])
+    assert nearest("qqqq", ["linear"]) == ""
+
+
+def test_legal_names_are_those_of_aten() -> None:
+    assert {"linear", "add", "add_", "_softmax", "getitem"} <= legal_op_names()
+    assert not any("." in name or "::" in name for name in legal_op_names())
+    assert all(hasattr(torch.ops.aten, name) for name in ("linear", "scaled_dot_product_attention", "layer_norm"))
