@@ -49,8 +49,11 @@ class AmpModule(fx.GraphModule):
         self._signature = signature
         self._maker = maker
         _mirror(model, self, {id(model): self})
-        self._own_modules = tuple(_own(self))
-        self._variants = nn.ModuleList()
+        self._own_modules = tuple(self.modules())
+        self._table = "_variants"
+        while self._table in self._modules:  # a model that was converted before, and exported, holds one already
+            self._table += "_"
+        self.add_module(self._table, nn.ModuleList())
         type(self).forward = _signed(signature)  # GraphModule gives each instance a class of its own
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -105,7 +108,7 @@ class AmpModule(fx.GraphModule):
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All captured variants, in the order of capture."""
-        return tuple(cast("list[Variant]", self._modules["_variants"]))
+        return tuple(cast("list[Variant]", self._modules[self._table]))
 
     def capture(self, call: Call, modes: tuple[bool, ...]) -> Variant:
         """Capture the original as it runs ``call`` in ``modes``, and add the variant.
@@ -122,13 +125,13 @@ class AmpModule(fx.GraphModule):
         return self._mount(len(self.variants), variant)
 
     def _mount(self, index: int, variant: Variant) -> Variant:
-        variant.mount(f"_variants.{index}")
-        table = cast("nn.ModuleList", self._modules["_variants"])
+        variant.mount(f"{self._table}.{index}")
+        table = cast("nn.ModuleList", self._modules[self._table])
         if index == len(table):
             table.append(variant)
         else:
             table[index] = variant
-        constants = [name for name, _ in self.named_buffers() if name.startswith("_variants.")]
+        constants = [name for name, _ in self.named_buffers() if name.startswith(f"{self._table}.")]
         self._ddp_params_and_buffers_to_ignore = constants  # the same on every rank
         return variant
 
@@ -146,11 +149,11 @@ class AmpModule(fx.GraphModule):
 
     @property
     def _graph(self) -> fx.Graph:
-        return self._active.graph if "_variants" in self._modules else self.__dict__["_blank"]
+        return self._active.graph if "_table" in self.__dict__ else self.__dict__["_blank"]
 
     @_graph.setter
     def _graph(self, graph: fx.Graph) -> None:
-        if "_variants" in self._modules:
+        if "_table" in self.__dict__:
             self._active.graph = graph
         else:
             self.__dict__["_blank"] = graph  # what GraphModule's own __init__ sees
@@ -161,14 +164,14 @@ class AmpModule(fx.GraphModule):
 
     def recompile(self) -> Any:
         """Make the shown variant run its graph as it now is."""
-        if "_variants" in self._modules:
+        if "_table" in self.__dict__:
             self._active.compile_graph()
         return None
 
     def held(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by the original's names, tied ones under each of their names."""
         named = (*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False))
-        return {name: tensor for name, tensor in named if not name.startswith("_variants.")}
+        return {name: tensor for name, tensor in named if not name.startswith(f"{self._table}.")}
 
     def train(self, mode: bool = True) -> AmpModule:
         """Switch all modules to training or evaluation, as ``nn.Module.train`` does.
@@ -234,7 +237,7 @@ class AmpModule(fx.GraphModule):
         for key, own in self.__dict__.items():
             if key in tree.__dict__:
                 tree.__dict__[key] = own.copy() if isinstance(own, (dict, set)) else own
-        del tree._modules["_variants"]
+        del tree._modules[self._table]
         return tree
 
 
@@ -266,18 +269,28 @@ def _copied(variant: Variant, memo: dict[int, Any] | None) -> Variant:
     return made
 
 
+_STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
 def _mirror(model: nn.Module, mirror: nn.Module, made: dict[int, nn.Module]) -> None:
     """Give ``mirror`` the parameters, buffers and modules of ``model``: the same tensors, in bare modules."""
     mirror.training = model.training
     mirror._parameters.update(model._parameters)
     mirror._buffers.update(model._buffers)
     mirror._non_persistent_buffers_set.update(model._non_persistent_buffers_set)
+    if type(model).get_extra_state is not nn.Module.get_extra_state:
+        raise CaptureError(
+            f"{type(model).__name__} keeps an extra state, which a converted model could not save. Keep it in a buffer."
+        )
+    for hooks in _STATE_HOOKS:
+        mirror.__dict__[hooks].update(model.__dict__[hooks])
     for name, child in model._modules.items():
         if child is not None and id(child) not in made:
             made[id(child)] = nn.Module()
             _mirror(child, made[id(child)], made)
         mirror._modules[name] = made[id(child)] if child is not None else None
-
-
-def _own(amp_model: AmpModule) -> list[nn.Module]:
-    return [module for name, module in amp_model.named_modules() if not name.startswith("_variants")]

@@ -17,7 +17,7 @@ from autocastfx.report.row import Row
 
 __all__ = ["View", "view"]
 
-_MOUNTED = re.compile(r"^_variants\.\d+\.")  # where an AmpModule keeps the constants and sub-graphs of a variant
+_MOUNTED = re.compile(r"^_variants_*\.\d+\.")  # where an AmpModule keeps the constants and sub-graphs of a variant
 
 
 @dataclass(frozen=True)
