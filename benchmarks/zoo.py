@@ -187,14 +187,13 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}{where}"
 
 
-def plain_export(model: ZooModel) -> str:
-    """What plain torch.export says of the model in both modes: an empty text, or the first error."""
-    for mode in MODES:
-        module = model.build().train(mode == "train")
-        try:
-            torch.export.export(module, (), _inputs(model, FIRST_SIZE), strict=False)
-        except Exception as error:
-            return _summary(error)
+def plain_export(model: ZooModel, mode: str) -> str:
+    """What plain torch.export says of the model: an empty text, or the error."""
+    module = model.build().train(mode == "train")
+    try:
+        torch.export.export(module, (), _inputs(model, FIRST_SIZE), strict=False)
+    except Exception as error:
+        return _summary(error)
     return ""
 
 
@@ -261,21 +260,29 @@ def measure(model: ZooModel, dtype_names: Sequence[str], report: Callable[[Row],
     for dtype_name in dtype_names:
         dtype = DTYPES[dtype_name]
         owner = model.build().train()
-        blank = Row(model.name, "both", dtype_name)
         started = time.perf_counter()
+        modes = MODES
         try:
             amp = autocastfx.convert(owner, (), example_kwargs=_inputs(model, FIRST_SIZE), dtype=dtype)
         except autocastfx.CaptureError as error:
-            plain = plain_export(model)
+            plain = plain_export(model, "train")
             verdict = "UNEXPORTABLE" if plain else "FAIL"
             reason = f"{_summary(error)} (plain export: {plain or 'captures it'})"
-            report(_with(blank, verdict=verdict, reason=reason))
-            continue
+            report(Row(model.name, "train", dtype_name, verdict=verdict, reason=reason))
+            owner, modes = model.build().eval(), ("eval",)
+            try:
+                amp = autocastfx.convert(owner, (), example_kwargs=_inputs(model, FIRST_SIZE), dtype=dtype)
+            except autocastfx.CaptureError as error:
+                plain = plain_export(model, "eval")
+                verdict = "UNEXPORTABLE" if plain else "FAIL"
+                reason = f"{_summary(error)} (plain export: {plain or 'captures it'})"
+                report(Row(model.name, "eval", dtype_name, verdict=verdict, reason=reason))
+                continue
         except Exception as error:
-            report(_with(blank, verdict="FAIL", reason=_summary(error)))
+            report(Row(model.name, "both", dtype_name, verdict="FAIL", reason=_summary(error)))
             continue
         seconds = time.perf_counter() - started
-        for mode in MODES:
+        for mode in modes:
             row = Row(model.name, mode, dtype_name, seconds=seconds)
             try:
                 ours = run(amp, owner, model, mode)

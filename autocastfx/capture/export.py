@@ -9,11 +9,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.export import _trace as export_trace
 from torch.fx.experimental import _config as fx_config
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from autocastfx.call import Call, CallSignature, CallStructure
@@ -116,6 +119,8 @@ def capture(
                 raise
             except Exception as error:  # torch.export raises whatever the model's own code or a tracer raises
                 failures.append(error)
+                if isinstance(error, GuardOnDataDependentSymNode):
+                    break  # no choice of dynamic sizes helps
                 continue
         return _captured(program, set(held), called, call, tuple(training), _device(held, call), attempt)
     raise CaptureError(_explain(model, failures[0], any(training))) from failures[0]
@@ -140,10 +145,16 @@ def _dynamic(tensor: torch.Tensor, attempt: str) -> dict[int, Any]:
     return dict.fromkeys(range({"all": tensor.ndim, "first": min(1, tensor.ndim), "none": 0}[attempt]), Dim.AUTO)
 
 
+def _no_print(*_: object, **__: object) -> None:
+    pass
+
+
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """Silence what export says about attributes that are set in forward: they are restored."""
-    with warnings.catch_warnings():
+    """Silence what export says about attributes that are set in forward (they are restored), and the thousands of lines
+    of the unfinished graph that it prints when it fails (the error says what is wrong).
+    """
+    with warnings.catch_warnings(), mock.patch.object(export_trace, "print", _no_print, create=True):
         warnings.filterwarnings("ignore", message=r".*were assigned during export.*")
         warnings.filterwarnings("ignore", message=r".*[Aa]ttributes? .*assigned during export.*")
         yield
