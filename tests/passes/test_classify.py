@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 import autocastfx
+from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.plan import Plan
 from tests.helpers import Function, op_list, relative_error
 
@@ -178,7 +181,7 @@ def test_a_constant_mask_that_the_low_dtype_cannot_hold_saturates(dtype: torch.d
     assert everything_masked(x).isfinite().all()
 
 
-def test_a_missing_kernel_is_float32() -> None:
+def test_a_missing_kernel_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -187,10 +190,15 @@ def test_a_missing_kernel_is_float32() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.rnn(x)[0]
 
+    facts = replace(load_kernel_facts(), no_kernel={("cpu", "float16"): frozenset({"lstm"})})
+    monkeypatch.setattr(sys.modules["autocastfx.convert"], "load_kernel_facts", lambda: facts)
     x = torch.rand(2, 3, 4)
     low = autocastfx.convert(Net(), (x,), dtype=torch.bfloat16)
     high = autocastfx.convert(Net(), (x,), dtype=torch.float16)
+    other = autocastfx.convert(Net(), (x,), dtype=torch.float16, device="cuda")
     assert low.plan["lstm"].dtype.startswith("bfloat16")
+    assert other.plan["lstm"].dtype.startswith("float16")
     assert high.plan["lstm"].dtype.startswith("float32")
     assert high.plan["lstm"].decision.source == "forced:no-kernel"
+    assert high.plan["lstm"].decision.reason == "cpu has no float16 kernel"
     assert high(x).dtype == low(x).dtype == torch.float32

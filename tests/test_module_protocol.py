@@ -1,0 +1,286 @@
+"""An AmpModule does what a module does: move, copy, pickle, compile, export, train in parallel, forward attributes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+import autocastfx
+from autocastfx.plan import Plan
+
+
+class Net(nn.Module):
+    """Two linears around a normalisation, a mask, a constant, and a tensor made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"width": 8}
+        self.first, self.norm, self.second = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.drop(torch.relu(self.first(x))) + torch.ones(8) + torch.tensor([0.5] * 8)
+        if mask is not None:
+            hidden = hidden * mask
+        return self.second(self.norm(hidden))
+
+    def width(self) -> int:
+        return self.config["width"]
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self.helper(x)
+
+    def helper(this, x: torch.Tensor) -> torch.Tensor:
+        return this(x)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(3, 8)
+
+
+@pytest.fixture
+def amp_model(x: torch.Tensor) -> autocastfx.AmpModule:
+    torch.manual_seed(1)
+    return autocastfx.convert(Net().eval(), (x,), dtype=torch.bfloat16)
+
+
+def same(a: autocastfx.AmpModule, b: autocastfx.AmpModule, x: torch.Tensor) -> bool:
+    return torch.equal(a(x), b(x))
+
+
+def test_a_deepcopy_is_apart_and_captures_further_calls(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
+    twin = copy.deepcopy(amp_model)
+    assert same(twin, amp_model, x)
+    with torch.no_grad():
+        twin.first.weight.zero_()
+    assert not same(twin, amp_model, x)
+    mask = torch.ones(3, 8)
+    assert torch.equal(twin(x, mask), twin(x))
+    assert (len(twin.variants), len(amp_model.variants)) == (3, 2)
+
+
+def test_pickling_keeps_all_variants_and_needs_no_original(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
+    amp_model(x, torch.ones(3, 8))
+    twin = pickle.loads(pickle.dumps(amp_model))
+    assert same(twin, amp_model, x)
+    assert len(twin.variants) == 3
+    assert twin.plan == amp_model.plan
+    assert autocastfx.dump(twin) == autocastfx.dump(amp_model)
+    assert list(twin.state_dict()) == list(amp_model.state_dict())
+    with pytest.raises(
+        autocastfx.VariantError, match=r"no variant was captured for the call \(x=float32\[3d\]\), only for"
+    ):
+        twin(x[None])
+
+
+def test_torch_save_and_load(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
+    file = io.BytesIO()
+    torch.save(amp_model, file)
+    file.seek(0)
+    assert same(torch.load(file, weights_only=False), amp_model, x)
+
+
+def test_a_custom_function_pickles(x: torch.Tensor) -> None:
+    amp_model = autocastfx.convert(Straight(), (x,), dtype=torch.bfloat16)
+    twin = pickle.loads(pickle.dumps(amp_model))
+    for model in (amp_model, twin):
+        x.grad = None
+        model(x.requires_grad_()).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+class Through(torch.autograd.Function):
+    """Rounds; its gradient is twice the incoming one."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+class Straight(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Through.apply(x)
+
+
+def test_moving_moves_what_is_made_inside_too(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
+    assert "cpu" in amp_model.code
+    assert amp_model.to("meta") is amp_model
+    assert "cpu" not in amp_model.code
+    assert amp_model(x.to("meta")).device.type == "meta"
+    assert {t.device.type for t in amp_model.buffers()} == {"meta"}
+
+
+def test_moving_after_unpickling(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
+    twin = pickle.loads(pickle.dumps(amp_model)).to("meta")
+    assert twin(x.to("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize("change", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.double()])
+def test_another_dtype_is_refused_before_anything_changes(amp_model: autocastfx.AmpModule, change, x) -> None:
+    before = amp_model(x)
+    with pytest.raises(autocastfx.UnsupportedError, match="parameters stay float32"):
+        change(amp_model)
+    assert torch.equal(amp_model(x), before)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_it_gives_the_same_in_both_modes_and_at_other_sizes(
+    amp_model: autocastfx.AmpModule, x: torch.Tensor, backend: str
+) -> None:
+    compiled = torch.compile(amp_model, backend=backend, fullgraph=True)
+    for inputs in (x, torch.randn(5, 8), torch.randn(1, 8)):
+        assert torch.equal(compiled(inputs), amp_model(inputs))
+    amp_model.train()
+    torch.manual_seed(2)
+    expected = amp_model(x)
+    torch.manual_seed(2)
+    assert torch.equal(compiled(x), expected)
+    compiled(x).sum().backward()
+    assert amp_model.first.weight.grad.dtype == torch.float32
+
+
+def test_compiled_it_captures_a_further_call(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
+    compiled = torch.compile(amp_model, backend="eager")
+    mask = torch.rand(3, 8)
+    assert torch.equal(compiled(x, mask), amp_model(x, mask))
+    assert len(amp_model.variants) == 3
+
+
+def test_it_exports_with_its_casts(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
+    program = torch.export.export(amp_model, (x,), strict=False)
+    assert torch.equal(program.module()(x), amp_model(x))
+    again = autocastfx.convert(program, dtype=torch.bfloat16)
+    assert again.plan.casts == ()
+    assert torch.equal(again(x), amp_model(x))
+
+
+def test_the_interpreter_runs_it_as_the_model(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
+    assert torch.equal(fx.Interpreter(amp_model).run(x), amp_model(x))
+
+
+def test_an_edited_graph_runs_after_recompile(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
+    before = amp_model(x)
+    output = amp_model.graph.output_node()
+    with amp_model.graph.inserting_before(output):
+        doubled = amp_model.graph.call_function(torch.ops.aten.mul.Tensor, (output.args[0][0], 2))
+    output.args = ((doubled,),)
+    amp_model.recompile()
+    assert torch.equal(amp_model(x), 2 * before)
+    assert "mul" in amp_model.code
+
+
+def test_data_parallel_training_gives_the_same_gradients(
+    amp_model: autocastfx.AmpModule, x: torch.Tensor, tmp_path: Path
+) -> None:
+    amp_model(x).sum().backward()
+    expected = [p.grad.clone() for p in amp_model.parameters()]
+    amp_model.zero_grad()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        nn.parallel.DistributedDataParallel(amp_model)(x).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert all(torch.equal(p.grad, g) for p, g in zip(amp_model.parameters(), expected, strict=True))
+
+
+def test_an_ambient_autocast_region_decides_nothing(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
+    with torch.autocast("cpu", dtype=torch.float16):
+        inside = amp_model(x)
+    assert torch.equal(inside, amp_model(x))
+
+
+def test_other_attributes_are_forwarded_and_what_runs_the_forward_is_refused(amp_model: autocastfx.AmpModule) -> None:
+    assert amp_model.config == {"width": 8}
+    assert amp_model.width() == 8
+    with pytest.raises(autocastfx.UnsupportedError, match=r"Net\.generate runs the model's own forward"):
+        amp_model.generate  # noqa: B018 - reading it is what is tested
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        amp_model.missing  # noqa: B018
+
+
+def test_the_plan_survives_json(amp_model: autocastfx.AmpModule) -> None:
+    assert Plan.from_json(amp_model.plan.to_json()) == amp_model.plan
+
+
+def test_slow_convolutions_are_warned_of_once_and_only_in_float16() -> None:
+    x = torch.rand(1, 2, 4)
+    with pytest.warns(UserWarning, match=r"use dtype=torch\.bfloat16") as caught:
+        autocastfx.convert(nn.Conv1d(2, 2, 1), (x,), dtype=torch.float16)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autocastfx.convert(nn.Conv1d(2, 2, 1), (x,), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"weights": "cached"}, autocastfx.UnsupportedError, "weights='cached' is reserved"),
+        ({"fold": "kernel"}, autocastfx.UnsupportedError, "fold='kernel' is reserved"),
+        ({"calibrate": [1]}, autocastfx.UnsupportedError, "calibrate=.* is reserved"),
+        ({"plan": "p.json"}, autocastfx.UnsupportedError, "plan='p.json' is reserved"),
+        ({"dtype": torch.float32}, ValueError, r"dtype is torch\.float16 or torch\.bfloat16, not torch\.float32"),
+        ({"example_inputs": None}, autocastfx.UnsupportedError, "without inputs is not built yet"),
+        ({"example_inputs": ()}, autocastfx.CaptureError, r"do not fit Net\.forward: missing a required argument: 'x'"),
+        ({"model": len}, TypeError, "convert takes an nn.Module"),
+    ],
+)
+def test_wrong_arguments(options, error: type[Exception], message: str, x: torch.Tensor) -> None:
+    with pytest.raises(error, match=message):
+        autocastfx.convert(**{"model": Net(), "example_inputs": (x,), **options})
+
+
+class DataDependent(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+class Opaque:
+    pass
+
+
+class ReturnsAnObject(nn.Module):
+    def forward(self, x: torch.Tensor) -> object:
+        return Opaque()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (DataDependent(), "control flow depends on tensor values"),
+        (ReturnsAnObject(), "returns an object that is no tensor"),
+    ],
+)
+def test_what_cannot_be_captured_says_why_and_what_helps(model: nn.Module, message: str, x, capfd) -> None:
+    with pytest.raises(autocastfx.CaptureError, match=message):
+        autocastfx.convert(model, (x,))
+    assert len(capfd.readouterr().err.splitlines()) < 20
+
+
+def test_an_already_converted_model_is_refused(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
+    with pytest.raises(autocastfx.UnsupportedError, match="converted already: convert the original again"):
+        autocastfx.convert(amp_model, (x,))
+
+
+def test_an_extra_state_is_refused(x: torch.Tensor) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 1
+
+    with pytest.raises(autocastfx.CaptureError, match="Extra keeps an extra state"):
+        autocastfx.convert(Extra(8, 8), (x,))
