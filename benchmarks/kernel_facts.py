@@ -1,17 +1,18 @@
-"""Which listed ops have no 16-bit kernel on this CPU, forward or backward: measures ``no_kernel`` of op_lists/kernel_facts.yaml.
+"""Which listed ops have no 16-bit kernel on this CPU, forward or backward: ``no_kernel`` in op_lists/kernel_facts.yaml.
 
 torch's own test samples (``op_db``; needs the package expecttest) are traced as capture traces a model. Every call of a
-listed op in these graphs is made in float32 and again with 16-bit tensors: what the one can and the other cannot has no kernel.
+listed op in these graphs is made in float32 and again with 16-bit tensors: what only float32 can has no 16-bit kernel.
 
     python -m benchmarks.kernel_facts
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
@@ -27,21 +28,21 @@ LIST = load_op_list("float16")
 LISTED = {op for op, rule in LIST.rules.items() if rule.category is not Category.KEEP}
 
 
-def samples() -> Iterator[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
-    """Float32 calls; first what op_db lacks."""
-    for layer in (
-        nn.LSTM(8, 16, 2, bidirectional=True),
-        nn.GRU(8, 16),
-        nn.RNN(8, 16),
-        nn.RNN(8, 16, nonlinearity="relu"),
-    ):
-        yield layer, (torch.randn(5, 3, 8),), {}
-    for cell in (nn.LSTMCell(8, 16), nn.GRUCell(8, 16), nn.RNNCell(8, 16), nn.RNNCell(8, 16, nonlinearity="relu")):
-        yield cell, (torch.randn(3, 8),), {}
+def samples() -> Iterator[tuple[Callable[..., Any], Any]]:
+    """Float32 calls and their (args, kwargs); first what op_db lacks."""
+    layers = (nn.LSTM(8, 16, 2, bidirectional=True), nn.GRU(8, 16), nn.RNN(8, 16), nn.RNN(8, 16, nonlinearity="relu"))
+    cells = (nn.LSTMCell(8, 16), nn.GRUCell(8, 16), nn.RNNCell(8, 16), nn.RNNCell(8, 16, nonlinearity="relu"))
+    yield from ((layer, ((torch.randn(5, 3, 8),), {})) for layer in layers)
+    yield from ((cell, ((torch.randn(3, 8),), {})) for cell in cells)
+    image = torch.randn(1, 2, 6, 6)
+    for mode in ("bilinear", "bicubic"):
+        yield nn.functional.interpolate, ((image, (3, 3)), {"mode": mode, "antialias": True})
+    yield torch.ops.aten.native_dropout, ((image, 0.5, True), {})
+    yield torch.ops.aten.col2im, ((torch.randn(1, 8, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]), {})
     for op in op_db:
         if torch.float32 in op.supported_dtypes("cpu"):
             for sample in list(op.sample_inputs("cpu", torch.float32))[:SAMPLES]:
-                yield op, (sample.input, *sample.args), sample.kwargs
+                yield op, ((sample.input, *sample.args), sample.kwargs)
 
 
 def attempt(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> str:
@@ -55,12 +56,12 @@ def attempt(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: tor
         return runs.requires_grad_(not func._schema.is_mutable)
 
     named = {**dict(zip(names, args, strict=False)), **kwargs}
-    named = {name: pytree.tree_map(lambda leaf, name=name: prepared(leaf, name), arg) for name, arg in named.items()}
+    named = {name: pytree.tree_map(functools.partial(prepared, name=name), arg) for name, arg in named.items()}
     try:
-        made = func(*(named[n] for n in names[: len(args)]), **{n: named[n] for n in kwargs})
-        made = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad]
+        made = pytree.tree_leaves(func(*(named[n] for n in names[: len(args)]), **{n: named[n] for n in kwargs}))
+        made = [t.abs().sum() for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
         if made:
-            sum(t.abs().sum() for t in made).backward()
+            sum(made).backward()
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
@@ -69,37 +70,35 @@ def attempt(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: tor
 class Trial(fx.Interpreter):
     """Runs a graph, and tries the listed ops in it in both 16-bit dtypes."""
 
-    tried: Counter[Any] = Counter()
-    failed: dict[torch.dtype, dict[str, str]] = defaultdict(dict)
+    tried: ClassVar[Counter[Any]] = Counter()
+    failed: ClassVar[dict[torch.dtype, dict[str, str]]] = {torch.float16: {}, torch.bfloat16: {}}
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name = base_name(of_function(target))
         if name in LISTED and hasattr(target, "_schema") and self.tried[target] < SAMPLES:
             self.tried[target] += 1
-            if not attempt(target, args, kwargs, torch.float32):
-                for dtype in (torch.float16, torch.bfloat16):
-                    if why := attempt(target, args, kwargs, dtype):
-                        self.failed[dtype].setdefault(name, why)
+            for dtype in self.failed if not attempt(target, args, kwargs, torch.float32) else ():
+                if why := attempt(target, args, kwargs, dtype):
+                    self.failed[dtype].setdefault(name, why)
         return super().call_function(target, args, kwargs)
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    for call, args, kwargs in samples():
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    for call, arguments in samples():
+        flat, spec = pytree.tree_flatten(arguments)
+        tensors = [leaf.detach() for leaf in flat if isinstance(leaf, torch.Tensor)]
 
-        def run(*tensors: torch.Tensor) -> Any:
-            given = dict(zip(places, tensors, strict=True))
-            a, k = pytree.tree_unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
-            return call(*a, **k)
+        def run(*given: torch.Tensor, call: Any = call, flat: Any = flat, spec: Any = spec) -> Any:
+            rest = iter(given)
+            args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(x, torch.Tensor) else x for x in flat], spec)
+            return call(*args, **kwargs)
 
-        tensors = [leaves[i].detach() for i in places]
         try:
             Trial(make_fx(run, pre_dispatch=True)(*tensors)).run(*tensors)
         except Exception as error:  # a sample that cannot be traced says nothing
             print(f"# no graph of {getattr(call, 'name', call)}: {str(error).splitlines()[0][:100]}")
-    print("# not tried:", *sorted(LISTED - {base_name(of_function(t)) for t in Trial.tried}))
+    print("# not tried:", *sorted(LISTED - {base_name(of_function(func)) for func in Trial.tried}))
     for dtype, found in Trial.failed.items():
         print(
             f"{dtype}: [{', '.join(sorted(found))}]", *(f"# {op}: {why}" for op, why in sorted(found.items())), sep="\n"

@@ -13,6 +13,7 @@ import argparse
 import copy
 import json
 import math
+import re
 import sys
 import time
 import warnings
@@ -184,6 +185,7 @@ def _summary(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     blamed = [number for number, line in enumerate(lines) if line.startswith("The following call raised this error")]
     where = f" at {' '.join(lines[blamed[0] + 1 : blamed[0] + 3])}" if blamed else ""
+    where = re.sub(r'"[^"]*/site-packages/', '"', where)  # whose machine it was is no result
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}{where}"
 
 

@@ -44,6 +44,7 @@ def test_a_swap_wider_than_rounding_is_not_hidden(embed_sentences, monkeypatch):
         sentences=40,
         min_cosine=0.9999,
         same_order=39,
+        autocast_same_order=39,
         widest_swap=0.02,
         seconds_per_batch=1.0,
         float32_seconds_per_batch=1.0,

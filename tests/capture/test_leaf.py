@@ -370,8 +370,8 @@ class InSequence(nn.Module):
 
 
 MESSAGE = (
-    "the model uses activation checkpointing (torch.utils.checkpoint), whose recomputation a captured graph cannot hold. "
-    "Turn it off for the conversion (transformers: model.gradient_checkpointing_disable())."
+    "the model uses activation checkpointing (torch.utils.checkpoint), whose recomputation a captured graph cannot "
+    "hold. Turn it off for the conversion (transformers: model.gradient_checkpointing_disable())."
 )
 
 

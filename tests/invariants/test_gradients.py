@@ -1,0 +1,97 @@
+"""Gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autocastfx
+from tests.invariants.pair import LOW, Net, Pair, assert_close, net
+
+pytestmark = pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_gradients_have_their_parameters_dtype_and_exist_where_they_should(low: torch.dtype) -> None:
+    def run(m: Net, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = m.teacher(x)
+        y = m.b(torch.tanh(m.frozen(m.a(x))))
+        return y * m.scale - target + m.wide(x.double()).float() + m.a(x).detach()
+
+    model = net(
+        run,
+        teacher=nn.Linear(4, 4),
+        frozen=nn.Linear(4, 4).requires_grad_(False),
+        unused=nn.Linear(4, 4),
+        wide=nn.Linear(4, 4).double(),
+        scale=nn.Parameter(torch.tensor(2.0)),
+    )
+    x = torch.randn(3, 4)
+    pair = Pair.of(model, (x,), low)
+    pair.agree(x)
+    without = {name.partition(".")[0] for name, p in pair.original.named_parameters() if p.grad is None}
+    assert without == {"teacher", "frozen", "unused"}
+    pair.original.frozen.requires_grad_(True)
+    pair.eager.frozen.requires_grad_(True)
+    pair.agree(x)
+    assert pair.original.frozen.weight.grad is not None
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_gradients_reach_the_inputs(low: torch.dtype) -> None:
+    model, x = net(lambda m, x: m.b(torch.tanh(m.a(x)))), torch.randn(3, 4)
+    pair = Pair.of(model, (x,), low)
+    mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+    pair.amp_model(mine).sum().backward()
+    pair.eager(theirs).sum().backward()
+    assert_close("gradient", mine.grad, theirs.grad, 2 * pair.bound((x,)))
+
+
+class Straight(torch.autograd.Function):
+    """Rounds; its gradient is not the one that tracing through it would give."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+def test_a_custom_backward_is_kept() -> None:
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        model = net(lambda m, x: m.b(Straight.apply(m.a(x))))
+        model.a.weight.copy_(torch.eye(4) * 8)  # integers plus small biases: no rounding is close to a half
+        model.a.bias.fill_(0.0625)
+    pair = Pair.of(model, (x.round(),), torch.bfloat16)
+    pair.agree(x.round())
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_training_follows_float32(low: torch.dtype) -> None:
+    x, y = torch.randn(32, 4), torch.randn(32, 1)
+    eager = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 1))
+    model = copy.deepcopy(eager)
+    first = F.mse_loss(eager(x), y).item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # before the conversion
+    amp_model = autocastfx.convert(model, (x,), dtype=low)
+    other = torch.optim.SGD(eager.parameters(), lr=0.1)
+    losses: list[float] = []
+    for _ in range(30):
+        for net_, opt in ((amp_model, optimizer), (eager, other)):
+            opt.zero_grad()
+            loss = F.mse_loss(net_(x), y)
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+    *_, mine, theirs = losses
+    assert theirs < 0.9 * first
+    assert abs(mine - theirs) < 30 * torch.finfo(low).eps * first

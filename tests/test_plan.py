@@ -1,0 +1,118 @@
+"""Plans are plain data."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import autocastfx
+from autocastfx import Category, Decision, Placement, Plan, PlannedCast, PlannedNode, Precision
+
+TEXT = st.text(max_size=8)
+DECISIONS = st.builds(Decision, st.sampled_from(Category), TEXT, TEXT)
+PLACEMENTS = st.builds(Placement, st.sampled_from(Precision), st.sampled_from(Precision), TEXT)
+NODES = st.builds(PlannedNode, TEXT, TEXT, TEXT, DECISIONS, PLACEMENTS, TEXT, TEXT)
+CASTS = st.builds(PlannedCast, TEXT, TEXT, TEXT, st.lists(TEXT, max_size=3).map(tuple), st.booleans())
+PLANS = st.builds(
+    Plan, TEXT, TEXT, TEXT, st.lists(NODES, max_size=4).map(tuple), st.lists(CASTS, max_size=3).map(tuple)
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PLANS)
+def test_json_and_back(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+    assert all(
+        isinstance(n.decision.category, Category) and isinstance(n.placement.run, Precision) for n in again.nodes
+    )
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.softmax(self.layer(x), -1)
+        return torch.special.i0(y) + torch.special.i0(x), i + 1
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    inputs = (torch.randn(2, 4), torch.arange(3))
+    return autocastfx.convert(Model().eval(), inputs, dtype=torch.bfloat16).plan
+
+
+def test_what_a_plan_tells(plan: Plan) -> None:
+    assert (plan.low, plan.device, plan.op_list) == ("bfloat16", "cpu", "bfloat16")
+    linear = plan["linear"]
+    assert (linear.op, linear.module, linear.captured, linear.dtype) == ("linear", "layer", "float32", "bfloat16")
+    assert linear.decision.category is Category.ALLOW
+    assert linear.decision.source.startswith("op_lists/base.yaml:")
+    assert linear.placement.run is Precision.LOW
+    assert plan["softmax"].placement.run is Precision.FLOAT32
+    assert plan["softmax"].dtype == "float32"
+    assert plan.unlisted == {"special_i0": 2}
+    # i + 1 holds no float32 value, so it runs in no precision of ours
+    assert plan.by_op() == {
+        ("linear", "low"): 1,
+        ("softmax", "float32"): 1,
+        ("special_i0", "float32"): 2,
+        ("add", "float32"): 1,
+    }
+    casts = {cast.name: cast for cast in plan.casts}
+    assert casts["x_bfloat16"] == PlannedCast("x_bfloat16", "x", "bfloat16", ("linear",))
+    assert casts["linear_float32"].readers == ("softmax",)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_json_is_readable(plan: Plan) -> None:
+    data = json.loads(plan.to_json())
+    assert list(data) == ["low", "device", "op_list", "nodes", "casts"]
+    node = next(n for n in data["nodes"] if n["name"] == "linear")
+    assert node["decision"]["category"] == "allow"
+    assert node["placement"]["run"] == "low"
+
+
+def test_unknown_node(plan: Plan) -> None:
+    with pytest.raises(KeyError, match="the plan has no node 'linaer'"):
+        plan["linaer"]
+
+
+GOOD = {"low": "float16", "device": "cpu", "op_list": "x", "nodes": [], "casts": []}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("", id="empty"),
+        pytest.param("{", id="no JSON"),
+        pytest.param("null", id="null"),
+        pytest.param("[]", id="list"),
+        pytest.param("{}", id="no keys"),
+        pytest.param(json.dumps({**GOOD, "extra": 1}), id="a key more"),
+        pytest.param(json.dumps({**GOOD, "nodes": [{}]}), id="empty node"),
+        pytest.param(json.dumps({**GOOD, "nodes": 3}), id="nodes are no list"),
+        pytest.param(json.dumps({**GOOD, "casts": [{"name": "x"}]}), id="half a cast"),
+        pytest.param(json.dumps({k: v for k, v in GOOD.items() if k != "low"}), id="a key less"),
+    ],
+)
+def test_json_that_is_no_plan(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not a plan|Expecting"):
+        Plan.from_json(text)
+
+
+def test_a_plan_with_an_unknown_word_is_no_plan(plan: Plan) -> None:
+    for known, unknown in (('"allow"', '"alow"'), ('"low"', '"lwo"')):
+        with pytest.raises(ValueError, match=r"not a plan|is not a valid"):
+            Plan.from_json(plan.to_json().replace(known, unknown))
+    assert Plan.from_json(json.dumps(GOOD)).nodes == ()
