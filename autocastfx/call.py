@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import pickle
 import re
 import warnings
@@ -173,5 +174,8 @@ def _call(arguments: dict[str, Any]) -> Call:
             tensors.append(leaf)
             described.append(("tensor", leaf.dtype, leaf.ndim))
         else:
-            described.append(("value", type(leaf), leaf))
+            is_nan = isinstance(leaf, float) and leaf != leaf
+            described.append(
+                ("value", type(leaf), math.nan if is_nan else leaf)
+            )  # one object, so that it equals itself
     return Call(tuple(tensors), CallStructure(spec, tuple(described)))

@@ -34,7 +34,8 @@ class Category(str, Enum):
 
 
 _UNLISTED = {"keep": Category.KEEP, "deny": Category.DENY, "error": Category.BAN}
-_KEYS = (*(c.value for c in Category), "keep_args", "aliases", "unlisted", "extends")
+_PLACEMENTS = ("cut", "simple", "follow")
+_KEYS = (*(c.value for c in Category), "keep_args", "aliases", "unlisted", "extends", "placement")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class OpList:
 
     ``keep_args`` names, per op, the arguments that stay float32 when the op runs in 16 bits (batch_norm's statistics).
     ``aliases`` maps further names onto listed ones. ``unlisted`` is the category of an op without a rule; None leaves
-    it to the lists merged before, and ``keep`` if none says anything.
+    it to the lists merged before, and ``keep`` if none says anything. ``placement`` is how the precision of what the
+    categories leave free is chosen: ``cut`` (the fewest bytes moved), ``simple`` (TensorFlow's rule) or ``follow``
+    (torch.autocast's dispatch); None leaves it to the lists merged before, and ``cut`` if none says anything.
     """
 
     rules: Mapping[str, Rule] = field(default_factory=lambda: MappingProxyType({}))
@@ -61,6 +64,7 @@ class OpList:
     aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     unlisted: Category | None = None
     name: str = "unnamed"
+    placement: str | None = None
 
     def names_of(self, op: str) -> Iterator[str]:
         """The names under which ``op`` may be listed: its own, its alias, then the same of its out-of-place form."""
@@ -86,10 +90,11 @@ class OpList:
             aliases=MappingProxyType({**self.aliases, **later.aliases}),
             unlisted=self.unlisted if later.unlisted is None else later.unlisted,
             name=f"{self.name}+{later.name}" if self.rules else later.name,
+            placement=later.placement or self.placement,
         )
 
     def __reduce__(self) -> tuple[object, ...]:  # a mapping proxy does not pickle
-        parts = (dict(self.rules), dict(self.keep_args), dict(self.aliases), self.unlisted, self.name)
+        parts = (dict(self.rules), dict(self.keep_args), dict(self.aliases), self.unlisted, self.name, self.placement)
         return (_restore, parts)
 
 
@@ -99,10 +104,10 @@ def _restore(
     aliases: dict[str, str],
     unlisted: Category | None,
     name: str,
+    placement: str | None,
 ) -> OpList:
-    return OpList(
-        MappingProxyType(rules), MappingProxyType(keep_args), MappingProxyType(aliases), unlisted=unlisted, name=name
-    )
+    frozen = (MappingProxyType(rules), MappingProxyType(keep_args), MappingProxyType(aliases))
+    return OpList(*frozen, unlisted=unlisted, name=name, placement=placement)
 
 
 OpListLike = str | Path | OpList | Sequence[str | Path | OpList]
@@ -167,6 +172,7 @@ def _load_file(path: Path, opened: tuple[Path, ...]) -> OpList:
         aliases=MappingProxyType({k.op_name(): v.op_name() for k, v in tree.child("aliases").items()}),
         unlisted=_unlisted(tree),
         name=path.stem,
+        placement=_placement(tree),
     )
     return replace(base.merged(own), name=path.stem)
 
@@ -219,3 +225,12 @@ def _unlisted(tree: Tree) -> Category | None:
     if word.as_text() not in _UNLISTED:
         raise word.error(f"'unlisted' is {' or '.join(_UNLISTED)}, not {word.as_text()!r}")
     return _UNLISTED[word.as_text()]
+
+
+def _placement(tree: Tree) -> str | None:
+    word = tree.child("placement")
+    if word.is_missing:
+        return None
+    if word.as_text() not in _PLACEMENTS:
+        raise word.error(f"'placement' is {' or '.join(_PLACEMENTS)}, not {word.as_text()!r}")
+    return word.as_text()

@@ -94,6 +94,10 @@ def test_zero_has_a_sign() -> None:
     assert str(bound.structure.arguments(bound.tensors)["by"]) == "-0.0"
 
 
+def test_a_number_that_is_none_is_one_call_too() -> None:
+    assert same(ordinary, call(X, scale=float("nan")), call(X, None, float("nan")))
+
+
 def test_rest_arguments() -> None:
     def function(x: Any, *rest: Any, key: Any = None, **more: Any) -> Any:
         return x, rest, key, more

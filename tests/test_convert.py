@@ -1,0 +1,403 @@
+"""``convert``: what it takes, what it refuses, and what its arguments do. See test_module_protocol.py for the messages
+of the reserved arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import autocastfx
+from autocastfx import AmpModule, CaptureError, Precision, UnsupportedError
+from autocastfx import pipeline as pipeline_module
+from autocastfx.graph import dtypes, origin
+from autocastfx.op_name import op_name
+from autocastfx.pipeline import PIPELINE, Converter
+
+LOW = [torch.float16, torch.bfloat16]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.drop, self.bn, self.b = nn.Linear(4, 4), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, scale: Any = 1.0, *, shift: Tensor | None = None) -> Tensor:
+        y = self.b(self.drop(self.bn(self.a(x)))) * scale
+        return y if shift is None else y + shift
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(3, 4)
+
+
+def off(result: Tensor, reference: Tensor) -> float:
+    gap = (result.detach() - reference.detach()).double().norm()
+    return float(gap / reference.detach().double().norm())
+
+
+def tolerance(amp_model: AmpModule, low: torch.dtype) -> float:
+    """An epsilon for each 16-bit value of the graph, which is more than the longest chain of them."""
+    return sum(low in dtypes(n) for n in amp_model.graph.nodes) * torch.finfo(low).eps
+
+
+def assert_agrees(amp_model: AmpModule, model: Any, low: torch.dtype, *args: Any, **kwargs: Any) -> None:
+    torch.manual_seed(1)
+    expected = model(*args, **kwargs)
+    torch.manual_seed(1)
+    assert off(amp_model(*args, **kwargs), expected) <= tolerance(amp_model, low)
+
+
+# -- what can be converted --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_a_graph_module_from_symbolic_trace(low: torch.dtype, x: Tensor) -> None:
+    model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    eager = copy.deepcopy(model)
+    amp_model = autocastfx.convert(model, (x,), dtype=low)
+    assert list(amp_model.state_dict()) == list(model.state_dict())
+    for mode in (True, False):
+        assert_agrees(amp_model.train(mode), eager.train(mode), low, torch.randn(5, 4))
+        assert amp_model.plan.by_op()["linear", "low"] == 2
+    assert torch.equal(model.get_submodule("2").running_mean, eager.get_submodule("2").running_mean) is False
+    assert off(model.get_submodule("2").running_mean, eager.get_submodule("2").running_mean) <= 4 * torch.finfo(low).eps
+
+
+def _program(model: nn.Module, x: Tensor, **kwargs: Any) -> torch.export.ExportedProgram:
+    shapes = {"x": {0: torch.export.Dim.AUTO}, **dict.fromkeys(kwargs)}
+    return torch.export.export(model, (x,), kwargs, dynamic_shapes=shapes, strict=False)
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("mode", [True, False])
+def test_an_exported_program_with_its_own_example_inputs(mode: bool, low: torch.dtype, x: Tensor) -> None:
+    model = Net().train(mode)
+    eager = copy.deepcopy(model)
+    amp_model = autocastfx.convert(_program(model, x), dtype=low)
+    assert list(amp_model.state_dict()) == list(model.state_dict())
+    assert_agrees(amp_model, eager, low, x)
+    assert_agrees(amp_model, eager, low, torch.randn(6, 4))
+    amp_model(x).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in amp_model.parameters())
+
+
+@pytest.mark.parametrize("switch", [lambda m: m.train(), lambda m: m.eval(), lambda m: m.train(False)])
+def test_the_mode_of_an_exported_program_cannot_be_switched(switch: Callable[[Any], Any], x: Tensor) -> None:
+    amp_model = autocastfx.convert(_program(Net().eval(), x), dtype=torch.bfloat16)
+    before = amp_model(x)
+    with pytest.raises(UnsupportedError, match=r"came out of torch\.export, which bakes in the mode"):
+        switch(amp_model)
+    assert torch.equal(amp_model(x), before)
+
+
+def test_an_exported_program_with_keywords_and_with_other_inputs(x: Tensor) -> None:
+    model = Net().eval()
+    program = _program(model, x, scale=2.0)
+    for amp_model in (
+        autocastfx.convert(program, dtype=torch.bfloat16),
+        autocastfx.convert(program, (torch.randn(9, 4),), {"scale": 2.0}, dtype=torch.bfloat16),
+    ):
+        assert_agrees(amp_model, model, torch.bfloat16, x, scale=2.0)
+
+
+def test_the_module_of_an_exported_program(x: Tensor) -> None:
+    model = Net().eval()
+    amp_model = autocastfx.convert(_program(model, x).module(), (x,), dtype=torch.bfloat16)
+    assert_agrees(amp_model, model, torch.bfloat16, x)
+
+
+@pytest.mark.parametrize("example", [lambda x: x, lambda x: (x,), lambda x: [x]], ids=["tensor", "tuple", "list"])
+def test_example_inputs_in_several_forms(example: Callable[[Tensor], Any], x: Tensor) -> None:
+    assert autocastfx.convert(nn.Linear(4, 4), example(x))(x).shape == (3, 4)
+
+
+def test_example_keywords_alone_and_beside_inputs(x: Tensor) -> None:
+    for args, kwargs in [((), {"x": x}), ((x,), {"shift": torch.ones(2)}), (None, {"x": x, "scale": 3})]:
+        amp_model = autocastfx.convert(Net(), args, kwargs, dtype=torch.bfloat16)
+        amp_model(*(args or ()), **kwargs)
+        assert len(amp_model.variants) == 2
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.parametrizations.orthogonal]
+)
+def test_parametrised_weights(kind: Callable[..., nn.Module], x: Tensor) -> None:
+    model = kind(nn.Linear(4, 4))
+    amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)
+    assert list(amp_model.state_dict()) == list(model.state_dict())
+    assert_agrees(amp_model, model, torch.bfloat16, x)
+
+
+def test_an_ambient_autocast_region_does_not_change_the_result(x: Tensor) -> None:
+    model = Net()
+    usual = autocastfx.convert(model, (x,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = autocastfx.convert(model, (x,))
+        inside(x, 2.0)
+    assert inside.code == usual.code
+    assert inside.plan == usual.plan
+    usual(x, 2.0)
+    assert [v.code for v in inside.variants] == [v.code for v in usual.variants]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((), {}, r"do not fit Net\.forward: missing a required argument: 'x'"),
+        ((1, 2, 3), {}, r"do not fit Net\.forward: too many positional arguments"),
+        ((1,), {"x": 1}, r"do not fit Net\.forward: multiple values for argument 'x'"),
+        ((1,), {"other": 1}, r"do not fit Net\.forward: got an unexpected keyword argument 'other'"),
+    ],
+)
+def test_example_inputs_that_do_not_fit_the_signature(args: Any, kwargs: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        autocastfx.convert(Net(), args, kwargs)
+
+
+@pytest.mark.parametrize("example", [torch.randn(3, 5), torch.randn(4), "text", None])
+def test_example_inputs_that_do_not_fit_the_model(example: Any) -> None:
+    with pytest.raises(CaptureError, match=r"Net cannot be captured in train mode: \w+: .+\n.+"):
+        autocastfx.convert(Net(), (example,))
+
+
+class Custom:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+CANNOT: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "branch": (lambda x: x if x.sum() > 0 else -x, "control flow depends on tensor values"),
+    "item": (lambda x: x * 2 if x[0, 0].item() > 0 else x, "control flow depends on tensor values"),
+    "loop": (lambda x: [x for _ in range(int(x.sum()))], "control flow depends on tensor values"),
+    "object": (lambda x: Custom(x), "returns an object that is no tensor"),
+    "object inside": (lambda x: {"a": [Custom(x)]}, r"register_pytree_node"),
+    "numpy": (lambda x: torch.from_numpy(x.numpy() + 1), r"convert submodules apart|no tensor, number"),
+}
+
+
+class Plain(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_cannot_be_captured_says_why_and_what_helps(name: str, x: Tensor) -> None:
+    function, advice = CANNOT[name]
+    with pytest.raises(CaptureError, match=advice) as caught:
+        autocastfx.convert(Plain(function), (x,))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2, "what happened, and what to do"
+    assert lines[0].startswith("Plain cannot be captured in train mode: ")
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "default", "values"),
+    [
+        ("weights", "cast", ["cached", "low", "", None]),
+        ("fold", "exact", ["kernel", "none"]),
+        ("calibrate", None, [[1], False, ()]),
+        ("plan", None, [{}, "plan.json"]),
+    ],
+)
+def test_reserved_arguments_take_their_default_only(name: str, default: Any, values: list[Any], x: Tensor) -> None:
+    for value in values:
+        message = re.escape(f"{name}={value!r} is reserved and not built yet; leave it at {default!r}.")
+        with pytest.raises(UnsupportedError, match=message):
+            autocastfx.convert(nn.Linear(4, 4), (x,), **{name: value})
+    assert inspect.signature(autocastfx.convert).parameters[name].default == default
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn, "float16", None])
+def test_other_dtypes_are_refused(dtype: Any, x: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"dtype is torch\.float16 or torch\.bfloat16, not " + re.escape(repr(dtype))):
+        autocastfx.convert(nn.Linear(4, 4), (x,), dtype=dtype)
+
+
+@pytest.mark.parametrize("model", [lambda x: x, nn.Linear, None, torch.ones(1)])
+def test_what_is_no_module_is_refused(model: Any, x: Tensor) -> None:
+    with pytest.raises(TypeError, match="convert takes an nn.Module, a GraphModule or an ExportedProgram, not "):
+        autocastfx.convert(model, (x,))
+
+
+def test_a_converted_model_is_refused_inside_and_out(x: Tensor) -> None:
+    amp_model = autocastfx.convert(nn.Linear(4, 4), (x,))
+    for again in (amp_model, copy.deepcopy(amp_model)):
+        with pytest.raises(UnsupportedError, match="the model is converted already: convert the original again"):
+            autocastfx.convert(again, (x,), dtype=torch.bfloat16)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_outputs_can_stay_low(low: torch.dtype, x: Tensor) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.a(x)
+            return {
+                "low": y,
+                "softmax": y.softmax(-1),
+                "input": x,
+                "double": y.double(),
+                "long": x.long(),
+                "float": y.float(),
+            }
+
+    usual = autocastfx.convert(Mixed(), (x,), dtype=low)(x)
+    kept = autocastfx.convert(Mixed(), (x,), dtype=low, keep_output_dtype=False)(x)
+    f32, f64, i64 = torch.float32, torch.float64, torch.int64
+    assert [t.dtype for t in usual.values()] == [f32, f32, f32, f64, i64, f32]
+    assert [t.dtype for t in kept.values()] == [low, f32, f32, f64, i64, f32]
+
+
+def test_the_device_is_decided_for_but_not_moved_to(x: Tensor) -> None:
+    model = nn.Linear(4, 4)
+    for device in ("cuda", torch.device("cuda", 0), "cpu", torch.device("meta")):
+        amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16, device=device)
+        assert amp_model.plan.device == torch.device(device).type
+        assert amp_model(x).device.type == "cpu"
+        amp_model(x[0])  # a further capture is decided for it too
+        assert {v.plan.device for v in amp_model.variants} == {torch.device(device).type}
+    assert autocastfx.convert(model, (x,)).plan.device == "cpu"
+
+
+def test_the_default_list_is_that_of_the_dtype(x: Tensor) -> None:
+    for low, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
+        plan = autocastfx.convert(nn.Linear(4, 4), (x,), dtype=low).plan
+        assert (plan.low, plan.op_list) == (name, name)
+    assert autocastfx.convert(nn.Linear(4, 4), (x,)).plan.low == "float16", "the default dtype"
+
+
+def test_of_several_lists_the_later_wins(tmp_path: Path, x: Tensor) -> None:
+    deny, allow = tmp_path / "deny.yaml", tmp_path / "allow.yaml"
+    deny.write_text("deny: [linear]\n")
+    allow.write_text("allow: [linear]\n")
+
+    def placed(*lists: Any) -> Precision:
+        (node,) = autocastfx.convert(nn.Linear(4, 4), (x,), op_list=list(lists)).plan.nodes
+        return node.placement.run
+
+    assert placed("default", deny) is Precision.FLOAT32
+    assert placed("default", str(deny), allow) is Precision.LOW
+    assert placed(allow, autocastfx.load_op_list(deny)) is Precision.FLOAT32
+    assert placed("default", autocastfx.OpList()) is Precision.LOW
+
+
+CONVOLUTIONS = {
+    "conv1d": (lambda: nn.Conv1d(2, 2, 1), (1, 2, 4)),
+    "two conv2d": (lambda: nn.Sequential(nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)), (1, 2, 4, 4)),
+    "transposed": (lambda: nn.ConvTranspose2d(2, 2, 1), (1, 2, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_slow_convolutions_are_warned_of_once(name: str) -> None:
+    make, shape = CONVOLUTIONS[name]
+    with pytest.warns(UserWarning, match=r"float16 convolutions on a CPU .* use dtype=torch\.bfloat16") as caught:
+        amp_model = autocastfx.convert(make(), (torch.rand(shape),))
+    assert [w.filename for w in caught] == [__file__], "it points to the caller"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp_model.eval()(torch.rand(shape))
+        amp_model.train()(torch.rand(shape)[0])
+
+
+def test_no_warning_without_a_slow_convolution(tmp_path: Path) -> None:
+    deny = tmp_path / "deny.yaml"
+    deny.write_text("deny: [conv1d]\n")
+    x = torch.rand(1, 2, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autocastfx.convert(nn.Conv1d(2, 2, 1), (x,), dtype=torch.bfloat16)
+        autocastfx.convert(nn.Conv1d(2, 2, 1), (x,), device="cuda")
+        autocastfx.convert(nn.Conv1d(2, 2, 1), (x,), op_list=["default", deny])
+        autocastfx.convert(nn.Linear(4, 4), (x,))
+
+
+# -- the pipeline -----------------------------------------------------------------------------------------------------
+
+
+def test_the_pipeline_reads_like_the_design() -> None:
+    assert [step.__name__.strip("_") for step in PIPELINE] == ["classify", "place", "rewrite", "verify"]
+
+
+def test_deciding_does_not_touch_the_graph_and_rewriting_does(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[str]] = {}
+
+    def spied(step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(converter: Any, state: Any, device: Any) -> Any:
+            before = str(state.graph)
+            after = step(converter, state, device)
+            assert after.graph is state.graph
+            seen.setdefault(step.__name__, []).append("changed" if str(after.graph) != before else "same")
+            return after
+
+        return run
+
+    monkeypatch.setattr(pipeline_module, "PIPELINE", tuple(spied(step) for step in PIPELINE))
+    autocastfx.convert(Net(), (x,))
+    both_modes = {"classify": "same", "place": "same", "rewrite": "changed", "verify": "same"}
+    assert {name.strip("_"): set(found) for name, found in seen.items()} == {k: {v} for k, v in both_modes.items()}
+
+
+def test_a_planted_wrong_cast_is_refused(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is handed out that verify has not seen."""
+
+    def plant(converter: Any, state: Any, device: Any) -> Any:
+        cast = next(n for n in state.graph.nodes if origin(n) is not None and op_name(n) == "to")
+        cast.args = (cast.args[0], torch.float64)
+        return state
+
+    steps = list(PIPELINE)
+    monkeypatch.setattr(pipeline_module, "PIPELINE", (*steps[:3], plant, steps[3]))
+    with pytest.raises(autocastfx.VerifyError, match=r"(?s)is float64, planned float16.*>>> "):
+        autocastfx.convert(Net(), (x,))
+
+
+def test_what_was_captured_stays_as_it_is(x: Tensor) -> None:
+    amp_model = autocastfx.convert(Net(), (x,))
+    captured = amp_model.variants[0].captured
+    before = str(captured.graph)
+    assert not any(origin(n) for n in captured.graph.nodes)
+    rebuilt = amp_model._maker.rebuild(captured, amp_model.held(), torch.device("cpu"))
+    rebuilt.mount("_variants.0")
+    assert str(captured.graph) == before
+    assert rebuilt.code == amp_model.variants[0].code
+
+
+def test_a_converter_pickles(x: Tensor) -> None:
+    amp_model = autocastfx.convert(Net(), (x,))
+    converter: Converter = pickle.loads(pickle.dumps(amp_model._maker.converter))
+    assert converter == amp_model._maker.converter
+    variant = converter(amp_model.variants[0].captured, amp_model.held(), torch.device("cpu"))
+    assert variant.plan == amp_model.plan
