@@ -241,7 +241,7 @@ def test_other_dtypes_are_refused(dtype: Any, x: Tensor) -> None:
 
 @pytest.mark.parametrize("model", [lambda x: x, nn.Linear, None, torch.ones(1)])
 def test_what_is_no_module_is_refused(model: Any, x: Tensor) -> None:
-    with pytest.raises(TypeError, match="convert takes an nn.Module, a GraphModule or an ExportedProgram, not "):
+    with pytest.raises(TypeError, match=r"convert takes an nn\.Module, a GraphModule or an ExportedProgram, not "):
         autocastfx.convert(model, (x,))
 
 
