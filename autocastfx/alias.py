@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from autocastfx.graph import tensors, uses
 from autocastfx.op_name import op_name
 
-__all__ = ["AliasSet", "alias_sets", "mutated_inputs"]
+__all__ = ["AliasSet", "alias_sets", "aliased", "mutated_inputs"]
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -56,7 +56,7 @@ def alias_sets(
     for node in graph.nodes:
         for tensor in (t for t in tensors(node) if t.layout == torch.strided):
             union(owners.setdefault(_storage_id(tensor), node), node)
-        for use in _aliased(node):
+        for use in aliased(node):
             union(use, node)
         for target in written_by(node):
             union(target, node)
@@ -74,7 +74,7 @@ def _storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _aliased(node: fx.Node) -> Iterator[fx.Node]:
+def aliased(node: fx.Node) -> Iterator[fx.Node]:
     """Inputs that an output of ``node`` may share storage with."""
     if op_name(node) == "getitem":
         yield from node.all_input_nodes[:1]

@@ -48,7 +48,8 @@ def convert(
         op_list: which op runs in which precision: a preset's name, a YAML path, an ``OpList``, or a sequence of these,
             of which the later win. ``"default"`` is the preset of ``dtype``.
         weights: ``"cast"``: parameters stay float32 and are cast in the graph. ``"cached"`` and ``"low"`` are reserved.
-        fold: reserved; only the default is accepted, and no ``deny`` op is folded yet.
+        fold: ``"exact"``: a ``deny`` op may take and give 16 bits between low neighbours, where the table of kernel
+            facts says that this changes no more than an ulp; ``"none"``: never. ``"kernel"`` is reserved.
         calibrate: reserved.
         device: decide for the kernels of this device; the model's own by default.
         keep_output_dtype: cast float32 outputs back to float32.
@@ -65,7 +66,8 @@ def convert(
         VerifyError: a defect of this package; nothing is handed out.
     """
     _check_arguments(dtype, weights, fold, calibrate, plan)
-    converter = Converter(load_op_list(op_list, default=LOW[dtype]), load_kernel_facts(), dtype, keep_output_dtype)
+    lists = load_op_list(op_list, default=LOW[dtype])
+    converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype, fold)
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
     if isinstance(model, ExportedProgram):
@@ -132,14 +134,14 @@ def _check_arguments(dtype: torch.dtype, weights: str, fold: str, calibrate: Any
     if dtype not in LOW:
         raise ValueError(f"dtype is torch.float16 or torch.bfloat16, not {dtype!r}")
     reserved = {
-        "weights": (weights, "cast"),
-        "fold": (fold, "exact"),
-        "calibrate": (calibrate, None),
-        "plan": (plan, None),
+        "weights": (weights, ("cast",)),
+        "fold": (fold, ("exact", "none")),
+        "calibrate": (calibrate, (None,)),
+        "plan": (plan, (None,)),
     }
-    for name, (given, default) in reserved.items():
-        if given is not default and given != default:
-            raise UnsupportedError(f"{name}={given!r} is reserved and not built yet; leave it at {default!r}.")
+    for name, (given, built) in reserved.items():
+        if not any(given is one or given == one for one in built):
+            raise UnsupportedError(f"{name}={given!r} is reserved and not built yet; leave it at {built[0]!r}.")
 
 
 def _warn_of_slow_kernels(amp_model: AmpModule, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +19,7 @@ __all__ = [
     "Origin",
     "Use",
     "dtypes",
+    "elements",
     "has_float32",
     "is_float32",
     "map_uses",
@@ -89,6 +91,20 @@ def is_float32(node: fx.Node) -> bool:
 def has_float32(node: fx.Node) -> bool:
     """Whether any tensor that the node produces is float32."""
     return torch.float32 in dtypes(node)
+
+
+def elements(node: fx.Node, dtype: torch.dtype = torch.float32) -> int:
+    """Number of elements of the tensors of ``dtype`` that the node produces, for the sizes of the example inputs.
+
+    A size that depends on data counts as 1.
+    """
+    return sum(math.prod(_size(n) for n in t.shape) for t in tensors(node) if t.dtype == dtype)
+
+
+def _size(size: int | torch.SymInt) -> int:
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.hint is not None else 1
+    return size
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,28 @@ __all__ = ["KernelFacts", "load_kernel_facts"]
 class KernelFacts:
     """Facts by op name.
 
-    ``computes_in_float32``: ops whose kernels compute in float32 inside. ``mixes_scalars``: ops that take a 0-d float32
-    operand beside 16-bit ones. ``no_kernel``: per (device type, dtype name),
-    the ops that the device cannot run in that dtype.
+    Attributes:
+        computes_in_float32: the kernel computes in float32 inside.
+        mixed_args: the kernel takes operands of several precisions and computes in the widest of those with dimensions.
+        no_kernel: per (device type, dtype name), what the device cannot run in that dtype.
+        folds: per (device type, dtype name), what takes and gives 16 bits as exactly as with casts around it.
+        expands_range: finite inputs can give results beyond their range.
     """
 
     computes_in_float32: frozenset[str]
-    mixes_scalars: frozenset[str]
+    mixed_args: frozenset[str]
     no_kernel: Mapping[tuple[str, str], frozenset[str]]
+    folds: Mapping[tuple[str, str], frozenset[str]]
+    expands_range: frozenset[str]
 
     def runs(self, op: str, dtype: str, device: str) -> bool:
         """Whether ``device`` has a kernel of ``op`` for ``dtype``, as far as the table knows."""
         return base_name(op) not in self.no_kernel.get((device, dtype), frozenset())
+
+    def may_fold(self, op: str, dtype: str, device: str) -> bool:
+        """Whether ``op`` may take and give ``dtype`` where its list asks for float32."""
+        fits = dtype != "float16" or base_name(op) not in self.expands_range
+        return fits and base_name(op) in self.folds.get((device, dtype), frozenset())
 
 
 def load_kernel_facts() -> KernelFacts:
@@ -37,13 +47,18 @@ def load_kernel_facts() -> KernelFacts:
         OpListError: the file is damaged.
     """
     tree = parse_file(preset_folder() / "kernel_facts.yaml", shown="op_lists/kernel_facts.yaml")
-    tree.check_keys(("computes_in_float32", "mixes_scalars", "no_kernel"), what="kernel fact")
-    missing = {
-        (device.text, dtype.text): _ops(ops)
-        for device, dtypes in tree.child("no_kernel").items()
-        for dtype, ops in dtypes.items()
-    }
-    return KernelFacts(_ops(tree.child("computes_in_float32")), _ops(tree.child("mixes_scalars")), missing)
+    tree.check_keys(("computes_in_float32", "mixed_args", "no_kernel", "folds", "expands_range"), what="kernel fact")
+    return KernelFacts(
+        computes_in_float32=_ops(tree.child("computes_in_float32")),
+        mixed_args=_ops(tree.child("mixed_args")),
+        no_kernel=_by_device(tree.child("no_kernel")),
+        folds=_by_device(tree.child("folds")),
+        expands_range=_ops(tree.child("expands_range")),
+    )
+
+
+def _by_device(tree: Tree) -> dict[tuple[str, str], frozenset[str]]:
+    return {(device.text, dtype.text): _ops(ops) for device, dtypes in tree.items() for dtype, ops in dtypes.items()}
 
 
 def _ops(tree: Tree) -> frozenset[str]:

@@ -10,16 +10,19 @@ import torch
 from torch import fx, nn
 
 from autocastfx.capture.export import Captured
-from autocastfx.graph import copy_graph, dtypes, module_path, origin, subgraphs
+from autocastfx.graph import copy_graph, dtypes, elements, module_path, origin, subgraphs
 from autocastfx.kernel_facts import KernelFacts
-from autocastfx.op_list import OpList
+from autocastfx.op_list import Category, OpList
 from autocastfx.op_name import op_name
 from autocastfx.passes.classify import Classification, Classifier
 from autocastfx.passes.place import place
 from autocastfx.passes.rewrite import Rewriter
+from autocastfx.passes.simple import place_simply
 from autocastfx.passes.verify import verify
-from autocastfx.plan import Placement, Plan, PlannedCast, PlannedNode, Precision
+from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Traffic
 from autocastfx.ports import Ports
+from autocastfx.traffic import CAST, bytes_moved
+from autocastfx.unit import units_of
 from autocastfx.variant import Variant
 
 __all__ = ["LOW", "PIPELINE", "Converter", "State"]
@@ -41,6 +44,7 @@ class State:
     dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]
     classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))
     placements: Mapping[fx.Node, Placement] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,17 @@ class Converter:
     facts: KernelFacts
     low: torch.dtype
     keep_output_dtype: bool = True
+    fold: str = "exact"
 
     @property
     def ports(self) -> Ports:
         """Which inputs of a low node are not cast."""
         return Ports(self.op_list, self.facts)
+
+    def may_fold(self, node: fx.Node, decision: Decision, device: torch.device) -> bool:
+        """Whether ``node``, which its list denies, may yet run low between low neighbours."""
+        listed = decision.category is Category.DENY and not decision.source.startswith("forced:")
+        return listed and self.fold != "none" and self.facts.may_fold(op_name(node), LOW[self.low], device.type)
 
     def __call__(self, captured: Captured, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Variant:
         """A variant made from ``captured``, for ``device``.
@@ -69,8 +79,10 @@ class Converter:
             BannedOpError: the list bans an op.
             VerifyError: the rewritten graph is not what was planned.
         """
-        graph, attributes, nodes, casts = self._convert(captured.graph, captured.attributes, tensors, device, "")
-        plan = Plan(LOW[self.low], device.type, self.op_list.name, tuple(nodes), tuple(casts))
+        graph, attributes, nodes, casts, traffic = self._convert(
+            captured.graph, captured.attributes, tensors, device, ""
+        )
+        plan = Plan(LOW[self.low], device.type, self.op_list.name, tuple(nodes), tuple(casts), traffic)
         return Variant(
             graph=graph,
             attributes=attributes,
@@ -90,12 +102,13 @@ class Converter:
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
         prefix: str,
-    ) -> tuple[fx.Graph, dict[str, Any], list[PlannedNode], list[PlannedCast]]:
+    ) -> tuple[fx.Graph, dict[str, Any], list[PlannedNode], list[PlannedCast], Traffic]:
         graph = copy_graph(source)
         inner = replace(self, keep_output_dtype=True)
         converted: dict[str, Any] = dict(attributes)
         nodes: list[PlannedNode] = []
         casts: list[PlannedCast] = []
+        traffic = Traffic()
         for node in graph.nodes:
             held = subgraphs(node, attributes) if op_name(node) in _CONVERTED_INSIDE else {}
             for target, module in held.items():
@@ -104,6 +117,7 @@ class Converter:
                 converted[target] = fx.GraphModule(inside[1], inside[0])
                 nodes += inside[2]
                 casts += inside[3]
+                traffic += inside[4]
         state = State(
             graph=graph,
             attributes=converted,
@@ -116,7 +130,7 @@ class Converter:
             state = run(self, state, device)
         nodes += [_planned(node, state, self.low, prefix) for node in computing]
         casts += _casts(graph, prefix)
-        return graph, converted, nodes, casts
+        return graph, converted, nodes, casts, traffic + state.traffic
 
 
 def _classify(converter: Converter, state: State, device: torch.device) -> State:
@@ -125,7 +139,20 @@ def _classify(converter: Converter, state: State, device: torch.device) -> State
 
 
 def _place(converter: Converter, state: State, device: torch.device) -> State:
-    return replace(state, placements=place(state.graph, state.classification.decisions, converter.ports))
+    graph, decisions = state.graph, state.classification.decisions
+    units = units_of(graph, decisions, converter.ports)
+    simple = place_simply(decisions, units)
+    if converter.op_list.placement == "simple":
+        placements = simple
+    else:
+        folds = frozenset(n for n, d in decisions.items() if converter.may_fold(n, d, device))
+        keeps = converter.keep_output_dtype
+        placements = place(graph, decisions, units, folds=folds, keep_output_dtype=keeps)
+
+    def moved(placements: Mapping[fx.Node, Placement]) -> int:
+        return bytes_moved(graph, placements, units, keep_output_dtype=converter.keep_output_dtype)
+
+    return replace(state, placements=placements, traffic=Traffic(moved(placements), moved(simple)))
 
 
 def _rewrite(converter: Converter, state: State, device: torch.device) -> State:
@@ -185,6 +212,7 @@ def _casts(graph: fx.Graph, prefix: str) -> list[PlannedCast]:
             dtype=_names(dtypes(node)),
             readers=tuple(prefix + reader.name for reader in node.users),
             saturates=mark.saturates,
+            bytes=CAST * elements(node, *dtypes(node)),
         )
         for node, mark in made
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 from autocastfx.op_list import Category
 
-__all__ = ["Decision", "Placement", "Plan", "PlannedCast", "PlannedNode", "Precision"]
+__all__ = ["Decision", "Placement", "Plan", "PlannedCast", "PlannedNode", "Precision", "Traffic"]
 
 
 class Precision(str, Enum):
@@ -36,11 +36,15 @@ class Decision:
 
 @dataclass(frozen=True)
 class Placement:
-    """The precision that a node runs in (its inputs) and the one that its output is stored in."""
+    """The precision that a node runs in (its inputs) and the one that its output is stored in.
+
+    ``as_stored`` names the arguments that it takes in whatever precision they are stored.
+    """
 
     run: Precision
     store: Precision
     because: str
+    as_stored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,25 @@ class PlannedNode:
 
 @dataclass(frozen=True)
 class PlannedCast:
-    """A cast that the conversion inserted: of which value, to which dtype, and who reads it."""
+    """A cast that the conversion inserted: of which value, to which dtype, who reads it, and the bytes it moves."""
 
     name: str
     value: str
     dtype: str
     readers: tuple[str, ...]
     saturates: bool = False
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that the ops and casts of a graph move of what was float32, and that TensorFlow's rule would have moved."""
+
+    moved: int = 0
+    moved_simply: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.moved + other.moved, self.moved_simply + other.moved_simply)
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,7 @@ class Plan:
     op_list: str
     nodes: tuple[PlannedNode, ...]
     casts: tuple[PlannedCast, ...]
+    traffic: Traffic = Traffic()
 
     def __getitem__(self, name: str) -> PlannedNode:
         """The entry of the node called ``name``.
@@ -117,7 +134,7 @@ class Plan:
             data: dict[str, Any] = json.loads(text)
             nodes = tuple(_node(n) for n in data.pop("nodes"))
             casts = tuple(_cast(c) for c in data.pop("casts"))
-            return cls(nodes=nodes, casts=casts, **data)
+            return cls(nodes=nodes, casts=casts, traffic=Traffic(**data.pop("traffic")), **data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a plan written by to_json: {error!r}") from error
 
@@ -125,7 +142,8 @@ class Plan:
 def _node(data: dict[str, Any]) -> PlannedNode:
     decided, placed = data["decision"], data["placement"]
     decision = Decision(Category(decided["category"]), decided["reason"], decided["source"])
-    placement = Placement(Precision(placed["run"]), Precision(placed["store"]), placed["because"])
+    as_stored = tuple(placed.get("as_stored", ()))
+    placement = Placement(Precision(placed["run"]), Precision(placed["store"]), placed["because"], as_stored)
     rest: dict[str, Any] = {**data, "decision": decision, "placement": placement}
     return PlannedNode(**rest)
 

@@ -1,16 +1,18 @@
-"""Which inputs of a node that runs low are not cast: one answer for all passes."""
+"""Which inputs of a node are not cast to the precision that it runs in: one answer for all passes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from autocastfx.alias import mutated_inputs
-from autocastfx.graph import Use, tensors, uses
+from autocastfx.graph import Use, dtypes, elements, is_float32, tensors, uses
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import OpList
 from autocastfx.op_name import base_name, op_name
+from autocastfx.plan import Placement, Precision
 
 __all__ = ["Ports"]
 
@@ -26,12 +28,40 @@ class Ports:
         """Whether the argument is one of the op's ``keep_args``."""
         return use.argument in self.op_list.kept(op_name(node))
 
-    def stays_as_stored(self, node: fx.Node, use: Use) -> bool:
-        """Whether the argument is a 0-d operand that the kernel takes in any precision, beside one with dimensions."""
-        if base_name(op_name(node)) not in self.facts.mixes_scalars or any(t.ndim for t in tensors(use.node)):
-            return False
-        others = (t for u in uses(node) if u.node is not use.node for t in tensors(u.node))
-        return any(t.ndim and t.is_floating_point() for t in others)
+    def operands(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The float32 values that an op of ``mixed_args`` takes in any mixture of precisions; nothing for other ops.
+
+        Those that set the precision of the result come first: the ones with dimensions, if any has some.
+        """
+        if base_name(op_name(node)) not in self.facts.mixed_args:
+            return ()
+        reads = dict.fromkeys(u.node for u in uses(node))
+        if any(not is_float32(read) and any(d.is_floating_point for d in dtypes(read)) for read in reads):
+            return ()
+        return tuple(sorted((read for read in reads if is_float32(read)), key=lambda r: tensors(r)[0].ndim == 0))
+
+    def decisive(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Those of ``operands`` that set the precision of the result."""
+        operands = self.operands(node)
+        return tuple(r for r in operands if tensors(r)[0].ndim) or operands
+
+    def as_stored(self, node: fx.Node, placements: Mapping[fx.Node, Placement]) -> tuple[str, ...]:
+        """The arguments that ``node`` takes as they are stored, for its kernel computes in the widest precision.
+
+        A node that runs low so reads 0-d operands; one that runs in float32 all its low ones, as long as one decisive
+        operand is float32: if none is, the smallest is cast.
+        """
+        operands, decisive = self.operands(node), self.decisive(node)
+        placement = placements.get(node)
+        if placement is None or not operands:
+            return ()
+        if placement.run is Precision.LOW:
+            found = set(operands) - set(decisive)
+        else:
+            found = {r for r in operands if r in placements and placements[r].store is Precision.LOW}
+            if all(r in found for r in decisive):
+                found.discard(min(decisive, key=elements))
+        return tuple(u.argument for u in uses(node) if u.node in found)
 
     def written(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The values that ``node`` writes into and that share its precision (batch_norm's statistics do not)."""

@@ -220,7 +220,7 @@ def test_what_cannot_be_captured_says_why_and_what_helps(name: str, x: Tensor) -
     ("name", "default", "values"),
     [
         ("weights", "cast", ["cached", "low", "", None]),
-        ("fold", "exact", ["kernel", "none"]),
+        ("fold", "exact", ["kernel", "all", None]),
         ("calibrate", None, [[1], False, ()]),
         ("plan", None, [{}, "plan.json"]),
     ],

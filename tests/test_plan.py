@@ -70,14 +70,14 @@ def test_what_a_plan_tells(plan: Plan) -> None:
         ("add", "float32"): 1,
     }
     casts = {cast.name: cast for cast in plan.casts}
-    assert casts["x_bfloat16"] == PlannedCast("x_bfloat16", "x", "bfloat16", ("linear",))
+    assert casts["x_bfloat16"] == PlannedCast("x_bfloat16", "x", "bfloat16", ("linear",), bytes=8 * 6)
     assert casts["linear_float32"].readers == ("softmax",)
     assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_json_is_readable(plan: Plan) -> None:
     data = json.loads(plan.to_json())
-    assert list(data) == ["low", "device", "op_list", "nodes", "casts"]
+    assert list(data) == ["low", "device", "op_list", "nodes", "casts", "traffic"]
     node = next(n for n in data["nodes"] if n["name"] == "linear")
     assert node["decision"]["category"] == "allow"
     assert node["placement"]["run"] == "low"
@@ -88,7 +88,7 @@ def test_unknown_node(plan: Plan) -> None:
         plan["linaer"]
 
 
-GOOD = {"low": "float16", "device": "cpu", "op_list": "x", "nodes": [], "casts": []}
+GOOD = {"low": "float16", "device": "cpu", "op_list": "x", "nodes": [], "casts": [], "traffic": {}}
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,8 @@ class Classifier:
                 decision = self._decide(node, wide)
                 decisions[node] = decision
                 passes_on = decision.category in (*_FOLLOWS, Category.KEEP)
-                if decision.source in ("forced:constant", "forced:wide") or (
-                    passes_on and any(u.node in wide for u in uses(node))
-                ):
+                made_wide = decision.source in ("forced:constant", "forced:wide") or self._is_wide_constant(node)
+                if made_wide or (passes_on and any(u.node in wide for u in uses(node))):
                     wide.add(node)
         return Classification(decisions, frozenset(wide))
 
@@ -112,6 +111,12 @@ class Classifier:
                 reason = f"{source.name} holds values beyond {self._low_name}'s range"
                 return Decision(Category.DENY, reason, "forced:wide")
         return listed
+
+    def _is_wide_constant(self, node: fx.Node) -> bool:
+        """Whether ``node`` makes a tensor of a number that the low dtype cannot hold (``full``, ``scalar_tensor``)."""
+        largest = float(torch.finfo(self.low).max)
+        made = has_float32(node) and not any(has_float32(u.node) for u in uses(node))
+        return made and any(largest < abs(number) < math.inf for _, number in constants(node))
 
     def _listed(self, node: fx.Node) -> Decision:
         for name in (*module_classes(node), op_name(node)):

@@ -1,226 +1,225 @@
-"""decisions → the precision of every port. Pure: no edge is touched, no other pass is known.
+"""decisions → the placements that move the fewest bytes: a minimum cut. Pure: no edge is touched, no pass is known.
 
-The rule is TensorFlow's (auto_mixed_precision: grow the deny set forwards, then the allow set between allows, then
-through clear ops), on units instead of nodes: the views and writers of one mutated storage are decided as one.
+What the categories leave free is labelled low or float32. ``allow`` and ``deny`` are given; an ``infer`` after a
+``deny`` is float32 (TensorFlow's rule), and so is one that no ``allow`` comes before; a ``promote`` is low only if its
+inputs are; a ``clear`` never rounds what a float32 op reads; a ``deny`` that folds may be low between low neighbours.
+Ties are float32.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
+import torch
 from torch import fx
 
-from autocastfx.alias import AliasSet, alias_sets
-from autocastfx.graph import has_float32, is_member, producer, tensors, uses
+from autocastfx.cut import Label, Term, cheapest
+from autocastfx.graph import elements, has_float32, is_float32, is_member, tensors, uses
 from autocastfx.op_list import Category
 from autocastfx.plan import Decision, Placement, Precision
-from autocastfx.ports import Ports
+from autocastfx.traffic import BYTES, CAST, moves
+from autocastfx.unit import Unit, Units, reach
 
 __all__ = ["place"]
 
-_FREE = (Category.INFER, Category.CLEAR, Category.PROMOTE)
-# The category of a unit is the first of these that any of its members has.
-_STRENGTH = (Category.KEEP, Category.DENY, Category.ALLOW, Category.PROMOTE, Category.INFER, Category.CLEAR)
+_OUTSIDE = "float32"  # the label of what is float32 whatever is placed: graph inputs, parameters, outputs
+_EXTRA = BYTES[Precision.FLOAT32] - BYTES[Precision.LOW]
 
 
-@dataclass(eq=False)
-class _Unit:
-    """Nodes that take one precision: a single node, or all views and writers of one mutated storage."""
+@dataclass(frozen=True)
+class _Taint:
+    """The label of whether a ``deny`` that folds has tainted a unit; low if not."""
 
-    nodes: list[fx.Node]
-    category: Category
-    before: list[_Unit] = field(default_factory=list)
-    after: list[_Unit] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.nodes[0].name
+    unit: Unit
 
 
-def place(graph: fx.Graph, decisions: Mapping[fx.Node, Decision], ports: Ports) -> dict[fx.Node, Placement]:
+def place(
+    graph: fx.Graph,
+    decisions: Mapping[fx.Node, Decision],
+    units: Units,
+    *,
+    folds: frozenset[fx.Node] = frozenset(),
+    keep_output_dtype: bool = True,
+) -> dict[fx.Node, Placement]:
     """A placement for each computing node of ``graph``.
 
     Args:
         graph: captured, with abstract values.
         decisions: one for every ``call_*`` node.
-        ports: which inputs of a node share its precision.
+        units: of the same graph and decisions.
+        folds: ``deny`` nodes that may run low between low neighbours.
+        keep_output_dtype: whether the graph's outputs are read in float32.
     """
-    storages = alias_sets(graph, ports.written)
-    units = _units(graph, decisions, storages)
-    tainted = _state_updates(units, storages)
-    while True:
-        _taint(dict.fromkeys(units.values()), tainted)
-        low = _grow(dict.fromkeys(units.values()), tainted)
-        widest = {
-            u: "an input is float32" for u in low if u.category is Category.PROMOTE and not _all_low(u, units, low)
-        }
-        if not widest:
-            break
-        tainted.update(widest)
-    placements: dict[fx.Node, Placement] = {}
-    for node in decisions:
-        placements[node] = _placement(node, decisions[node], placements, units, low, tainted)
-        if node in storages and not is_member(node):
-            placements[node] = _stored(node, placements[node], storages[node], units, low)
-    for node in (n for n in decisions if is_member(n)):
-        captured = Placement(Precision.CAPTURED, Precision.CAPTURED, "no float32 value")
-        placements[node] = placements[producer(node)] if has_float32(node) else captured
-    return placements
-
-
-def _units(
-    graph: fx.Graph, decisions: Mapping[fx.Node, Decision], storages: Mapping[fx.Node, AliasSet]
-) -> dict[fx.Node, _Unit]:
-    units: dict[fx.Node, _Unit] = {}
-    for node in (n for n in decisions if not is_member(n) and n not in units):
-        storage = storages.get(node)
-        if storage is None or _computes_apart(node, storage, decisions):
-            unit = _Unit([node], decisions[node].category)
+    folding = {u for u in units if u.category is Category.DENY and len(u.nodes) == 1 and u.nodes[0] in folds}
+    float32 = _forced(units, folding)
+    low = {u: "allow" for u in units if u.category is Category.ALLOW}
+    readers = {u: _readers(u, units, keep_output_dtype) for u in units}
+    terms = list(_Terms(graph, units, float32, keep_output_dtype))
+    terms += _rules(units, folding, float32, readers)
+    terms += _taints(folding, float32)
+    fixed: dict[Label, bool] = {_OUTSIDE: False, **dict.fromkeys(float32, False), **dict.fromkeys(low, True)}
+    found = cheapest(terms, fixed)
+    for unit in units:
+        if unit in found:
+            low.setdefault(unit, "folded" if unit in folding else "fewest bytes moved")
         else:
-            tied = [n for n in graph.nodes if n in storage.members and n in decisions and not is_member(n)]
-            tied = [n for n in tied if not _computes_apart(n, storage, decisions)]
-            categories = {decisions[n].category for n in tied}
-            stays = decisions.get(storage.root) is None or decisions[storage.root].category in _FIXED
-            unit = _Unit(tied, Category.DENY if stays else next(c for c in _STRENGTH if c in categories))
-        units.update(dict.fromkeys(unit.nodes, unit))
-    for node, unit in units.items():
-        for use in uses(node):
-            source = units.get(producer(use.node))
-            if source is not None and source is not unit and has_float32(use.node):
-                unit.before.append(source)
-                source.after.append(unit)
-    return units
+            float32.setdefault(unit, _because(unit, folding, units, found))
+    return units.placements(decisions, low, float32)
 
 
-# A storage made by one of these, or by no op at all (a graph input, a parameter, a buffer), stays as it was captured.
-_FIXED = (Category.DENY, Category.KEEP)
-
-
-def _computes_apart(node: fx.Node, storage: AliasSet, decisions: Mapping[fx.Node, Decision]) -> bool:
-    """Whether ``node`` makes the storage and may run in another precision than it is stored in."""
-    return node is storage.root and decisions[node].category not in _FREE
-
-
-def _state_updates(units: Mapping[fx.Node, _Unit], storages: Mapping[fx.Node, AliasSet]) -> dict[_Unit, str]:
-    """What computes the next contents of a parameter, buffer or input from its present ones.
-
-    An average that is kept in float32 but computed in 16 bits stands still, for its steps are too small.
-    """
-    found: dict[_Unit, str] = {}
-    for storage in dict.fromkeys(storages.values()):
-        if storage.root in units:
-            continue
-        readers = [units[user] for member in storage.members for user in member.users if user in units]
-        writers = [units[node] for node in storage.members if node in units]
-        after = _reach(readers, lambda u: u.after, lambda u: u.category in _FREE, {})
-        before = _reach(writers, lambda u: u.before, lambda u: u.category in _FREE, {})
-        found.update({u: storage.root.name for u in after if u in before and u.category in _FREE})
+def _forced(units: Units, folding: set[Unit]) -> dict[Unit, str]:
+    """The units that are float32 wherever the rest is placed, with the reasons."""
+    denied = [u for u in units if u.category in (Category.DENY, Category.KEEP)]
+    found = {u: str(u.category) for u in denied if u not in folding}
+    found.update({u: f"after {name}" for u, name in units.updates.items()})
+    starts = {u: u.name for u in found if u.category is not Category.KEEP}
+    tainted = reach(starts, lambda u: u.after, lambda u: u.is_free, starts)
+    for unit, name in tainted.items():
+        if unit.category in (Category.INFER, Category.PROMOTE):
+            found.setdefault(unit, f"after {name}")
+    allow = [u for u in units if u.category is Category.ALLOW or u in folding]
+    reached = reach(allow, lambda u: u.after, lambda u: u.is_free and u not in found, {})
+    for unit in units:
+        if unit.category is Category.INFER and unit not in reached:
+            found.setdefault(unit, "no allow op before it")
     return found
 
 
-def _taint(units: Iterable[_Unit], tainted: dict[_Unit, str]) -> None:
-    """Add what must be float32 because a deny op comes before it; ``tainted`` holds each unit's reason."""
-    units = list(units)
-    starts = [u for u in units if u.category is Category.DENY or u in tainted]
-    because = {u: tainted.get(u, u.name) for u in starts}
-    reached = _reach(starts, lambda u: u.after, lambda u: u.category in _FREE, because)
-    ends = [u for u in units if u.category in (Category.DENY, Category.INFER, Category.PROMOTE)]
-    leads_on = _reach(ends, lambda u: u.before, lambda u: u.category is Category.CLEAR, {})
-    for unit, origin in reached.items():
-        if unit.category in (Category.INFER, Category.PROMOTE) or (
-            unit.category is Category.CLEAR and unit in leads_on
-        ):
-            tainted.setdefault(unit, origin)
+def _because(unit: Unit, folding: set[Unit], units: Units, found: frozenset[Label]) -> str:
+    if unit in folding:
+        return str(unit.category)
+    if unit.category is Category.PROMOTE and not found.issuperset(_sources(unit, units)):
+        return "an input is float32"
+    return "fewest bytes moved"
 
 
-def _grow(units: Iterable[_Unit], tainted: Mapping[_Unit, str]) -> dict[_Unit, str]:
-    """The units that run low, each with its reason: allow ops, what lies between them, and clear ops next to those."""
-    units = list(units)
+class _Terms:
+    """The bytes of every placement, as terms of a cut."""
 
-    def is_open(unit: _Unit) -> bool:
-        return unit.category in _FREE and unit not in tainted
+    def __init__(self, graph: fx.Graph, units: Units, float32: Mapping[Unit, str], keep_output_dtype: bool) -> None:
+        self.units, self.float32 = units, float32
+        self.graph, self.keep_output_dtype = graph, keep_output_dtype
+        self.low_readers: dict[fx.Node, list[Label]] = defaultdict(list)
+        self.float32_readers: dict[fx.Node, list[Label]] = defaultdict(list)
 
-    allow = [u for u in units if u.category is Category.ALLOW]
-    after = _reach(allow, lambda u: u.after, is_open, {u: u.name for u in allow})
-    before = _reach(allow, lambda u: u.before, is_open, {u: u.name for u in allow})
-    low = dict.fromkeys(allow, "allow")
-    low.update({u: f"between {after[u]} and {before[u]}" for u in after if u in before and u not in low})
-    names = {u: u.name for u in low}
-    near = _reach(
-        list(low), lambda u: [*u.before, *u.after], lambda u: is_open(u) and u.category is Category.CLEAR, names
-    )
-    low.update({u: f"next to {name}" for u, name in near.items() if u not in low})
-    return low
+    def __iter__(self) -> Iterator[Term]:
+        for node in self.graph.nodes:
+            if node in self.units.of:
+                yield from self._node(node, self.units.of[node])
+            elif node.op == "output" and self.keep_output_dtype:
+                for read in dict.fromkeys(u.node for u in uses(node) if is_float32(u.node)):
+                    self.float32_readers[read].append(_OUTSIDE)
+        for value in dict.fromkeys((*self.low_readers, *self.float32_readers)):
+            yield from self._casts(value)
+
+    def _stored(self, value: fx.Node) -> Label:
+        return self.units.stored(value) or _OUTSIDE
+
+    def _node(self, node: fx.Node, unit: Unit) -> Iterator[Term]:
+        operands, anchor = self.units.ports.operands(node), self._anchor(node)
+        for use in (u for u in uses(node) if is_float32(u.node)):
+            read, extra = use.node, _EXTRA * elements(use.node) if moves(node) else 0
+            if self.units.ports.stays_float32(node, use):
+                self.float32_readers[read].append(_OUTSIDE)
+            elif read not in operands or read is anchor:
+                yield Term(extra, (), (unit,))
+                self.low_readers[read].append(unit)
+                self.float32_readers[read].append(unit)
+            elif read in self.units.ports.decisive(node):
+                yield Term(extra, (), (self._stored(read),))  # in float32 the kernel takes it as it is stored
+                self.low_readers[read].append(unit)
+        if has_float32(node):
+            stored, size = self._stored(node), elements(node)
+            if moves(node):
+                yield Term(_EXTRA * size, (), (stored,))
+            if stored is not unit:
+                yield from (Term(CAST * size, (unit,), (stored,)), Term(CAST * size, (stored,), (unit,)))
+
+    def _anchor(self, node: fx.Node) -> fx.Node | None:
+        """Of operands that mix, the one that is cast if the node is float32 and none of them is: the likeliest float32.
+
+        Chosen beforehand, for "at least one of them" is nothing that a cut can decide.
+        """
+        decisive = self.units.ports.decisive(node)
+        return min(decisive, key=lambda r: self._likely_low(r, node)) if decisive else None
+
+    def _likely_low(self, value: fx.Node, reader: fx.Node) -> tuple[int, int]:
+        unit = self.units.stored(value)
+        if unit is None or unit in self.float32 or unit is self.units.of[reader]:
+            return 0, 0
+        if unit.category is Category.ALLOW:
+            return 3, elements(value)
+        source = unit
+        while source.category is Category.CLEAR and len(source.before) == 1:
+            source = source.before[0]
+        return (2 if source.category is Category.ALLOW else 1), 0
+
+    def _casts(self, value: fx.Node) -> Iterator[Term]:
+        """One cast to each precision, however many read it; of what is mutated, one for each reader."""
+        stored, cost = self._stored(value), CAST * elements(value)
+        low, float32 = self.low_readers[value], self.float32_readers[value]
+        if value in self.units.storages:
+            yield from (Term(cost, (reader,), (stored,)) for reader in low if reader is not stored)
+            yield from (Term(cost, (stored,), (reader,)) for reader in float32 if reader is not stored)
+            return
+        if low:
+            yield Term(cost, tuple(low), (stored,))
+        if float32:
+            yield Term(cost, (stored,), tuple(float32))
 
 
-def _reach(
-    starts: Iterable[_Unit],
-    neighbours: Callable[[_Unit], Iterable[_Unit]],
-    passes: Callable[[_Unit], bool],
-    labels: Mapping[_Unit, str],
-) -> dict[_Unit, str]:
-    """All units that ``starts`` reach through units that pass, each with the label of the first start to reach it."""
-    found = {u: labels.get(u, "") for u in starts}
-    queue = deque(found)
+def _readers(unit: Unit, units: Units, keep_output_dtype: bool) -> tuple[Label, ...]:
+    """The labels of all that reads what a unit makes."""
+    found: dict[Label, None] = {}
+    queue = list(unit.nodes)
     while queue:
-        unit = queue.popleft()
-        for other in neighbours(unit):
-            if other not in found and passes(other):
-                found[other] = found[unit]
-                queue.append(other)
-    return found
+        for reader in queue.pop().users:
+            if is_member(reader):
+                queue.append(reader)
+            elif reader in units.of:
+                found[units.of[reader]] = None
+            elif reader.op == "output" and keep_output_dtype:
+                found[_OUTSIDE] = None
+    return tuple(label for label in found if label is not unit)
 
 
-def _all_low(unit: _Unit, units: Mapping[fx.Node, _Unit], low: Mapping[_Unit, str]) -> bool:
-    """Whether every floating input is low already; a 0-d tensor never widens a result."""
+def _rules(
+    units: Units, folding: set[Unit], float32: Mapping[Unit, str], readers: Mapping[Unit, tuple[Label, ...]]
+) -> Iterator[Term]:
+    """What a unit that is low asks of its neighbours."""
+    allow = [u for u in units if u.category is Category.ALLOW]
+    after_allow = reach(allow, lambda u: u.after, lambda u: u.is_free and u not in float32, {})
+    only_for_low: set[Label] = set(allow)
+    for unit in reversed(list(units)):
+        if unit.category is Category.CLEAR and readers[unit] and only_for_low.issuperset(readers[unit]):
+            only_for_low.add(unit)
+    for unit in units:
+        rounds = unit.category is Category.CLEAR and unit not in only_for_low
+        if unit in folding or unit.category is Category.PROMOTE or (rounds and unit in after_allow):
+            yield from (Term(None, (unit,), (source,)) for source in _sources(unit, units))
+        if unit in folding or (rounds and unit not in after_allow):
+            yield from (Term(None, (unit,), (reader,)) for reader in readers[unit])
+
+
+def _sources(unit: Unit, units: Units) -> Iterator[Label]:
+    """The labels of what a unit reads in its own precision: with dimensions, for a 0-d operand widens nothing."""
     for node in unit.nodes:
-        for read in (u.node for u in uses(node) if has_float32(u.node)):
-            source = units.get(producer(read))
-            if source is unit or (source is not None and source in low):
-                continue
-            if any(t.ndim for t in tensors(read)):
-                return False
-    return True
+        for use in uses(node):
+            widens = any(t.ndim for t in tensors(use.node) if t.dtype == torch.float32)
+            if widens and not units.ports.stays_float32(node, use):
+                yield units.stored(use.node) or _OUTSIDE
 
 
-def _placement(
-    node: fx.Node,
-    decision: Decision,
-    placed: Mapping[fx.Node, Placement],
-    units: Mapping[fx.Node, _Unit],
-    low: Mapping[_Unit, str],
-    tainted: Mapping[_Unit, str],
-) -> Placement:
-    if is_member(node):
-        return Placement(Precision.CAPTURED, Precision.CAPTURED, "")  # follows its tuple, below
-    reads = [u.node for u in uses(node) if has_float32(u.node)]
-    if not reads and not has_float32(node):
-        return Placement(Precision.CAPTURED, Precision.CAPTURED, decision.reason)
-    unit = units[node]
-    if unit in low:
-        return Placement(Precision.LOW, Precision.LOW, low[unit])
-    if not has_float32(node) and decision.category in _FREE:
-        stored = [placed.get(producer(read)) for read in reads]
-        if all(p is not None and p.store is Precision.LOW for p in stored):
-            return Placement(Precision.LOW, Precision.LOW, "all its inputs are low")
-    if unit in tainted and unit.category is not Category.DENY:
-        cause = tainted[unit]
-        because = cause if cause.startswith("an input") else f"after {cause}"
-    elif unit.category is Category.DENY and decision.category is not Category.DENY:
-        because = "shares storage that stays float32"
-    else:
-        because = str(decision.category) if decision.category not in _FREE else "no two allow ops enclose it"
-    return Placement(Precision.FLOAT32, Precision.FLOAT32, because)
-
-
-def _stored(
-    node: fx.Node, placement: Placement, storage: AliasSet, units: Mapping[fx.Node, _Unit], low: Mapping[_Unit, str]
-) -> Placement:
-    """The same placement, stored as the other members of the node's storage are."""
-    others = [units[n] for n in storage.members if n in units and units[n] is not units[node]]
-    if node is not storage.root or not others:
-        return placement
-    store = Precision.LOW if others[0] in low else Precision.FLOAT32
-    return Placement(placement.run, store, placement.because)
+def _taints(folding: set[Unit], float32: Mapping[Unit, str]) -> Iterator[Term]:
+    """Where a ``deny`` that folds is float32 after all, it taints what follows."""
+    reached = reach(folding, lambda u: u.after, lambda u: u.is_free and u not in float32, {})
+    for unit in (u for u in reached if u not in folding):
+        for before in dict.fromkeys(unit.before):
+            if before in folding:
+                yield Term(None, (_Taint(unit),), (before,))
+            elif before in reached:
+                yield Term(None, (_Taint(unit),), (_Taint(before),))
+        if unit.category in (Category.INFER, Category.PROMOTE):
+            yield Term(None, (unit,), (_Taint(unit),))

@@ -104,16 +104,16 @@ class _Run:
         placement = self.placements.get(node)
         runs_low = placement is not None and placement.run is Precision.LOW
         ports = self.policy.ports
+        as_stored = placement.as_stored if placement is not None else ()
 
         def wanted(argument: str, read: fx.Node) -> fx.Node:
             if not is_float32(read):
                 return read
             if node.op == "output" and not self.policy.keep_output_dtype:
                 return self.stored.get(read, read)
-            use = Use(argument, read)
-            if runs_low and ports.stays_as_stored(node, use):
+            if argument in as_stored:
                 return self.stored.get(read, read)
-            wants_low = runs_low and not ports.stays_float32(node, use)
+            wants_low = runs_low and not ports.stays_float32(node, Use(argument, read))
             return self._as(Precision.LOW if wants_low else Precision.FLOAT32, read, node)
 
         map_uses(node, wanted)

@@ -65,7 +65,7 @@ def verify(
                 changed.add(node)
         else:
             set_value(node, sizes(value(node)))
-        problem = _problem(node, placements.get(node), captured, low=low, ports=ports, keeps=keep_output_dtype)
+        problem = _problem(node, placements, captured, low=low, ports=ports, keeps=keep_output_dtype)
         if problem:
             raise VerifyError(_report(graph, node, problem))
 
@@ -92,13 +92,14 @@ def _run(node: fx.Node, graph: fx.Graph) -> Any:
 
 def _problem(
     node: fx.Node,
-    placement: Placement | None,
+    placements: Mapping[fx.Node, Placement],
     captured: Mapping[fx.Node, tuple[torch.dtype, ...]],
     *,
     low: torch.dtype,
     ports: Ports,
     keeps: bool,
 ) -> str | None:
+    placement = placements.get(node)
     if node.op == "output" and keeps:
         for use in uses(node):
             was = captured.get(_captured_of(use.node, captured), ())
@@ -112,10 +113,13 @@ def _problem(
             return f"writes into {target.name}, a cast that nobody else reads"
     runs_low = placement.run is Precision.LOW
     for use in uses(node):
-        was = captured.get(_captured_of(use.node, captured), ())
-        if was != (torch.float32,) or (runs_low and ports.stays_as_stored(node, use)):
+        source = _captured_of(use.node, captured)
+        if captured.get(source, ()) != (torch.float32,):
             continue
-        wanted = low if runs_low and not ports.stays_float32(node, use) else torch.float32
+        wants_low = runs_low and not ports.stays_float32(node, use)
+        if use.argument in placement.as_stored:
+            wants_low = source in placements and placements[source].store is Precision.LOW
+        wanted = low if wants_low else torch.float32
         if dtypes(use.node) != (wanted,):
             found = f"argument {use.argument!r} ({use.node.name}) is {_names(dtypes(use.node))}"
             return f"{found}, planned {_names((wanted,))}"

@@ -22,5 +22,7 @@ def summary(view: View) -> list[str]:
         f"nodes: {low} low ({plan.low}), {wide} float32, {captured} captured (no float32 value)",
         f"casts: {len(casts)}, of which {len(casts) - to_float32} to {plan.low} and {to_float32} to float32; "
         f"{saturating} saturating",
+        f"bytes moved: {plan.traffic.moved:,}, of which by casts {sum(c.bytes for c in plan.casts):,}; "
+        f"by TensorFlow's rule {plan.traffic.moved_simply:,}",
         f"unlisted ops: {unlisted}",
     ]

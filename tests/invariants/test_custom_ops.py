@@ -15,12 +15,6 @@ from tests.invariants.pair import Pair, net, placed, twice
 pytestmark = pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")
 
 
-twice.register_fake(torch.empty_like)
-
-
-twice.register_autograd(lambda ctx, grad: grad + grad)
-
-
 @pytest.mark.parametrize(
     ("category", "precision"),
     [

@@ -1,26 +1,180 @@
-"""TensorFlow's scenarios for its graph rewrite (auto_mixed_precision_test.cc), and what is added to its rule here."""
+"""The cut against brute force on random graphs, and what it does on small ones (TensorFlow's rule: test_simple.py)."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
-from torch import nn
-from torch._higher_order_ops.while_loop import while_loop
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import fx
 
 import autocastfx
-from autocastfx.plan import Precision
-from tests.helpers import Function, listing, op_list, relative_error, rewritten, text
+from autocastfx.graph import dtypes, has_float32, origin, producer, uses
+from autocastfx.kernel_facts import load_kernel_facts
+from autocastfx.op_list import Category
+from autocastfx.op_name import op_name
+from autocastfx.passes.place import place
+from autocastfx.passes.rewrite import Rewriter
+from autocastfx.passes.simple import place_simply
+from autocastfx.passes.verify import verify
+from autocastfx.plan import Decision, Precision
+from autocastfx.ports import Ports
+from autocastfx.traffic import bytes_moved
+from autocastfx.unit import FREE, Unit, Units, units_of
+from tests.helpers import Function, op_list, rewritten, text
+from tests.passes.random_graphs import build, outputs, reordered, steps
+
+FACTS = load_kernel_facts()
+UNMIXED = Ports(autocastfx.OpList(), replace(FACTS, mixed_args=frozenset()))
+MIXED = Ports(autocastfx.OpList(), FACTS)
+many = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def folding(graph: fx.Graph) -> frozenset[fx.Node]:
+    return frozenset(n for n in graph.nodes if op_name(n) == "softplus")
+
+
+def obeys(low: set[Unit], units: Units, folds: frozenset[fx.Node], keeps: bool) -> bool:
+    """The rules of placement, written down again, node by node."""
+    foldable = {u for u in units if u.nodes[0] in folds and len(u.nodes) == 1 and u.category is Category.DENY}
+    for unit in units:
+        if unit in low and unit.category in (Category.DENY, Category.KEEP) and unit not in foldable:
+            return False
+        if unit not in low and unit.category is Category.ALLOW:
+            return False
+        if unit in low and unit in units.updates:
+            return False
+        sources = [units.stored(u.node) for n in unit.nodes for u in uses(n) if has_float32(u.node)]
+        if unit in low and (unit.category is Category.PROMOTE or unit in foldable) and not low.issuperset(sources):
+            return False
+        read_by = list(readers(unit, units, keeps))
+        if unit in low and unit in foldable and not low.issuperset(read_by):
+            return False
+    surely = {u for u in units if (u.category is Category.DENY and u not in foldable) or u in units.updates}
+    tainted = spread({u for u in units if u.category is Category.DENY and u not in low} | surely, set())
+    forced = spread(surely, set()) | {u for u in units if u.category is Category.KEEP}
+    forced -= {u for u in forced if u.category is Category.CLEAR and u not in units.updates}
+    reached = spread({u for u in units if u.category is Category.ALLOW} | foldable, forced)
+    lowable = spread({u for u in units if u.category is Category.ALLOW}, forced | surely_tainted(units, surely))
+    for unit in (u for u in low if u.category is Category.CLEAR and not only_for_allow(u, units, keeps)):
+        around = [units.stored(u.node) for n in unit.nodes for u in uses(n) if has_float32(u.node)]
+        if not low.issuperset(around if unit in lowable else readers(unit, units, keeps)):
+            return False  # it would round what a float32 op reads
+    for unit in low:
+        if unit.category in (Category.INFER, Category.PROMOTE) and unit in tainted:
+            return False
+        if unit.category is Category.INFER and unit not in reached:
+            return False
+    return True
+
+
+def spread(starts: set[Unit], closed: set[Unit]) -> set[Unit]:
+    found = set(starts)
+    while True:
+        more = {a for u in found for a in u.after if a.category in FREE and a not in closed} - found
+        if not more:
+            return found
+        found |= more
+
+
+def readers(unit: Unit, units: Units, keeps: bool) -> Iterator[Unit | None]:
+    for node in (n for n in unit.nodes[0].graph.nodes for u in uses(n) if producer(u.node) in unit.nodes):
+        if node.op == "output":
+            if keeps:
+                yield None
+        elif node in units.of and units.of[node] is not unit:
+            yield units.of[node]
+
+
+def surely_tainted(units: Units, surely: set[Unit]) -> set[Unit]:
+    return {u for u in spread(surely, set()) if u.category in (Category.INFER, Category.PROMOTE)}
+
+
+def only_for_allow(unit: Unit, units: Units, keeps: bool) -> bool:
+    read_by = list(readers(unit, units, keeps))
+    return bool(read_by) and all(
+        r is not None
+        and (r.category is Category.ALLOW or (r.category is Category.CLEAR and only_for_allow(r, units, keeps)))
+        for r in read_by
+    )
+
+
+def least(
+    graph: fx.Graph, decisions: dict[fx.Node, Decision], units: Units, folds: frozenset[fx.Node], keeps: bool
+) -> int:
+    every = list(units)
+    costs = []
+    for bits in itertools.product((False, True), repeat=len(every)):
+        low = {u for u, is_low in zip(every, bits, strict=True) if is_low}
+        if obeys(low, units, folds, keeps):
+            placements = units.placements(decisions, dict.fromkeys(low, ""), dict.fromkeys(every, ""))
+            costs.append(bytes_moved(graph, placements, units, keep_output_dtype=keeps))
+    return min(costs)
+
+
+@many
+@given(steps, outputs, st.booleans())
+def test_the_cut_moves_as_few_bytes_as_brute_force_finds(
+    steps: list[tuple[str, int, int]], outputs: list[int], keeps: bool
+) -> None:
+    graph, decisions = build(steps, outputs)
+    units, folds = units_of(graph, decisions, UNMIXED), folding(graph)
+    placements = place(graph, decisions, units, folds=folds, keep_output_dtype=keeps)
+    low = {units.of[n] for n in units.of if placements[n].run is Precision.LOW}
+    assert obeys(low, units, folds, keeps)
+    found = bytes_moved(graph, placements, units, keep_output_dtype=keeps)
+    assert found == least(graph, decisions, units, folds, keeps)
+
+
+@many
+@given(steps, outputs, st.randoms(use_true_random=False))
+def test_the_order_of_the_nodes_does_not_matter(
+    steps: list[tuple[str, int, int]], outputs: list[int], order: Random
+) -> None:
+    graph, decisions = build([s for s in steps if s[0] != "in place"], outputs)
+    other, decided = reordered(graph, decisions, order)
+
+    def placed(graph: fx.Graph, decisions: dict[fx.Node, Decision]) -> dict[str, tuple[Precision, Precision]]:
+        units = units_of(graph, decisions, UNMIXED)
+        found = place(graph, decisions, units, folds=folding(graph))
+        return {n.name: (p.run, p.store) for n, p in found.items()}
+
+    assert placed(graph, decisions) == placed(other, decided)
+
+
+@many
+@given(steps, outputs, st.booleans(), st.sampled_from([torch.float16, torch.bfloat16]))
+def test_the_graph_is_as_placed_and_no_value_is_cast_twice(
+    steps: list[tuple[str, int, int]], outputs: list[int], keeps: bool, low: torch.dtype
+) -> None:
+    graph, decisions = build(steps, outputs)
+    units = units_of(graph, decisions, MIXED)
+    placements = place(graph, decisions, units, folds=folding(graph), keep_output_dtype=keeps)
+    assert bytes_moved(graph, placements, units, keep_output_dtype=keeps) <= bytes_moved(
+        graph, place_simply(decisions, units), units, keep_output_dtype=keeps
+    )
+    mutated = {n.name for n in units.storages}
+    captured = {n: dtypes(n) for n in graph.nodes}
+    Rewriter(low, MIXED, keeps)(graph, placements, frozenset(), frozenset({"weight"}))
+    verify(graph, placements, captured, low=low, ports=MIXED, keep_output_dtype=keeps, attributes={})
+    casts = [(m.value, dtypes(n)) for n in graph.nodes if (m := origin(n)) is not None and op_name(n) == "to"]
+    once = [cast for cast in casts if cast[0] not in mutated]
+    assert len(set(once)) == len(once)
+
 
 LIST = """
 unlisted: keep
 allow: [matmul]
-deny: [exp]
-infer: [sqrt, log, tanh, add, mul, batch_norm]
-clear: [relu, abs, view, cat, split, getitem, transpose, add_, copy]
-promote: [maximum, gt]
-keep_args: {batch_norm: [weight, bias, running_mean, running_var]}
+deny: [exp, softplus]
+infer: [sqrt, log, tanh, add, mul]
+clear: [relu, view, split, getitem, add_]
+promote: [maximum, cat]
 """
 
 
@@ -35,250 +189,113 @@ def x() -> torch.Tensor:
     return torch.rand(4, 4)
 
 
-def test_without_an_allow_op_the_graph_stays_as_it_was(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    assert rewritten(lambda x: x.exp().sqrt().relu() + x, x, op_list=rules) == text("""
-          exp: f32 = exp(args_0)
-          sqrt: f32 = sqrt(exp)
-          relu: f32 = relu(sqrt)
-          add: f32 = add(relu, args_0)
-          return add
-    """)
-
-
-def test_what_is_already_float16_stays_as_it_was(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    assert rewritten(lambda x: (x @ x).relu().exp(), x.half(), op_list=rules) == text("""
-          matmul: f16 = matmul(args_0)
-          relu: f16 = relu(matmul)
-          exp: f16 = exp(relu)
-          return exp
-    """)
-
-
-def test_a_chain_from_deny_through_allow_to_deny_takes_two_casts(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    def chain(x: torch.Tensor) -> torch.Tensor:
-        clear = x.exp().relu().sqrt().relu()  # deny, clear, infer, clear
-        return (clear @ clear).relu().log().relu().exp()  # allow, clear, infer, clear, deny
-
-    assert rewritten(chain, x, op_list=rules) == text("""
-          exp: f32 = exp(args_0)
-          relu: f32 = relu(exp)
-          sqrt: f32 = sqrt(relu)
-        + sqrt_float16: f16 = to(sqrt)
-          relu_1: f16 = relu(sqrt_float16)
-          matmul: f16 = matmul(relu_1)
-          relu_2: f16 = relu(matmul)
-        + relu_2_float32: f32 = to(relu_2)
-          log: f32 = log(relu_2_float32)
-          relu_3: f32 = relu(log)
-          exp_1: f32 = exp(relu_3)
-          return exp_1
-    """)
-
-
-def test_clear_ops_follow_an_allow_in_both_directions(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    def chain(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first, third = x.relu(), y.abs().relu()
-        return (first @ first).exp(), torch.cat([third, first]).exp()
-
-    assert rewritten(chain, x, x + 1, op_list=rules, dtype=torch.bfloat16) == text("""
-        + args_0_bfloat16: bf16 = to(args_0)
-          relu: bf16 = relu(args_0_bfloat16)
-        + args_1_bfloat16: bf16 = to(args_1)
-          abs_1: bf16 = abs(args_1_bfloat16)
-          relu_1: bf16 = relu(abs_1)
-          matmul: bf16 = matmul(relu)
-        + matmul_float32: f32 = to(matmul)
-          exp: f32 = exp(matmul_float32)
-          cat: bf16 = cat(relu_1, relu)
-        + cat_float32: f32 = to(cat)
-          exp_1: f32 = exp(cat_float32)
-          return exp, exp_1
-    """)
-
-
-def test_the_models_own_casts_stay(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    assert rewritten(lambda x: (x.half() @ x.half()).relu().float().exp(), x, op_list=rules) == text("""
-          to: f16 = to(args_0)
-          to_1: f16 = to(args_0)
-          matmul: f16 = matmul(to, to_1)
-          relu: f16 = relu(matmul)
-          to_2: f32 = to(relu)
-          exp: f32 = exp(to_2)
-          return exp
-    """)
-
-
-def test_list_arguments_and_tuple_outputs(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    def lists(x: torch.Tensor) -> torch.Tensor:
-        x = x.exp()
-        product = x @ x
-        first, second = torch.cat([product, x, product.exp()]).split(6)
-        return (first @ x).exp() @ second.transpose(0, 1)
-
-    assert rewritten(lists, x, op_list=rules) == text("""
-          exp: f32 = exp(args_0)
-        + exp_float16: f16 = to(exp)
-          matmul: f16 = matmul(exp_float16)
-        + matmul_float32: f32 = to(matmul)
-          exp_1: f32 = exp(matmul_float32)
-        + exp_1_float16: f16 = to(exp_1)
-          cat: f16 = cat(matmul, exp_float16, exp_1_float16)
-          split: f16,f16 = split(cat)
-          getitem: f16 = getitem(split)
-          getitem_1: f16 = getitem(split)
-          matmul_1: f16 = matmul(getitem, exp_float16)
-        + matmul_1_float32: f32 = to(matmul_1)
-          exp_2: f32 = exp(matmul_1_float32)
-        + exp_2_float16: f16 = to(exp_2)
-          transpose: f16 = transpose(getitem_1)
-          matmul_2: f16 = matmul(exp_2_float16, transpose)
-        + matmul_2_float32: f32 = to(matmul_2)
-          return matmul_2_float32
-    """)
-
-
-def test_loop_carried_values_keep_their_dtype_and_the_body_is_converted(
+def test_an_infer_after_an_allow_stays_low_where_that_moves_fewer_bytes(
     rules: autocastfx.OpList, x: torch.Tensor
 ) -> None:
-    def loop(x: torch.Tensor) -> torch.Tensor:
-        def body(i: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return i + 1, (v @ v).tanh() @ v
-
-        _, v = while_loop(lambda i, v: i < 3, body, (torch.tensor(0), x))
-        return v @ x
-
-    amp_model = autocastfx.convert(Function(loop), (x,), op_list=rules, dtype=torch.bfloat16)
-    lines = listing(amp_model.get_submodule("_variants.0.while_loop_body_graph_0").graph)  # pyright: ignore
-    assert "matmul: bf16" in lines
-    assert "tanh: bf16" in lines
-    assert lines.endswith("return add, matmul_1_float32")
-    assert "getitem_1: f32 = getitem(while_loop)" in listing(amp_model.graph)
-    # Seven products in a row and as many roundings of their inputs; all terms are positive, so errors do not grow.
-    assert relative_error(amp_model(x), loop(x)) < 2 * 7 * torch.finfo(torch.bfloat16).eps
+    """TensorFlow's rule casts before the log, for no allow op follows."""
+    lines = rewritten(lambda x: (x @ x).log().relu().exp(), x, op_list=rules, dtype=torch.bfloat16)
+    assert lines == text("""
+        + args_0_bfloat16: bf16 = to(args_0)
+          matmul: bf16 = matmul(args_0_bfloat16)
+          log: bf16 = log(matmul)
+          relu: bf16 = relu(log)
+        + relu_float32: f32 = to(relu)
+          exp: f32 = exp(relu_float32)
+          return exp
+    """)
 
 
-def test_batch_norm_reads_low_and_keeps_float32_statistics(rules: autocastfx.OpList) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
+def test_one_cast_is_made_where_a_value_is_smallest(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    """The sum is read by three products: it is cast once, after the addition, not its two operands before."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(x @ x) @ x
+    def shared(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        total = x.exp() + y.exp()
+        return (total @ x) @ (total @ total)
 
-    model = Net()
-    x = torch.rand(4, 4)
-    amp_model = autocastfx.convert(model, (x,), op_list=rules, dtype=torch.bfloat16)
-    batch_norm = next(n for n in amp_model.graph.nodes if n.name == "batch_norm")
-    assert [n.name for n in batch_norm.all_input_nodes] == [
-        "matmul", "norm_weight", "norm_bias", "norm_running_mean", "norm_running_var"
-    ]  # fmt: skip
-    assert amp_model.plan["batch_norm"].dtype == "bfloat16"
-    amp_model(x)
-    assert model.norm.running_mean is not None
-    assert model.norm.running_mean.dtype == torch.float32
-    assert model.norm.running_mean.abs().sum() > 0
+    lines = rewritten(shared, x, x, op_list=rules)
+    assert "+ add_float16: f16 = to(add)" in lines
+    assert "exp_float16" not in lines
 
 
-@pytest.mark.parametrize(
-    ("function", "low", "high"),
-    [
-        (torch.abs, -10, 10),
-        (torch.neg, -10, 10),
-        (torch.sqrt, 0.1, 100),
-        (torch.tanh, -3, 3),
-        (torch.sigmoid, -6, 6),
-        (torch.relu, -10, 10),
-        (torch.nn.functional.relu6, -10, 10),
-        (torch.nn.functional.gelu, -4, 4),
-        (torch.nn.functional.silu, -6, 6),
-        (torch.nn.functional.elu, -4, 4),
-        (torch.nn.functional.leaky_relu, -10, 10),
-        (torch.nn.functional.hardswish, -6, 6),
-        (torch.erf, -2, 2),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_unary_ops_between_allow_ops_run_low(function, low: float, high: float, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    values = torch.rand(16, 16) * (high - low) + low
+def test_a_residual_stream_reads_its_branches_without_casts(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    """float32 plus low is one kernel: the stream stays float32 and no branch is widened by a cast of its own."""
 
-    def between(x: torch.Tensor, eye: torch.Tensor) -> torch.Tensor:
-        return function(x @ eye) @ eye
+    def stream(w: torch.Tensor) -> torch.Tensor:
+        x = w @ w
+        for _ in range(2):
+            x = x + x.exp() @ w
+        return x.exp()
 
-    eye = torch.eye(16)
-    amp_model = autocastfx.convert(Function(between), (values, eye), dtype=dtype)
-    (entry,) = [n for n in amp_model.plan.nodes if n.op not in ("matmul", "getitem")]
-    assert entry.placement.run is Precision.LOW
-    # The input, the result of each product and of the op are rounded, half an ulp each; the op's slope is at most 1.6
-    # here (sqrt at 0.1), which scales the roundings before it.
-    error = (amp_model(values, eye) - between(values, eye)).abs().max()
-    largest = max(abs(low), abs(high))
-    assert error <= (2 * 1.6 + 2) * 0.5 * torch.finfo(dtype).eps * largest
+    assert rewritten(stream, x, op_list=rules, dtype=torch.bfloat16) == text("""
+        + args_0_bfloat16: bf16 = to(args_0)
+          matmul: bf16 = matmul(args_0_bfloat16)
+        + matmul_float32: f32 = to(matmul)
+          exp: f32 = exp(matmul_float32)
+        + exp_bfloat16: bf16 = to(exp)
+          matmul_1: bf16 = matmul(exp_bfloat16, args_0_bfloat16)
+          add: f32 = add(matmul_float32, matmul_1)
+          exp_1: f32 = exp(add)
+        + exp_1_bfloat16: bf16 = to(exp_1)
+          matmul_2: bf16 = matmul(exp_1_bfloat16, args_0_bfloat16)
+          add_1: f32 = add(add, matmul_2)
+          exp_2: f32 = exp(add_1)
+          return exp_2
+    """)
 
 
-def test_a_promote_op_is_low_only_if_all_its_inputs_are(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    def both(x: torch.Tensor) -> torch.Tensor:
-        low = x @ x
-        return torch.maximum(low, low.tanh()) @ x
+def test_a_deny_folds_between_low_neighbours(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    def between(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.softplus(x @ x) @ x
 
-    def one(x: torch.Tensor) -> torch.Tensor:
-        return torch.maximum(x @ x, x.exp()) @ x
-
-    assert "maximum: f16" in rewritten(both, x, op_list=rules)
-    assert "maximum: f32" in rewritten(one, x, op_list=rules)
-
-
-def test_a_comparison_sees_the_values_as_they_are_stored(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    def compare(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        low = x @ x
-        return low > 1, x.exp() > low, low @ x
-
-    lines = rewritten(compare, x, op_list=rules)
-    assert "gt: bool = gt(matmul)" in lines
-    assert "gt_1: bool = gt(exp, matmul_float32)" in lines
+    assert rewritten(between, x, op_list=rules, dtype=torch.bfloat16) == text("""
+        + args_0_bfloat16: bf16 = to(args_0)
+          matmul: bf16 = matmul(args_0_bfloat16)
+          softplus: bf16 = softplus(matmul)
+          matmul_1: bf16 = matmul(softplus, args_0_bfloat16)
+        + matmul_1_float32: f32 = to(matmul_1)
+          return matmul_1_float32
+    """)
+    unfolded = rewritten(between, x, op_list=rules, dtype=torch.bfloat16, fold="none")
+    assert "softplus: f32 = softplus(matmul_float32)" in unfolded
 
 
-def test_all_views_and_writers_of_one_storage_take_one_precision(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    def low(x: torch.Tensor) -> torch.Tensor:
-        y = x @ x
-        y.view(16).add_(1)
-        return y @ x
+@pytest.mark.parametrize("end", [lambda y, x: y, lambda y, x: (y + x.exp()) @ x, lambda y, x: y.exp() @ x])
+def test_a_deny_with_a_float32_neighbour_does_not_fold(end, rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    def ends(x: torch.Tensor) -> torch.Tensor:
+        return end(torch.nn.functional.softplus(x @ x), x)
 
-    def high(x: torch.Tensor) -> torch.Tensor:
-        y = x.exp()
-        y.view(16).add_(1)
-        return y @ x
-
-    assert rewritten(low, x, op_list=rules).count("view: f16") == 1
-    assert "add_: f16" in rewritten(low, x, op_list=rules)
-    assert "add_: f32" in rewritten(high, x, op_list=rules)
-    for function in (low, high):
-        amp_model = autocastfx.convert(Function(function), (x,), op_list=rules, dtype=torch.bfloat16)
-        # The row sums of both products are at most 4 and 12; each of three roundings is half an ulp.
-        assert relative_error(amp_model(x), function(x)) < 3 * torch.finfo(torch.bfloat16).eps
+    assert "softplus: f32" in rewritten(ends, x, op_list=rules, dtype=torch.bfloat16)
 
 
-def test_a_mutated_value_is_cast_anew_after_each_write(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        y = x.exp()
-        first = y @ x
-        y.add_(1)
-        return (first + y @ x).exp()
-
-    lines = rewritten(twice, x, op_list=rules)
-    assert lines.index("exp_float16: f16 = to(exp)") < lines.index("add_: f32") < lines.index("f16 = to(add_)")
-    amp_model = autocastfx.convert(Function(lambda x: twice(x).log()), (x,), op_list=rules, dtype=torch.bfloat16)
-    assert relative_error(amp_model(x), twice(x).log()) < 4 * torch.finfo(torch.bfloat16).eps
-
-
-def test_reasons_name_the_neighbour(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+def test_reasons(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     def chain(x: torch.Tensor) -> torch.Tensor:
-        low = (x @ x).tanh()
-        return (low @ x) + x.exp().sqrt()
+        low = (x.tanh() @ x).tanh()
+        return torch.maximum(low @ x, x.exp().sqrt())
 
     plan = autocastfx.convert(Function(chain), (x,), op_list=rules).plan
-    assert plan["tanh"].placement.because == "between matmul and matmul_1"
-    assert plan["sqrt"].placement.because == "after exp"
-    assert plan["matmul"].placement.because == "allow"
-    assert plan["exp"].placement.because == "deny"
+    because = {name: plan[name].placement.because for name in ("tanh", "tanh_1", "sqrt", "matmul", "exp", "maximum")}
+    assert because == {
+        "tanh": "no allow op before it",
+        "tanh_1": "fewest bytes moved",
+        "sqrt": "after exp",
+        "matmul": "allow",
+        "exp": "deny",
+        "maximum": "after exp",
+    }
+
+
+def test_the_plan_says_what_is_moved_and_what_the_simple_rule_would_have_moved(
+    rules: autocastfx.OpList, x: torch.Tensor
+) -> None:
+    plan = autocastfx.convert(Function(lambda x: (x @ x).log().relu().exp()), (x,), op_list=rules).plan
+    # 16 elements. Cast of the input 6; matmul 2+2+2, log 2+2, relu 2+2; cast 6; exp 4+4. The rule casts before the log:
+    # log and relu then move 4+4 each.
+    assert plan.traffic.moved == 16 * (6 + 6 + 4 + 4 + 6 + 8)
+    assert plan.traffic.moved_simply == 16 * (6 + 6 + 8 + 8 + 6 + 8)
+    assert autocastfx.Plan.from_json(plan.to_json()) == plan
+
+
+def test_converting_twice_places_the_same(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    function = Function(lambda x: (x @ x).tanh().exp() @ x)
+    first, second = (autocastfx.convert(function, (x,), op_list=rules).plan for _ in range(2))
+    assert first == second
