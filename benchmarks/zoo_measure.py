@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward: its tensor outputs, and the floating buffers and inputs after it, for what it wrote is a result too."""
+    """One forward: its tensor outputs, and the floating buffers and inputs after it (what it wrote is a result)."""
 
     outputs: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
