@@ -6,8 +6,7 @@ Each architecture is one row of data: the model's class, its configuration and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,20 +14,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from benchmarks.zoo_case import Inputs, ZooModel
+
 VOCAB = 96
 CLASSES = 5
 PAD, IGNORE = 1, -100
-
-Inputs = Callable[[int, int], dict[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class ZooModel:
-    """One model of the zoo: how to build it, and keyword inputs for a batch and a size."""
-
-    name: str
-    build: Callable[[], nn.Module]
-    inputs: Inputs
 
 
 # ---- inputs: one function for each kind of model --------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import autocastfx
-from benchmarks.zoo import FIRST_SIZE, Row, measure
+from benchmarks.zoo_measure import FIRST_SIZE, Row, measure
 from benchmarks.zoo_models import ZOO
 
 MODELS = {model.name: model for model in ZOO}

@@ -1,0 +1,93 @@
+"""Four models at full size, on the meta device: no weight is allocated, and nothing can be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+__all__ = ["MODELS", "FullModel", "ResNet50"]
+
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class FullModel:
+    """A model in training mode and keyword inputs of one call."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], dict[str, Any]]
+
+
+class _Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions around which the input is added; the 3x3 one has the stride."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        after = 4 * width
+        self.way = nn.Sequential(
+            *(nn.Conv2d(before, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(width, after, 1, bias=False), nn.BatchNorm2d(after)),
+        )
+        fits = stride == 1 and before == after
+        shortcut = (nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+        self.shortcut = nn.Identity() if fits else nn.Sequential(*shortcut)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.relu(self.way(x) + self.shortcut(x), inplace=True)
+
+
+class ResNet50(nn.Module):
+    """The residual network of 50 layers (He et al. 2015, stride in the 3x3 convolution), with its loss.
+
+    Args:
+        blocks: number of bottlenecks of each stage.
+        width: channels of the first stage's bottlenecks.
+        classes: number of classes.
+    """
+
+    def __init__(self, blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
+        super().__init__()
+        stem = (nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        layers: list[nn.Module] = [*stem, nn.MaxPool2d(3, 2, 1)]
+        before = width
+        for stage, count in enumerate(blocks):
+            for i in range(count):
+                layers.append(_Bottleneck(before, width << stage, 2 if stage and not i else 1))
+                before = 4 * (width << stage)
+        self.features = nn.Sequential(*layers)
+        self.classify = nn.Linear(before, classes)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.classify(self.features(pixel_values).mean((2, 3)))
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+def _images() -> dict[str, Tensor]:
+    return {"pixel_values": torch.empty(BATCH, 3, 224, 224), "labels": torch.zeros(BATCH, dtype=torch.long)}
+
+
+def _tokens(length: int) -> dict[str, Tensor]:
+    ids, mask, labels = (torch.ones(BATCH, length, dtype=torch.long) for _ in range(3))
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _unmasked(length: int) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in _tokens(length).items() if name != "attention_mask"}
+
+
+MODELS: dict[str, FullModel] = {
+    "ResNet-50": FullModel(ResNet50, _images),
+    "ViT-B/16": FullModel(
+        lambda: transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=1000)), _images
+    ),
+    "BERT-base": FullModel(lambda: transformers.BertForMaskedLM(transformers.BertConfig()), lambda: _tokens(512)),
+    "GPT-2": FullModel(
+        lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)), lambda: _unmasked(1024)
+    ),
+}

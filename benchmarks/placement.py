@@ -1,0 +1,139 @@
+"""How many bytes casts move in one training forward, by op list and fold level, for models at full size.
+
+    python -m benchmarks.placement [--models GPT-2] [--json PATH]
+
+Placements are those for a CUDA device, which need not be there; nothing is allocated or computed. A cast counts 6 bytes
+an element: 4 on its float32 side and 2 on its 16-bit side. A parameter's cast, or one of what is made of parameters
+alone, is counted apart: it need not be repeated before the next update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+import autocastfx
+from autocastfx.graph import origin
+from autocastfx.op_name import op_name
+from benchmarks.models import BATCH, MODELS, FullModel
+
+BYTES = 6  # that a cast moves for each element
+AUTOCAST = "torch_autocast_cuda"
+# What is measured: a label, and the arguments of convert.
+POLICIES: dict[str, dict[str, Any]] = {
+    AUTOCAST: {"op_list": AUTOCAST},
+    "default, fold=none": {"fold": "none"},
+    "default, fold=exact": {"fold": "exact"},
+    "default, fold=kernel": {"fold": "kernel"},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Casts of one model under one policy; ``ratio`` is activation bytes over those of the autocast preset."""
+
+    model: str
+    policy: str
+    parameter_casts: int = 0
+    parameter_bytes: int = 0
+    activation_casts: int = 0
+    activation_bytes: int = 0
+    ratio: float | None = None
+    note: str = ""
+
+
+def measure(name: str, model: FullModel, policy: str) -> Row:
+    """Convert ``model`` under ``policy`` and count the casts of its graph in training mode."""
+    with torch.device("meta"):
+        module, inputs = model.build().train(), model.inputs()
+    try:
+        amp = autocastfx.convert(module, (), inputs, dtype=torch.float16, device="cuda", **POLICIES[policy])
+    except (autocastfx.UnsupportedError, autocastfx.OpListError) as error:
+        return Row(name, policy, note=f"not there yet: {str(error).splitlines()[0]}")
+    casts = [node for node in amp.graph.nodes if origin(node) is not None and op_name(node) == "to"]
+    if len(casts) != len(amp.plan.casts):
+        raise RuntimeError(f"{name}: the plan has {len(amp.plan.casts)} casts, its graph {len(casts)}")
+    parameters = {parameter for parameter, _ in amp.named_parameters()}
+    fixed = [node for node in casts if _is_fixed(node, parameters)]
+    return Row(
+        name,
+        policy,
+        parameter_casts=len(fixed),
+        parameter_bytes=sum(map(_bytes, fixed)),
+        activation_casts=len(casts) - len(fixed),
+        activation_bytes=sum(map(_bytes, casts)) - sum(map(_bytes, fixed)),
+    )
+
+
+def _is_fixed(node: fx.Node, parameters: set[str]) -> bool:
+    """Whether a value is a parameter or made of parameters alone."""
+    if node.op == "get_attr":
+        return node.target in parameters
+    return bool(node.all_input_nodes) and all(_is_fixed(read, parameters) for read in node.all_input_nodes)
+
+
+def _bytes(node: fx.Node) -> int:
+    elements = node.meta["val"].numel()
+    return BYTES * (elements.node.hint if isinstance(elements, torch.SymInt) else elements)
+
+
+def measure_all(names: Sequence[str], report: Callable[[Row], None]) -> None:
+    """Report a row for each model and policy, with its ratio where the preset is there."""
+    for name in names:
+        baseline: int | None = None
+        for policy in POLICIES:
+            row = measure(name, MODELS[name], policy)
+            if policy == AUTOCAST and not row.note:
+                baseline = row.activation_bytes
+            report(replace(row, ratio=row.activation_bytes / baseline if baseline and not row.note else None))
+
+
+_HEADER = f"{'model':<10} {'policy':<20} {'parameters':>10} {'MB':>8} {'activations':>11} {'MB':>8} {'to autocast':>11}"
+
+
+def _line(row: Row) -> str:
+    if row.note:
+        return f"{row.model:<10} {row.policy:<20} {row.note[:80]}"
+    ratio = f"{row.ratio:.2f}" if row.ratio is not None else "-"
+    return (
+        f"{row.model:<10} {row.policy:<20} {row.parameter_casts:>10} {row.parameter_bytes / 1e6:>8.1f} "
+        f"{row.activation_casts:>11} {row.activation_bytes / 1e6:>8.1f} {ratio:>11}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the models asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--models", default=",".join(MODELS), help="separated by commas")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    options = parser.parse_args(arguments)
+    names = options.models.split(",")
+    if unknown := [name for name in names if name not in MODELS]:
+        parser.error(f"unknown: {', '.join(unknown)}; models: {', '.join(MODELS)}")
+
+    rows: list[Row] = []
+
+    def report(row: Row) -> None:
+        rows.append(row)
+        print(_line(row), flush=True)
+
+    print(f"batch {BATCH}, float16, placed for cuda\n{_HEADER}")
+    measure_all(names, report)
+    if options.json:
+        versions = {name: version(name) for name in ("torch", "transformers")}
+        held = {**versions, "batch": BATCH, "dtype": "float16", "device": "cuda", "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(held, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
