@@ -26,6 +26,7 @@ from autocastfx.passes.classify import Classifier
 from autocastfx.passes.place import place
 from autocastfx.plan import Decision, Placement, Precision
 from autocastfx.ports import Ports
+from autocastfx.unit import units_of
 from benchmarks.graphs import SHAPES
 
 SIZES = (100, 300, 1000, 3000, 10000)
@@ -47,8 +48,8 @@ class Row:
 
 
 def placed(graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> Mapping[fx.Node, Placement]:
-    """The one call of the pass under measurement."""
-    return place(graph, decisions, Ports(LIST, FACTS))
+    """What is measured: from decisions to a placement for each node."""
+    return place(graph, decisions, units_of(graph, decisions, Ports(LIST, FACTS)))
 
 
 def measure(shape: str, size: int) -> Row:
