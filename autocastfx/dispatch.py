@@ -1,4 +1,4 @@
-"""torch.autocast's dispatch of one op: which rule decides, which inputs are cast, and to what. One answer for all passes."""
+"""torch.autocast's dispatch of one op: which rule decides, which inputs are cast, and to what."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Dispatch:
         return Precision.FLOAT32, "deny"
 
     def is_operator(self, node: fx.Node) -> bool:
-        """Whether ``node`` takes values as they come. A sub-graph or a Python call that stays whole takes them as captured."""
+        """Whether ``node`` takes values as they come. A sub-graph, or a Python call that stays whole, does not."""
         if isinstance(node.target, (OpOverload, HigherOrderOperator)):
             return isinstance(node.target, OpOverload)
         return getattr(node.target, "__module__", "") in ("_operator", "math", "torch", "builtins")
@@ -103,8 +103,8 @@ class Dispatch:
                 widest = torch.float32
             elif dtype != self.low:
                 raise UnsupportedError(
-                    f"node {node.name!r} ({op_name(node)}) reads {dtype}, and torch.autocast with {self.low} refuses to "
-                    "mix the two. Cast the value in the model, or convert to the dtype that it has."
+                    f"node {node.name!r} ({op_name(node)}) reads {dtype}, and torch.autocast with {self.low} refuses "
+                    "to mix the two. Cast the value in the model, or convert to the dtype that it has."
                 )
         is_low = widest == self.low
         return (Precision.LOW, "all its inputs are low") if is_low else (Precision.FLOAT32, "an input is float32")

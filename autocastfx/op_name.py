@@ -100,7 +100,7 @@ def op_name(node: fx.Node, module: torch.nn.Module | None = None) -> str:
 
 
 def overload_name(node: fx.Node) -> str:
-    """Op name of ``node`` with that of its overload (``mm.dtype``, ``mm.default``); empty for all but ATen operators."""
+    """Op name of ``node`` with that of its overload (``mm.dtype``, ``mm.default``); empty where it is no ATen op."""
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return ""
     return f"{of_function(node.target)}.{node.target._overloadname}"

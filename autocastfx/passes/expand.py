@@ -1,7 +1,7 @@
 """Composite ops that torch.autocast does not list, replaced by their parts where a part of theirs is listed.
 
-torch.autocast decides inside such an op: an einsum on a CPU is a ``bmm``, a cross entropy on a GPU a ``log_softmax`` and
-an ``nll_loss``.
+torch.autocast decides inside such an op: an einsum on a CPU is a ``bmm``, a cross entropy on a GPU is a ``log_softmax``
+and an ``nll_loss``.
 """
 
 from __future__ import annotations

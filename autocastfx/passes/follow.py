@@ -1,4 +1,4 @@
-"""torch.autocast's dispatch on a graph: one walk forwards, without neighbours and without taint. Pure: edits no edge."""
+"""torch.autocast's dispatch on a graph: one walk forwards, without neighbours and without taint. Pure."""
 
 from __future__ import annotations
 

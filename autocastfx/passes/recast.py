@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autocastfx.dispatch import Followed, asked
 from autocastfx.graph import Origin, Use, map_uses, set_origin, tensors, uses
@@ -56,7 +58,7 @@ class _Run:
         if precision is Precision.CAPTURED and not self.dispatch.is_operator(node):
             self.back(node)
         elif self.dispatch.asks(node, precision):
-            node.target, node.args, node.kwargs = asked(node.target, node.args, node.kwargs)
+            node.target, node.args, node.kwargs = asked(cast("OpOverload", node.target), node.args, node.kwargs)
         elif (to := self.dispatch.dtype(precision)) is not None:
             self._substitute(node, {i: self._cast(use.node, to, node) for i, use in self._cast_uses(node, to)})
 
