@@ -35,7 +35,7 @@ class Category(str, Enum):
 
 _UNLISTED = {"keep": Category.KEEP, "deny": Category.DENY, "error": Category.BAN}
 _PLACEMENTS = ("cut", "simple", "follow")
-_KEYS = (*(c.value for c in Category), "keep_args", "aliases", "unlisted", "extends", "placement")
+_KEYS = (*(c.value for c in Category), "keep_args", "set_dtype", "aliases", "unlisted", "extends", "placement")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class OpList:
     it to the lists merged before, and ``keep`` if none says anything. ``placement`` is how the precision of what the
     categories leave free is chosen: ``cut`` (the fewest bytes moved), ``simple`` (TensorFlow's rule) or ``follow``
     (torch.autocast's dispatch); None leaves it to the lists merged before, and ``cut`` if none says anything.
+    Under ``follow`` a name stands for that very op and not for its in-place form, an overload may be listed apart
+    (``mm.dtype``), and the ``deny`` ops of ``set_dtype`` are asked for float32 by their dtype argument, not by casts.
     """
 
     rules: Mapping[str, Rule] = field(default_factory=lambda: MappingProxyType({}))
@@ -65,10 +67,11 @@ class OpList:
     unlisted: Category | None = None
     name: str = "unnamed"
     placement: str | None = None
+    set_dtype: frozenset[str] = frozenset()
 
     def names_of(self, op: str) -> Iterator[str]:
         """The names under which ``op`` may be listed: its own, its alias, then the same of its out-of-place form."""
-        for name in dict.fromkeys((op, base_name(op))):
+        for name in dict.fromkeys((op, op if self.placement == "follow" else base_name(op))):
             yield name
             if name in self.aliases:
                 yield self.aliases[name]
@@ -91,11 +94,12 @@ class OpList:
             unlisted=self.unlisted if later.unlisted is None else later.unlisted,
             name=f"{self.name}+{later.name}" if self.rules else later.name,
             placement=later.placement or self.placement,
+            set_dtype=self.set_dtype | later.set_dtype,
         )
 
     def __reduce__(self) -> tuple[object, ...]:  # a mapping proxy does not pickle
-        parts = (dict(self.rules), dict(self.keep_args), dict(self.aliases), self.unlisted, self.name, self.placement)
-        return (_restore, parts)
+        frozen = (dict(self.rules), dict(self.keep_args), dict(self.aliases))
+        return (_restore, (*frozen, self.unlisted, self.name, self.placement, self.set_dtype))
 
 
 def _restore(
@@ -105,9 +109,10 @@ def _restore(
     unlisted: Category | None,
     name: str,
     placement: str | None,
+    set_dtype: frozenset[str],
 ) -> OpList:
     frozen = (MappingProxyType(rules), MappingProxyType(keep_args), MappingProxyType(aliases))
-    return OpList(*frozen, unlisted=unlisted, name=name, placement=placement)
+    return OpList(*frozen, unlisted=unlisted, name=name, placement=placement, set_dtype=set_dtype)
 
 
 OpListLike = str | Path | OpList | Sequence[str | Path | OpList]
@@ -173,6 +178,7 @@ def _load_file(path: Path, opened: tuple[Path, ...]) -> OpList:
         unlisted=_unlisted(tree),
         name=path.stem,
         placement=_placement(tree),
+        set_dtype=frozenset(op.op_name() for op in tree.child("set_dtype").as_strings()),
     )
     return replace(base.merged(own), name=path.stem)
 
@@ -192,6 +198,7 @@ def _load_parent(parent: Tree, opened: tuple[Path, ...]) -> OpList:
 
 def _rules(tree: Tree) -> Iterator[Rule]:
     seen: dict[str, Rule] = {}
+    overloads = _placement(tree) == "follow"  # torch.autocast decides by overload
     for category in Category:
         for entry in tree.child(category.value).entries():
             if entry.is_mapping:
@@ -202,7 +209,7 @@ def _rules(tree: Tree) -> Iterator[Rule]:
             else:
                 ops, reason = (entry,), ""
             for op in ops:
-                rule = Rule(op.op_name(), category, reason, op.source)
+                rule = Rule(op.op_name(overloads=overloads), category, reason, op.source)
                 if rule.op in seen:
                     other = seen[rule.op]
                     raise op.error(

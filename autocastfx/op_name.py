@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-__all__ = ["base_name", "canonical", "located", "of_function", "op_name"]
+__all__ = ["base_name", "canonical", "located", "of_function", "op_name", "overload_name"]
 
 # Python's operators on tensors, by the ATen op that Tensor's method of that name calls.
 _OPERATORS: dict[Any, str] = {
@@ -97,6 +97,13 @@ def op_name(node: fx.Node, module: torch.nn.Module | None = None) -> str:
         kind = type(module.get_submodule(str(node.target)))
         return f"{kind.__module__}.{kind.__qualname__}"
     return node.op
+
+
+def overload_name(node: fx.Node) -> str:
+    """Op name of ``node`` with that of its overload (``mm.dtype``, ``mm.default``); empty where it is no ATen op."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return ""
+    return f"{of_function(node.target)}.{node.target._overloadname}"
 
 
 def base_name(name: str) -> str:

@@ -10,12 +10,17 @@ import torch
 from torch import fx, nn
 
 from autocastfx.capture.export import Captured
-from autocastfx.graph import copy_graph, dtypes, elements, module_path, origin, subgraphs
+from autocastfx.capture.guard import shape_guard
+from autocastfx.dispatch import Dispatch, Followed
+from autocastfx.graph import copy_graph, dtypes, elements, module_path, origin, subgraphs, tensors
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import Category, OpList
 from autocastfx.op_name import op_name
 from autocastfx.passes.classify import Classification, Classifier
+from autocastfx.passes.expand import expand
+from autocastfx.passes.follow import follow
 from autocastfx.passes.place import place
+from autocastfx.passes.recast import recast
 from autocastfx.passes.rewrite import Rewriter
 from autocastfx.passes.simple import place_simply
 from autocastfx.passes.verify import verify
@@ -25,7 +30,7 @@ from autocastfx.traffic import CAST, bytes_moved
 from autocastfx.unit import units_of
 from autocastfx.variant import Variant
 
-__all__ = ["LOW", "PIPELINE", "Converter", "State"]
+__all__ = ["FOLLOW_PIPELINE", "LOW", "PIPELINE", "Converter", "State"]
 
 LOW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 # Higher-order operators whose graphs are converted too; the values that cross their borders keep their captured dtype.
@@ -45,6 +50,8 @@ class State:
     classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))
     placements: Mapping[fx.Node, Placement] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
+    cached: Mapping[str, int] = field(default_factory=dict)  # parameters that are cast once, by a number of each tensor
+    followed: Followed | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,11 @@ class Converter:
         listed = decision.category is Category.DENY and not decision.source.startswith("forced:")
         return listed and self.fold != "none" and self.facts.may_fold(op_name(node), LOW[self.low], device.type)
 
+    def dispatch(self, graph: fx.Graph) -> Dispatch:
+        """How torch.autocast dispatches the ops of ``graph``, on the device that it was captured on."""
+        inputs = (t for n in graph.nodes if n.op in ("placeholder", "get_attr") for t in tensors(n) if t.ndim)
+        return Dispatch(self.op_list, self.low, next((t.device.type for t in inputs), "cpu"))
+
     def __call__(self, captured: Captured, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Variant:
         """A variant made from ``captured``, for ``device``.
 
@@ -83,13 +95,14 @@ class Converter:
             captured.graph, captured.attributes, tensors, device, ""
         )
         plan = Plan(LOW[self.low], device.type, self.op_list.name, tuple(nodes), tuple(casts), traffic)
+        inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
         return Variant(
             graph=graph,
             attributes=attributes,
             plan=plan,
             out_spec=captured.out_spec,
             structure=captured.structure,
-            guard=captured.guard,
+            guard=shape_guard(inputs) if self.op_list.placement == "follow" else captured.guard,  # parts may pin sizes
             modes=captured.training,
             device=captured.device,
             captured=captured,
@@ -99,19 +112,20 @@ class Converter:
         self,
         source: fx.Graph,
         attributes: Mapping[str, Any],
-        tensors: Mapping[str, torch.Tensor],
+        held: Mapping[str, torch.Tensor],
         device: torch.device,
         prefix: str,
     ) -> tuple[fx.Graph, dict[str, Any], list[PlannedNode], list[PlannedCast], Traffic]:
-        graph = copy_graph(source)
+        follows = self.op_list.placement == "follow"
+        graph = expand(source, self.dispatch(source)) if follows else copy_graph(source)
         inner = replace(self, keep_output_dtype=True)
         converted: dict[str, Any] = dict(attributes)
         nodes: list[PlannedNode] = []
         casts: list[PlannedCast] = []
         traffic = Traffic()
         for node in graph.nodes:
-            held = subgraphs(node, attributes) if op_name(node) in _CONVERTED_INSIDE else {}
-            for target, module in held.items():
+            inner_graphs = subgraphs(node, attributes) if op_name(node) in _CONVERTED_INSIDE else {}
+            for target, module in inner_graphs.items():
                 names = {**dict(module.named_children()), **dict(module.named_buffers())}
                 inside = inner._convert(module.graph, names, {}, device, f"{prefix}{target}/")
                 converted[target] = fx.GraphModule(inside[1], inside[0])
@@ -121,12 +135,13 @@ class Converter:
         state = State(
             graph=graph,
             attributes=converted,
-            parameters=frozenset(n for n, t in tensors.items() if isinstance(t, nn.Parameter)),
-            largest=_largest({**tensors, **attributes}),
+            parameters=frozenset(n for n, t in held.items() if isinstance(t, nn.Parameter)),
+            largest=_largest({**held, **attributes}),
             dtypes={node: dtypes(node) for node in graph.nodes},
+            cached=_cached(held),
         )
         computing = [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
-        for run in PIPELINE:
+        for run in FOLLOW_PIPELINE if follows else PIPELINE:
             state = run(self, state, device)
         nodes += [_planned(node, state, self.low, prefix) for node in computing]
         casts += _casts(graph, prefix)
@@ -170,11 +185,33 @@ def _verify(converter: Converter, state: State, device: torch.device) -> State:
         ports=converter.ports,
         keep_output_dtype=converter.keep_output_dtype,
         attributes=state.attributes,
+        followed=state.followed,
     )
     return state
 
 
-PIPELINE: tuple[Callable[[Converter, State, torch.device], State], ...] = (_classify, _place, _rewrite, _verify)
+def _follow(converter: Converter, state: State, device: torch.device) -> State:
+    followed = follow(state.graph, state.classification.decisions, converter.dispatch(state.graph))
+    return replace(state, followed=followed, placements=followed.placements)
+
+
+def _recast(converter: Converter, state: State, device: torch.device) -> State:
+    if state.followed is not None:
+        keeps = converter.keep_output_dtype
+        recast(state.graph, state.followed, state.dtypes, cached=state.cached, keep_output_dtype=keeps)
+    return state
+
+
+Step = Callable[[Converter, State, torch.device], State]
+PIPELINE: tuple[Step, ...] = (_classify, _place, _rewrite, _verify)
+# The same for a list with ``placement: follow``, on a graph whose composites are expanded.
+FOLLOW_PIPELINE: tuple[Step, ...] = (_classify, _follow, _recast, _verify)
+
+
+def _cached(held: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The tensors that torch.autocast casts to 16 bits once a region: float32 leaves that require gradients."""
+    own = {n: t for n, t in held.items() if t.dtype == torch.float32 and t.requires_grad and t.is_leaf}
+    return {name: id(tensor) for name, tensor in own.items()}
 
 
 def _largest(tensors: Mapping[str, Any]) -> dict[str, float]:
@@ -192,6 +229,8 @@ def _largest(tensors: Mapping[str, Any]) -> dict[str, float]:
 def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> PlannedNode:
     placement, captured = state.placements[node], state.dtypes[node]
     after = tuple(low if placement.store is Precision.LOW and d == torch.float32 else d for d in captured)
+    if state.followed is not None:
+        after = state.followed.dtypes[node]
     return PlannedNode(
         name=prefix + node.name,
         op=op_name(node),

@@ -20,6 +20,7 @@ class Precision(str, Enum):
     LOW = "low"  # the 16-bit dtype of the conversion
     FLOAT32 = "float32"
     CAPTURED = "captured"  # no float32 value is at stake: whatever the captured graph has
+    GIVEN = "given"  # whatever dtypes the inputs have, as torch.autocast runs what it does not list
 
     def __str__(self) -> str:
         return self.value

@@ -27,6 +27,11 @@ def legal_op_names() -> frozenset[str]:
     return frozenset(names) | {"getitem", "setitem"}
 
 
+def _overloads(op: str) -> frozenset[str]:
+    """Names of the overloads of an ATen op; nothing for any other word."""
+    return frozenset(getattr(torch.ops.aten, op).overloads()) if op in legal_op_names() - {"getitem"} else frozenset()
+
+
 def nearest(word: str, legal: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` with the legal word nearest to ``word``, or nothing if none is near."""
     close = difflib.get_close_matches(word, sorted(legal), n=1)
@@ -121,13 +126,18 @@ class Tree:
             raise self.error(f"YAML reads {self.node.value!r} as {kind}, not as text. Put it in quotes.")
         return str(self.node.value)
 
-    def op_name(self) -> str:
-        """The text as a legal op name: an ATen base name, ``namespace::op`` or a dotted Python path."""
+    def op_name(self, *, overloads: bool = False) -> str:
+        """The text as a legal op name: an ATen base name, ``namespace::op`` or a dotted Python path.
+
+        ``overloads`` admits the overload of an ATen op (``mm.dtype``) too.
+        """
         name = self.as_text()
         head = name.partition(".")[0]
         if "::" in name:
             if name.startswith("aten::"):
                 raise self.error(f"ATen ops are listed by their base name: write {name[6:].partition('.')[0]!r}")
+            return name
+        if overloads and name.partition(".")[2] in _overloads(head):
             return name
         if "." in name and head in legal_op_names() and head != "torch":
             raise self.error(f"overloads are not listed apart: write {head!r} instead of {name!r}")

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
 
+from autocastfx.dispatch import rule_of
 from autocastfx.errors import BannedOpError
 from autocastfx.graph import (
     argument,
@@ -17,7 +18,6 @@ from autocastfx.graph import (
     dtypes,
     has_float32,
     is_float32,
-    module_classes,
     module_path,
     uses,
 )
@@ -91,6 +91,8 @@ class Classifier:
                 f"{listed.source} bans: {listed.reason or 'no reason given'}. Replace the op in the model, or list it "
                 "in another category."
             )
+        if self.op_list.placement == "follow":  # torch.autocast knows no forced rules, and casts 16-bit values too
+            return listed
         reads = [u.node for u in uses(node) if has_float32(u.node)]
         if not reads and not has_float32(node):
             return Decision(Category.KEEP, "no float32 value", "eligibility")
@@ -119,10 +121,9 @@ class Classifier:
         return made and any(largest < abs(number) < math.inf for _, number in constants(node))
 
     def _listed(self, node: fx.Node) -> Decision:
-        for name in (*module_classes(node), op_name(node)):
-            rule = self.op_list.rule(name)
-            if rule is not None:
-                return Decision(rule.category, rule.reason, str(rule.source or "list"))
+        rule = rule_of(self.op_list, node)
+        if rule is not None:
+            return Decision(rule.category, rule.reason, str(rule.source or "list"))
         category = self.op_list.unlisted or Category.KEEP
         return Decision(category, "in no list", "unlisted")
 

@@ -13,8 +13,9 @@ from torch.fx.node import map_arg
 
 from autocastfx.abstract import concrete_sizes, dtypes_of
 from autocastfx.alias import mutated_inputs
+from autocastfx.dispatch import Followed
 from autocastfx.errors import VerifyError
-from autocastfx.graph import dtypes, origin, set_value, subgraphs, tensors, uses, value
+from autocastfx.graph import argument, dtypes, origin, set_value, subgraphs, tensors, uses, value
 from autocastfx.op_name import op_name
 from autocastfx.plan import Placement, Precision
 from autocastfx.ports import Ports
@@ -31,6 +32,7 @@ def verify(
     ports: Ports,
     keep_output_dtype: bool,
     attributes: Mapping[str, Any],
+    followed: Followed | None = None,
 ) -> None:
     """Check ``graph`` and give its new nodes abstract values.
 
@@ -46,6 +48,7 @@ def verify(
         ports: which inputs of a low node are not cast.
         keep_output_dtype: whether the outputs must have their captured dtype.
         attributes: what the graph's ``get_attr`` nodes read, parameters and buffers apart.
+        followed: how torch.autocast runs the graph, where that is the plan; then every node is run again.
 
     Raises:
         VerifyError: naming the first wrong node; the printed graph is attached, with the node marked.
@@ -58,14 +61,18 @@ def verify(
     changed: set[fx.Node] = set()
     for node in graph.nodes:
         computes = node.op in ("call_function", "call_method") and not subgraphs(node, attributes)
-        if computes and (value(node) is None or any(read in changed for read in node.all_input_nodes)):
+        again = followed is not None or value(node) is None or any(read in changed for read in node.all_input_nodes)
+        if computes and again:
             before = value(node)
             set_value(node, _run(node, graph))
             if before is None or dtypes_of(before) != dtypes(node):
                 changed.add(node)
         else:
             set_value(node, sizes(value(node)))
-        problem = _problem(node, placements, captured, low=low, ports=ports, keeps=keep_output_dtype)
+        if followed is None:
+            problem = _problem(node, placements, captured, low=low, ports=ports, keeps=keep_output_dtype)
+        else:
+            problem = _followed_problem(node, followed, captured, keeps=keep_output_dtype)
         if problem:
             raise VerifyError(_report(graph, node, problem))
 
@@ -101,10 +108,7 @@ def _problem(
 ) -> str | None:
     placement = placements.get(node)
     if node.op == "output" and keeps:
-        for use in uses(node):
-            was = captured.get(_captured_of(use.node, captured), ())
-            if was != dtypes(use.node):
-                return f"output {use.node.name} is {_names(dtypes(use.node))}, captured as {_names(was)}"
+        return _as_captured(node, captured)
     if placement is None:
         return None
     for target in mutated_inputs(node):
@@ -126,6 +130,39 @@ def _problem(
     planned = tuple(low if runs_low and d == torch.float32 else d for d in captured[node])
     if dtypes(node) != planned:
         return f"gives {_names(dtypes(node))}, planned {_names(planned)}"
+    return None
+
+
+def _as_captured(node: fx.Node, captured: Mapping[fx.Node, tuple[torch.dtype, ...]]) -> str | None:
+    for use in uses(node):
+        was = captured.get(_captured_of(use.node, captured), ())
+        if was != dtypes(use.node):
+            what = "output" if node.op == "output" else f"argument {use.argument!r},"
+            return f"{what} {use.node.name} is {_names(dtypes(use.node))}, captured as {_names(was)}"
+    return None
+
+
+def _followed_problem(
+    node: fx.Node, followed: Followed, captured: Mapping[fx.Node, tuple[torch.dtype, ...]], *, keeps: bool
+) -> str | None:
+    dispatch, placement = followed.dispatch, followed.placements.get(node)
+    if node.op == "output":
+        return _as_captured(node, captured) if keeps else None
+    if placement is None:
+        return None
+    if not dispatch.is_operator(node):
+        return _as_captured(node, captured)
+    to, asks = dispatch.dtype(placement.run), dispatch.asks(node, placement.run)
+    for use in uses(node):
+        found = f"argument {use.argument!r} ({use.node.name}) is"
+        if (to is None or asks) and origin(use.node) is not None:
+            return f"{found} a cast, planned as it comes"
+        if to is not None and not asks and any(dispatch.eligible(t) and t.dtype != to for t in tensors(use.node)):
+            return f"{found} {_names(dtypes(use.node))}, planned {_names((to,))}"
+    if asks and argument(node, "dtype") != to:
+        return f"names dtype={argument(node, 'dtype')}, planned {to}"
+    if dtypes(node) != followed.dtypes[node]:
+        return f"gives {_names(dtypes(node))}, planned {_names(followed.dtypes[node])}"
     return None
 
 

@@ -16,6 +16,7 @@ _OPS = {
     Precision.LOW: {"shape": "box", "style": "filled,bold", "fillcolor": "#9fd3f2"},
     Precision.FLOAT32: {"shape": "ellipse", "style": "filled", "fillcolor": "#f6c56f"},
     Precision.CAPTURED: {"shape": "plain"},
+    Precision.GIVEN: {"shape": "box", "style": "rounded"},
 }
 _KINDS = {
     "input": {"shape": "invhouse"},

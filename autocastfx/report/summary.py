@@ -13,13 +13,14 @@ def summary(view: View) -> list[str]:
     plan = view.plan
     run = [row.precision for row in view.rows if row.kind == "op"]
     low, wide, captured = (run.count(p) for p in (Precision.LOW, Precision.FLOAT32, Precision.CAPTURED))
+    given = f", {run.count(Precision.GIVEN)} as given" if Precision.GIVEN in run else ""
     casts = [row.cast for row in view.rows if row.cast is not None]
     to_float32, saturating = sum(c.dtype == "float32" for c in casts), sum(c.saturates for c in casts)
     unlisted = ", ".join(f"{op} ({count})" for op, count in sorted(plan.unlisted.items())) or "none"
     return [
         f"autocastfx: {plan.low} on {plan.device}, op list {plan.op_list}",
         f"variant: {view.variant}",
-        f"nodes: {low} low ({plan.low}), {wide} float32, {captured} captured (no float32 value)",
+        f"nodes: {low} low ({plan.low}), {wide} float32{given}, {captured} captured (no float32 value)",
         f"casts: {len(casts)}, of which {len(casts) - to_float32} to {plan.low} and {to_float32} to float32; "
         f"{saturating} saturating",
         f"bytes moved: {plan.traffic.moved:,}, of which by casts {sum(c.bytes for c in plan.casts):,}; "

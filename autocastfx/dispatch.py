@@ -1,0 +1,174 @@
+"""torch.autocast's dispatch of one op: which rule decides, which inputs are cast, and to what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from autocastfx.errors import UnsupportedError
+from autocastfx.graph import argument, module_classes, tensors
+from autocastfx.op_list import Category, OpList, Rule
+from autocastfx.op_name import op_name, overload_name
+from autocastfx.plan import Placement, Precision
+
+__all__ = ["Dispatch", "Followed", "abstract_call", "asked", "rule_of"]
+
+
+def rule_of(op_list: OpList, node: fx.Node) -> Rule | None:
+    """The rule for ``node``: of a module class around it, of its overload, or of its name.
+
+    Under ``placement: follow`` an overload that writes into its arguments (``addmm.out``) has none by its name.
+    """
+    name = op_name(node)
+    writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable and not name.endswith("_")
+    own = () if writes and op_list.placement == "follow" else (name,)
+    names = (*module_classes(node), overload_name(node), *own)
+    return next((rule for n in names if n and (rule := op_list.rule(n)) is not None), None)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The dispatch of one conversion.
+
+    Attributes:
+        op_list: with ``placement: follow``.
+        low: ``torch.float16`` or ``torch.bfloat16``.
+        device: type of the device whose values are cast.
+    """
+
+    op_list: OpList
+    low: torch.dtype
+    device: str
+
+    def rule(self, node: fx.Node) -> Rule | None:
+        """The rule for ``node``; see :func:`rule_of`."""
+        return rule_of(self.op_list, node)
+
+    def eligible(self, leaf: Any) -> bool:
+        """Whether a value may be cast: a floating tensor, not float64, on the device."""
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dtype == torch.float64:
+            return False
+        return leaf.device.type == self.device
+
+    def decide(self, category: Category, node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Precision, str]:
+        """The precision that ``node`` runs in, and why.
+
+        Args:
+            category: what the list says of it.
+            node: to decide.
+            values: abstract values, of the dtypes that they have at this point, of what it reads.
+
+        Raises:
+            UnsupportedError: the inputs of a ``promote`` op have dtypes that torch.autocast refuses.
+        """
+        if not self.is_operator(node):
+            return Precision.CAPTURED, "its inputs cross a border as captured"
+        read = [leaf for leaf in _leaves(node, values) if isinstance(leaf, torch.Tensor)]
+        if not tensors(node):
+            return Precision.CAPTURED, "gives no tensor"
+        if not any(self.eligible(t) for t in read):
+            return Precision.CAPTURED, "no input that is cast"
+        if category is Category.ALLOW:
+            return Precision.LOW, "allow"
+        if category is Category.PROMOTE:
+            return self._widest(node, read)
+        if category is not Category.DENY:
+            return Precision.GIVEN, "as its inputs come"
+        if op_name(node) in self.op_list.set_dtype:
+            if not self.eligible(read[0]):
+                return Precision.GIVEN, "its first input is not cast"
+            if argument(node, "dtype") is not None:
+                return Precision.GIVEN, "the call names its dtype"
+        return Precision.FLOAT32, "deny"
+
+    def is_operator(self, node: fx.Node) -> bool:
+        """Whether ``node`` takes values as they come. A sub-graph, or a Python call that stays whole, does not."""
+        if isinstance(node.target, (OpOverload, HigherOrderOperator)):
+            return isinstance(node.target, OpOverload)
+        return getattr(node.target, "__module__", "") in ("_operator", "math", "torch", "builtins")
+
+    def _widest(self, node: fx.Node, read: list[torch.Tensor]) -> tuple[Precision, str]:
+        widest = self.low
+        for dtype in (t.dtype for t in read if self.eligible(t)):
+            if torch.float32 in (widest, dtype):
+                widest = torch.float32
+            elif dtype != self.low:
+                raise UnsupportedError(
+                    f"node {node.name!r} ({op_name(node)}) reads {dtype}, and torch.autocast with {self.low} refuses "
+                    "to mix the two. Cast the value in the model, or convert to the dtype that it has."
+                )
+        is_low = widest == self.low
+        return (Precision.LOW, "all its inputs are low") if is_low else (Precision.FLOAT32, "an input is float32")
+
+    def dtype(self, precision: Precision) -> torch.dtype | None:
+        """The dtype that inputs are cast to; None where they come as they are."""
+        return {Precision.LOW: self.low, Precision.FLOAT32: torch.float32}.get(precision)
+
+    def asks(self, node: fx.Node, precision: Precision) -> bool:
+        """Whether ``node``, run in ``precision``, is asked for float32 by its dtype argument instead of by casts."""
+        return precision is Precision.FLOAT32 and op_name(node) in self.op_list.set_dtype
+
+    def run(self, node: fx.Node, precision: Precision, values: Mapping[fx.Node, Any]) -> Any:
+        """The abstract result of ``node`` run in ``precision``. Raises whatever the operator raises."""
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
+        to = self.dtype(precision)
+        target: Any = node.target
+        if self.asks(node, precision):
+            target, args, kwargs = asked(target, args, kwargs)
+        elif to is not None:
+            cast = self._cast(to)
+            args, kwargs = pytree.tree_map(cast, args), pytree.tree_map(cast, kwargs)
+        return abstract_call(target, args, kwargs)
+
+    def _cast(self, to: torch.dtype) -> Callable[[Any], Any]:
+        return lambda leaf: leaf.to(to) if self.eligible(leaf) else leaf
+
+
+@dataclass(frozen=True)
+class Followed:
+    """How torch.autocast runs a graph: a placement per computing node, and the dtypes that every value has then."""
+
+    dispatch: Dispatch
+    placements: Mapping[fx.Node, Placement]
+    dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]
+
+
+def _leaves(node: fx.Node, values: Mapping[fx.Node, Any]) -> Iterator[Any]:
+    """What ``node`` reads, in the order of its arguments."""
+    found: list[Any] = []
+    map_arg((node.args, node.kwargs), lambda n: found.extend(pytree.tree_leaves(values[n])))
+    yield from found
+
+
+def asked(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """The call ``target(*args, **kwargs)`` with dtype=float32; by another overload where this one takes no dtype."""
+    given = {a.name: value for a, value in zip(target._schema.arguments, args, strict=False)} | dict(kwargs)
+    names = [a.name for a in target._schema.arguments]
+    if "dtype" not in names:
+        given = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()} | given
+        packet = target.overloadpacket
+        overloads = (getattr(packet, name) for name in packet.overloads())
+        target = next(o for o in overloads if [a.name for a in o._schema.arguments] == [*names, "dtype"])
+    positional = [a.name for a in target._schema.arguments if not a.kwarg_only and a.name in given]
+    leading = names[: len(positional)] == positional
+    first = tuple(given.pop(name) for name in positional) if leading and "dtype" not in positional else ()
+    return target, first, {**given, "dtype": torch.float32}
+
+
+def abstract_call(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call ``target`` on abstract values, without gradients and without an ambient autocast."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
+    if mode is None:
+        return target(*args, **kwargs)
+    with mode, torch._C._DisableAutocast(), enable_python_dispatcher(), torch.no_grad():
+        return target(*args, **kwargs)
