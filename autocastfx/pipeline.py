@@ -12,6 +12,7 @@ from torch import fx, nn
 from autocastfx.capture.export import Captured
 from autocastfx.graph import copy_graph, dtypes, module_path, origin, subgraphs
 from autocastfx.kernel_facts import KernelFacts
+from autocastfx.magnitude import magnitude
 from autocastfx.op_list import OpList
 from autocastfx.op_name import op_name
 from autocastfx.passes.classify import Classification, Classifier
@@ -20,14 +21,16 @@ from autocastfx.passes.rewrite import Rewriter
 from autocastfx.passes.verify import verify
 from autocastfx.plan import Placement, Plan, PlannedCast, PlannedNode, Precision
 from autocastfx.ports import Ports
+from autocastfx.ranges import Key, Ranges, key_of, mode_of
+from autocastfx.reach import Limit, reach
 from autocastfx.variant import Variant
 
-__all__ = ["LOW", "PIPELINE", "Converter", "State"]
+__all__ = ["CONVERTED_INSIDE", "LOW", "PIPELINE", "Converter", "State"]
 
 LOW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 # Higher-order operators whose graphs are converted too; the values that cross their borders keep their captured dtype.
 # Others stay whole: an autocast region has its own policy, and a region that switches autocast off asks for float32.
-_CONVERTED_INSIDE = ("wrap_with_set_grad_enabled", "cond", "while_loop", "map_impl", "scan")
+CONVERTED_INSIDE = ("wrap_with_set_grad_enabled", "cond", "while_loop", "map_impl", "scan")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class State:
     parameters: frozenset[str]
     largest: Mapping[str, float]
     dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]
+    measured: Mapping[fx.Node, float] = field(default_factory=dict)
     classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))
     placements: Mapping[fx.Node, Placement] = field(default_factory=dict)
 
@@ -51,6 +55,8 @@ class Converter:
     facts: KernelFacts
     low: torch.dtype
     keep_output_dtype: bool = True
+    ranges: Ranges | None = None
+    headroom: float = 2.0
 
     @property
     def ports(self) -> Ports:
@@ -69,7 +75,9 @@ class Converter:
             BannedOpError: the list bans an op.
             VerifyError: the rewritten graph is not what was planned.
         """
-        graph, attributes, nodes, casts = self._convert(captured.graph, captured.attributes, tensors, device, "")
+        known = self.ranges.largest(mode_of(captured.training)) if self.ranges is not None else {}
+        found = self._convert(captured.graph, captured.attributes, tensors, device, known, "")
+        graph, attributes, nodes, casts = found
         plan = Plan(LOW[self.low], device.type, self.op_list.name, tuple(nodes), tuple(casts))
         return Variant(
             graph=graph,
@@ -89,6 +97,7 @@ class Converter:
         attributes: Mapping[str, Any],
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
+        known: Mapping[Key, float],
         prefix: str,
     ) -> tuple[fx.Graph, dict[str, Any], list[PlannedNode], list[PlannedCast]]:
         graph = copy_graph(source)
@@ -97,10 +106,10 @@ class Converter:
         nodes: list[PlannedNode] = []
         casts: list[PlannedCast] = []
         for node in graph.nodes:
-            held = subgraphs(node, attributes) if op_name(node) in _CONVERTED_INSIDE else {}
+            held = subgraphs(node, attributes) if op_name(node) in CONVERTED_INSIDE else {}
             for target, module in held.items():
                 names = {**dict(module.named_children()), **dict(module.named_buffers())}
-                inside = inner._convert(module.graph, names, {}, device, f"{prefix}{target}/")
+                inside = inner._convert(module.graph, names, {}, device, known, f"{prefix}{target}/")
                 converted[target] = fx.GraphModule(inside[1], inside[0])
                 nodes += inside[2]
                 casts += inside[3]
@@ -110,6 +119,7 @@ class Converter:
             parameters=frozenset(n for n, t in tensors.items() if isinstance(t, nn.Parameter)),
             largest=_largest({**tensors, **attributes}),
             dtypes={node: dtypes(node) for node in graph.nodes},
+            measured={node: known[key] for node in graph.nodes if (key := key_of(node, prefix)) in known},
         )
         computing = [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
         for run in PIPELINE:
@@ -120,8 +130,13 @@ class Converter:
 
 
 def _classify(converter: Converter, state: State, device: torch.device) -> State:
-    classifier = Classifier(converter.op_list, converter.facts, converter.low, device.type)
-    return replace(state, classification=classifier(state.graph, state.largest))
+    calibrated = converter.ranges is not None
+    limit = Limit(converter.low, converter.headroom if calibrated else 1.0)
+    held = {n: v for n, v in state.largest.items() if calibrated or n in state.parameters}
+    reached = reach(state.graph, state.measured, held, converter.op_list, limit)
+    classifier = Classifier(converter.op_list, converter.facts, converter.low, device.type, reached.too_far)
+    found = classifier(state.graph, state.largest)
+    return replace(state, classification=replace(found, wide=found.wide | reached.wide))
 
 
 def _place(converter: Converter, state: State, device: torch.device) -> State:
@@ -151,15 +166,9 @@ PIPELINE: tuple[Callable[[Converter, State, torch.device], State], ...] = (_clas
 
 
 def _largest(tensors: Mapping[str, Any]) -> dict[str, float]:
-    """Largest finite magnitude of each float32 constant and buffer that has values."""
-    found: dict[str, float] = {}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, nn.Parameter) or tensor.is_meta:
-            continue
-        if tensor.dtype == torch.float32 and tensor.numel():
-            finite = tensor.detach().abs()
-            found[name] = float(finite.masked_fill(finite == float("inf"), 0).nan_to_num(0).max())
-    return found
+    """Largest finite magnitude of each float32 parameter, buffer and constant that has values."""
+    reached = {n: magnitude(t) for n, t in tensors.items() if isinstance(t, torch.Tensor)}
+    return {name: float(found[0]) for name, found in reached.items() if found is not None}
 
 
 def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> PlannedNode:
