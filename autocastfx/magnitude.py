@@ -6,7 +6,9 @@ import math
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["magnitude"]
 
@@ -15,23 +17,22 @@ def magnitude(found: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Largest finite magnitude of all float32 tensors in ``found``, and how many of their elements are not finite.
 
     Both are 0-d tensors on the tensors' device, so that nothing waits for an accelerator. None if there is no dense
-    float32 tensor with elements.
+    float32 tensor with elements here: a fake one has none, and a distributed one has them elsewhere.
     """
-    reached = [
-        _of(leaf.detach())
-        for leaf in pytree.tree_leaves(found)
-        if isinstance(leaf, torch.Tensor)
-        and leaf.dtype == torch.float32
-        and leaf.layout == torch.strided
-        and leaf.numel()
-        and not leaf.is_meta
-    ]
+    leaves = (leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor))
+    reached = [_of(leaf.detach()) for leaf in leaves if leaf.dtype == torch.float32 and leaf.numel() and _is_here(leaf)]
     if not reached:
         return None
     largest, count = reached[0]
     for more, others in reached[1:]:
         largest, count = torch.maximum(largest, more), count + others
     return largest, count
+
+
+def _is_here(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
+        return False
+    return tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autocastfx.magnitude import magnitude
 from autocastfx.reach import Limit
@@ -48,6 +49,8 @@ def test_magnitude_of_all_that_is_float32() -> None:
     both = magnitude({"a": [torch.tensor(1.0), torch.tensor([-2.0, math.inf])], "b": torch.tensor([9.0]).double()})
     assert both is not None
     assert (float(both[0]), int(both[1])) == (2.0, 1)
+    with FakeTensorMode():
+        assert magnitude(torch.ones(2)) is None
     nothing = [torch.ones(0), torch.ones(2).half(), torch.ones(2).to_sparse(), torch.ones(2, device="meta"), 3.0, None]
     assert all(magnitude(one) is None for one in nothing)
     assert magnitude(torch.ones(2, requires_grad=True).expand(5, 2)) is not None
