@@ -1,11 +1,13 @@
 """Mixed precision for PyTorch as a graph rewrite: every cast is a node, every decision has a reason."""
 
 from autocastfx.amp_module import AmpModule
+from autocastfx.calibrate import calibrate
 from autocastfx.convert import convert
 from autocastfx.dump import dump
 from autocastfx.errors import (
     AutocastFXError,
     BannedOpError,
+    CalibrationError,
     CaptureError,
     OpListError,
     UnsupportedError,
@@ -14,6 +16,7 @@ from autocastfx.errors import (
 )
 from autocastfx.op_list import Category, OpList, load_op_list, presets
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision
+from autocastfx.ranges import Range, Ranges
 
 __version__ = "0.1.0"
 
@@ -21,6 +24,7 @@ __all__ = [
     "AmpModule",
     "AutocastFXError",
     "BannedOpError",
+    "CalibrationError",
     "CaptureError",
     "Category",
     "Decision",
@@ -31,10 +35,13 @@ __all__ = [
     "PlannedCast",
     "PlannedNode",
     "Precision",
+    "Range",
+    "Ranges",
     "UnsupportedError",
     "VariantError",
     "VerifyError",
     "__version__",
+    "calibrate",
     "convert",
     "dump",
     "load_op_list",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from autocastfx.amp_module import AmpModule, Variant
+from autocastfx.calibrate import first_call, ranges_of
 from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.errors import CaptureError, UnsupportedError
@@ -19,6 +22,7 @@ from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.op_list import OpListLike, load_op_list
 from autocastfx.pipeline import LOW, Converter
 from autocastfx.plan import Precision
+from autocastfx.ranges import Ranges
 
 __all__ = ["convert"]
 
@@ -32,7 +36,8 @@ def convert(
     op_list: OpListLike = "default",
     weights: str = "cast",
     fold: str = "exact",
-    calibrate: Any = None,
+    calibrate: Ranges | str | os.PathLike[str] | Iterable[Any] | None = None,
+    headroom: float = 2.0,
     device: torch.device | str | None = None,
     keep_output_dtype: bool = True,
     plan: Any = None,
@@ -50,7 +55,10 @@ def convert(
         weights: ``"cast"``: parameters stay float32 and are cast in the graph. ``"cached"`` and ``"low"`` are reserved.
         fold: ``"exact"``: a ``deny`` op may take and give 16 bits between low neighbours, where the table of kernel
             facts says that this changes no more than an ulp; ``"none"``: never. ``"kernel"`` is reserved.
-        calibrate: reserved.
+        calibrate: what the model's values reach: ranges that :func:`calibrate` measured, the path of a file of them,
+            or batches to measure now, of which the first stands in for example inputs that are not given. A node
+            whose output or input reaches too far for ``dtype`` is float32.
+        headroom: too far is the dtype's largest number divided by this, which is at least 1.
         device: decide for the kernels of this device; the model's own by default.
         keep_output_dtype: cast float32 outputs back to float32.
         plan: reserved.
@@ -61,11 +69,12 @@ def convert(
     Raises:
         CaptureError: the model cannot be captured; it says why and what would help.
         OpListError: a list is wrong; with file, line and column.
+        CalibrationError: the ranges cannot be measured or read.
         BannedOpError: the list bans an op of the model.
         UnsupportedError: a reserved argument was given.
         VerifyError: a defect of this package; nothing is handed out.
     """
-    _check_arguments(dtype, weights, fold, calibrate, plan)
+    _check_arguments(dtype, weights, fold, headroom, plan)
     lists = load_op_list(op_list, default=LOW[dtype])
     converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype, fold)
     if isinstance(model, AmpModule):
@@ -78,6 +87,10 @@ def convert(
         module = model
     else:
         raise TypeError(f"convert takes an nn.Module, a GraphModule or an ExportedProgram, not {type(model).__name__}")
+    if calibrate is not None:
+        if example_inputs is None and example_kwargs is None and not isinstance(calibrate, (Ranges, str, os.PathLike)):
+            example_inputs, example_kwargs, calibrate = first_call(calibrate)
+        converter = replace(converter, ranges=ranges_of(calibrate, model, converter.op_list), headroom=headroom)
     if example_inputs is None and example_kwargs is None:
         raise UnsupportedError(
             "convert(model) without inputs is not built yet: give one call's inputs, convert(model, (x,)) or "
@@ -103,6 +116,8 @@ def convert(
             if mode == flags:
                 raise
     _warn_of_slow_kernels(amp_model, dtype)
+    if isinstance(calibrate, (Ranges, str, os.PathLike)):
+        _warn_of_unmatched_ranges(amp_model, converter.ranges)
     return amp_model
 
 
@@ -130,18 +145,33 @@ class _Maker:
         return replace(self, model=None)
 
 
-def _check_arguments(dtype: torch.dtype, weights: str, fold: str, calibrate: Any, plan: Any) -> None:
+def _check_arguments(dtype: torch.dtype, weights: str, fold: str, headroom: float, plan: Any) -> None:
     if dtype not in LOW:
         raise ValueError(f"dtype is torch.float16 or torch.bfloat16, not {dtype!r}")
+    if not (math.isfinite(headroom) and headroom >= 1):
+        raise ValueError(f"headroom is a finite factor of at least 1, not {headroom!r}")
     reserved = {
         "weights": (weights, ("cast",)),
         "fold": (fold, ("exact", "none")),
-        "calibrate": (calibrate, (None,)),
         "plan": (plan, (None,)),
     }
     for name, (given, built) in reserved.items():
         if not any(given is one or given == one for one in built):
             raise UnsupportedError(f"{name}={given!r} is reserved and not built yet; leave it at {built[0]!r}.")
+
+
+def _warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None) -> None:
+    planned = {(n.name, n.op, n.module) for v in amp_model.variants for n in v.plan.nodes}
+    computed = [r for r in ranges.values if r.op != "placeholder"] if ranges is not None else []
+    missing = [r for r in computed if r.key not in planned]
+    if missing:
+        first = missing[0]
+        warnings.warn(
+            f"{len(missing)} of {len(computed)} measured values match no node of the graphs captured now, the first "
+            f"being {first.name!r} ({first.op}) in module {first.module or '(root)'!r}: they were measured on another "
+            "version of the model, or in other calls. Calibrate again.",
+            stacklevel=3,
+        )
 
 
 def _warn_of_slow_kernels(amp_model: AmpModule, dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 __all__ = [
     "AutocastFXError",
     "BannedOpError",
+    "CalibrationError",
     "CaptureError",
     "OpListError",
     "Source",
@@ -34,6 +35,14 @@ class AutocastFXError(Exception):
 
 class OpListError(AutocastFXError, ValueError):
     """An op list cannot be read. ``source`` is the place of the offending text, if there is one."""
+
+    def __init__(self, message: str, source: Source | None = None) -> None:
+        super().__init__(f"{source}: {message}" if source else message)
+        self.source = source
+
+
+class CalibrationError(AutocastFXError, ValueError):
+    """Ranges cannot be measured or read. ``source`` is the place in the file, if there is one."""
 
     def __init__(self, message: str, source: Source | None = None) -> None:
         super().__init__(f"{source}: {message}" if source else message)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from autocastfx.depth import KINDS
 from autocastfx.op_list import preset_folder
 from autocastfx.op_name import base_name
 from autocastfx.yaml_tree import Tree, parse_file
@@ -22,6 +23,7 @@ class KernelFacts:
         no_kernel: per (device type, dtype name), what the device cannot run in that dtype.
         folds: per (device type, dtype name), what takes and gives 16 bits as exactly as with casts around it.
         expands_range: finite inputs can give results beyond their range.
+        reduces: for ops that reduce many elements into one, what tells how many.
     """
 
     computes_in_float32: frozenset[str]
@@ -29,6 +31,7 @@ class KernelFacts:
     no_kernel: Mapping[tuple[str, str], frozenset[str]]
     folds: Mapping[tuple[str, str], frozenset[str]]
     expands_range: frozenset[str]
+    reduces: Mapping[str, str] = field(default_factory=dict)
 
     def runs(self, op: str, dtype: str, device: str) -> bool:
         """Whether ``device`` has a kernel of ``op`` for ``dtype``, as far as the table knows."""
@@ -47,13 +50,16 @@ def load_kernel_facts() -> KernelFacts:
         OpListError: the file is damaged.
     """
     tree = parse_file(preset_folder() / "kernel_facts.yaml", shown="op_lists/kernel_facts.yaml")
-    tree.check_keys(("computes_in_float32", "mixed_args", "no_kernel", "folds", "expands_range"), what="kernel fact")
+    keys = ("computes_in_float32", "mixed_args", "no_kernel", "folds", "expands_range", "reduces")
+    tree.check_keys(keys, what="kernel fact")
+    tree.child("reduces").check_keys(KINDS, what="kind of reduction")
     return KernelFacts(
         computes_in_float32=_ops(tree.child("computes_in_float32")),
         mixed_args=_ops(tree.child("mixed_args")),
         no_kernel=_by_device(tree.child("no_kernel")),
         folds=_by_device(tree.child("folds")),
         expands_range=_ops(tree.child("expands_range")),
+        reduces={op: kind.text for kind, ops in tree.child("reduces").items() for op in _ops(ops)},
     )
 
 

@@ -15,7 +15,7 @@ from autocastfx.errors import OpListError, Source
 from autocastfx.op_name import base_name
 from autocastfx.yaml_tree import Tree, nearest, parse_file
 
-__all__ = ["Category", "OpList", "Rule", "load_op_list", "preset_path", "presets"]
+__all__ = ["Category", "DepthLimit", "OpList", "Rule", "load_op_list", "preset_path", "presets"]
 
 
 class Category(str, Enum):
@@ -35,7 +35,10 @@ class Category(str, Enum):
 
 _UNLISTED = {"keep": Category.KEEP, "deny": Category.DENY, "error": Category.BAN}
 _PLACEMENTS = ("cut", "simple", "follow")
-_KEYS = (*(c.value for c in Category), "keep_args", "set_dtype", "aliases", "unlisted", "extends", "placement")
+_KEYS = (
+    *(c.value for c in Category),
+    *("keep_args", "set_dtype", "aliases", "unlisted", "extends", "placement", "reduction_depth"),
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,17 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class DepthLimit:
+    """How many elements an op may reduce into one in 16 bits (None: any number), and where a list says so."""
+
+    most: int | None
+    source: Source | None = field(default=None, compare=False)
+
+
+_ANY_REDUCTION = "*"  # stands for every op of the reduction group
+
+
+@dataclass(frozen=True)
 class OpList:
     """Rules by op name. Immutable; :meth:`merged` gives a new one in which the later list wins.
 
@@ -59,6 +73,7 @@ class OpList:
     (torch.autocast's dispatch); None leaves it to the lists merged before, and ``cut`` if none says anything.
     Under ``follow`` a name stands for that very op and not for its in-place form, an overload may be listed apart
     (``mm.dtype``), and the ``deny`` ops of ``set_dtype`` are asked for float32 by their dtype argument, not by casts.
+    ``reduction_depth`` limits by op how many elements are reduced into one in 16 bits.
     """
 
     rules: Mapping[str, Rule] = field(default_factory=lambda: MappingProxyType({}))
@@ -68,6 +83,7 @@ class OpList:
     name: str = "unnamed"
     placement: str | None = None
     set_dtype: frozenset[str] = frozenset()
+    reduction_depth: Mapping[str, DepthLimit] = field(default_factory=lambda: MappingProxyType({}))
 
     def names_of(self, op: str) -> Iterator[str]:
         """The names under which ``op`` may be listed: its own, its alias, then the same of its out-of-place form."""
@@ -84,6 +100,11 @@ class OpList:
         """Names of the arguments of ``op`` that stay float32."""
         return next((self.keep_args[name] for name in self.names_of(op) if name in self.keep_args), ())
 
+    def depth_limit(self, op: str, *, of_group: bool) -> DepthLimit | None:
+        """The limit for ``op``, or else the one for all reductions, if it is ``of_group``; None if there is none."""
+        names = (*self.names_of(op), *((_ANY_REDUCTION,) if of_group else ()))
+        return next((self.reduction_depth[name] for name in names if name in self.reduction_depth), None)
+
     def merged(self, later: OpList) -> OpList:
         """This list with ``later`` laid over it, key by key."""
         return replace(
@@ -95,24 +116,34 @@ class OpList:
             name=f"{self.name}+{later.name}" if self.rules else later.name,
             placement=later.placement or self.placement,
             set_dtype=self.set_dtype | later.set_dtype,
+            reduction_depth=_merged_depths(self.reduction_depth, later.reduction_depth),
         )
 
     def __reduce__(self) -> tuple[object, ...]:  # a mapping proxy does not pickle
-        frozen = (dict(self.rules), dict(self.keep_args), dict(self.aliases))
-        return (_restore, (*frozen, self.unlisted, self.name, self.placement, self.set_dtype))
+        mappings = (dict(self.rules), dict(self.keep_args), dict(self.aliases), dict(self.reduction_depth))
+        return (_restore, (*mappings, self.unlisted, self.name, self.placement, self.set_dtype))
 
 
 def _restore(
     rules: dict[str, Rule],
     keep_args: dict[str, tuple[str, ...]],
     aliases: dict[str, str],
+    reduction_depth: dict[str, DepthLimit],
     unlisted: Category | None,
     name: str,
     placement: str | None,
     set_dtype: frozenset[str],
 ) -> OpList:
     frozen = (MappingProxyType(rules), MappingProxyType(keep_args), MappingProxyType(aliases))
-    return OpList(*frozen, unlisted=unlisted, name=name, placement=placement, set_dtype=set_dtype)
+    depths = MappingProxyType(reduction_depth)
+    return OpList(
+        *frozen, unlisted=unlisted, name=name, placement=placement, set_dtype=set_dtype, reduction_depth=depths
+    )
+
+
+def _merged_depths(first: Mapping[str, DepthLimit], later: Mapping[str, DepthLimit]) -> Mapping[str, DepthLimit]:
+    """Key by key; a limit for all reductions undoes what was said before of each."""
+    return MappingProxyType({**({} if _ANY_REDUCTION in later else first), **later})
 
 
 OpListLike = str | Path | OpList | Sequence[str | Path | OpList]
@@ -179,6 +210,7 @@ def _load_file(path: Path, opened: tuple[Path, ...]) -> OpList:
         name=path.stem,
         placement=_placement(tree),
         set_dtype=frozenset(op.op_name() for op in tree.child("set_dtype").as_strings()),
+        reduction_depth=MappingProxyType(dict(_reduction_depth(tree))),
     )
     return replace(base.merged(own), name=path.stem)
 
@@ -232,6 +264,16 @@ def _unlisted(tree: Tree) -> Category | None:
     if word.as_text() not in _UNLISTED:
         raise word.error(f"'unlisted' is {' or '.join(_UNLISTED)}, not {word.as_text()!r}")
     return _UNLISTED[word.as_text()]
+
+
+def _reduction_depth(tree: Tree) -> Iterator[tuple[str, DepthLimit]]:
+    """A limit for each op named; or a number alone, for every op of the reduction group."""
+    found = tree.child("reduction_depth")
+    if not found.is_missing and not found.is_mapping:
+        yield _ANY_REDUCTION, DepthLimit(found.as_limit(), found.source)
+        return
+    for op, limit in found.items():
+        yield op.op_name(), DepthLimit(limit.as_limit(), limit.source)
 
 
 def _placement(tree: Tree) -> str | None:

@@ -14,6 +14,7 @@ from autocastfx.capture.guard import shape_guard
 from autocastfx.dispatch import Dispatch, Followed
 from autocastfx.graph import copy_graph, dtypes, elements, module_path, origin, subgraphs, tensors
 from autocastfx.kernel_facts import KernelFacts
+from autocastfx.magnitude import magnitude
 from autocastfx.op_list import Category, OpList
 from autocastfx.op_name import op_name
 from autocastfx.passes.classify import Classification, Classifier
@@ -26,16 +27,18 @@ from autocastfx.passes.simple import place_simply
 from autocastfx.passes.verify import verify
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Traffic
 from autocastfx.ports import Ports
+from autocastfx.ranges import Key, Ranges, key_of, mode_of
+from autocastfx.reach import Limit, reach
 from autocastfx.traffic import CAST, bytes_moved
 from autocastfx.unit import units_of
 from autocastfx.variant import Variant
 
-__all__ = ["FOLLOW_PIPELINE", "LOW", "PIPELINE", "Converter", "State"]
+__all__ = ["CONVERTED_INSIDE", "FOLLOW_PIPELINE", "LOW", "PIPELINE", "Converter", "State"]
 
 LOW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 # Higher-order operators whose graphs are converted too; the values that cross their borders keep their captured dtype.
 # Others stay whole: an autocast region has its own policy, and a region that switches autocast off asks for float32.
-_CONVERTED_INSIDE = ("wrap_with_set_grad_enabled", "cond", "while_loop", "map_impl", "scan")
+CONVERTED_INSIDE = ("wrap_with_set_grad_enabled", "cond", "while_loop", "map_impl", "scan")
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class State:
     parameters: frozenset[str]
     largest: Mapping[str, float]
     dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]
+    measured: Mapping[fx.Node, float] = field(default_factory=dict)
     classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))
     placements: Mapping[fx.Node, Placement] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
@@ -63,6 +67,8 @@ class Converter:
     low: torch.dtype
     keep_output_dtype: bool = True
     fold: str = "exact"
+    ranges: Ranges | None = None
+    headroom: float = 2.0
 
     @property
     def ports(self) -> Ports:
@@ -91,8 +97,9 @@ class Converter:
             BannedOpError: the list bans an op.
             VerifyError: the rewritten graph is not what was planned.
         """
+        known = self.ranges.largest(mode_of(captured.training)) if self.ranges is not None else {}
         graph, attributes, nodes, casts, traffic = self._convert(
-            captured.graph, captured.attributes, tensors, device, ""
+            captured.graph, captured.attributes, tensors, device, known, ""
         )
         plan = Plan(LOW[self.low], device.type, self.op_list.name, tuple(nodes), tuple(casts), traffic)
         inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
@@ -114,6 +121,7 @@ class Converter:
         attributes: Mapping[str, Any],
         held: Mapping[str, torch.Tensor],
         device: torch.device,
+        known: Mapping[Key, float],
         prefix: str,
     ) -> tuple[fx.Graph, dict[str, Any], list[PlannedNode], list[PlannedCast], Traffic]:
         follows = self.op_list.placement == "follow"
@@ -124,10 +132,10 @@ class Converter:
         casts: list[PlannedCast] = []
         traffic = Traffic()
         for node in graph.nodes:
-            inner_graphs = subgraphs(node, attributes) if op_name(node) in _CONVERTED_INSIDE else {}
+            inner_graphs = subgraphs(node, attributes) if op_name(node) in CONVERTED_INSIDE else {}
             for target, module in inner_graphs.items():
                 names = {**dict(module.named_children()), **dict(module.named_buffers())}
-                inside = inner._convert(module.graph, names, {}, device, f"{prefix}{target}/")
+                inside = inner._convert(module.graph, names, {}, device, known, f"{prefix}{target}/")
                 converted[target] = fx.GraphModule(inside[1], inside[0])
                 nodes += inside[2]
                 casts += inside[3]
@@ -139,6 +147,7 @@ class Converter:
             largest=_largest({**held, **attributes}),
             dtypes={node: dtypes(node) for node in graph.nodes},
             cached=_cached(held),
+            measured={node: known[key] for node in graph.nodes if (key := key_of(node, prefix)) in known},
         )
         computing = [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
         for run in FOLLOW_PIPELINE if follows else PIPELINE:
@@ -149,8 +158,13 @@ class Converter:
 
 
 def _classify(converter: Converter, state: State, device: torch.device) -> State:
-    classifier = Classifier(converter.op_list, converter.facts, converter.low, device.type)
-    return replace(state, classification=classifier(state.graph, state.largest))
+    calibrated = converter.ranges is not None
+    limit = Limit(converter.low, converter.headroom if calibrated else 1.0)
+    held = {n: v for n, v in state.largest.items() if calibrated or n in state.parameters}
+    reached = reach(state.graph, state.measured, held, converter.op_list, limit)
+    classifier = Classifier(converter.op_list, converter.facts, converter.low, device.type, reached.too_far)
+    found = classifier(state.graph, state.largest)
+    return replace(state, classification=replace(found, wide=found.wide | reached.wide))
 
 
 def _place(converter: Converter, state: State, device: torch.device) -> State:
@@ -215,15 +229,9 @@ def _cached(held: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _largest(tensors: Mapping[str, Any]) -> dict[str, float]:
-    """Largest finite magnitude of each float32 constant and buffer that has values."""
-    found: dict[str, float] = {}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, nn.Parameter) or tensor.is_meta:
-            continue
-        if tensor.dtype == torch.float32 and tensor.numel():
-            finite = tensor.detach().abs()
-            found[name] = float(finite.masked_fill(finite == float("inf"), 0).nan_to_num(0).max())
-    return found
+    """Largest finite magnitude of each float32 parameter, buffer and constant that has values."""
+    reached = {n: magnitude(t) for n, t in tensors.items() if isinstance(t, torch.Tensor)}
+    return {name: float(found[0]) for name, found in reached.items() if found is not None}
 
 
 def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> PlannedNode:

@@ -126,6 +126,16 @@ class Tree:
             raise self.error(f"YAML reads {self.node.value!r} as {kind}, not as text. Put it in quotes.")
         return str(self.node.value)
 
+    def as_limit(self) -> int | None:
+        """A whole number of at least 1, or ``null``: None."""
+        tag = self.node.tag if isinstance(self.node, yaml.ScalarNode) else ""
+        digits = str(self.node.value).replace("_", "") if isinstance(self.node, yaml.ScalarNode) else ""
+        if tag == f"{_STANDARD}null" and digits:
+            return None
+        if tag != f"{_STANDARD}int" or not digits.isdecimal() or int(digits) < 1:
+            raise self.error(f"expected a whole number of at least 1, or null, found {_kind(self.node)}")
+        return int(digits)
+
     def op_name(self, *, overloads: bool = False) -> str:
         """The text as a legal op name: an ATen base name, ``namespace::op`` or a dotted Python path.
 

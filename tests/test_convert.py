@@ -221,7 +221,6 @@ def test_what_cannot_be_captured_says_why_and_what_helps(name: str, x: Tensor) -
     [
         ("weights", "cast", ["cached", "low", "", None]),
         ("fold", "exact", ["kernel", "all", None]),
-        ("calibrate", None, [[1], False, ()]),
         ("plan", None, [{}, "plan.json"]),
     ],
 )

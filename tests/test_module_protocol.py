@@ -232,7 +232,9 @@ def test_slow_convolutions_are_warned_of_once_and_only_in_float16() -> None:
     [
         ({"weights": "cached"}, autocastfx.UnsupportedError, "weights='cached' is reserved"),
         ({"fold": "kernel"}, autocastfx.UnsupportedError, "fold='kernel' is reserved"),
-        ({"calibrate": [1]}, autocastfx.UnsupportedError, "calibrate=.* is reserved"),
+        ({"calibrate": []}, autocastfx.CalibrationError, "there are no batches to calibrate on"),
+        ({"calibrate": False}, TypeError, "batches is an iterable of batches, not a bool"),
+        ({"headroom": 0.5}, ValueError, r"headroom is a finite factor of at least 1, not 0\.5"),
         ({"plan": "p.json"}, autocastfx.UnsupportedError, "plan='p.json' is reserved"),
         ({"dtype": torch.float32}, ValueError, r"dtype is torch\.float16 or torch\.bfloat16, not torch\.float32"),
         ({"example_inputs": None}, autocastfx.UnsupportedError, "without inputs is not built yet"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
 
+from autocastfx.depth import depth
 from autocastfx.dispatch import rule_of
 from autocastfx.errors import BannedOpError
 from autocastfx.graph import (
@@ -49,12 +50,14 @@ class Classifier:
         facts: what the device's kernels do.
         low: ``torch.float16`` or ``torch.bfloat16``.
         device: device type that the graph will run on.
+        too_far: why a node's values reach too far for the low dtype, for those that do.
     """
 
     op_list: OpList
     facts: KernelFacts
     low: torch.dtype
     device: str
+    too_far: Mapping[fx.Node, str] = field(default_factory=dict)
 
     def __call__(self, graph: fx.Graph, largest: Mapping[str, float]) -> Classification:
         """Decide each computing node of ``graph``.
@@ -102,7 +105,7 @@ class Classifier:
             return self._user_cast(node, listed)
         if listed.category in (Category.DENY, Category.KEEP):
             return listed
-        for rule in (self._explicit_dtype, self._no_kernel):
+        for rule in (self._explicit_dtype, self._no_kernel, self._range, self._depth):
             if forced := rule(node):
                 return forced
         if listed.category in _FOLLOWS:
@@ -151,6 +154,23 @@ class Classifier:
         if self.facts.runs(op_name(node), self._low_name, self.device):
             return None
         return Decision(Category.DENY, f"{self.device} has no {self._low_name} kernel", "forced:no-kernel")
+
+    def _range(self, node: fx.Node) -> Decision | None:
+        why = self.too_far.get(node)
+        return Decision(Category.DENY, why, "forced:range") if why is not None else None
+
+    def _depth(self, node: fx.Node) -> Decision | None:
+        """More elements reduced into one than the list lets 16 bits reduce."""
+        name = op_name(node)
+        kind = self.facts.reduces.get(base_name(name))
+        limit = self.op_list.depth_limit(name, of_group=kind == "elements")
+        if limit is None or limit.most is None:
+            return None
+        found = depth(node, kind or "elements")
+        if found is None or found <= limit.most:
+            return None
+        reason = f"reduces {found} elements, more than reduction_depth {limit.most}"
+        return Decision(Category.DENY, reason, str(limit.source or "list"))
 
     def _constant(self, node: fx.Node) -> Decision | None:
         """A number written into the node that the low dtype cannot hold: too large, or rounded towards zero."""

@@ -1,0 +1,196 @@
+"""``calibrate``: run a float32 model on batches and keep how far each of its values reached."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from autocastfx.amp_module import AmpModule
+from autocastfx.call import Call, CallSignature
+from autocastfx.capture.export import capture
+from autocastfx.errors import CalibrationError, CaptureError, UnsupportedError
+from autocastfx.measured_graph import MeasuredGraph, Seen, apart, read_all
+from autocastfx.op_list import OpListLike, load_op_list
+from autocastfx.ranges import Key, Range, Ranges, mode_of
+
+__all__ = ["calibrate", "first_call", "ranges_of"]
+
+Progress = bool | Callable[[int], object]
+
+
+def calibrate(
+    model: nn.Module | ExportedProgram,
+    batches: Iterable[Any],
+    *,
+    op_list: OpListLike = "default",
+    training: bool | None = None,
+    progress: Progress = False,
+) -> Ranges:
+    """Run ``model`` on ``batches``, in float32, and keep the largest finite magnitude of each of its values.
+
+    Batches are run one after the other, and nothing of one is kept when the next runs. The model is left as it is:
+    buffers that it updates are updated in copies, and modes and the state of torch's random numbers come back.
+
+    Args:
+        model: a float32 model, not a converted one.
+        batches: each is the input of one call: a tensor; a tuple or list of positional arguments; a mapping of keyword
+            arguments; or a pair of a tuple and a mapping, for both. They must be on the model's device. Any number,
+            read once.
+        op_list: that of the conversion; Python functions that it names stay single nodes.
+        training: run in training (True) or evaluation (False) mode; by default in the model's own modes.
+        progress: True writes a line to stderr; a callable is called with the number of batches done, after each.
+
+    Returns:
+        What :func:`convert` takes as ``calibrate``. Sub-graphs that a conversion goes into are measured inside.
+
+    Raises:
+        CalibrationError: there are no batches, or one does not fit the model's forward.
+        CaptureError: the model cannot be captured.
+        UnsupportedError: the model is converted already, or came out of torch.export in another mode.
+    """
+    if isinstance(model, AmpModule):
+        raise UnsupportedError("the model is converted already: calibrate the original, and convert it again.")
+    module = cast("nn.Module", model.module()) if isinstance(model, ExportedProgram) else model
+    baked = isinstance(module, fx.GraphModule) and hasattr(module, "_in_spec")  # torch.export made it
+    if baked and training is not None:
+        raise UnsupportedError("the model came out of torch.export, which bakes its mode in: leave training=None.")
+    listed = load_op_list(op_list)
+    run = _Run(
+        model=module,
+        training=tuple(m.training if training is None else training for m in module.modules()),
+        leaves=tuple(name for name in listed.rules if "." in name and "::" not in name),
+        tensors=_own_tensors(module),
+    )
+    signature, done = CallSignature.of(module.forward), 0
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _shown(progress) as show:
+        for done, batch in enumerate(_iterated(batches), 1):
+            args, kwargs = _arguments(batch)
+            insists = replace(signature, by_position=len(args) if baked else 0)
+            try:
+                call = insists.bind(args, kwargs)
+            except TypeError as error:
+                wanted = f"batch {done} does not fit {type(module).__name__}.forward: {error}"
+                raise CalibrationError(f"{wanted}. A batch holds the inputs of one call, and no targets.") from error
+            run.batch(insists, call)
+            show(done)
+    if not done:
+        raise CalibrationError(_NO_BATCHES)
+    return Ranges(tuple(run.found.values()), done)
+
+
+def ranges_of(given: Any, model: nn.Module | ExportedProgram, op_list: OpListLike) -> Ranges:
+    """The ranges that ``convert(calibrate=given)`` means: ranges, the path of a file of them, or batches to measure."""
+    if isinstance(given, Ranges):
+        return given
+    if isinstance(given, (str, os.PathLike)):
+        return Ranges.load(cast("str | os.PathLike[str]", given))
+    return calibrate(model, given, op_list=op_list)
+
+
+def first_call(batches: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Iterable[Any]]:
+    """Arguments of the first batch, by position and by keyword; and all batches, of which this reads the first.
+
+    Raises:
+        CalibrationError: there are none.
+    """
+    rest = _iterated(batches)
+    for batch in rest:
+        return *_arguments(batch), itertools.chain([batch], rest)
+    raise CalibrationError(_NO_BATCHES)
+
+
+_NO_BATCHES = "there are no batches to calibrate on. An iterator can be read only once."
+
+
+def _iterated(batches: Iterable[Any]) -> Iterator[Any]:
+    if isinstance(batches, (torch.Tensor, Mapping)) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches is an iterable of batches, not a {type(batches).__name__}; write [batch] for one")
+    return iter(batches)
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(cast("Mapping[str, Any]", batch))
+    if not isinstance(batch, (tuple, list)):
+        return (batch,), {}
+    parts: tuple[Any, ...] = tuple(cast("Iterable[Any]", batch))
+    if len(parts) == 2 and isinstance(parts[0], (tuple, list)) and isinstance(parts[1], Mapping):
+        return tuple(cast("Iterable[Any]", parts[0])), dict(cast("Mapping[str, Any]", parts[1]))
+    return parts, {}
+
+
+@contextmanager
+def _shown(progress: Progress) -> Generator[Callable[[int], object]]:
+    if callable(progress):
+        yield progress
+    elif progress:
+        try:
+            yield lambda done: print(f"\rcalibrating: batch {done}", end="", file=sys.stderr, flush=True)
+        finally:
+            print(file=sys.stderr)
+    else:
+        yield lambda done: None
+
+
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; the buffers in copies, for training writes into them."""
+    parameters = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False)}
+    buffers = {n: b.detach() for n, b in module.named_buffers(remove_duplicate=False)}
+    return {**parameters, **copy.deepcopy(buffers)}
+
+
+@dataclass
+class _Run:
+    """One calibration: the graphs captured so far, and what was found.
+
+    Attributes:
+        model: the caller's.
+        training: mode of each of its modules.
+        leaves: dotted paths of functions that stay whole.
+        tensors: what stands in for its parameters and buffers.
+    """
+
+    model: nn.Module
+    training: tuple[bool, ...]
+    leaves: tuple[str, ...]
+    tensors: dict[str, torch.Tensor]
+    found: dict[Key, Range] = field(default_factory=dict)
+    graphs: list[MeasuredGraph] = field(default_factory=list)
+
+    def batch(self, signature: CallSignature, call: Call) -> None:
+        graph = self._graph(signature, call)
+        seen: list[Seen] = []
+        with torch.no_grad(), torch._C._DisableAutocast():
+            graph.run(call, self.tensors, seen.append)
+        for key, largest, count in read_all(seen):
+            mode = mode_of(self.training)
+            before = self.found.get(key, Range(mode, *key, 0.0))
+            self.found[key] = replace(
+                before, largest=max(before.largest, largest), non_finite=before.non_finite + count
+            )
+
+    def _graph(self, signature: CallSignature, call: Call) -> MeasuredGraph:
+        shapes = [t.shape for t in call.tensors]
+        for graph in self.graphs:
+            if graph.captured.structure == call.structure and graph.captured.guard.holds(shapes):
+                return graph
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        held: dict[str, torch.Tensor] = {**dict(parameters), **dict(self.model.named_buffers(remove_duplicate=False))}
+        sizes = self.graphs[0].captured.sizes if self.graphs else "all"
+        made = capture(self.model, signature, call, training=self.training, held=held, leaves=self.leaves, sizes=sizes)
+        if not made.guard.holds(shapes):
+            raise CaptureError(f"{type(self.model).__name__} was captured for sizes that are not the batch's")
+        graph = MeasuredGraph.of(made)
+        self.tensors.update(apart(self.tensors, graph.written))
+        self.graphs.append(graph)
+        return graph

@@ -1,0 +1,115 @@
+"""A captured graph that runs on real values and tells how far each of them reaches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._ops import OpOverload
+
+from autocastfx.alias import alias_sets
+from autocastfx.call import Call
+from autocastfx.capture.export import Captured
+from autocastfx.graph import attribute
+from autocastfx.magnitude import magnitude
+from autocastfx.op_name import op_name
+from autocastfx.pipeline import CONVERTED_INSIDE
+from autocastfx.ranges import Key, key_of
+
+__all__ = ["MeasuredGraph", "Seen", "apart", "read_all"]
+
+Seen = tuple[Key, torch.Tensor, torch.Tensor]  # a value, its magnitude, and how many of its elements are not finite
+_Record = Callable[[Seen], None]
+
+
+@dataclass(frozen=True)
+class MeasuredGraph:
+    """A captured graph, its constants, and the names of inputs, parameters and constants that it writes into."""
+
+    captured: Captured
+    written: frozenset[str]
+    constants: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, captured: Captured) -> MeasuredGraph:
+        """What was captured, with copies of the constants that it writes into."""
+        written = _written(captured)
+        tensors = {n: a for n, a in captured.attributes.items() if isinstance(a, torch.Tensor)}
+        return cls(captured, written, {**captured.attributes, **apart(tensors, written)})
+
+    def run(self, call: Call, tensors: Mapping[str, torch.Tensor], record: _Record) -> None:
+        """Run ``call`` and record each float32 value. The call's own tensors are not written into; ``tensors`` are."""
+        names = [n.name for n in self.captured.graph.nodes if n.op == "placeholder"]
+        inputs = [t.detach() for t in call.tensors]
+        inputs = [t.clone() if n in self.written else t for n, t in zip(names, inputs, strict=True)]
+        held = {**self.constants, **tensors}
+        _Watcher(self.captured.graph, held.__getitem__, record).run(*inputs, enable_io_processing=False)
+
+
+class _Watcher(fx.Interpreter):
+    """Runs a graph, frees each value after its last use, and tells how far each float32 value reaches."""
+
+    def __init__(self, graph: fx.Graph, held: Callable[[str], Any], record: _Record, prefix: str = "") -> None:
+        super().__init__(nn.Module(), graph=graph)
+        self.extra_traceback = False
+        self._held, self._record, self._prefix = held, record, prefix
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "get_attr":
+            return self._read(n)
+        result = super().run_node(n)
+        if n.op != "output" and (reached := magnitude(result)) is not None:
+            self._record((key_of(n, self._prefix), *reached))
+        return result
+
+    def _read(self, n: fx.Node) -> Any:
+        held = self._held(str(n.target))
+        if not isinstance(held, fx.GraphModule) or not all(op_name(user) in CONVERTED_INSIDE for user in n.users):
+            return held
+        graph, prefix = held.graph, f"{self._prefix}{n.target}/"
+
+        def run(*args: Any) -> Any:
+            inside = _Watcher(graph, partial(attribute, held), self._record, prefix)
+            return inside.run(*args, enable_io_processing=False)
+
+        return run
+
+
+def read_all(seen: list[Seen]) -> Iterator[tuple[Key, float, int]]:
+    """What was seen, as numbers: one read from each device."""
+    for device in dict.fromkeys(largest.device for _, largest, _ in seen):
+        here = [entry for entry in seen if entry[1].device == device]
+        largest: list[float] = torch.stack([entry[1] for entry in here]).tolist()
+        counts: list[int] = torch.stack([entry[2] for entry in here]).tolist()
+        yield from zip([entry[0] for entry in here], largest, counts, strict=True)
+
+
+def _written(captured: Captured) -> frozenset[str]:
+    """Names of what a run of the graph may write into: inputs by node, all else by target."""
+    outside = [n for n in captured.graph.nodes if n.op in ("placeholder", "get_attr")]
+    if not any(_writes(held) for held in captured.attributes.values()):
+        shared = alias_sets(captured.graph)
+        outside = [n for n in outside if n in shared]
+    return frozenset(n.name if n.op == "placeholder" else str(n.target) for n in outside)
+
+
+def _writes(held: Any) -> bool:
+    """Whether a sub-graph writes into a tensor; which of its inputs that is, is not asked."""
+    graphs = [m for m in held.modules() if isinstance(m, fx.GraphModule)] if isinstance(held, nn.Module) else []
+    ops = (n.target for m in graphs for n in m.graph.nodes)
+    return any(isinstance(op, OpOverload) and op._schema.is_mutable for op in ops)
+
+
+def apart(tensors: Mapping[str, torch.Tensor], written: frozenset[str]) -> dict[str, torch.Tensor]:
+    """Copies of the tensors named, and of all that share their storage; what was shared is shared by the copies."""
+
+    def storage(name: str) -> int:
+        return tensors[name].untyped_storage()._cdata
+
+    stores = {storage(n) for n in written if n in tensors}
+    return copy.deepcopy({n: t.detach() for n, t in tensors.items() if storage(n) in stores})

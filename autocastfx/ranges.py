@@ -1,0 +1,212 @@
+"""How far the values of a model reached on calibration data: plain data, to and from JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from torch import fx
+
+from autocastfx.errors import CalibrationError, Source
+from autocastfx.graph import module_path
+from autocastfx.op_name import op_name
+
+__all__ = ["Key", "Range", "Ranges", "key_of", "mode_of"]
+
+VERSION = 1
+MODES = ("train", "eval")
+Key = tuple[str, str, str]  # name of the node, its op, the path of its module
+
+
+def key_of(node: fx.Node, prefix: str = "") -> Key:
+    """What a node is known by in another capture of the same model. ``prefix`` is that of its sub-graph."""
+    return prefix + node.name, op_name(node), module_path(node)
+
+
+def mode_of(training: Iterable[bool]) -> str:
+    """The mode of a graph whose modules have these flags: ``"train"`` if any trains, else ``"eval"``."""
+    return MODES[0] if any(training) else MODES[1]
+
+
+@dataclass(frozen=True)
+class Range:
+    """What one value reached: the output of the node ``name``, which computes ``op`` in ``module``.
+
+    ``largest`` is the largest magnitude of its finite elements, ``non_finite`` counts the others.
+    """
+
+    mode: str
+    name: str
+    op: str
+    module: str
+    largest: float
+    non_finite: int = 0
+
+    @property
+    def key(self) -> Key:
+        """What its node is known by in a graph of its mode."""
+        return self.name, self.op, self.module
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """What every float32 value of a model reached while it ran ``batches`` batches, in the order of its graphs."""
+
+    values: tuple[Range, ...]
+    batches: int = field(default=0)
+
+    def __getitem__(self, name: str) -> Range:
+        """The range of the node called ``name``: the largest, where modes or modules share the name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        found = [r for r in self.values if r.name == name]
+        if not found:
+            raise KeyError(f"no value {name!r} was measured")
+        return max(found, key=lambda r: r.largest)
+
+    @cached_property
+    def _by_mode(self) -> dict[str, dict[Key, float]]:
+        return {mode: {r.key: r.largest for r in self.values if r.mode == mode} for mode in MODES}
+
+    def largest(self, mode: str) -> Mapping[Key, float]:
+        """Largest magnitudes in graphs of ``mode``; those of the other mode, if only that was measured."""
+        own, other = self._by_mode[mode], self._by_mode[MODES[mode == MODES[0]]]
+        return own or other
+
+    def merged(self, other: Ranges) -> Ranges:
+        """Both together: of a value that both hold, the larger magnitude and the sum of the counts."""
+        return Ranges(_merged((*self.values, *other.values)), self.batches + other.batches)
+
+    def to_json(self) -> str:
+        """These ranges as JSON text, one value a line; :meth:`from_json` reads it back."""
+        lines = (json.dumps(dataclasses.asdict(r), ensure_ascii=False) for r in self.values)
+        head = f'{{"autocastfx_ranges": {VERSION}, "batches": {self.batches}, "values": [\n'
+        return head + ",\n".join(lines) + "\n]}\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, file: str = "ranges") -> Ranges:
+        """The ranges that :meth:`to_json` wrote. ``file`` is what messages call the text.
+
+        Raises:
+            CalibrationError: the text is no such JSON, or of another version; it names line and column.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            place = Source(file, error.lineno, error.colno)
+            raise CalibrationError(f"this is not JSON: {error.msg}. Calibrate again.", place) from error
+        except RecursionError as error:
+            raise CalibrationError("these are no ranges: nested too deeply.", Source(file, 1, 1)) from error
+        try:
+            return _read(data)
+        except _Malformed as error:
+            place = _place(text, error.path, file)
+            raise CalibrationError(f"{error}. The file is written by Ranges.save; calibrate again.", place) from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write these ranges to ``path`` as JSON.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        Path(path).write_text(self.to_json(), encoding="utf-8", newline="\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Ranges:
+        """The ranges that :meth:`save` wrote to ``path``.
+
+        Raises:
+            CalibrationError: the file cannot be read, or holds no ranges; it names file, line and column.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            what = getattr(error, "strerror", None) or error
+            raise CalibrationError(f"cannot read the ranges {path}: {what}. Ranges.save writes such a file.") from error
+        return cls.from_json(text, file=str(path))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # without what is computed from the fields
+        return (Ranges, (self.values, self.batches))
+
+
+def _merged(values: Iterable[Range]) -> tuple[Range, ...]:
+    found: dict[tuple[str, Key], Range] = {}
+    for one in values:
+        before = found.get((one.mode, one.key))
+        if before is not None:
+            largest, count = max(before.largest, one.largest), before.non_finite + one.non_finite
+            one = dataclasses.replace(before, largest=largest, non_finite=count)
+        found[one.mode, one.key] = one
+    return tuple(found.values())
+
+
+class _Malformed(Exception):
+    """What is wrong, and the keys and indices that lead to it."""
+
+    def __init__(self, message: str, *path: str | int) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def _read(data: Any) -> Ranges:
+    if not isinstance(data, dict) or "autocastfx_ranges" not in data:
+        raise _Malformed("these are no ranges: the key 'autocastfx_ranges' is missing")
+    version = data["autocastfx_ranges"]
+    if version != VERSION:
+        raise _Malformed(f"this is version {version!r} of the format, not {VERSION}", "autocastfx_ranges")
+    if not _is_count(data.get("batches")):
+        raise _Malformed(f"'batches' is a count, not {data.get('batches')!r}", "batches")
+    if not isinstance(data.get("values"), list):
+        raise _Malformed("'values' is a list", "values")
+    return Ranges(_merged(_range(entry, i) for i, entry in enumerate(data["values"])), data["batches"])
+
+
+def _range(entry: Any, index: int) -> Range:
+    names = [f.name for f in dataclasses.fields(Range)]
+    if not isinstance(entry, dict) or set(cast("dict[str, Any]", entry)) != set(names):
+        raise _Malformed(f"a value has the keys {', '.join(names)}", "values", index)
+    checks = {
+        "mode": (f"one of {', '.join(MODES)}", entry["mode"] in MODES),
+        "largest": ("a finite number of at least 0", _is_magnitude(entry["largest"])),
+        "non_finite": ("a count", _is_count(entry["non_finite"])),
+        **{name: ("text", isinstance(entry[name], str)) for name in ("name", "op", "module")},
+    }
+    for name, (wanted, holds) in checks.items():
+        if not holds:
+            raise _Malformed(f"{name!r} is {wanted}, not {entry[name]!r}", "values", index, name)
+    return Range(**entry)
+
+
+def _is_count(found: Any) -> bool:
+    return isinstance(found, int) and not isinstance(found, bool) and found >= 0
+
+
+def _is_magnitude(found: Any) -> bool:
+    return isinstance(found, (int, float)) and not isinstance(found, bool) and 0 <= found < math.inf
+
+
+def _place(text: str, path: tuple[str | int, ...], file: str) -> Source:
+    """Where the value at ``path`` stands. JSON's own reader does not say, but JSON is YAML."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return Source(file, 1, 1)
+    for step in path:
+        below: yaml.Node | None = None
+        if isinstance(node, yaml.MappingNode):
+            below = next((value for key, value in node.value if key.value == step), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int):
+            below = node.value[step]
+        node = below or node
+    mark = node.start_mark if node is not None else None
+    return Source(file, mark.line + 1, mark.column + 1) if mark else Source(file, 1, 1)

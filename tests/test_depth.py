@@ -1,0 +1,144 @@
+"""How many elements a node reduces into one, and the limits that lists set."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autocastfx
+from autocastfx.depth import KINDS
+from autocastfx.kernel_facts import load_kernel_facts
+from autocastfx.op_list import OpList
+from autocastfx.plan import Decision
+from tests.helpers import Function, op_list
+
+ones = torch.ones
+CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], int]] = {
+    "linear": (F.linear, (ones(2, 6), ones(3, 6)), 6),
+    "bilinear": (F.bilinear, (ones(2, 3), ones(2, 5), ones(4, 3, 5)), 15),
+    "conv1d": (F.conv1d, (ones(1, 4, 9), ones(2, 4, 3)), 12),
+    "conv2d": (lambda x, w: F.conv2d(x, w, groups=2), (ones(1, 4, 9, 9), ones(2, 2, 3, 5)), 30),
+    "conv_transpose2d": (
+        lambda x, w: F.conv_transpose2d(x, w, groups=2),
+        (ones(1, 4, 5, 5), ones(4, 3, 2, 2)),
+        8,
+    ),
+    "matmul": (torch.matmul, (ones(2, 3, 7), ones(7, 5)), 7),
+    "mm": (torch.mm, (ones(3, 7), ones(7, 5)), 7),
+    "bmm": (torch.bmm, (ones(2, 3, 7), ones(2, 7, 5)), 7),
+    "mv": (torch.mv, (ones(3, 7), ones(7)), 7),
+    "dot": (torch.dot, (ones(7), ones(7)), 7),
+    "addmm": (torch.addmm, (ones(5), ones(3, 7), ones(7, 5)), 7),
+    "baddbmm": (torch.baddbmm, (ones(2, 3, 5), ones(2, 3, 7), ones(2, 7, 5)), 7),
+    "inner": (torch.inner, (ones(3, 7), ones(2, 7)), 7),
+    "einsum": (lambda a, b: torch.einsum("b i j, b k j -> b i k", a, b), (ones(2, 3, 7), ones(2, 4, 7)), 7),
+    "sum": (lambda x: x.sum((1, 2)), (ones(2, 3, 5),), 15),
+    "mean": (lambda x: x.mean(-1, keepdim=True), (ones(2, 3, 5),), 5),
+    "var_mean": (lambda x: torch.var_mean(x, 0)[0], (ones(9, 2),), 9),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 2), (ones(1, 3, 8, 8),), 16),
+    "avg_pool1d": (lambda x: F.avg_pool1d(x, 4), (ones(1, 3, 8),), 4),  # in no group: what goes in and comes out
+}
+
+
+@pytest.mark.parametrize("op", CASES)
+@pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")
+def test_depth(op: str, tmp_path: Path) -> None:
+    function, inputs, expected = CASES[op]
+
+    def decided(limit: int) -> Decision:
+        rules = ["default", op_list(tmp_path, f"allow: [{op}]\nreduction_depth: {{{op}: {limit}}}")]
+        plan = autocastfx.convert(Function(lambda *args: function(*args)), inputs, op_list=rules).plan
+        return next(n.decision for n in plan.nodes if n.op == op)
+
+    assert decided(expected).source.endswith("test.yaml:1:9")
+    forced = decided(expected - 1)
+    assert forced.reason == f"reduces {expected} elements, more than reduction_depth {expected - 1}"
+    assert str(forced.category) == "deny"
+    assert forced.source.endswith(f"test.yaml:2:{20 + len(op) + 1}")
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "expected"),
+    [
+        ("...ij,...kj->...ik", [(2, 3, 7), (2, 4, 7)], 7),
+        ("ij...,jk...->ik...", [(3, 7, 2), (7, 4, 2)], 7),
+        ("ab,bc,cd->ad", [(2, 3), (3, 5), (5, 2)], 15),
+        ("ij->", [(3, 7)], 21),
+        ("ij,ij->ij", [(3, 7), (3, 7)], 1),
+        ("ij,jk", [(3, 7), (7, 4)], None),
+    ],
+)
+def test_an_equation(equation: str, shapes: list[tuple[int, ...]], expected: int | None, tmp_path: Path) -> None:
+    def model(*operands: torch.Tensor) -> torch.Tensor:
+        return torch.einsum(equation, *operands)
+
+    rules = ["default", op_list(tmp_path, "reduction_depth: {einsum: 1}")]
+    plan = autocastfx.convert(Function(model), tuple(ones(s) for s in shapes), op_list=rules).plan
+    forced = [n.decision.reason for n in plan.nodes if n.dtype == "float32" and n.op == "einsum"]
+    deep = expected is not None and expected > 1
+    assert forced == ([f"reduces {expected} elements, more than reduction_depth 1"] if deep else [])
+
+
+def lists(tmp_path: Path, *texts: str) -> OpList:
+    merged = OpList()
+    for text in texts:
+        merged = merged.merged(op_list(tmp_path, text))
+    return merged
+
+
+def test_a_number_alone_is_the_limit_of_the_reductions(tmp_path: Path) -> None:
+    rules = lists(tmp_path, "allow: [sum, linear]\nreduction_depth: 4")
+    plan = autocastfx.convert(Function(lambda x: F.linear(x, x).sum(1)), (ones(8, 8),), op_list=rules).plan
+    assert plan["sum_1"].dtype == "float32"
+    assert plan["sum_1"].decision.source.endswith("test.yaml:2:18")
+    assert plan["linear"].dtype == "float16"
+
+
+def test_merging(tmp_path: Path) -> None:
+    first, second = "reduction_depth: {mean: 4, linear: 9, sum: 5}", "reduction_depth: {mean: 8, linear: null}"
+    merged = lists(tmp_path, first, second)
+    assert {op: limit.most for op, limit in merged.reduction_depth.items()} == {"mean": 8, "linear": None, "sum": 5}
+    for_all = lists(tmp_path, first, "reduction_depth: 7")
+    limit = for_all.depth_limit("mean", of_group=True)
+    assert limit is not None
+    assert limit.most == 7
+    assert for_all.depth_limit("linear", of_group=False) is None
+    after = lists(tmp_path, "reduction_depth: 7", first).depth_limit("mean_", of_group=True)
+    assert after is not None
+    assert after.most == 4, "an op's own limit goes before the group's, and in-place ops have it too"
+    assert (
+        lists(tmp_path, "allow: [sum]", first).merged(OpList()).reduction_depth
+        == lists(tmp_path, first).reduction_depth
+    )
+    assert pickle.loads(pickle.dumps(merged)) == merged
+
+
+def test_null_lifts_a_limit(tmp_path: Path) -> None:
+    rules = lists(tmp_path, "allow: [sum]\nreduction_depth: 4", "reduction_depth: {sum: null}")
+    plan = autocastfx.convert(Function(lambda x: x.sum(1)), (ones(8, 8),), op_list=rules).plan
+    assert plan["sum_1"].dtype == "float16"
+
+
+def test_sizes_that_depend_on_data_are_not_judged(tmp_path: Path) -> None:
+    rules = ["default", lists(tmp_path, "allow: [sum]\nreduction_depth: 1")]
+    plan = autocastfx.convert(Function(lambda x: x[x > 0].sum()), (ones(8),), op_list=rules).plan
+    assert plan["sum_1"].dtype == "float16"
+
+
+def test_every_kind_of_the_table_is_known() -> None:
+    facts = load_kernel_facts()
+    assert set(facts.reduces.values()) == set(KINDS)
+
+
+def test_a_limit_holds_in_the_modules_that_use_the_op(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 4))
+    rules = ["default", lists(tmp_path, "reduction_depth: {linear: 16}")]
+    plan = autocastfx.convert(model, (ones(1, 4),), op_list=rules).plan
+    assert (plan["linear"].dtype, plan["linear_1"].dtype) == ("float16", "float32")
