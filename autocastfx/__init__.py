@@ -8,11 +8,14 @@ from autocastfx.errors import (
     BannedOpError,
     CaptureError,
     OpListError,
+    PlanError,
+    UnmatchedPlanWarning,
+    UnmatchedRuleWarning,
     UnsupportedError,
     VariantError,
     VerifyError,
 )
-from autocastfx.op_list import Category, OpList, load_op_list, presets
+from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision
 
 __version__ = "0.1.0"
@@ -23,14 +26,20 @@ __all__ = [
     "BannedOpError",
     "CaptureError",
     "Category",
+    "Change",
     "Decision",
+    "ModuleRule",
     "OpList",
     "OpListError",
     "Placement",
     "Plan",
+    "PlanError",
     "PlannedCast",
     "PlannedNode",
     "Precision",
+    "Rule",
+    "UnmatchedPlanWarning",
+    "UnmatchedRuleWarning",
     "UnsupportedError",
     "VariantError",
     "VerifyError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from torch.export import ExportedProgram
 from autocastfx.amp_module import AmpModule, Variant
 from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
-from autocastfx.errors import CaptureError, UnsupportedError
+from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleWarning, UnsupportedError
 from autocastfx.kernel_facts import load_kernel_facts
-from autocastfx.op_list import OpListLike, load_op_list
+from autocastfx.match import all_nodes, unmatched
+from autocastfx.op_list import OpList, OpListLike, load_op_list
 from autocastfx.pipeline import LOW, Converter
-from autocastfx.plan import Precision
+from autocastfx.plan import Plan, Precision
+from autocastfx.plan_file import read_plan
 
 __all__ = ["convert"]
 
@@ -35,7 +38,7 @@ def convert(
     calibrate: Any = None,
     device: torch.device | str | None = None,
     keep_output_dtype: bool = True,
-    plan: Any = None,
+    plan: Plan | str | Path | None = None,
 ) -> AmpModule:
     """Turn a float32 model into a graph whose every cast to 16 bits, and back, is a node.
 
@@ -52,20 +55,24 @@ def convert(
         calibrate: reserved.
         device: decide for the kernels of this device; the model's own by default.
         keep_output_dtype: cast float32 outputs back to float32.
-        plan: reserved.
+        plan: decisions given by hand, which win over the lists: a ``Plan``, or the path of its JSON text, edited. The
+            lines of one plan apply to the nodes of their names in all variants (:mod:`autocastfx.edited_plan`).
 
     Returns:
         A ``torch.fx.GraphModule`` that is called like ``model``.
 
     Raises:
         CaptureError: the model cannot be captured; it says why and what would help.
-        OpListError: a list is wrong; with file, line and column.
+        OpListError: a list is wrong, or two rules fit a node equally well; with file, line and column.
         BannedOpError: the list bans an op of the model.
+        PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
         UnsupportedError: a reserved argument was given.
         VerifyError: a defect of this package; nothing is handed out.
     """
-    _check_arguments(dtype, weights, fold, calibrate, plan)
-    converter = Converter(load_op_list(op_list, default=LOW[dtype]), load_kernel_facts(), dtype, keep_output_dtype)
+    _check_arguments(dtype, weights, fold, calibrate)
+    lists = load_op_list(op_list, default=LOW[dtype])
+    edited = None if plan is None else read_plan(plan)
+    converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype, edited)
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
     if isinstance(model, ExportedProgram):
@@ -88,7 +95,7 @@ def convert(
         call = signature.bind(args, example_kwargs or {})
     except TypeError as error:
         raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.") from error
-    leaves = tuple(name for name in converter.op_list.rules if "." in name and "::" not in name)
+    leaves = tuple(name for name in sorted(converter.op_list.ops()) if "." in name and "::" not in name)
     target = torch.device(device) if device is not None else None
     maker = _Maker(converter, module, signature, leaves, target, baked)
     amp_model = AmpModule(module, signature, maker)
@@ -101,6 +108,9 @@ def convert(
             if mode == flags:
                 raise
     _warn_of_slow_kernels(amp_model, dtype)
+    _warn_of_unmatched_rules(amp_model, lists)
+    if edited is not None and (message := edited.unmatched(v.plan for v in amp_model.variants)):
+        warnings.warn(message, UnmatchedPlanWarning, stacklevel=2)
     return amp_model
 
 
@@ -128,14 +138,13 @@ class _Maker:
         return replace(self, model=None)
 
 
-def _check_arguments(dtype: torch.dtype, weights: str, fold: str, calibrate: Any, plan: Any) -> None:
+def _check_arguments(dtype: torch.dtype, weights: str, fold: str, calibrate: Any) -> None:
     if dtype not in LOW:
         raise ValueError(f"dtype is torch.float16 or torch.bfloat16, not {dtype!r}")
     reserved = {
         "weights": (weights, "cast"),
         "fold": (fold, "exact"),
         "calibrate": (calibrate, None),
-        "plan": (plan, None),
     }
     for name, (given, default) in reserved.items():
         if given is not default and given != default:
@@ -151,3 +160,10 @@ def _warn_of_slow_kernels(amp_model: AmpModule, dtype: torch.dtype) -> None:
             "there.",
             stacklevel=3,
         )
+
+
+def _warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList) -> None:
+    captured = [v.captured for v in amp_model.variants if v.captured is not None]
+    nodes = [node for c in captured for node in all_nodes(c.graph, c.attributes)]
+    for message in unmatched(op_list, amp_model.plan.device, nodes) if captured else ():
+        warnings.warn(message, UnmatchedRuleWarning, stacklevel=3)

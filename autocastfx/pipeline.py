@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from autocastfx.capture.export import Captured
+from autocastfx.edited_plan import EditedPlan
 from autocastfx.graph import copy_graph, dtypes, module_path, origin, subgraphs
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import OpList
@@ -41,6 +42,7 @@ class State:
     dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]
     classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))
     placements: Mapping[fx.Node, Placement] = field(default_factory=dict)
+    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Converter:
     facts: KernelFacts
     low: torch.dtype
     keep_output_dtype: bool = True
+    plan: EditedPlan | None = None
 
     @property
     def ports(self) -> Ports:
@@ -67,6 +70,7 @@ class Converter:
 
         Raises:
             BannedOpError: the list bans an op.
+            PlanError: the plan given asks for what cannot be.
             VerifyError: the rewritten graph is not what was planned.
         """
         graph, attributes, nodes, casts = self._convert(captured.graph, captured.attributes, tensors, device, "")
@@ -110,6 +114,7 @@ class Converter:
             parameters=frozenset(n for n, t in tensors.items() if isinstance(t, nn.Parameter)),
             largest=_largest({**tensors, **attributes}),
             dtypes={node: dtypes(node) for node in graph.nodes},
+            prefix=prefix,
         )
         computing = [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
         for run in PIPELINE:
@@ -125,7 +130,13 @@ def _classify(converter: Converter, state: State, device: torch.device) -> State
 
 
 def _place(converter: Converter, state: State, device: torch.device) -> State:
-    return replace(state, placements=place(state.graph, state.classification.decisions, converter.ports))
+    found = state.classification
+    placements = place(state.graph, found.decisions, converter.ports)
+    if converter.plan is None:
+        return replace(state, placements=placements)
+    obeyed = converter.plan.obey(found.decisions, placements, found.unable, state.prefix)
+    decisions, placements = obeyed.result(place(state.graph, obeyed.pinned, converter.ports))
+    return replace(state, classification=replace(found, decisions=decisions), placements=placements)
 
 
 def _rewrite(converter: Converter, state: State, device: torch.device) -> State:

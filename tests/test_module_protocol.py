@@ -233,7 +233,7 @@ def test_slow_convolutions_are_warned_of_once_and_only_in_float16() -> None:
         ({"weights": "cached"}, autocastfx.UnsupportedError, "weights='cached' is reserved"),
         ({"fold": "kernel"}, autocastfx.UnsupportedError, "fold='kernel' is reserved"),
         ({"calibrate": [1]}, autocastfx.UnsupportedError, "calibrate=.* is reserved"),
-        ({"plan": "p.json"}, autocastfx.UnsupportedError, "plan='p.json' is reserved"),
+        ({"plan": "p.json"}, autocastfx.PlanError, r"^cannot read the plan p\.json: No such file"),
         ({"dtype": torch.float32}, ValueError, r"dtype is torch\.float16 or torch\.bfloat16, not torch\.float32"),
         ({"example_inputs": None}, autocastfx.UnsupportedError, "without inputs is not built yet"),
         ({"example_inputs": ()}, autocastfx.CaptureError, r"do not fit Net\.forward: missing a required argument: 'x'"),

@@ -23,6 +23,9 @@ promote: [maximum, gt]
 keep_args: {batch_norm: [weight, bias, running_mean, running_var]}
 """
 
+# One list serves all models here.
+pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")
+
 
 @pytest.fixture
 def rules(tmp_path: Path) -> autocastfx.OpList:
