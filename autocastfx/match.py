@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autocastfx.errors import OpListError
+from autocastfx.errors import KeyPath, OpListError, Source
 from autocastfx.graph import enclosing_modules, module_classes, subgraphs
 from autocastfx.op_list import OpList
 from autocastfx.op_name import op_name
@@ -95,7 +95,18 @@ class Matcher:
 def _best(found: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
     """The best fitting rules, in an order that does not depend on that of the list."""
     most = max((fit for fit, _ in found), default=None)
-    return sorted((rule for fit, rule in found if fit == most), key=lambda rule: (str(rule.source), rule.subject))
+    return sorted((rule for fit, rule in found if fit == most), key=_place)
+
+
+def _place(rule: Rule | ModuleRule) -> tuple[str, int, int, str, str]:
+    """In the order of files and of the lines in each."""
+    match rule.source:
+        case Source(file, line, column):
+            return (file, line, column, "", rule.subject)
+        case KeyPath(name, path):
+            return (name, 0, 0, path, rule.subject)
+        case _:
+            return ("", 0, 0, "", rule.subject)
 
 
 def _refuse_ambiguity(node: fx.Node, rules: Sequence[tuple[Rule | ModuleRule, str]]) -> None:
@@ -127,7 +138,7 @@ def unmatched(op_list: OpList, device: str, nodes: Iterable[fx.Node]) -> tuple[s
     matcher, nodes = Matcher(op_list, device), list(nodes)
     own = [r for r in op_list.every_rule() if not r.shipped and r.device in ("", device)]
     found = {id(rule) for node in nodes for rule in matcher.matching(node)} if own else set[int]()
-    left = sorted((r for r in own if id(r) not in found), key=lambda r: (str(r.source), r.subject))
+    left = sorted((r for r in own if id(r) not in found), key=_place)
     return tuple(_said(rule, op_list, nodes) for rule in left)
 
 
