@@ -115,10 +115,11 @@ class Classifier:
             return self._user_cast(node, listed)
         if listed.category in (Category.DENY, Category.KEEP):
             return listed
-        for rule in (self._explicit_dtype, self._no_kernel):
-            if forced := rule(node):
+        for check in (self._explicit_dtype, self._no_kernel):
+            if forced := check(node):
                 return forced
-        if listed.category in _FOLLOWS or (isinstance(rule, ModuleRule) and rule.wanted == "low"):
+        asked_low = isinstance(rule, ModuleRule) and rule.wanted == "low"  # by a person who saw no number
+        if listed.category in _FOLLOWS or asked_low:
             if forced := self._constant(node):
                 return forced
             source = next((n for n in reads if n in wide), None)
