@@ -169,10 +169,12 @@ class Obeyed:
                 _check(line, now)
                 decided[node] = self.decisions[node] if is_member(node) else self.pinned[node]
                 placed[node] = Placement(now.run, now.store, "the plan")
-            elif not is_member(node) and line.category in (None, self.decisions[node].category):
+            elif is_member(node):
+                placed[node] = usual if (now.run, now.store) == (usual.run, usual.store) else now
+            elif line.category in (None, self.decisions[node].category):
                 _check(line, now, usual)
                 placed[node] = usual
-            elif not is_member(node):
+            else:
                 decided[node] = self.pinned[node]
         return decided, placed
 

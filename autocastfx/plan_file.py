@@ -31,6 +31,8 @@ def read_plan(plan: Plan | str | Path) -> EditedPlan:
     if isinstance(plan, Plan):
         lines = (_of_node(n, KeyPath("plan").key("nodes").index(i)) for i, n in enumerate(plan.nodes))
         return EditedPlan(_by_name(lines), f"of {plan.op_list} for {plan.low} on {plan.device}")
+    if not isinstance(plan, (str, Path)):
+        raise TypeError(f"a plan is a Plan or the path of its text, not a {type(plan).__name__}")
     file = str(plan)
     try:
         text = Path(plan).read_text(encoding="utf-8")
