@@ -12,7 +12,18 @@ from autocastfx.rule import Category, Condition, ModuleRule, Rule, Scalar, modul
 from autocastfx.signature import ArgumentType, argument_types
 from autocastfx.yaml_tree import Tree, legal_op_names, nearest
 
-__all__ = ["KEYS", "UNLISTED", "aliases", "keep_args", "module_rules", "op_rules", "placement", "unlisted"]
+__all__ = [
+    "DEVICES",
+    "KEYS",
+    "PLACEMENTS",
+    "UNLISTED",
+    "aliases",
+    "keep_args",
+    "module_rules",
+    "op_rules",
+    "placement",
+    "unlisted",
+]
 
 UNLISTED = {"keep": Category.KEEP, "deny": Category.DENY, "error": Category.BAN}
 PLACEMENTS = ("cut", "simple", "follow")
@@ -21,7 +32,7 @@ KEYS = (*_CATEGORIES, "modules", "keep_args", "aliases", "unlisted", "extends", 
 _RULE_KEYS = ("reason", "when", "devices")
 _MODULE_KEYS = ("path", "category", "reason", "ops", "devices", "rank")
 _MODULE_WORDS = ("low", "float32", *_CATEGORIES)
-_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "meta")
+DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "meta")
 
 
 def op_rules(tree: Tree, *, shipped: bool) -> Iterator[Rule]:
@@ -143,7 +154,7 @@ def _devices(tree: Tree) -> tuple[str, ...]:
     words = tree.as_strings()
     if not words:
         raise tree.error("an empty list of devices never holds: leave it out")
-    known = (*_DEVICES, torch._C._get_privateuse1_backend_name())
+    known = (*DEVICES, torch._C._get_privateuse1_backend_name())
     for word in words:
         kind, colon, _ = word.text.partition(":")
         if colon and kind in known:
