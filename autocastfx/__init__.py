@@ -10,11 +10,14 @@ from autocastfx.errors import (
     CalibrationError,
     CaptureError,
     OpListError,
+    PlanError,
+    UnmatchedPlanWarning,
+    UnmatchedRuleWarning,
     UnsupportedError,
     VariantError,
     VerifyError,
 )
-from autocastfx.op_list import Category, OpList, load_op_list, presets
+from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision
 from autocastfx.ranges import Range, Ranges
 
@@ -27,16 +30,22 @@ __all__ = [
     "CalibrationError",
     "CaptureError",
     "Category",
+    "Change",
     "Decision",
+    "ModuleRule",
     "OpList",
     "OpListError",
     "Placement",
     "Plan",
+    "PlanError",
     "PlannedCast",
     "PlannedNode",
     "Precision",
     "Range",
     "Ranges",
+    "Rule",
+    "UnmatchedPlanWarning",
+    "UnmatchedRuleWarning",
     "UnsupportedError",
     "VariantError",
     "VerifyError",

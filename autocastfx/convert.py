@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from autocastfx.amp_module import AmpModule, Variant
 from autocastfx.calibrate import first_call, ranges_of
 from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
-from autocastfx.errors import CaptureError, UnsupportedError
+from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleWarning, UnsupportedError
 from autocastfx.kernel_facts import load_kernel_facts
-from autocastfx.op_list import OpListLike, load_op_list
+from autocastfx.match import all_nodes, unmatched
+from autocastfx.op_list import OpList, OpListLike, load_op_list
 from autocastfx.pipeline import LOW, Converter
-from autocastfx.plan import Precision
+from autocastfx.plan import Plan, Precision
+from autocastfx.plan_file import read_plan
 from autocastfx.ranges import Ranges
 
 __all__ = ["convert"]
@@ -40,7 +43,7 @@ def convert(
     headroom: float = 2.0,
     device: torch.device | str | None = None,
     keep_output_dtype: bool = True,
-    plan: Any = None,
+    plan: Plan | str | Path | None = None,
 ) -> AmpModule:
     """Turn a float32 model into a graph whose every cast to 16 bits, and back, is a node.
 
@@ -61,22 +64,25 @@ def convert(
         headroom: too far is the dtype's largest number divided by this, which is at least 1.
         device: decide for the kernels of this device; the model's own by default.
         keep_output_dtype: cast float32 outputs back to float32.
-        plan: reserved.
+        plan: decisions given by hand, which win over the lists: a ``Plan``, or the path of its JSON text, edited. The
+            lines of one plan apply to the nodes of their names in all variants (:mod:`autocastfx.edited_plan`).
 
     Returns:
         A ``torch.fx.GraphModule`` that is called like ``model``.
 
     Raises:
         CaptureError: the model cannot be captured; it says why and what would help.
-        OpListError: a list is wrong; with file, line and column.
+        OpListError: a list is wrong, or two rules fit a node equally well; with file, line and column.
         CalibrationError: the ranges cannot be measured or read.
         BannedOpError: the list bans an op of the model.
+        PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
         UnsupportedError: a reserved argument was given.
         VerifyError: a defect of this package; nothing is handed out.
     """
-    _check_arguments(dtype, weights, fold, headroom, plan)
+    _check_arguments(dtype, weights, fold, headroom)
     lists = load_op_list(op_list, default=LOW[dtype])
-    converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype, fold)
+    edited = None if plan is None else read_plan(plan)
+    converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype, fold, plan=edited)
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
     if isinstance(model, ExportedProgram):
@@ -103,7 +109,7 @@ def convert(
         call = signature.bind(args, example_kwargs or {})
     except TypeError as error:
         raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.") from error
-    leaves = tuple(name for name in converter.op_list.rules if "." in name and "::" not in name)
+    leaves = tuple(name for name in sorted(converter.op_list.ops()) if "." in name and "::" not in name)
     target = torch.device(device) if device is not None else None
     maker = _Maker(converter, module, signature, leaves, target, baked)
     amp_model = AmpModule(module, signature, maker)
@@ -118,6 +124,9 @@ def convert(
     _warn_of_slow_kernels(amp_model, dtype)
     if isinstance(calibrate, (Ranges, str, os.PathLike)):
         _warn_of_unmatched_ranges(amp_model, converter.ranges)
+    _warn_of_unmatched_rules(amp_model, lists)
+    if edited is not None and (message := edited.unmatched(v.plan for v in amp_model.variants)):
+        warnings.warn(message, UnmatchedPlanWarning, stacklevel=2)
     return amp_model
 
 
@@ -145,7 +154,7 @@ class _Maker:
         return replace(self, model=None)
 
 
-def _check_arguments(dtype: torch.dtype, weights: str, fold: str, headroom: float, plan: Any) -> None:
+def _check_arguments(dtype: torch.dtype, weights: str, fold: str, headroom: float) -> None:
     if dtype not in LOW:
         raise ValueError(f"dtype is torch.float16 or torch.bfloat16, not {dtype!r}")
     if not (math.isfinite(headroom) and headroom >= 1):
@@ -153,7 +162,6 @@ def _check_arguments(dtype: torch.dtype, weights: str, fold: str, headroom: floa
     reserved = {
         "weights": (weights, ("cast",)),
         "fold": (fold, ("exact", "none")),
-        "plan": (plan, (None,)),
     }
     for name, (given, built) in reserved.items():
         if not any(given is one or given == one for one in built):
@@ -183,3 +191,10 @@ def _warn_of_slow_kernels(amp_model: AmpModule, dtype: torch.dtype) -> None:
             "there.",
             stacklevel=3,
         )
+
+
+def _warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList) -> None:
+    captured = [v.captured for v in amp_model.variants if v.captured is not None]
+    nodes = [node for c in captured for node in all_nodes(c.graph, c.attributes)]
+    for message in unmatched(op_list, amp_model.plan.device, nodes) if captured else ():
+        warnings.warn(message, UnmatchedRuleWarning, stacklevel=3)

@@ -15,24 +15,13 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.errors import UnsupportedError
-from autocastfx.graph import argument, module_classes, tensors
-from autocastfx.op_list import Category, OpList, Rule
-from autocastfx.op_name import op_name, overload_name
+from autocastfx.graph import argument, tensors
+from autocastfx.match import Matcher
+from autocastfx.op_list import Category, ModuleRule, OpList, Rule
+from autocastfx.op_name import op_name
 from autocastfx.plan import Placement, Precision
 
-__all__ = ["Dispatch", "Followed", "abstract_call", "asked", "rule_of"]
-
-
-def rule_of(op_list: OpList, node: fx.Node) -> Rule | None:
-    """The rule for ``node``: of a module class around it, of its overload, or of its name.
-
-    Under ``placement: follow`` an overload that writes into its arguments (``addmm.out``) has none by its name.
-    """
-    name = op_name(node)
-    writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable and not name.endswith("_")
-    own = () if writes and op_list.placement == "follow" else (name,)
-    names = (*module_classes(node), overload_name(node), *own)
-    return next((rule for n in names if n and (rule := op_list.rule(n)) is not None), None)
+__all__ = ["Dispatch", "Followed", "abstract_call", "asked"]
 
 
 @dataclass(frozen=True)
@@ -49,9 +38,9 @@ class Dispatch:
     low: torch.dtype
     device: str
 
-    def rule(self, node: fx.Node) -> Rule | None:
-        """The rule for ``node``; see :func:`rule_of`."""
-        return rule_of(self.op_list, node)
+    def rule(self, node: fx.Node) -> Rule | ModuleRule | None:
+        """The rule that decides ``node``."""
+        return Matcher(self.op_list, self.device)(node)
 
     def eligible(self, leaf: Any) -> bool:
         """Whether a value may be cast: a floating tensor, not float64, on the device."""

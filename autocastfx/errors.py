@@ -9,8 +9,13 @@ __all__ = [
     "BannedOpError",
     "CalibrationError",
     "CaptureError",
+    "KeyPath",
     "OpListError",
+    "Place",
+    "PlanError",
     "Source",
+    "UnmatchedPlanWarning",
+    "UnmatchedRuleWarning",
     "UnsupportedError",
     "VariantError",
     "VerifyError",
@@ -29,14 +34,39 @@ class Source:
         return f"{self.file}:{self.line}:{self.column}"
 
 
+@dataclass(frozen=True, order=True)
+class KeyPath:
+    """A place in Python data, printed as ``name:key[index].key``."""
+
+    name: str
+    path: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.path}" if self.path else self.name
+
+    def key(self, key: object) -> KeyPath:
+        """The place of the value under ``key``."""
+        return KeyPath(self.name, f"{self.path}.{key}" if self.path else str(key))
+
+    def index(self, index: int) -> KeyPath:
+        """The place of a member of a list."""
+        return KeyPath(self.name, f"{self.path}[{index}]")
+
+
+Place = Source | KeyPath
+
+
 class AutocastFXError(Exception):
     """Base of all errors of this package."""
 
 
 class OpListError(AutocastFXError, ValueError):
-    """An op list cannot be read. ``source`` is the place of the offending text, if there is one."""
+    """An op list cannot be read, or its rules contradict each other for a node.
 
-    def __init__(self, message: str, source: Source | None = None) -> None:
+    ``source`` is the place of the offending text, if there is one.
+    """
+
+    def __init__(self, message: str, source: Place | None = None) -> None:
         super().__init__(f"{source}: {message}" if source else message)
         self.source = source
 
@@ -47,6 +77,22 @@ class CalibrationError(AutocastFXError, ValueError):
     def __init__(self, message: str, source: Source | None = None) -> None:
         super().__init__(f"{source}: {message}" if source else message)
         self.source = source
+
+
+class PlanError(AutocastFXError, ValueError):
+    """A plan given to a conversion cannot be read or obeyed. ``source`` is the place of the offending line."""
+
+    def __init__(self, message: str, source: Place | None = None) -> None:
+        super().__init__(f"{source}: {message}" if source else message)
+        self.source = source
+
+
+class UnmatchedRuleWarning(UserWarning):
+    """A rule of the user's own op list matched no node of the model."""
+
+
+class UnmatchedPlanWarning(UserWarning):
+    """Lines of a plan given to a conversion matched no node of the model."""
 
 
 class CaptureError(AutocastFXError, RuntimeError):

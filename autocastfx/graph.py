@@ -183,6 +183,18 @@ def module_path(node: fx.Node) -> str:
     return stack[-1][0] if stack else ""
 
 
+def enclosing_modules(node: fx.Node) -> tuple[str, ...]:
+    """Paths of all modules around the node, outermost first, from the root's empty one on.
+
+    Modules that only hold others (a ``ModuleList``) are among them, although they run nothing themselves.
+    """
+    paths: dict[str, None] = {"": None}
+    for path, _ in _module_stack(node):
+        names = path.split(".") if path else []
+        paths.update(dict.fromkeys(".".join(names[:n]) for n in range(1, len(names) + 1)))
+    return tuple(paths)
+
+
 def module_classes(node: fx.Node) -> tuple[str, ...]:
     """Dotted paths of the classes of the modules around the node, innermost first."""
     return tuple(kind for _, kind in reversed(_module_stack(node)))

@@ -6,84 +6,90 @@ A list never holds code: it is parsed without constructing objects, and tags are
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from autocastfx.errors import OpListError, Source
+from autocastfx import list_text, list_tree
+from autocastfx.data_tree import tree_of
+from autocastfx.errors import OpListError
+from autocastfx.list_text import Change
 from autocastfx.op_name import base_name
+from autocastfx.rule import ANY_REDUCTION, Category, Condition, DepthLimit, ModuleRule, Rule
 from autocastfx.yaml_tree import Tree, nearest, parse_file
 
-__all__ = ["Category", "DepthLimit", "OpList", "Rule", "load_op_list", "preset_path", "presets"]
+__all__ = ["Category", "Change", "DepthLimit", "ModuleRule", "OpList", "Rule", "load_op_list", "preset_path", "presets"]
 
-
-class Category(str, Enum):
-    """What a list says of an op."""
-
-    ALLOW = "allow"  # runs in 16 bits
-    DENY = "deny"  # float32, and it taints what follows
-    INFER = "infer"  # safe in 16 bits, but follows its neighbours; float32 after a deny
-    CLEAR = "clear"  # moves or selects values; precision-neutral
-    PROMOTE = "promote"  # 16 bits only if all its floating inputs already are
-    KEEP = "keep"  # exactly as captured
-    BAN = "ban"  # refused
-
-    def __str__(self) -> str:
-        return self.value
-
-
-_UNLISTED = {"keep": Category.KEEP, "deny": Category.DENY, "error": Category.BAN}
-_PLACEMENTS = ("cut", "simple", "follow")
-_KEYS = (
-    *(c.value for c in Category),
-    *("keep_args", "set_dtype", "aliases", "unlisted", "extends", "placement", "reduction_depth"),
-)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One op's line in a list: its category, the reason of its group, and where it stands."""
-
-    op: str
-    category: Category
-    reason: str = ""
-    source: Source | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True)
-class DepthLimit:
-    """How many elements an op may reduce into one in 16 bits (None: any number), and where a list says so."""
-
-    most: int | None
-    source: Source | None = field(default=None, compare=False)
-
-
-_ANY_REDUCTION = "*"  # stands for every op of the reduction group
+RuleKey = tuple[str, tuple[Condition, ...], str]
 
 
 @dataclass(frozen=True)
 class OpList:
-    """Rules by op name. Immutable; :meth:`merged` gives a new one in which the later list wins.
+    """Rules by op name. Immutable; :meth:`merged` gives a new one in which the later list wins, key by key.
 
-    ``keep_args`` names, per op, the arguments that stay float32 when the op runs in 16 bits (batch_norm's statistics).
-    ``aliases`` maps further names onto listed ones. ``unlisted`` is the category of an op without a rule; None leaves
-    it to the lists merged before, and ``keep`` if none says anything. ``placement`` is how the precision of what the
-    categories leave free is chosen: ``cut`` (the fewest bytes moved), ``simple`` (TensorFlow's rule) or ``follow``
-    (torch.autocast's dispatch); None leaves it to the lists merged before, and ``cut`` if none says anything.
-    Under ``follow`` a name stands for that very op and not for its in-place form, an overload may be listed apart
-    (``mm.dtype``), and the ``deny`` ops of ``set_dtype`` are asked for float32 by their dtype argument, not by casts.
-    ``reduction_depth`` limits by op how many elements are reduced into one in 16 bits.
+    Two lists are equal if they say the same, whatever their names and places.
+
+    Attributes:
+        rules: the rules that hold for every call on every device, by op name.
+        keep_args: per op, the arguments that stay float32 when it runs in 16 bits (batch_norm's statistics).
+        aliases: listed names by further names.
+        unlisted: the category of an op without a rule; None leaves it to the lists merged before, and ``keep`` if none
+            says anything.
+        name: shown in plans and messages.
+        placement: how the precision of what the categories leave free is chosen: ``cut`` (the fewest bytes moved),
+            ``simple`` (TensorFlow's rule) or ``follow`` (torch.autocast's dispatch); None leaves it to the lists merged
+            before, and ``cut`` if none says anything. Under ``follow`` a name stands for that very op and not for its
+            in-place form, and an overload may be listed apart (``mm.dtype``).
+        set_dtype: the ``deny`` ops that ``follow`` asks for float32 by their dtype argument, not by casts.
+        reduction_depth: per op, how many elements it may reduce into one in 16 bits.
+        conditional: the rules with a ``when`` or for one device type, by op name, conditions and device.
+        modules: the rules for module paths, sorted; a later list's have the higher ranks.
     """
 
-    rules: Mapping[str, Rule] = field(default_factory=lambda: MappingProxyType({}))
-    keep_args: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
-    aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    rules: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
+    keep_args: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     unlisted: Category | None = None
-    name: str = "unnamed"
+    name: str = field(default="unnamed", compare=False)
     placement: str | None = None
     set_dtype: frozenset[str] = frozenset()
-    reduction_depth: Mapping[str, DepthLimit] = field(default_factory=lambda: MappingProxyType({}))
+    reduction_depth: Mapping[str, DepthLimit] = field(default_factory=dict[str, DepthLimit])
+    conditional: Mapping[RuleKey, Rule] = field(default_factory=dict[RuleKey, Rule])
+    modules: tuple[ModuleRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in self._values().items():
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, MappingProxyType(dict(value)))
+        ranks = sorted({rule.rank for rule in self.modules})
+        ranked = (replace(rule, rank=ranks.index(rule.rank)) for rule in self.modules)
+        object.__setattr__(self, "modules", tuple(sorted(ranked, key=lambda r: (r.rank, r.key))))
+
+    def _values(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any], *, name: str = "OpList") -> OpList:
+        """A list from Python data of the structure of a YAML file: ``OpList.of({"deny": ["my_lib::op"]})``.
+
+        Args:
+            data: mappings, lists, text, numbers, truth values and None.
+            name: what errors and plans call it; a place in it is printed as ``name:deny[0]``.
+
+        Raises:
+            OpListError: it would be wrong in a YAML file, too.
+        """
+        return _from_tree(tree_of(data, name), name, Path.cwd(), (), shipped=False)
+
+    def every_rule(self) -> tuple[Rule | ModuleRule, ...]:
+        """All rules: of ops, of ops under conditions or on devices, of modules."""
+        return (*self.rules.values(), *self.conditional.values(), *self.modules)
+
+    def ops(self) -> frozenset[str]:
+        """Every op name that a rule or an alias mentions."""
+        of_modules = {op for rule in self.modules for op in rule.ops}
+        return frozenset({*self.rules, *(op for op, _, _ in self.conditional), *of_modules, *self.aliases})
 
     def names_of(self, op: str) -> Iterator[str]:
         """The names under which ``op`` may be listed: its own, its alias, then the same of its out-of-place form."""
@@ -92,9 +98,13 @@ class OpList:
             if name in self.aliases:
                 yield self.aliases[name]
 
-    def rule(self, op: str) -> Rule | None:
-        """The rule for ``op``, or None if no name of it is listed."""
-        return next((self.rules[name] for name in self.names_of(op) if name in self.rules), None)
+    def rule(self, op: str, device: str = "") -> Rule | None:
+        """The rule without conditions for ``op`` on ``device``, or None if no name of it is listed."""
+        for name in self.names_of(op):
+            found = self.conditional.get((name, (), device)) or self.rules.get(name)
+            if found is not None:
+                return found
+        return None
 
     def kept(self, op: str) -> tuple[str, ...]:
         """Names of the arguments of ``op`` that stay float32."""
@@ -102,48 +112,51 @@ class OpList:
 
     def depth_limit(self, op: str, *, of_group: bool) -> DepthLimit | None:
         """The limit for ``op``, or else the one for all reductions, if it is ``of_group``; None if there is none."""
-        names = (*self.names_of(op), *((_ANY_REDUCTION,) if of_group else ()))
+        names = (*self.names_of(op), *((ANY_REDUCTION,) if of_group else ()))
         return next((self.reduction_depth[name] for name in names if name in self.reduction_depth), None)
 
     def merged(self, later: OpList) -> OpList:
         """This list with ``later`` laid over it, key by key."""
-        return replace(
-            self,
-            rules=MappingProxyType({**self.rules, **later.rules}),
-            keep_args=MappingProxyType({**self.keep_args, **later.keep_args}),
-            aliases=MappingProxyType({**self.aliases, **later.aliases}),
+        replaced = {rule.key for rule in later.modules}
+        above = 1 + max((rule.rank for rule in self.modules), default=-1)
+        raised = (replace(rule, rank=rule.rank + above) for rule in later.modules)
+        depths = {} if ANY_REDUCTION in later.reduction_depth else self.reduction_depth  # undoes what each op had
+        return OpList(
+            rules={**self.rules, **later.rules},
+            keep_args={**self.keep_args, **later.keep_args},
+            aliases={**self.aliases, **later.aliases},
             unlisted=self.unlisted if later.unlisted is None else later.unlisted,
-            name=f"{self.name}+{later.name}" if self.rules else later.name,
+            name=f"{self.name}+{later.name}" if self.every_rule() else later.name,
             placement=later.placement or self.placement,
             set_dtype=self.set_dtype | later.set_dtype,
-            reduction_depth=_merged_depths(self.reduction_depth, later.reduction_depth),
+            reduction_depth={**depths, **later.reduction_depth},
+            conditional={**self.conditional, **later.conditional},
+            modules=(*(rule for rule in self.modules if rule.key not in replaced), *raised),
         )
 
+    def __or__(self, later: OpList) -> OpList:
+        return self.merged(later)
+
+    def diff(self, later: OpList) -> tuple[Change, ...]:
+        """What ``later`` says otherwise, as values that print as ``softmax: deny → allow``; none if both are equal."""
+        return list_text.diff(self, later)
+
+    def save(self, path: str | Path) -> None:
+        """Write a YAML file, grouped by category and reason, that :func:`load_op_list` reads back as an equal list.
+
+        What the list extends is written out; comments and names are not kept.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        Path(path).write_text(list_text.text(self), encoding="utf-8")
+
     def __reduce__(self) -> tuple[object, ...]:  # a mapping proxy does not pickle
-        mappings = (dict(self.rules), dict(self.keep_args), dict(self.aliases), dict(self.reduction_depth))
-        return (_restore, (*mappings, self.unlisted, self.name, self.placement, self.set_dtype))
+        return (_restore, ({n: dict(v) if isinstance(v, Mapping) else v for n, v in self._values().items()},))
 
 
-def _restore(
-    rules: dict[str, Rule],
-    keep_args: dict[str, tuple[str, ...]],
-    aliases: dict[str, str],
-    reduction_depth: dict[str, DepthLimit],
-    unlisted: Category | None,
-    name: str,
-    placement: str | None,
-    set_dtype: frozenset[str],
-) -> OpList:
-    frozen = (MappingProxyType(rules), MappingProxyType(keep_args), MappingProxyType(aliases))
-    depths = MappingProxyType(reduction_depth)
-    return OpList(
-        *frozen, unlisted=unlisted, name=name, placement=placement, set_dtype=set_dtype, reduction_depth=depths
-    )
-
-
-def _merged_depths(first: Mapping[str, DepthLimit], later: Mapping[str, DepthLimit]) -> Mapping[str, DepthLimit]:
-    """Key by key; a limit for all reductions undoes what was said before of each."""
-    return MappingProxyType({**({} if _ANY_REDUCTION in later else first), **later})
+def _restore(values: dict[str, Any]) -> OpList:
+    return OpList(**values)
 
 
 OpListLike = str | Path | OpList | Sequence[str | Path | OpList]
@@ -197,89 +210,40 @@ def load_op_list(lists: OpListLike, *, default: str = "float16") -> OpList:
 
 
 def _load_file(path: Path, opened: tuple[Path, ...]) -> OpList:
-    tree = parse_file(path, shown=f"op_lists/{path.name}" if path.parent == preset_folder() else str(path))
-    tree.check_keys(_KEYS, what="key of an op list")
+    shipped = path.parent == preset_folder()
+    tree = parse_file(path, shown=f"op_lists/{path.name}" if shipped else str(path))
+    return _from_tree(tree, path.stem, path.parent, (*opened, path), shipped=shipped)
+
+
+def _from_tree(tree: Tree, name: str, folder: Path, opened: tuple[Path, ...], *, shipped: bool) -> OpList:
+    tree.check_keys(list_tree.KEYS, what="key of an op list")
     base = OpList()
     for parent in tree.child("extends").as_strings():
-        base = base.merged(_load_parent(parent, (*opened, path)))
+        base = base.merged(_load_parent(parent, folder, opened))
+    rules = tuple(list_tree.op_rules(tree, shipped=shipped))
     own = OpList(
-        rules=MappingProxyType({r.op: r for r in _rules(tree)}),
-        keep_args=MappingProxyType(dict(_keep_args(tree))),
-        aliases=MappingProxyType({k.op_name(): v.op_name() for k, v in tree.child("aliases").items()}),
-        unlisted=_unlisted(tree),
-        name=path.stem,
-        placement=_placement(tree),
+        rules={r.op: r for r in rules if not (r.when or r.device)},
+        keep_args=dict(list_tree.keep_args(tree)),
+        aliases=list_tree.aliases(tree),
+        unlisted=list_tree.unlisted(tree),
+        placement=list_tree.placement(tree),
         set_dtype=frozenset(op.op_name() for op in tree.child("set_dtype").as_strings()),
-        reduction_depth=MappingProxyType(dict(_reduction_depth(tree))),
+        reduction_depth=dict(list_tree.reduction_depth(tree)),
+        conditional={r.key: r for r in rules if r.when or r.device},
+        modules=tuple(list_tree.module_rules(tree, shipped=shipped)),
     )
-    return replace(base.merged(own), name=path.stem)
+    return replace(base.merged(own), name=name)
 
 
-def _load_parent(parent: Tree, opened: tuple[Path, ...]) -> OpList:
+def _load_parent(parent: Tree, folder: Path, opened: tuple[Path, ...]) -> OpList:
     is_path = parent.text.endswith((".yaml", ".yml"))
     try:
-        path = opened[-1].parent / parent.text if is_path else preset_path(parent.text)
+        path = folder / parent.text if is_path else preset_path(parent.text)
     except OpListError as error:
         raise parent.error(str(error)) from error
     if path.resolve() in {p.resolve() for p in opened}:
         raise parent.error(f"this list extends itself: {' → '.join(p.name for p in (*opened, path))}.")
     if not path.is_file():
-        raise parent.error(f"there is no file {parent.text!r} beside {opened[-1].name}.")
+        beside = f"beside {opened[-1].name}" if opened else f"in {folder}"
+        raise parent.error(f"there is no file {parent.text!r} {beside}.")
     return _load_file(path, opened)
-
-
-def _rules(tree: Tree) -> Iterator[Rule]:
-    seen: dict[str, Rule] = {}
-    overloads = _placement(tree) == "follow"  # torch.autocast decides by overload
-    for category in Category:
-        for entry in tree.child(category.value).entries():
-            if entry.is_mapping:
-                entry.check_keys(("ops", "reason"), what="key of a group")
-                ops, reason = entry.child("ops").as_strings(), entry.child("reason").as_text(default="")
-                if not ops:
-                    raise entry.error("this group lists no op: give it 'ops: [...]'")
-            else:
-                ops, reason = (entry,), ""
-            for op in ops:
-                rule = Rule(op.op_name(overloads=overloads), category, reason, op.source)
-                if rule.op in seen:
-                    other = seen[rule.op]
-                    raise op.error(
-                        f"op {rule.op!r} is listed twice: as {other.category} at {other.source} and as {category} "
-                        "here. Keep one of the two."
-                    )
-                seen[rule.op] = rule
-                yield rule
-
-
-def _keep_args(tree: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for op, names in tree.child("keep_args").items():
-        yield op.op_name(), tuple(name.argument_of(op.op_name()) for name in names.as_strings())
-
-
-def _unlisted(tree: Tree) -> Category | None:
-    word = tree.child("unlisted")
-    if word.is_missing:
-        return None
-    if word.as_text() not in _UNLISTED:
-        raise word.error(f"'unlisted' is {' or '.join(_UNLISTED)}, not {word.as_text()!r}")
-    return _UNLISTED[word.as_text()]
-
-
-def _reduction_depth(tree: Tree) -> Iterator[tuple[str, DepthLimit]]:
-    """A limit for each op named; or a number alone, for every op of the reduction group."""
-    found = tree.child("reduction_depth")
-    if not found.is_missing and not found.is_mapping:
-        yield _ANY_REDUCTION, DepthLimit(found.as_limit(), found.source)
-        return
-    for op, limit in found.items():
-        yield op.op_name(), DepthLimit(limit.as_limit(), limit.source)
-
-
-def _placement(tree: Tree) -> str | None:
-    word = tree.child("placement")
-    if word.is_missing:
-        return None
-    if word.as_text() not in _PLACEMENTS:
-        raise word.error(f"'placement' is {' or '.join(_PLACEMENTS)}, not {word.as_text()!r}")
-    return word.as_text()

@@ -12,6 +12,7 @@ from torch import fx, nn
 from autocastfx.capture.export import Captured
 from autocastfx.capture.guard import shape_guard
 from autocastfx.dispatch import Dispatch, Followed
+from autocastfx.edited_plan import EditedPlan
 from autocastfx.graph import copy_graph, dtypes, elements, module_path, origin, subgraphs, tensors
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.magnitude import magnitude
@@ -30,7 +31,7 @@ from autocastfx.ports import Ports
 from autocastfx.ranges import Key, Ranges, key_of, mode_of
 from autocastfx.reach import Limit, reach
 from autocastfx.traffic import CAST, bytes_moved
-from autocastfx.unit import units_of
+from autocastfx.unit import Units, units_of
 from autocastfx.variant import Variant
 
 __all__ = ["CONVERTED_INSIDE", "FOLLOW_PIPELINE", "LOW", "PIPELINE", "Converter", "State"]
@@ -56,6 +57,7 @@ class State:
     traffic: Traffic = field(default_factory=Traffic)
     cached: Mapping[str, int] = field(default_factory=dict)  # parameters that are cast once, by a number of each tensor
     followed: Followed | None = None
+    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Converter:
     fold: str = "exact"
     ranges: Ranges | None = None
     headroom: float = 2.0
+    plan: EditedPlan | None = None
 
     @property
     def ports(self) -> Ports:
@@ -95,6 +98,7 @@ class Converter:
 
         Raises:
             BannedOpError: the list bans an op.
+            PlanError: the plan given asks for what cannot be.
             VerifyError: the rewritten graph is not what was planned.
         """
         known = self.ranges.largest(mode_of(captured.training)) if self.ranges is not None else {}
@@ -148,6 +152,7 @@ class Converter:
             dtypes={node: dtypes(node) for node in graph.nodes},
             cached=_cached(held),
             measured={node: known[key] for node in graph.nodes if (key := key_of(node, prefix)) in known},
+            prefix=prefix,
         )
         computing = [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
         for run in FOLLOW_PIPELINE if follows else PIPELINE:
@@ -168,20 +173,27 @@ def _classify(converter: Converter, state: State, device: torch.device) -> State
 
 
 def _place(converter: Converter, state: State, device: torch.device) -> State:
-    graph, decisions = state.graph, state.classification.decisions
-    units = units_of(graph, decisions, converter.ports)
-    simple = place_simply(decisions, units)
-    if converter.op_list.placement == "simple":
-        placements = simple
-    else:
-        folds = frozenset(n for n, d in decisions.items() if converter.may_fold(n, d, device))
-        keeps = converter.keep_output_dtype
-        placements = place(graph, decisions, units, folds=folds, keep_output_dtype=keeps)
+    found = state.classification
+    units = units_of(state.graph, found.decisions, converter.ports)
+    simple = place_simply(found.decisions, units)
+    placements = simple if converter.op_list.placement == "simple" else _cut(converter, state, units, device)
+    if converter.plan is not None:
+        obeyed = converter.plan.obey(found.decisions, placements, found.unable, state.prefix)
+        state = replace(state, classification=replace(found, decisions=obeyed.pinned))
+        units = units_of(state.graph, obeyed.pinned, converter.ports)
+        decisions, placements = obeyed.result(_cut(converter, state, units, device))
+        state = replace(state, classification=replace(found, decisions=decisions))
 
     def moved(placements: Mapping[fx.Node, Placement]) -> int:
-        return bytes_moved(graph, placements, units, keep_output_dtype=converter.keep_output_dtype)
+        return bytes_moved(state.graph, placements, units, keep_output_dtype=converter.keep_output_dtype)
 
     return replace(state, placements=placements, traffic=Traffic(moved(placements), moved(simple)))
+
+
+def _cut(converter: Converter, state: State, units: Units, device: torch.device) -> dict[fx.Node, Placement]:
+    decisions = state.classification.decisions
+    folds = frozenset(n for n, d in decisions.items() if converter.may_fold(n, d, device))
+    return place(state.graph, decisions, units, folds=folds, keep_output_dtype=converter.keep_output_dtype)
 
 
 def _rewrite(converter: Converter, state: State, device: torch.device) -> State:

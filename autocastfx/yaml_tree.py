@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import math
+import re
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.overrides
 import yaml
 
-from autocastfx.errors import OpListError, Source
-from autocastfx.op_name import canonical, located
+from autocastfx.errors import OpListError, Place, Source
+from autocastfx.op_name import canonical, located, of_function
+from autocastfx.rule import Scalar
+from autocastfx.signature import argument_types
 
 __all__ = ["Tree", "legal_op_names", "nearest", "parse_file"]
 
-_STANDARD = "tag:yaml.org,2002:"
+STANDARD = "tag:yaml.org,2002:"
 
 
 @lru_cache(maxsize=1)
@@ -32,6 +39,16 @@ def _overloads(op: str) -> frozenset[str]:
     return frozenset(getattr(torch.ops.aten, op).overloads()) if op in legal_op_names() - {"getitem"} else frozenset()
 
 
+@lru_cache(maxsize=1)
+def python_functions() -> Mapping[str, str]:
+    """Dotted paths of torch's overridable Python functions that have no ATen op of their name, by their bare names."""
+    namespaces = (torch, torch.functional, torch.nn.functional, torch.linalg, torch.special, torch.fft)
+    overridable = torch.overrides.get_overridable_functions()
+    functions = [f for n in namespaces for f in overridable.get(n, ()) if isinstance(f, types.FunctionType)]
+    found = {f.__name__: of_function(f) for f in functions if located(of_function(f)) is f}
+    return {name: path for name, path in found.items() if name not in legal_op_names()}
+
+
 def nearest(word: str, legal: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` with the legal word nearest to ``word``, or nothing if none is near."""
     close = difflib.get_close_matches(word, sorted(legal), n=1)
@@ -43,12 +60,17 @@ class Tree:
     """A node of a YAML file: a mapping, a sequence or a scalar; or nothing, where an optional key is missing."""
 
     node: yaml.Node | None
-    source: Source
+    source: Place
 
     @property
     def is_missing(self) -> bool:
         """Whether the file does not have it."""
         return self.node is None
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it has members."""
+        return isinstance(self.node, yaml.SequenceNode)
 
     @property
     def is_mapping(self) -> bool:
@@ -60,9 +82,10 @@ class Tree:
         return OpListError(message, self.source)
 
     def _at(self, node: yaml.Node) -> Tree:
-        mark = node.start_mark
-        tree = Tree(node, Source(self.source.file, mark.line + 1, mark.column + 1))
-        if not node.tag.startswith(_STANDARD) or node.tag.startswith(f"{_STANDARD}python"):
+        mark: Any = node.start_mark
+        place = Source(self.source.file, mark.line + 1, mark.column + 1) if isinstance(self.source, Source) else mark
+        tree = Tree(node, place)
+        if not node.tag.startswith(STANDARD) or node.tag.startswith(f"{STANDARD}python"):
             raise tree.error(
                 f"the tag {node.tag!r} is not allowed: an op list holds plain text, lists and mappings only"
             )
@@ -94,7 +117,7 @@ class Tree:
 
     def entries(self) -> tuple[Tree, ...]:
         """Members of a sequence; nothing for a missing or empty node."""
-        if self.node is None or self.node.tag == f"{_STANDARD}null":
+        if self.node is None or self.node.tag == f"{STANDARD}null":
             return ()
         if not isinstance(self.node, yaml.SequenceNode):
             raise self.error(f"expected a list ('- …' lines or [a, b]), found {_kind(self.node)}")
@@ -102,7 +125,7 @@ class Tree:
 
     def as_strings(self) -> tuple[Tree, ...]:
         """Scalars of a sequence, or the one scalar itself."""
-        if isinstance(self.node, yaml.ScalarNode) and self.node.tag == f"{_STANDARD}str":
+        if isinstance(self.node, yaml.ScalarNode) and self.node.tag == f"{STANDARD}str":
             return (self,)
         for entry in self.entries():
             entry.as_text()
@@ -119,22 +142,72 @@ class Tree:
             return default
         if not isinstance(self.node, yaml.ScalarNode):
             raise self.error(f"expected a word, found {_kind(self.node)}")
-        if self.node.tag != f"{_STANDARD}str":
+        if self.node.tag != f"{STANDARD}str":
             if not self.node.value:
                 raise self.error("expected a word, found nothing")
-            kind = self.node.tag.removeprefix(_STANDARD)
-            raise self.error(f"YAML reads {self.node.value!r} as {kind}, not as text. Put it in quotes.")
+            raise self.error(f"{self.found('text')} Put it in quotes.")
         return str(self.node.value)
 
     def as_limit(self) -> int | None:
         """A whole number of at least 1, or ``null``: None."""
         tag = self.node.tag if isinstance(self.node, yaml.ScalarNode) else ""
         digits = str(self.node.value).replace("_", "") if isinstance(self.node, yaml.ScalarNode) else ""
-        if tag == f"{_STANDARD}null" and digits:
+        if tag == f"{STANDARD}null" and digits:
             return None
-        if tag != f"{_STANDARD}int" or not digits.isdecimal() or int(digits) < 1:
+        if tag != f"{STANDARD}int" or not digits.isdecimal() or int(digits) < 1:
             raise self.error(f"expected a whole number of at least 1, or null, found {_kind(self.node)}")
         return int(digits)
+
+    def found(self, wanted: str) -> str:
+        """That this scalar is read as something else than is ``wanted`` here."""
+        node = self.node
+        if not isinstance(node, yaml.ScalarNode):
+            return f"expected {wanted}, found {_kind(node)}."
+        kind = node.tag.removeprefix(STANDARD).replace("str", "text")
+        if isinstance(self.source, Source):
+            return f"YAML reads {node.value!r} as {kind}, not as {wanted}."
+        return f"expected {wanted}, found {node.value!r} as {kind}."
+
+    def as_scalar(self) -> Scalar:
+        """The text, number, truth value or null that this is."""
+        node = self.node
+        if not isinstance(node, yaml.ScalarNode) or not (node.value or node.tag == f"{STANDARD}str"):
+            raise self.error(f"expected a value, found {_kind(node)}")
+        text, kind = str(node.value), node.tag.removeprefix(STANDARD)
+        if kind == "str":
+            return text
+        if kind not in ("null", "bool", "int", "float"):
+            raise self.error(f"{self.found('text, a number, a truth value or null')} Put it in quotes.")
+        if ":" in text:
+            raise self.error(f"YAML reads {text!r} in base 60. Write a decimal number, or put it in quotes.")
+        if re.fullmatch(r"[-+]?0[0-7_]+", text):
+            raise self.error(f"YAML reads {text!r} in base 8, as {int(text, 8)}. Write a decimal number.")
+        value = yaml.SafeLoader("").construct_object(node)
+        if isinstance(value, float) and math.isnan(value):
+            raise self.error("nothing equals a NaN")
+        return value
+
+    def as_number(self) -> int | float:
+        """The number that this is."""
+        value = self.as_scalar()
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.error(self.found("a number") + self.number_hint)
+        return value
+
+    def as_integer(self) -> int:
+        """The whole number that this is."""
+        value = self.as_number()
+        if not isinstance(value, int):
+            raise self.error(self.found("a whole number"))
+        return value
+
+    @property
+    def number_hint(self) -> str:
+        """What to write instead of text that Python, but not YAML, reads as a number (``1e-3``); else nothing."""
+        try:
+            return f" Write {yaml.safe_dump(float(self.as_text())).split()[0]}."
+        except ValueError:  # an OpListError is one
+            return ""
 
     def op_name(self, *, overloads: bool = False) -> str:
         """The text as a legal op name: an ATen base name, ``namespace::op`` or a dotted Python path.
@@ -156,8 +229,10 @@ class Tree:
             if head == "torch" and located(owner) is not None and located(name) is None:
                 raise self.error(f"{owner} has no {attribute!r}{nearest(attribute, vars(located(owner)))}")
             return canonical(name)
+        if name in python_functions():
+            return python_functions()[name]
         if name not in legal_op_names():
-            hint = nearest(name, legal_op_names())
+            hint = nearest(name, {*legal_op_names(), *python_functions()})
             raise self.error(
                 f"no ATen op is named {name!r}{hint}. A custom operator is 'namespace::op', a Python function or a "
                 "module class its dotted path."
@@ -165,14 +240,17 @@ class Tree:
         return name
 
     def argument_of(self, op: str) -> str:
-        """The text as the name of an argument of ``op`` (checked for ATen ops)."""
-        name = self.as_text()
-        if op in legal_op_names() and hasattr(torch.ops.aten, op):
-            packet = getattr(torch.ops.aten, op)
-            legal = {a.name for o in packet.overloads() for a in getattr(packet, o)._schema.arguments}
-            if name not in legal:
-                raise self.error(f"{op} has no argument {name!r}{nearest(name, legal)}")
+        """The text as the name of an argument of ``op`` (checked where the op's arguments are known)."""
+        name, legal = self.as_text(), argument_types(op)
+        if legal is not None and name not in legal:
+            raise self.error(f"{op} has no argument {name!r}{nearest(name, legal)}")
         return name
+
+    def one_of(self, words: Sequence[str], what: str) -> str:
+        """The text, if it is one of ``words``, the values of ``what``."""
+        if self.as_text() not in words:
+            raise self.error(f"{what!r} is {' or '.join(words)}, not {self.text!r}")
+        return self.text
 
 
 def _kind(node: yaml.Node | None) -> str:

@@ -235,7 +235,7 @@ def test_slow_convolutions_are_warned_of_once_and_only_in_float16() -> None:
         ({"calibrate": []}, autocastfx.CalibrationError, "there are no batches to calibrate on"),
         ({"calibrate": False}, TypeError, "batches is an iterable of batches, not a bool"),
         ({"headroom": 0.5}, ValueError, r"headroom is a finite factor of at least 1, not 0\.5"),
-        ({"plan": "p.json"}, autocastfx.UnsupportedError, "plan='p.json' is reserved"),
+        ({"plan": "p.json"}, autocastfx.PlanError, r"^cannot read the plan p\.json: No such file"),
         ({"dtype": torch.float32}, ValueError, r"dtype is torch\.float16 or torch\.bfloat16, not torch\.float32"),
         ({"example_inputs": None}, autocastfx.UnsupportedError, "without inputs is not built yet"),
         ({"example_inputs": ()}, autocastfx.CaptureError, r"do not fit Net\.forward: missing a required argument: 'x'"),

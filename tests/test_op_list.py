@@ -6,11 +6,14 @@ import pickle
 import random
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from autocastfx import Category, OpList, OpListError, load_op_list, presets
+from autocastfx.errors import KeyPath
 from autocastfx.op_list import Rule, preset_folder, preset_path
 from autocastfx.yaml_tree import legal_op_names, parse_file
 from tests.helpers import op_list
@@ -208,6 +211,115 @@ def test_a_ring_through_a_link_is_a_ring(tmp_path: Path) -> None:
         load_op_list(tmp_path / "a.yaml")
 
 
+def test_merging_replaces_rules_of_the_same_conditions_devices_and_paths(tmp_path: Path) -> None:
+    first = write(
+        tmp_path / "first.yaml",
+        """\
+        deny:
+          - gelu: {when: {approximate: none}}
+          - gelu: {when: {approximate: tanh}}
+          - exp: {devices: [cpu, cuda]}
+        modules:
+          - {path: head, category: low}
+          - {path: head, category: low, ops: [exp]}
+        """,
+    )
+    second = write(
+        tmp_path / "second.yaml",
+        """\
+        extends: first.yaml
+        allow:
+          - gelu: {when: {approximate: none}, reason: second}
+          - exp: {devices: cuda}
+          - exp
+        modules:
+          - {path: head, category: float32}
+        """,
+    )
+    for merged in (load_op_list([first, second]), load_op_list(second)):
+        said = {rule.subject: str(rule.category) for rule in merged.conditional.values()}
+        assert said == {
+            "gelu where approximate=none": "allow",
+            "gelu where approximate=tanh": "deny",
+            "exp on cpu": "deny",
+            "exp on cuda": "allow",
+        }
+        assert [(r.subject, r.wanted, r.rank) for r in merged.modules] == [
+            ("modules exp in head", "low", 0),
+            ("modules head", "float32", 1),
+        ]
+        assert [str(rule.category) for d in ("cpu", "cuda", "mps") if (rule := merged.rule("exp", d))] == [
+            "deny",
+            "allow",
+            "allow",
+        ]
+    assert load_op_list(second).ops() == {"gelu", "exp"}
+
+
+# -- in Python --------------------------------------------------------------------------------------------------------
+
+
+def test_of_is_the_yaml_in_python(tmp_path: Path) -> None:
+    data = {
+        "extends": "float16",
+        "deny": ["my_lib::op", {"gelu": {"when": {"approximate": "none"}}}, {"ops": ("exp2",), "reason": "grows"}],
+        Category.ALLOW: ["exp"],
+        "modules": [{"path": "layers.*.attn", "category": "low"}],
+        "unlisted": "deny",
+    }
+    lists = OpList.of(data)
+    data["allow"] = data.pop(Category.ALLOW)
+    data["deny"][2]["ops"] = ["exp2"]
+    path = tmp_path / "list.yaml"
+    path.write_text(yaml.safe_dump(data))
+    assert lists == load_op_list(path)
+    assert lists.name == "OpList"
+    assert str(lists.rules["exp2"].source) == "OpList:deny[2].ops[0]"
+    assert str(lists.modules[0].source) == "OpList:modules[0]"
+    assert lists.rule("mm") == load_op_list("float16").rule("mm")
+    assert (lists.rules["mm"].shipped, lists.rules["exp"].shipped) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"deny": ["softmx"]}, "mine:deny[0]: no ATen op is named 'softmx' (did you mean 'softmax'?). "),
+        ({"dney": []}, "mine:dney: 'dney' is no key of an op list (did you mean 'deny'?). "),
+        ({"deny": [True]}, "mine:deny[0]: expected text, found 'true' as bool. "),
+        ({"deny": [{"gelu": {"when": {"approximate": 1.5}}}]}, "mine:deny[0].gelu.when.approximate: 'approximate' of "),
+        ({"deny": [{"layer_norm": {"when": {"eps": "1e-3"}}}]}, "mine:deny[0].layer_norm.when.eps: 'eps' of "),
+        ({"deny": "exp"}, "mine:deny: expected a list ('- …' lines or [a, b]), found the word 'exp'"),
+        ({"deny": ["exp"], "allow": ["exp"]}, "mine:deny[0]: op 'exp' is listed twice: as allow at mine:allow[0] and "),
+        ({"modules": [{"path": "re:("}]}, "mine:modules[0]: this entry has no 'category'"),
+        ({"modules": [{"path": "re:(", "category": "low"}]}, "mine:modules[0].path: '(' is no regular expression: "),
+        ({"deny": [len]}, "mine:deny[0]: an op list holds text, numbers, lists and mappings, no builtin_function"),
+        ({"extends": "nowhere.yaml"}, "mine:extends: there is no file 'nowhere.yaml' in "),
+        ({"extends": "flaot16"}, "mine:extends: no preset is named 'flaot16' (did you mean 'float16'?). "),
+        ({1: []}, "mine:1: expected text, found '1' as int. "),
+        (["deny"], "mine: expected 'key: value' lines, found a list"),
+    ],
+)
+def test_errors_of_python_data_name_the_key_path(data: Any, message: str) -> None:
+    with pytest.raises(OpListError) as caught:
+        OpList.of(data, name="mine")
+    assert str(caught.value).startswith(message)
+    assert isinstance(caught.value.source, KeyPath)
+
+
+def test_python_data_in_a_ring() -> None:
+    ring: list[Any] = []
+    ring.append(ring)
+    with pytest.raises(OpListError, match=r"^mine: this is no op list: it is nested too deeply\.$"):
+        OpList.of({"deny": ring}, name="mine")
+
+
+def test_an_op_list_does_not_follow_the_data_it_was_made_of() -> None:
+    rules = {"exp": Rule("exp", Category.DENY)}
+    lists = OpList(rules=rules)
+    rules.clear()
+    assert list(lists.rules) == ["exp"]
+
+
 # -- what can be given ------------------------------------------------------------------------------------------------
 
 
@@ -237,9 +349,13 @@ def test_unknown_preset() -> None:
 
 
 def test_an_op_list_pickles(tmp_path: Path) -> None:
-    lists = load_op_list(["float16", write(tmp_path / "own.yaml", "aliases: {'a::b': mm}\nunlisted: error")])
+    text = (
+        "aliases: {'a::b': mm}\nunlisted: error\nmodules: [{path: head, category: low}]\ndeny: [{exp: {devices: cpu}}]"
+    )
+    lists = load_op_list(["float16", write(tmp_path / "own.yaml", text)])
     again = pickle.loads(pickle.dumps(lists))
     assert again == lists
+    assert again.modules == lists.modules != ()
     assert again.rules["linear"].source == lists.rules["linear"].source
     with pytest.raises(TypeError):
         again.rules["linear"] = lists.rules["mm"]

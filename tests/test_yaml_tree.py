@@ -11,7 +11,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from autocastfx import OpListError, load_op_list
+from autocastfx import OpList, OpListError, load_op_list
 from autocastfx.errors import Source
 from autocastfx.yaml_tree import legal_op_names, nearest, parse_file
 
@@ -26,7 +26,7 @@ def message(path: Path) -> str:
 
 
 def test_the_corpus_is_there() -> None:
-    assert len(WRONG) >= 60
+    assert len(WRONG) >= 130
 
 
 @pytest.mark.timeout(20)  # a bomb of aliases has 9 ** 8 leaves
@@ -100,7 +100,8 @@ WORDS = st.sampled_from(
     [
         *("allow", "deny", "keep_args", "aliases", "extends", "unlisted", "ops", "reason", "keep", "exp", "mm", "add_"),
         *("batch_norm", "weight", "add.Tensor", "aten::mm", "my_lib::op", "a.b.c", "torch.relu", "torch.nn.Linear"),
-        *("torch..", ".", "::"),
+        *("torch..", ".", "::", "when", "devices", "modules", "path", "category", "low", "cpu", "head", "gelu"),
+        *("approximate", "none", "dim", "rank"),
     ]
 )
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.dates() | st.binary(max_size=3)
@@ -123,6 +124,52 @@ def test_whatever_the_file_it_is_a_list_or_an_error_with_its_place(tmp_path: Pat
     if wrong is not None:
         assert wrong.source is not None
         assert str(wrong).startswith(f"{path}:{wrong.source.line}:{wrong.source.column}: ")
+
+
+ARGUMENTS = st.sampled_from(["approximate", "dim", "dtype", "n"])
+BODIES = st.fixed_dictionaries(
+    {}, optional={"when": st.dictionaries(ARGUMENTS, SCALARS), "devices": WORDS, "reason": SCALARS}
+)
+MODULE = st.fixed_dictionaries({"path": SCALARS, "category": WORDS}, optional={"ops": st.lists(WORDS), "rank": PLAIN})
+LISTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "deny": st.lists(st.dictionaries(WORDS, BODIES, min_size=1, max_size=1) | SCALARS, max_size=3),
+        "modules": st.lists(MODULE, max_size=2),
+        "extends": st.sampled_from(["float16", "nothing"]),
+    },
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=LISTS | st.dictionaries(WORDS, TREES, max_size=3))
+@example(data={"deny": [{"softmax": {"when": {"dim": [0, -1], "dtype": None}, "devices": ["cpu"]}}]})
+@example(data={"deny": [{"layer_norm": {"when": {"eps": 1e-17}}}], "modules": [{"path": "a.*", "category": "low"}]})
+def test_python_data_is_checked_as_yaml_is(tmp_path: Path, data: dict[str, object]) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text(yaml.safe_dump(data, allow_unicode=True), encoding="utf-8")
+    found: list[OpList | OpListError] = []
+    for read in (lambda: load_op_list(path), lambda: OpList.of(data, name="data")):
+        try:
+            found.append(read())
+        except OpListError as error:
+            found.append(error)
+    in_yaml, in_python = found
+    assert isinstance(in_yaml, OpListError) == isinstance(in_python, OpListError), found
+    if isinstance(in_python, OpListError):
+        assert str(in_python).startswith("data:") or str(in_python).startswith("data: ")
+    else:
+        assert in_python == in_yaml
+
+
+def test_a_bare_name_of_a_python_function_of_torch_stands_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text("deny: [cross_entropy, interpolate, layer_norm]")
+    names = ["torch.nn.functional.cross_entropy", "torch.nn.functional.interpolate", "layer_norm"]
+    assert list(load_op_list(path).rules) == names
+    path.write_text("allow: [cross_entropy]\ndeny: [torch.nn.functional.cross_entropy]")
+    with pytest.raises(OpListError, match=r"list\.yaml:2:8: op 'torch\.nn\.functional\.cross_entropy' is listed twice"):
+        load_op_list(path)
 
 
 def test_the_tree_holds_text_only(tmp_path: Path) -> None:

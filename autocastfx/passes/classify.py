@@ -11,7 +11,6 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from autocastfx.depth import depth
-from autocastfx.dispatch import rule_of
 from autocastfx.errors import BannedOpError
 from autocastfx.graph import (
     argument,
@@ -23,9 +22,11 @@ from autocastfx.graph import (
     uses,
 )
 from autocastfx.kernel_facts import KernelFacts
-from autocastfx.op_list import Category, OpList
+from autocastfx.match import Matcher
+from autocastfx.op_list import OpList
 from autocastfx.op_name import base_name, op_name
 from autocastfx.plan import Decision
+from autocastfx.rule import Category, ModuleRule, Rule
 
 __all__ = ["Classification", "Classifier"]
 
@@ -35,10 +36,15 @@ _FOLLOWS = (Category.INFER, Category.CLEAR, Category.PROMOTE)
 
 @dataclass(frozen=True)
 class Classification:
-    """A decision per computing node, and the values known to hold finite numbers beyond the low dtype's range."""
+    """A decision per computing node.
+
+    ``wide`` are the values known to hold finite numbers beyond the low dtype's range. ``unable`` holds the nodes that
+    cannot run low whoever asks for it, and why.
+    """
 
     decisions: Mapping[fx.Node, Decision]
     wide: frozenset[fx.Node]
+    unable: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
 
 
 @dataclass(frozen=True)
@@ -82,12 +88,20 @@ class Classifier:
                 made_wide = decision.source in ("forced:constant", "forced:wide") or self._is_wide_constant(node)
                 if made_wide or (passes_on and any(u.node in wide for u in uses(node))):
                     wide.add(node)
-        return Classification(decisions, frozenset(wide))
+        unable = {node: why for node, decision in decisions.items() if (why := self._unable(node, decision))}
+        return Classification(decisions, frozenset(wide), unable)
+
+    def _unable(self, node: fx.Node, decision: Decision) -> str | None:
+        if decision.source in ("sub-graph", "eligibility", "forced:user-cast"):
+            return decision.reason
+        forced = (self._explicit_dtype(node), self._no_kernel(node), self._constant(node))
+        return next((d.reason for d in forced if d is not None and d.source != "forced:epsilon"), None)
 
     def _decide(self, node: fx.Node, wide: set[fx.Node]) -> Decision:
         if isinstance(node.target, HigherOrderOperator):
             return Decision(Category.KEEP, "values cross the border of a sub-graph as captured", "sub-graph")
-        listed = self._listed(node)
+        rule = Matcher(self.op_list, self.device)(node)
+        listed = self._listed(rule)
         if listed.category is Category.BAN:
             raise BannedOpError(
                 f"node {node.name!r} in module {module_path(node) or '(root)'!r} is {op_name(node)}, which "
@@ -105,10 +119,11 @@ class Classifier:
             return self._user_cast(node, listed)
         if listed.category in (Category.DENY, Category.KEEP):
             return listed
-        for rule in (self._explicit_dtype, self._no_kernel, self._range, self._depth):
-            if forced := rule(node):
+        for check in (self._explicit_dtype, self._no_kernel, self._range, self._depth):
+            if forced := check(node):
                 return forced
-        if listed.category in _FOLLOWS:
+        asked_low = isinstance(rule, ModuleRule) and rule.wanted == "low"  # by a person who saw no number
+        if listed.category in _FOLLOWS or asked_low:
             if forced := self._constant(node):
                 return forced
             source = next((n for n in reads if n in wide), None)
@@ -123,12 +138,10 @@ class Classifier:
         made = has_float32(node) and not any(has_float32(u.node) for u in uses(node))
         return made and any(largest < abs(number) < math.inf for _, number in constants(node))
 
-    def _listed(self, node: fx.Node) -> Decision:
-        rule = rule_of(self.op_list, node)
-        if rule is not None:
-            return Decision(rule.category, rule.reason, str(rule.source or "list"))
-        category = self.op_list.unlisted or Category.KEEP
-        return Decision(category, "in no list", "unlisted")
+    def _listed(self, rule: Rule | ModuleRule | None) -> Decision:
+        if rule is None:
+            return Decision(self.op_list.unlisted or Category.KEEP, "in no list", "unlisted")
+        return Decision(rule.category, rule.reason, str(rule.source or "list"))
 
     @property
     def _low_name(self) -> str:

@@ -1,4 +1,4 @@
-"""Run the code of README.md.
+"""Run the code of README.md and docs/op-lists.md.
 
 Python blocks run in order, as one module, ``my_model``. A YAML block is written to the file that the text before it
 names last. A ``text`` block right after a Python block is what that block prints.
@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 README = Path(__file__).resolve().parents[2] / "README.md"
+OP_LISTS = README.parent / "docs" / "op-lists.md"
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`([\w./]+\.yaml)`")
@@ -65,7 +66,7 @@ def run(markdown: str, folder: Path) -> dict[int, str]:
             if block.language == "yaml":
                 Path(_FILE.findall(block.before)[-1]).write_text(block.text, encoding="utf-8")
             elif block.language == "python":
-                name = f"README.md:{markdown[: block.start].count(chr(10)) + 1}"
+                name = f"markdown:{markdown[: block.start].count(chr(10)) + 1}"
                 linecache.cache[name] = (len(block.text), None, block.text.splitlines(keepends=True), name)
                 with contextlib.redirect_stdout(io.StringIO()) as out:
                     exec(compile(block.text, name, "exec"), module.__dict__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -202,3 +203,148 @@ def test_a_missing_kernel_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert high.plan["lstm"].decision.source == "forced:no-kernel"
     assert high.plan["lstm"].decision.reason == "cpu has no float16 kernel"
     assert high(x).dtype == low(x).dtype == torch.float32
+
+
+# -- module paths, conditions, devices --------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.act = nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.act(self.fc(x)) * 2).softmax(-1)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def stack_plan(tmp_path: Path, text: str, **options: Any) -> Plan:
+    torch.manual_seed(0)
+    rules = op_list(tmp_path, text)
+    options.setdefault("dtype", torch.bfloat16)
+    return autocastfx.convert(Stack().eval(), (torch.rand(2, 4),), op_list=["default", rules], **options).plan
+
+
+def runs(plan: Plan) -> dict[str, str]:
+    return {node.name: str(node.placement.run) for node in plan.nodes}
+
+
+def test_module_rules(tmp_path: Path) -> None:
+    usual = runs(stack_plan(tmp_path, "{}"))
+    assert usual["linear_2"] == "low"
+    assert usual["softmax"] == "float32"
+    plan = stack_plan(
+        tmp_path,
+        """\
+        modules:
+          - {path: layers.0, category: low, reason: bounded}
+          - path: 're:head|layers\\.1'
+            category: float32
+            ops: [linear, softmax]
+            reason: the last layers decide
+        """,
+    )
+    now = runs(plan)
+    assert {name: now[name] for name in now if now[name] != usual[name]} == {
+        "gelu": "low",
+        "mul": "low",
+        "softmax": "low",
+        "linear_1": "float32",
+        "linear_2": "float32",
+    }
+    decision = plan["softmax"].decision
+    assert (str(decision.category), decision.reason) == ("allow", "bounded")
+    assert decision.source == f"{tmp_path / 'test.yaml'}:2:5"
+    assert (str(plan["linear_2"].decision.category), plan["linear_2"].decision.source[-4:]) == ("deny", ":3:5")
+
+
+def test_a_forced_low_module_still_obeys_what_the_dtype_and_the_model_say(x: torch.Tensor, tmp_path: Path) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = (x @ x) * 3.4e38
+        return y.float().exp() + x.softmax(-1, dtype=torch.float32) + (x + 1e-12) + x.exp()
+
+    rules = op_list(tmp_path, "modules: [{path: '**', category: low}]")
+    plan = plan_of(function, x, op_list=["default", rules])
+    sources = {node.name: node.decision.source for node in plan.nodes}
+    place = f"{tmp_path / 'test.yaml'}:1:11"
+    assert sources["mul"] == "forced:constant"
+    assert sources["to"] == "forced:user-cast"
+    assert sources["softmax"] == "forced:dtype"
+    assert sources["add_1"] == "forced:epsilon"
+    assert sources["exp"] == sources["exp_1"] == sources["matmul"] == place
+    assert plan["exp"].dtype == plan["exp_1"].dtype == "float16"
+
+
+def test_a_forced_low_module_has_no_kernels_that_the_device_lacks(
+    x: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = replace(load_kernel_facts(), no_kernel={("cpu", "float16"): frozenset({"exp"})})
+    monkeypatch.setattr(sys.modules["autocastfx.convert"], "load_kernel_facts", lambda: facts)
+    rules = op_list(tmp_path, "modules: [{path: '**', category: low}]")
+    plan = plan_of(lambda x: (x @ x).exp() @ x, x, op_list=["default", rules])
+    assert plan["exp"].decision.source == "forced:no-kernel"
+
+
+def test_conditions_and_devices(tmp_path: Path) -> None:
+    text = """\
+        deny:
+          - gelu: {when: {approximate: none}, reason: erf}
+          - linear: {devices: cuda, reason: why not}
+        """
+    with pytest.warns(autocastfx.UnmatchedRuleWarning) as none:  # a rule for a device speaks there alone
+        plan = stack_plan(tmp_path, text.replace("none", "tanh"))
+    assert [str(w.message).partition("test.yaml")[2] for w in none] == [
+        ":2:5: no gelu of the model has approximate=tanh."
+    ]
+    assert runs(plan)["linear"] == "low"
+    plan = stack_plan(tmp_path, text)
+    assert (plan["gelu"].decision.reason, str(plan["gelu"].decision.category)) == ("erf", "deny")
+    assert plan["linear"].decision.reason != "why not"
+    plan = stack_plan(tmp_path, text, device="cuda")
+    assert plan["linear"].decision.reason == "why not"
+
+
+def test_rules_that_match_nothing_are_warned_of_once_each_and_can_be_silenced(
+    x: torch.Tensor, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    rules = op_list(tmp_path, "{deny: [exp2, tanh], modules: [{path: haed, category: low}]}")
+    warnings.simplefilter("always")
+    plan_of(lambda x: x.tanh() @ x, x, op_list=["default", rules])
+    assert [(w.category, str(w.message).partition("test.yaml")[2], w.filename) for w in recwarn.list] == [
+        (autocastfx.UnmatchedRuleWarning, ":1:9: no node of the model is 'exp2'.", __file__),
+        (autocastfx.UnmatchedRuleWarning, ":1:32: no module of the model matches 'haed'.", __file__),
+    ]
+    recwarn.clear()
+    warnings.simplefilter("ignore", autocastfx.UnmatchedRuleWarning)
+    plan_of(lambda x: x.tanh() @ x, x, op_list=["default", rules])
+    plan_of(lambda x: x.tanh() @ x, x, op_list="default")
+    assert recwarn.list == []
+
+
+def test_a_rule_is_matched_if_any_variant_has_its_op(x: torch.Tensor, tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.tanh() if self.training else x.sin()
+
+    rules = op_list(tmp_path, "deny: [sin, tanh]")
+    autocastfx.convert(Net(), (x,), op_list=["default", rules])
+
+
+def test_rules_that_contradict_each_other_for_a_node_are_refused(tmp_path: Path) -> None:
+    text = "modules: [{path: layers.*, category: low}, {path: '*.1', category: float32}]"
+    with pytest.raises(
+        autocastfx.OpListError, match=r"test\.yaml:1:11: .* at .*test\.yaml:1:44: both fit node 'linear_1'"
+    ):
+        stack_plan(tmp_path, text)

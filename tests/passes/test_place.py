@@ -173,6 +173,9 @@ clear: [relu, view, split, getitem, add_]
 promote: [maximum, cat]
 """
 
+# One list serves all models here.
+pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")
+
 
 @pytest.fixture
 def rules(tmp_path: Path) -> autocastfx.OpList:

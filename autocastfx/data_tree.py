@@ -1,0 +1,47 @@
+"""Python data of the shape of YAML, as the tree that YAML gives: the same checks apply to both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from autocastfx.errors import KeyPath, OpListError
+from autocastfx.yaml_tree import STANDARD, Tree
+
+__all__ = ["tree_of"]
+
+_WORDS = {type(None): "null", bool: "bool", int: "int", float: "float"}
+
+
+def tree_of(data: Mapping[str, Any], name: str) -> Tree:
+    """Python data of the shape of YAML as a tree, which messages call ``name``.
+
+    Raises:
+        OpListError: it holds something that YAML cannot say.
+    """
+    start = KeyPath(name)
+    try:
+        root = _node(data, start)
+    except RecursionError as error:
+        raise OpListError("this is no op list: it is nested too deeply.", start) from error
+    tree = Tree(root, start)
+    tree.items()
+    return tree
+
+
+def _node(data: Any, place: KeyPath) -> yaml.Node:
+    mark: Any = place
+    if isinstance(data, Mapping):
+        pairs = [(_node(key, place.key(key)), _node(value, place.key(key))) for key, value in data.items()]
+        return yaml.MappingNode(f"{STANDARD}map", pairs, mark)
+    if isinstance(data, (list, tuple)):
+        members = [_node(member, place.index(i)) for i, member in enumerate(data)]
+        return yaml.SequenceNode(f"{STANDARD}seq", members, mark)
+    if isinstance(data, str):
+        return yaml.ScalarNode(f"{STANDARD}str", str.__str__(data), mark)
+    if type(data) not in _WORDS:
+        raise OpListError(f"an op list holds text, numbers, lists and mappings, no {type(data).__name__}", place)
+    text = yaml.safe_dump(data).split()[0]
+    return yaml.ScalarNode(f"{STANDARD}{_WORDS[type(data)]}", text, mark)

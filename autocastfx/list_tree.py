@@ -1,0 +1,248 @@
+"""The rules that a parsed op list holds, each checked where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from autocastfx.op_name import located
+from autocastfx.rule import ANY_REDUCTION, Category, Condition, DepthLimit, ModuleRule, Rule, Scalar, module_pattern
+from autocastfx.signature import ArgumentType, argument_types
+from autocastfx.yaml_tree import Tree, legal_op_names, nearest
+
+__all__ = [
+    "DEVICES",
+    "KEYS",
+    "PLACEMENTS",
+    "UNLISTED",
+    "aliases",
+    "keep_args",
+    "module_rules",
+    "op_rules",
+    "placement",
+    "reduction_depth",
+    "unlisted",
+]
+
+UNLISTED = {"keep": Category.KEEP, "deny": Category.DENY, "error": Category.BAN}
+PLACEMENTS = ("cut", "simple", "follow")
+_CATEGORIES = tuple(c.value for c in Category)
+KEYS = (
+    *(*_CATEGORIES, "modules", "keep_args", "set_dtype", "reduction_depth"),
+    *("aliases", "unlisted", "extends", "placement"),
+)
+_RULE_KEYS = ("reason", "when", "devices")
+_MODULE_KEYS = ("path", "category", "reason", "ops", "devices", "rank")
+_MODULE_WORDS = ("low", "float32", *_CATEGORIES)
+DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "meta")
+
+
+def op_rules(tree: Tree, *, shipped: bool) -> Iterator[Rule]:
+    """The rules under the categories of ``tree``; ``shipped`` marks them as the package's own.
+
+    Raises:
+        OpListError: an entry is wrong, or two speak of the same op, conditions and device.
+    """
+    seen: dict[object, Rule] = {}
+    overloads = placement(tree) == "follow"  # torch.autocast decides by overload
+    for category in Category:
+        for entry in tree.child(category.value).entries():
+            for rule, op in _entry(entry, category, shipped=shipped, overloads=overloads):
+                if rule.key in seen:
+                    other = seen[rule.key]
+                    raise op.error(
+                        f"op {rule.subject!r} is listed twice: as {other.category} at {other.source} and as {category} "
+                        "here. Keep one of the two."
+                    )
+                seen[rule.key] = rule
+                yield rule
+
+
+def _entry(entry: Tree, category: Category, *, shipped: bool, overloads: bool) -> Iterator[tuple[Rule, Tree]]:
+    """The rules of an op name, of ``op: {when: …}``, or of a group ``{ops: […], reason: …}``."""
+    ops, body = (entry,), Tree(None, entry.source)
+    if entry.is_mapping:
+        ops, body = _group(entry)
+    reason = body.child("reason").as_text(default="")
+    devices = _devices(body.child("devices"))
+    for op in ops:
+        name = op.op_name(overloads=overloads)
+        when = _when(name, body.child("when"))
+        for device in devices:
+            yield Rule(name, category, reason, op.source, when, device, shipped), op
+
+
+def _group(entry: Tree) -> tuple[tuple[Tree, ...], Tree]:
+    items = entry.items()
+    key, value = items[0] if items else (entry, entry)
+    if len(items) == 1 and value.is_mapping and key.text not in ("ops", *_RULE_KEYS):
+        value.check_keys(_RULE_KEYS, what="key of an op's entry")
+        return (key,), value
+    if len(items) == 1 and key.text in legal_op_names():
+        raise key.error(f"'{key.text}:' is followed by {{when: …}}, {{devices: …}} or {{reason: …}}, or has no colon")
+    entry.check_keys(("ops", *_RULE_KEYS), what="key of a group")
+    ops = entry.child("ops").as_strings()
+    if not ops:
+        raise entry.error("this group lists no op: give it 'ops: [...]'")
+    return ops, entry
+
+
+def _when(op: str, tree: Tree) -> tuple[Condition, ...]:
+    if tree.is_missing:
+        return ()
+    if not tree.items():
+        raise tree.error("an empty 'when' is no condition: leave it out, or say {argument: value}")
+    found = (_condition(op, argument, values) for argument, values in tree.items())
+    return tuple(sorted(found, key=lambda c: c.argument))
+
+
+def _condition(op: str, argument: Tree, values: Tree) -> Condition:
+    if isinstance(located(op), type):
+        raise argument.error(f"a condition is on the arguments of an op, and {op} is a class")
+    name = argument.argument_of(op)
+    entries = values.entries() if values.is_list else (values,)
+    if not entries:
+        raise values.error("an empty list of values never holds")
+    found = {_value(op, name, entry) for entry in entries}
+    return Condition(name, tuple(sorted(found, key=lambda v: (type(v).__name__, v if v is not None else 0))))
+
+
+def _value(op: str, argument: str, tree: Tree) -> Scalar:
+    value = tree.as_scalar()
+    types = (argument_types(op) or {}).get(argument, ())
+    if not types or any(_fits(value, t) for t in types):
+        return value
+    words = dict.fromkeys(_WORDS[t.base] for t in types if t.base in _WORDS)
+    if not words:
+        raise tree.error(f"no condition can be on {argument!r} of {op}, whose type is {types[0].name}")
+    wanted = " or ".join([*words, *(["null"] if any(t.is_optional for t in types) else [])])
+    hint = tree.number_hint if "number" in wanted else ""
+    if isinstance(value, str) and "a dtype" in words:
+        hint = nearest(value, (n for n, held in vars(torch).items() if isinstance(held, torch.dtype)))
+    quotes = " Put it in quotes." if "text" in words and value is not None else ""
+    raise tree.error(f"{argument!r} of {op} is {wanted}: {tree.found(wanted)}{hint}{quotes}")
+
+
+_WORDS = {
+    "str": "text",
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "number": "a number",
+    "Tensor": "a number in place of a tensor",
+    "ScalarType": "a dtype",
+    "Layout": "text",
+    "MemoryFormat": "text",
+    "Device": "text",
+}
+
+
+def _fits(value: Scalar, declared: ArgumentType) -> bool:
+    if value is None:
+        return declared.is_optional
+    word = _WORDS.get(declared.base)
+    if isinstance(value, bool):
+        return word == "true or false"
+    if isinstance(value, str):
+        return word == "text" or (word == "a dtype" and isinstance(getattr(torch, value, None), torch.dtype))
+    return word in ("a number", "a number in place of a tensor") or (
+        word == "a whole number" and isinstance(value, int)
+    )
+
+
+def _devices(tree: Tree) -> tuple[str, ...]:
+    """The device types listed; the empty one, which stands for all, where the key is missing."""
+    if tree.is_missing:
+        return ("",)
+    words = tree.as_strings()
+    if not words:
+        raise tree.error("an empty list of devices never holds: leave it out")
+    known = (*DEVICES, torch._C._get_privateuse1_backend_name())
+    for word in words:
+        kind, colon, _ = word.text.partition(":")
+        if colon and kind in known:
+            raise word.error(f"devices are listed by their type: write {kind!r}")
+        if word.text not in known:
+            raise word.error(
+                f"no device type is named {word.text!r}{nearest(word.text, known)}. Known: {', '.join(known)}."
+            )
+    return tuple(dict.fromkeys(word.text for word in words))
+
+
+def module_rules(tree: Tree, *, shipped: bool) -> Iterator[ModuleRule]:
+    """The rules under ``modules``.
+
+    Raises:
+        OpListError: an entry is wrong, or two speak of the same path, ops and device.
+    """
+    seen: dict[object, ModuleRule] = {}
+    for entry in tree.child("modules").entries():
+        for rule in _module_rule(entry, shipped=shipped):
+            if rule.key in seen:
+                other = seen[rule.key]
+                raise entry.error(
+                    f"{rule.subject!r} is listed twice: as {other.wanted} at {other.source} and as {rule.wanted} here. "
+                    "Keep one of the two."
+                )
+            seen[rule.key] = rule
+            yield rule
+
+
+def _module_rule(entry: Tree, *, shipped: bool) -> Iterator[ModuleRule]:
+    entry.check_keys(_MODULE_KEYS, what="key of a module's entry")
+    for key in ("path", "category"):
+        if entry.child(key).is_missing:
+            raise entry.error(f"this entry has no {key!r}: an entry is {{path: …, category: …}}")
+    path, ops, rank = entry.child("path"), entry.child("ops"), entry.child("rank")
+    pattern = path.as_text()
+    try:
+        module_pattern(pattern)
+    except ValueError as error:
+        raise path.error(f"{error}") from error
+    if not ops.is_missing and not ops.as_strings():
+        raise ops.error("an empty list of ops never matches: leave it out")
+    fields: dict[str, Any] = {
+        "path": pattern,
+        "wanted": entry.child("category").one_of(_MODULE_WORDS, "category"),
+        "reason": entry.child("reason").as_text(default=""),
+        "ops": tuple(sorted({op.op_name() for op in ops.as_strings()})),
+        "rank": 0 if rank.is_missing else rank.as_integer(),
+    }
+    for device in _devices(entry.child("devices")):
+        yield ModuleRule(**fields, device=device, source=entry.source, shipped=shipped)
+
+
+def keep_args(tree: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Per op, the arguments that stay float32."""
+    for op, names in tree.child("keep_args").items():
+        yield op.op_name(), tuple(name.argument_of(op.op_name()) for name in names.as_strings())
+
+
+def aliases(tree: Tree) -> dict[str, str]:
+    """Listed names by further names."""
+    return {further.op_name(): listed.op_name() for further, listed in tree.child("aliases").items()}
+
+
+def unlisted(tree: Tree) -> Category | None:
+    """The category of ops without a rule, if it says any."""
+    word = tree.child("unlisted")
+    return None if word.is_missing else UNLISTED[word.one_of(tuple(UNLISTED), "unlisted")]
+
+
+def placement(tree: Tree) -> str | None:
+    """How free precisions are chosen, if it says so."""
+    word = tree.child("placement")
+    return None if word.is_missing else word.one_of(PLACEMENTS, "placement")
+
+
+def reduction_depth(tree: Tree) -> Iterator[tuple[str, DepthLimit]]:
+    """A limit for each op named; ``*``, or a number alone, is for every op of the reduction group."""
+    found = tree.child("reduction_depth")
+    if not found.is_missing and not found.is_mapping:
+        yield ANY_REDUCTION, DepthLimit(found.as_limit(), found.source)
+        return
+    for op, limit in found.items():
+        name = ANY_REDUCTION if op.text == ANY_REDUCTION else op.op_name()
+        yield name, DepthLimit(limit.as_limit(), limit.source)

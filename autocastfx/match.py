@@ -1,0 +1,166 @@
+"""Which rule of an op list decides a node, and which rules decide none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch._ops import OpOverload
+
+from autocastfx.errors import KeyPath, OpListError, Source
+from autocastfx.graph import enclosing_modules, module_classes, subgraphs
+from autocastfx.op_list import OpList
+from autocastfx.op_name import op_name, overload_name
+from autocastfx.rule import Category, ModuleRule, Rule
+from autocastfx.signature import arguments
+from autocastfx.yaml_tree import nearest
+
+__all__ = ["Matcher", "all_nodes", "unmatched"]
+
+
+@dataclass(frozen=True)
+class Matcher:
+    """The rules of a list that apply on one device type.
+
+    A rule for a module path wins over one with a condition, and that over one for an op alone. Of module rules the one
+    wins whose pattern matches the innermost module, then one that names ops, then one that names the device, then the
+    one of the higher rank (a later list). Of conditional rules the one with more conditions wins, then one for the op's
+    own name, then one that names the device. Of rules for an op alone, one for the class of an enclosing module wins
+    over one for the op, the innermost class first.
+    """
+
+    op_list: OpList
+    device: str
+
+    def __call__(self, node: fx.Node) -> Rule | ModuleRule | None:
+        """The rule that decides ``node``; None if none does.
+
+        Module rules that let ops run in 16 bits pass over the ops that are unlisted, ``keep`` or ``ban`` elsewhere,
+        unless they name them: these ops do not follow the precision of what is around them.
+
+        Raises:
+            OpListError: two rules fit equally well and say different things.
+        """
+        own = self._conditional(node) or self._plain(node)
+        is_fixed = own is None or own.category in (Category.KEEP, Category.BAN)
+        return self._of_module(node, is_fixed) or own
+
+    def matching(self, node: fx.Node) -> Iterator[Rule | ModuleRule]:
+        """Every rule that speaks of ``node``, whether or not another one wins."""
+        for name in self._names(node):
+            for listed in self.op_list.names_of(name):
+                found = (self.op_list.rules.get(listed), self.op_list.conditional.get((listed, (), self.device)))
+                yield from (rule for rule in found if rule is not None)
+        yield from (rule for _, rule in self._conditions(node))
+        yield from (rule for _, rule in self._modules(node))
+
+    def _plain(self, node: fx.Node) -> Rule | None:
+        found = (self.op_list.rule(name, self.device) for name in self._names(node))
+        return next((rule for rule in found if rule is not None), None)
+
+    def _names(self, node: fx.Node) -> tuple[str, ...]:
+        """What a rule for ``node`` may be listed under: a module class around it, its overload, its op.
+
+        Under ``placement: follow`` an overload that writes into its arguments (``addmm.out``) has none by its op.
+        """
+        name = op_name(node)
+        writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable and not name.endswith("_")
+        own = () if writes and self.op_list.placement == "follow" else (name,)
+        return tuple(n for n in (*module_classes(node), overload_name(node), *own) if n)
+
+    def _conditions(self, node: fx.Node) -> Iterator[tuple[tuple[int, ...], Rule]]:
+        """The conditional rules that hold for ``node``, each with how well it fits."""
+        names = list(self.op_list.names_of(op_name(node)))
+        given: Mapping[str, Any] | None = None
+        for rule in self.op_list.conditional.values():
+            if rule.when and rule.op in names and rule.device in ("", self.device):
+                given = arguments(node) if given is None else given
+                if all(condition.holds(given) for condition in rule.when):
+                    yield (len(rule.when), -names.index(rule.op), len(rule.device)), rule
+
+    def _conditional(self, node: fx.Node) -> Rule | None:
+        best = _best(list(self._conditions(node)))
+        _refuse_ambiguity(node, [(rule, rule.category.value) for rule in best])
+        return best[0] if best else None
+
+    def _modules(self, node: fx.Node) -> Iterator[tuple[tuple[int, ...], ModuleRule]]:
+        if not self.op_list.modules:
+            return
+        paths = enclosing_modules(node)
+        names = set(self.op_list.names_of(op_name(node)))
+        for rule in self.op_list.modules:
+            if rule.device in ("", self.device) and (not rule.ops or names.intersection(rule.ops)):
+                depth = max((i for i, path in enumerate(paths) if rule.covers(path)), default=None)
+                if depth is not None:
+                    yield (depth, bool(rule.ops), bool(rule.device), rule.rank), rule
+
+    def _of_module(self, node: fx.Node, is_fixed: bool) -> ModuleRule | None:
+        open_to = [(fit, r) for fit, r in self._modules(node) if r.ops or not (is_fixed and r.lowers)]
+        best = _best(open_to)
+        _refuse_ambiguity(node, [(rule, rule.wanted) for rule in best])
+        return best[0] if best else None
+
+
+def _best(found: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
+    """The best fitting rules, in an order that does not depend on that of the list."""
+    most = max((fit for fit, _ in found), default=None)
+    return sorted((rule for fit, rule in found if fit == most), key=_place)
+
+
+def _place(rule: Rule | ModuleRule) -> tuple[str, int, int, str, str]:
+    """In the order of files and of the lines in each."""
+    match rule.source:
+        case Source(file, line, column):
+            return (file, line, column, "", rule.subject)
+        case KeyPath(name, path):
+            return (name, 0, 0, path, rule.subject)
+        case _:
+            return ("", 0, 0, "", rule.subject)
+
+
+def _refuse_ambiguity(node: fx.Node, rules: Sequence[tuple[Rule | ModuleRule, str]]) -> None:
+    if len({word for _, word in rules}) < 2:
+        return
+    (first, word), (other, said) = rules[0], next(pair for pair in rules if pair[1] != rules[0][1])
+    way_out = "a further condition" if isinstance(first, Rule) else "a narrower path, or a higher 'rank'"
+    raise OpListError(
+        f"{first.subject!r} is {word} here, and {other.subject!r} is {said} at {other.source}: both fit node "
+        f"{node.name!r} equally well. Give one of the two {way_out}.",
+        first.source,
+    )
+
+
+def all_nodes(graph: fx.Graph, attributes: Mapping[str, Any]) -> Iterator[fx.Node]:
+    """The computing nodes of a graph and of the graphs that it runs."""
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method", "call_module"):
+            yield node
+            for module in subgraphs(node, attributes).values():
+                yield from all_nodes(module.graph, {**dict(module.named_children()), **dict(module.named_buffers())})
+
+
+def unmatched(op_list: OpList, device: str, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """What is to be said of each of the user's own rules that speaks of none of ``nodes``, sorted by place.
+
+    Rules for other device types, and those that come with this package, are left out.
+    """
+    matcher, nodes = Matcher(op_list, device), list(nodes)
+    own = [r for r in op_list.every_rule() if not r.shipped and r.device in ("", device)]
+    found = {id(rule) for node in nodes for rule in matcher.matching(node)} if own else set[int]()
+    left = sorted((r for r in own if id(r) not in found), key=_place)
+    return tuple(_said(rule, op_list, nodes) for rule in left)
+
+
+def _said(rule: Rule | ModuleRule, op_list: OpList, nodes: Sequence[fx.Node]) -> str:
+    place = f"{rule.source}: " if rule.source else ""
+    if isinstance(rule, ModuleRule):
+        paths = {path for node in nodes for path in enclosing_modules(node)}
+        if any(rule.covers(path) for path in paths):
+            return f"{place}none of {', '.join(rule.ops)} runs in the modules {rule.path!r}."
+        return f"{place}no module of the model matches {rule.path!r}{nearest(rule.path, paths)}."
+    ops = {name for node in nodes for name in (op_name(node), *module_classes(node))}
+    if any(rule.op in op_list.names_of(op) for op in ops):
+        return f"{place}no {rule.op} of the model has {' and '.join(str(c) for c in rule.when)}."
+    return f"{place}no node of the model is {rule.op!r}{nearest(rule.op, ops)}."

@@ -1,0 +1,206 @@
+"""What one line of an op list says: the category of an op, or of all ops inside some modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from autocastfx.errors import Place
+
+__all__ = ["ANY_REDUCTION", "Category", "Condition", "DepthLimit", "ModuleRule", "Rule", "Scalar", "module_pattern"]
+
+
+class Category(str, Enum):
+    """What a list says of an op."""
+
+    ALLOW = "allow"  # runs in 16 bits
+    DENY = "deny"  # float32, and it taints what follows
+    INFER = "infer"  # safe in 16 bits, but follows its neighbours; float32 after a deny
+    CLEAR = "clear"  # moves or selects values; precision-neutral
+    PROMOTE = "promote"  # 16 bits only if all its floating inputs already are
+    KEEP = "keep"  # exactly as captured
+    BAN = "ban"  # refused
+
+    def __str__(self) -> str:
+        return self.value
+
+
+Scalar = str | bool | int | float | None
+
+
+@dataclass(frozen=True)
+class Condition:
+    """An argument of a call has one of ``values``.
+
+    A list argument has a value if all its members do; a dtype, layout or device is compared by its name.
+    """
+
+    argument: str
+    values: tuple[Scalar, ...]
+
+    def holds(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a call with these arguments, defaults included, fulfils it."""
+        return self.argument in arguments and any(_is(arguments[self.argument], v) for v in self.values)
+
+    def __str__(self) -> str:
+        return f"{self.argument}={'|'.join(_word(v) for v in self.values)}"
+
+
+def _is(given: Any, wanted: Scalar) -> bool:
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return bool(given) and all(_is(member, wanted) for member in given)
+    if isinstance(wanted, bool) or wanted is None or isinstance(given, bool):
+        return given is wanted
+    if isinstance(wanted, str):
+        names = (torch.dtype, torch.layout, torch.memory_format, torch.device)
+        return (str(given).removeprefix("torch.") if isinstance(given, names) else given) == wanted
+    return isinstance(given, (int, float)) and given == wanted
+
+
+def _word(value: Scalar) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One op's line in a list: its category, the reason of its group, and where it stands.
+
+    It holds where all conditions of ``when`` do, on devices of type ``device`` (on all if empty). ``shipped`` rules
+    come with this package.
+    """
+
+    op: str
+    category: Category
+    reason: str = ""
+    source: Place | None = field(default=None, compare=False)
+    when: tuple[Condition, ...] = ()
+    device: str = ""
+    shipped: bool = field(default=False, compare=False)
+
+    @property
+    def key(self) -> tuple[str, tuple[Condition, ...], str]:
+        """What it speaks of: a later rule with the same key replaces it."""
+        return (self.op, self.when, self.device)
+
+    @property
+    def subject(self) -> str:
+        """What it speaks of, in words."""
+        where = f" where {', '.join(str(c) for c in self.when)}" if self.when else ""
+        return self.op + where + (f" on {self.device}" if self.device else "")
+
+
+@dataclass(frozen=True)
+class ModuleRule:
+    """The line of a list that decides for the ops inside some modules.
+
+    Attributes:
+        path: a glob of module paths (``encoder.*.attn``; ``**`` stands for any number of names), or ``re:`` and a
+            regular expression. It has to match the whole path of a module; all that runs inside that is covered.
+        wanted: a category, ``float32`` (as ``deny``), or ``low``: ``allow`` even for denied ops, but numbers that the
+            16-bit dtype cannot hold still force float32.
+        ops: only these ops; all if empty.
+        device: only on devices of this type; on all if empty.
+        rank: of two rules that fit a node equally well, the higher rank wins. A later list ranks above an earlier one.
+    """
+
+    path: str
+    wanted: str
+    reason: str = ""
+    ops: tuple[str, ...] = ()
+    device: str = ""
+    rank: int = 0
+    source: Place | None = field(default=None, compare=False)
+    shipped: bool = field(default=False, compare=False)
+
+    @property
+    def key(self) -> tuple[str, tuple[str, ...], str]:
+        """What it speaks of: a later rule with the same key replaces it."""
+        return (self.path, self.ops, self.device)
+
+    @property
+    def category(self) -> Category:
+        """The category that it gives."""
+        return {"low": Category.ALLOW, "float32": Category.DENY}.get(self.wanted) or Category(self.wanted)
+
+    @property
+    def lowers(self) -> bool:
+        """Whether it lets ops run in 16 bits."""
+        return self.category not in (Category.DENY, Category.KEEP, Category.BAN)
+
+    @property
+    def subject(self) -> str:
+        """What it speaks of, in words."""
+        what = f"{', '.join(self.ops)} in {self.path}" if self.ops else self.path
+        return f"modules {what}" + (f" on {self.device}" if self.device else "")
+
+    def covers(self, path: str) -> bool:
+        """Whether the pattern matches this module path; the root's is empty."""
+        if self.path.startswith("re:"):
+            return module_pattern(self.path).fullmatch(path) is not None
+        return module_pattern(self.path).fullmatch(f"{path}." if path else "") is not None
+
+
+@lru_cache(maxsize=1024)
+def module_pattern(path: str) -> re.Pattern[str]:
+    """A glob or ``re:`` expression of module paths, compiled. That of a glob is for paths with a dot at their end.
+
+    Raises:
+        ValueError: it is neither; the message says why.
+    """
+    if path.startswith("re:"):
+        try:
+            return re.compile(path[3:])
+        except re.error as error:
+            where = "" if error.pos is None else f" at character {error.pos + 1} of it"
+            raise ValueError(f"'{path[3:]}' is no regular expression: {error.msg}{where}") from error
+    return re.compile("".join(_segment(name, path) for name in path.split(".")))
+
+
+def _segment(name: str, path: str) -> str:
+    if name == "**":
+        return r"(?:[^.]+\.)*"
+    if not name:
+        raise ValueError(f"the glob '{path}' has an empty name between dots. Write '**' for any module")
+    if "**" in name:
+        raise ValueError(f"in the glob '{path}', '**' is not a whole name between dots, as in 'encoder.**.attn'")
+    if stray := re.search(r"[\\^$()|+{}\s]", name):
+        raise ValueError(f"the glob '{path}' holds {stray[0]!r}; a regular expression starts with 're:'")
+    if name == "*":
+        return r"[^.]+\."
+    parts = re.findall(r"\[!?\]?[^\]]*\]|.", name)
+    if "[" in parts:
+        raise ValueError(f"the glob '{path}' has a '[' without a ']'")
+    translated = [_CHARACTERS.get(p) or (_character_class(p, path) if len(p) > 1 else re.escape(p)) for p in parts]
+    return "".join(translated) + r"\."
+
+
+_CHARACTERS = {"*": "[^.]*", "?": "[^.]"}
+
+
+def _character_class(text: str, path: str) -> str:
+    inside = text[1:-1].replace("\\", r"\\")
+    translated = f"[^.{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
+    try:
+        re.compile(translated)
+    except re.error as error:
+        raise ValueError(f"in the glob '{path}', '{text}' is no set of characters: {error.msg}") from error
+    return translated
+
+
+ANY_REDUCTION = "*"  # stands for every op of the reduction group
+
+
+@dataclass(frozen=True)
+class DepthLimit:
+    """How many elements an op may reduce into one in 16 bits (None: any number), and where a list says so."""
+
+    most: int | None
+    source: Place | None = field(default=None, compare=False)

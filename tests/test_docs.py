@@ -1,0 +1,46 @@
+"""The code of docs/op-lists.md runs and prints what is shown; the page names every key and category."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from autocastfx import Category, load_op_list
+from autocastfx.list_tree import DEVICES, KEYS, PLACEMENTS, UNLISTED
+from tests.golden.readme import OP_LISTS, outputs, run
+
+TEXT = OP_LISTS.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("docs")
+
+
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> dict[int, str]:
+    return run(TEXT, folder)
+
+
+def test_the_code_prints_what_is_shown(printed: dict[int, str]) -> None:
+    shown = list(outputs(TEXT))
+    assert len(shown) == TEXT.count("```text\n")
+    for code, output in shown:
+        assert printed[code.start] == output.text, "run `python -m tests.golden` and review what changed"
+    assert {start for start, text in printed.items() if text} == {code.start for code, _ in shown}
+
+
+@pytest.mark.usefixtures("printed")
+def test_the_lists_shown_are_right(folder: Path) -> None:
+    lists = {path.stem: load_op_list(path) for path in folder.glob("*.yaml") if path.stem != "wrong"}
+    assert set(lists) == {"mine", "conditions", "modules", "more"}
+    assert len(lists["conditions"].conditional) == 4
+
+
+def test_every_key_is_named() -> None:
+    table = TEXT.partition("## Keys")[2].partition("## Entries")[0]
+    assert set(KEYS) <= set(re.findall(r"`(\w+)`", table))
+    assert {*UNLISTED, *PLACEMENTS, *(str(c) for c in Category)} <= set(re.findall(r"`(\w+)`", table))
+    assert set(DEVICES[:4]) <= set(re.findall(r"`(\w+)`", TEXT))
