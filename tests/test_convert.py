@@ -221,7 +221,6 @@ def test_what_cannot_be_captured_says_why_and_what_helps(name: str, x: Tensor) -
     [
         ("weights", "cast", ["cached", "low", "", None]),
         ("fold", "exact", ["kernel", "all", None]),
-        ("plan", None, [{}, "plan.json"]),
     ],
 )
 def test_reserved_arguments_take_their_default_only(name: str, default: Any, values: list[Any], x: Tensor) -> None:

@@ -332,7 +332,12 @@ def test_any_path_to_a_function_names_it(tmp_path: Path) -> None:
 
 def test_a_listed_function_that_is_not_there_does_no_harm(tmp_path: Path) -> None:
     lists = op_list(tmp_path, f"allow: [not_loaded.function, {__name__}.missing, {__name__}.Between, torch.nn.Linear]")
-    assert leaves(convert(Between(lambda m, x: x), lists)) == []
+    with pytest.warns(autocastfx.UnmatchedRuleWarning) as caught:
+        assert leaves(convert(Between(lambda m, x: x), lists)) == []
+    assert [str(w.message).rpartition("is ")[2].split("'")[1] for w in caught] == [
+        "not_loaded.function",
+        f"{__name__}.missing",
+    ]
 
 
 def test_functions_of_torch_can_stay_whole(tmp_path: Path) -> None:

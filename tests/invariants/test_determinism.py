@@ -121,6 +121,7 @@ def _reordered(tree: Any, shuffle: random.Random) -> Any:
     return tree
 
 
+@pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")  # a copy of a shipped list is one's own
 @pytest.mark.parametrize("low", LOW)
 def test_the_order_of_the_lists_entries_does_not_matter(low: torch.dtype, tmp_path: Path) -> None:
     name = str(low).removeprefix("torch.")
