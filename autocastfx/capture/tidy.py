@@ -90,7 +90,12 @@ def _no_op_source(node: fx.Node, follows: bool) -> fx.Node | None:
         return node.all_input_nodes[0]
     if name == "alias":
         return node.all_input_nodes[0]
-    if name == "type_as" and not follows and dtypes(node.all_input_nodes[0]) == dtypes(node) and value(node) is not None:
+    if (
+        name == "type_as"
+        and not follows
+        and dtypes(node.all_input_nodes[0]) == dtypes(node)
+        and value(node) is not None
+    ):
         return node.all_input_nodes[0]
     return None
 

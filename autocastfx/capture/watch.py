@@ -15,6 +15,7 @@ __all__ = ["Watch"]
 
 _DTYPE = cast("Any", torch.Tensor.dtype).__get__
 _CASTS = frozenset({torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as})
+_FACTORIES = frozenset({torch.zeros, torch.ones, torch.full, torch.arange, torch.linspace})
 
 
 class TooSlowError(Exception):
@@ -27,7 +28,8 @@ class Watch(TorchFunctionMode):
     ``x.float()`` of a float32 ``x`` is ``x`` itself, so the tracer would write the cast's node wherever ``x`` is read
     later; on an alias of ``x`` it stays where the model has it. ``x.to(y.dtype)`` and ``x.type_as(y)`` ask for no
     float32: they follow ``y``, and a graph that bakes in float32 would lose that. They become ``type_as`` nodes, or
-    aliases where ``y`` is not known; what changes nothing vanishes later.
+    aliases where ``y`` is not known; a tensor that is made with ``dtype=y.dtype`` gets such a node too. They vanish
+    later, but where dtypes are to be followed.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -49,6 +51,10 @@ class Watch(TorchFunctionMode):
                 other = self._followed(args, kwargs)
                 return alias if other is None else torch.ops.aten.type_as.default(alias, other)
             args = (alias, *args[1:])
+        elif func in _FACTORIES and self.asked is not None and kwargs.get("dtype") == self.asked.dtype:
+            if _follows(func, args, {}):  # zeros(n, dtype=x.dtype)
+                made = torch.ops.aten.alias.default(func(*args, **kwargs))
+                return torch.ops.aten.type_as.default(made, self.asked)
         return func(*args, **kwargs)
 
     def _followed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
