@@ -162,9 +162,9 @@ def asked(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         packet = target.overloadpacket
         overloads = (getattr(packet, name) for name in packet.overloads())
         target = next(o for o in overloads if [a.name for a in o._schema.arguments] == [*names, "dtype"])
+    given.pop("dtype", None)
     positional = [a.name for a in target._schema.arguments if not a.kwarg_only and a.name in given]
-    leading = names[: len(positional)] == positional
-    first = tuple(given.pop(name) for name in positional) if leading and "dtype" not in positional else ()
+    first = tuple(given.pop(name) for name in positional) if names[: len(positional)] == positional else ()
     return target, first, {**given, "dtype": torch.float32}
 
 

@@ -51,11 +51,14 @@ class Watch(TorchFunctionMode):
                 other = self._followed(args, kwargs)
                 return alias if other is None else torch.ops.aten.type_as.default(alias, other)
             args = (alias, *args[1:])
-        elif func in _FACTORIES and self.asked is not None and kwargs.get("dtype") == self.asked.dtype:
-            if _follows(func, args, {}):  # zeros(n, dtype=x.dtype)
-                made = torch.ops.aten.alias.default(func(*args, **kwargs))
-                return torch.ops.aten.type_as.default(made, self.asked)
+        elif self._makes_alike(func, kwargs) and _follows(func, args, {}):
+            made = torch.ops.aten.alias.default(func(*args, **kwargs))
+            return torch.ops.aten.type_as.default(made, self.asked)
         return func(*args, **kwargs)
+
+    def _makes_alike(self, func: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether the call makes a tensor of the dtype that was read last: ``zeros(n, dtype=x.dtype)``."""
+        return func in _FACTORIES and self.asked is not None and kwargs.get("dtype") == self.asked.dtype
 
     def _followed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The tensor whose dtype a cast that follows one asks for."""
