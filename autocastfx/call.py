@@ -56,7 +56,7 @@ class CallStructure:
         names: dict[str, None] = dict.fromkeys(_TAKEN)
         for path, kind in paths:
             if kind == "tensor":
-                name = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")
+                name = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_") or "input"
                 again = (f"{name}_{n}" for n in itertools.count(1))
                 names[name if name not in names else next(n for n in again if n not in names)] = None
         return list(names)[len(_TAKEN) :]

@@ -144,7 +144,16 @@ class _Maker:
     def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant:
         if self.model is None:
             raise CaptureError("the original model is not at hand")
-        found = capture(self.model, self.signature, call, training=modes, held=held, leaves=self.leaves, sizes=sizes)
+        found = capture(
+            self.model,
+            self.signature,
+            call,
+            training=modes,
+            held=held,
+            leaves=self.leaves,
+            sizes=sizes,
+            follows=self.converter.op_list.placement == "follow",
+        )
         return self.rebuild(found, held, self.device or found.device)
 
     def rebuild(self, captured: Captured, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant:

@@ -59,7 +59,7 @@ class Dispatch:
         Raises:
             UnsupportedError: the inputs of a ``promote`` op have dtypes that torch.autocast refuses.
         """
-        if not self.is_operator(node):
+        if category not in (Category.ALLOW, Category.DENY, Category.PROMOTE) and not self.is_operator(node):
             return Precision.CAPTURED, "its inputs cross a border as captured"
         read = [leaf for leaf in _leaves(node, values) if isinstance(leaf, torch.Tensor)]
         if not tensors(node):
@@ -78,6 +78,10 @@ class Dispatch:
             if argument(node, "dtype") is not None:
                 return Precision.GIVEN, "the call names its dtype"
         return Precision.FLOAT32, "deny"
+
+    def takes_captured(self, node: fx.Node, precision: Precision) -> bool:
+        """Whether ``node``, run in ``precision``, gets its inputs in the dtypes that the captured graph has."""
+        return precision is Precision.CAPTURED and not self.is_operator(node)
 
     def is_operator(self, node: fx.Node) -> bool:
         """Whether ``node`` takes values as they come. A sub-graph, or a Python call that stays whole, does not."""
@@ -147,9 +151,9 @@ def asked(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         packet = target.overloadpacket
         overloads = (getattr(packet, name) for name in packet.overloads())
         target = next(o for o in overloads if [a.name for a in o._schema.arguments] == [*names, "dtype"])
+    given.pop("dtype", None)
     positional = [a.name for a in target._schema.arguments if not a.kwarg_only and a.name in given]
-    leading = names[: len(positional)] == positional
-    first = tuple(given.pop(name) for name in positional) if leading and "dtype" not in positional else ()
+    first = tuple(given.pop(name) for name in positional) if names[: len(positional)] == positional else ()
     return target, first, {**given, "dtype": torch.float32}
 
 

@@ -95,6 +95,7 @@ def capture(
     held: Mapping[str, torch.Tensor],
     leaves: Sequence[str] = (),
     sizes: str = "all",
+    follows: bool = False,
 ) -> Captured:
     """Capture ``model`` as it runs ``call``. The model is left as it was.
 
@@ -106,6 +107,7 @@ def capture(
         held: parameters and buffers by name that stand in for the model's own (they may have moved to a device).
         leaves: dotted paths of Python functions that stay whole.
         sizes: what to try first: ``"all"`` sizes dynamic, only the ``"first"`` of each input, ``"none"``.
+        follows: keep casts that follow the dtype of another value, although they change nothing in the model as it is.
 
     Raises:
         CaptureError: torch.export cannot capture the model; says why and what would help.
@@ -122,7 +124,7 @@ def capture(
                 if isinstance(error, GuardOnDataDependentSymNode):
                     break  # no choice of dynamic sizes helps
                 continue
-        return _captured(program, set(held), called, call, tuple(training), _device(held, call), attempt)
+        return _captured(program, set(held), called, call, tuple(training), _device(held, call), attempt, follows)
     raise CaptureError(_explain(model, failures[0], any(training))) from failures[0]
 
 
@@ -172,11 +174,12 @@ def _captured(
     training: tuple[bool, ...],
     device: torch.device,
     sizes: str,
+    follows: bool,
 ) -> Captured:
     checked = "check_guards" in inspect.signature(program.module).parameters
     module: Any = program.module(check_guards=False) if checked else program.module()
     attributes: dict[str, Any] = {}
-    graph = tidy(module, names, called, attributes, call.structure.tensor_names())
+    graph = tidy(module, names, called, attributes, call.structure.tensor_names(), follows=follows)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     out_spec = program.call_spec.out_spec
     if out_spec is None:

@@ -18,10 +18,16 @@ __all__ = ["tidy"]
 
 
 def tidy(
-    module: fx.GraphModule, names: set[str], called: list[Any], attributes: dict[str, Any], inputs: Sequence[str] = ()
+    module: fx.GraphModule,
+    names: set[str],
+    called: list[Any],
+    attributes: dict[str, Any],
+    inputs: Sequence[str] = (),
+    *,
+    follows: bool = False,
 ) -> fx.Graph:
     """A copy of an exported graph: inputs first and named as the caller names them, attributes read where they are
-    used, and what changes nothing gone.
+    used, and what changes nothing gone; but ``type_as`` stays where ``follows`` says that dtypes are to be followed.
     """
     restore_leaves(module.graph, called)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -35,7 +41,7 @@ def tidy(
             held, target = str(node.target), str(node.target).removeprefix("module.")
             if target not in names:
                 target = held if target in attributes else target
-                attributes[target] = _attribute(attribute(module, held), called)
+                attributes[target] = _attribute(attribute(module, held), called, follows)
             copied = graph.create_node("get_attr", target, name=target.replace(".", "_"))
         elif node.op == "placeholder":
             name = next(input_names, re.sub(r"^[a-z]_(module_)?", "", node.name))
@@ -57,16 +63,16 @@ def tidy(
         elif node.op == "call_module" and node.target == "_guards_fn":
             continue
         elif node.op != "get_attr" and not _is_assertion(node):
-            source = _no_op_source(node)
+            source = _no_op_source(node, follows)
             copies[node] = copy(source) if source is not None else copy(node)
     return graph
 
 
-def _attribute(held: Any, called: list[Any]) -> Any:
+def _attribute(held: Any, called: list[Any], follows: bool) -> Any:
     if not isinstance(held, fx.GraphModule):
         return held.detach() if isinstance(held, torch.Tensor) else held
     inner: dict[str, Any] = {}
-    graph = tidy(held, set(), called, inner)
+    graph = tidy(held, set(), called, inner, follows=follows)
     return fx.GraphModule(inner, graph)
 
 
@@ -74,7 +80,7 @@ def _is_assertion(node: fx.Node) -> bool:
     return op_name(node) == "_assert_tensor_metadata"  # bakes the captured dtype and device
 
 
-def _no_op_source(node: fx.Node) -> fx.Node | None:
+def _no_op_source(node: fx.Node, follows: bool) -> fx.Node | None:
     """What a node that changes nothing passes on: an alias, dropout that is off, ``type_as`` between equal dtypes."""
     name = op_name(node)
     if (
@@ -84,7 +90,12 @@ def _no_op_source(node: fx.Node) -> fx.Node | None:
         return node.all_input_nodes[0]
     if name == "alias":
         return node.all_input_nodes[0]
-    if name == "type_as" and dtypes(node.all_input_nodes[0]) == dtypes(node) and value(node) is not None:
+    if (
+        name == "type_as"
+        and not follows
+        and dtypes(node.all_input_nodes[0]) == dtypes(node)
+        and value(node) is not None
+    ):
         return node.all_input_nodes[0]
     return None
 

@@ -6,14 +6,16 @@ import linecache
 import sys
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["Watch"]
 
+_DTYPE = cast("Any", torch.Tensor.dtype).__get__
 _CASTS = frozenset({torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as})
+_FACTORIES = frozenset({torch.zeros, torch.ones, torch.full, torch.arange, torch.linspace})
 
 
 class TooSlowError(Exception):
@@ -25,12 +27,15 @@ class Watch(TorchFunctionMode):
 
     ``x.float()`` of a float32 ``x`` is ``x`` itself, so the tracer would write the cast's node wherever ``x`` is read
     later; on an alias of ``x`` it stays where the model has it. ``x.to(y.dtype)`` and ``x.type_as(y)`` ask for no
-    float32: they follow ``y``, and a graph that bakes in float32 would lose that. They become aliases, which vanish.
+    float32: they follow ``y``, and a graph that bakes in float32 would lose that. They become ``type_as`` nodes, or
+    aliases where ``y`` is not known; a tensor that is made with ``dtype=y.dtype`` gets such a node too. They vanish
+    later, but where dtypes are to be followed.
     """
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.end = time.thread_time() + seconds
+        self.asked: torch.Tensor | None = None  # whose dtype was read last
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -38,12 +43,29 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         if time.thread_time() > self.end:
             raise TooSlowError("capturing every size as dynamic takes too long")
-        if func in _CASTS and isinstance(args[0], torch.Tensor):
+        if func == _DTYPE:
+            self.asked = args[0]
+        elif func in _CASTS and isinstance(args[0], torch.Tensor):
             alias = torch.ops.aten.alias.default(args[0])
             if _changes_nothing(func, args, kwargs) and _follows(func, args, kwargs):
-                return alias
+                other = self._followed(args, kwargs)
+                return alias if other is None else torch.ops.aten.type_as.default(alias, other)
             args = (alias, *args[1:])
+        elif self._makes_alike(func, kwargs) and _follows(func, args, {}):
+            made = torch.ops.aten.alias.default(func(*args, **kwargs))
+            return torch.ops.aten.type_as.default(made, self.asked)
         return func(*args, **kwargs)
+
+    def _makes_alike(self, func: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether the call makes a tensor of the dtype that was read last: ``zeros(n, dtype=x.dtype)``."""
+        return func in _FACTORIES and self.asked is not None and kwargs.get("dtype") == self.asked.dtype
+
+    def _followed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The tensor whose dtype a cast that follows one asks for."""
+        given = (*args[1:], *kwargs.values())
+        named = next((arg for arg in given if isinstance(arg, torch.Tensor)), None)
+        read = self.asked if self.asked is not None and self.asked.dtype in given else None
+        return named if named is not None else read
 
 
 def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

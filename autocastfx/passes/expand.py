@@ -107,7 +107,7 @@ class _Run:
                 return self._inline(node, parts)
         category = rule.category if rule is not None else Category.KEEP
         precision, _ = self.dispatch.decide(category, node, self.values)
-        as_captured = not self.dispatch.is_operator(node)
+        as_captured = self.dispatch.takes_captured(node, precision)
         self.values[node] = (
             self.concrete(value(node)) if as_captured else self.dispatch.run(node, precision, self.values)
         )

@@ -55,7 +55,7 @@ class _Run:
         self.dispatch = self.followed.dispatch
 
     def visit(self, node: fx.Node, precision: Precision) -> None:
-        if precision is Precision.CAPTURED and not self.dispatch.is_operator(node):
+        if self.dispatch.takes_captured(node, precision):
             self.back(node)
         elif self.dispatch.asks(node, precision):
             node.target, node.args, node.kwargs = asked(cast("OpOverload", node.target), node.args, node.kwargs)

@@ -150,7 +150,7 @@ def _followed_problem(
         return _as_captured(node, captured) if keeps else None
     if placement is None:
         return None
-    if not dispatch.is_operator(node):
+    if dispatch.takes_captured(node, placement.run):
         return _as_captured(node, captured)
     to, asks = dispatch.dtype(placement.run), dispatch.asks(node, placement.run)
     for use in uses(node):

@@ -90,7 +90,7 @@ class Calls(nn.Module):
             if name is not None:
                 self.register_buffer(name, leaf.float() if lower else leaf)
 
-    def forward(self, _: torch.Tensor) -> Any:
+    def forward(self, nothing: torch.Tensor) -> Any:
         held = zip(self.names, self.constants, strict=True)
         leaves = [constant if name is None else getattr(self, name) for name, constant in held]
         leaves = [lowered(leaf) if lower else leaf for leaf, lower in zip(leaves, self.is_low, strict=True)]
