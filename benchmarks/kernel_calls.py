@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -20,6 +20,7 @@ from torch._dispatch.python import enable_pre_dispatch, enable_python_dispatcher
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo import core
 from torch.utils import _pytree as pytree
 
 from autocastfx.op_name import base_name, of_function
@@ -61,8 +62,10 @@ def kernel_calls(ops: Collection[str], device: str, samples: int) -> dict[str, l
         samples: at most so many of each of torch's test operators, and so many calls of one overload.
     """
     recorder = _Recorder(ops, samples)
-    with warnings.catch_warnings(), mock.patch.object(common_utils, "extract_test_fn", _no_test):
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
+        for module in (common_utils, core):
+            stack.enter_context(mock.patch.object(module, "extract_test_fn", _no_test))
         for function, (args, kwargs) in _samples(ops, device, samples):
             with enable_python_dispatcher(), enable_pre_dispatch(), recorder, suppress(Exception):
                 function(*args, **kwargs)  # what cannot run says nothing
