@@ -95,7 +95,7 @@ def classified(self: Any, x: Tensor) -> dict[str, Tensor]:
 
 def several_losses(self: Any, x: Tensor) -> tuple[Tensor, ...]:
     y, z = self.a(x), self.b(x)
-    squared, robust = F.mse_loss(50 * y, 50 * x), F.smooth_l1_loss(y, x) + F.huber_loss(y, x)
+    squared, robust = F.mse_loss(300 * y, 300 * x) / 1e5, F.smooth_l1_loss(y, x) + F.huber_loss(y, x)
     divergence = F.kl_div(y.log_softmax(-1), z.log_softmax(-1), reduction="batchmean", log_target=True)
     return squared, robust, divergence, F.binary_cross_entropy_with_logits(y, (x > 0).float())
 
