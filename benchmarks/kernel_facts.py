@@ -1,109 +1,146 @@
-"""Which listed ops have no 16-bit kernel on this CPU, forward or backward: ``no_kernel`` in op_lists/kernel_facts.yaml.
+"""Whether op_lists/kernel_facts.yaml says what this device's kernels do.
 
-torch's own test samples (``op_db``; needs the package expecttest) are traced as capture traces a model. Every call of a
-listed op in these graphs is made in float32 and again with 16-bit tensors: what only float32 can has no 16-bit kernel.
+    python -m benchmarks.kernel_facts [--device cuda] [--samples 12]
 
-    python -m benchmarks.kernel_facts
+Every listed op is called in float32 and again with 16-bit tensors, forward and backward: what only float32 can has no
+16-bit kernel. The exit status is 1 where the table says something else, and each difference is printed.
 """
 
 from __future__ import annotations
 
-import functools
+import argparse
+import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
+from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.op_list import Category, load_op_list
 from autocastfx.op_name import base_name, of_function
+from benchmarks.kernel_calls import KernelCall, kernel_calls
 
-SAMPLES = 12  # calls tried of one overload, and test samples of one op
-LIST = load_op_list("float16")
-LISTED = {op for op, rule in LIST.rules.items() if rule.category is not Category.KEEP}
+__all__ = ["DTYPES", "FACTS", "LISTED", "differences", "failure", "in_dtype", "rounds_once", "without_kernel"]
 
-
-def samples() -> Iterator[tuple[Callable[..., Any], Any]]:
-    """Float32 calls and their (args, kwargs); first what op_db lacks."""
-    layers = (nn.LSTM(8, 16, 2, bidirectional=True), nn.GRU(8, 16), nn.RNN(8, 16), nn.RNN(8, 16, nonlinearity="relu"))
-    cells = (nn.LSTMCell(8, 16), nn.GRUCell(8, 16), nn.RNNCell(8, 16), nn.RNNCell(8, 16, nonlinearity="relu"))
-    yield from ((layer, ((torch.randn(5, 3, 8),), {})) for layer in layers)
-    yield from ((cell, ((torch.randn(3, 8),), {})) for cell in cells)
-    image = torch.randn(1, 2, 6, 6)
-    for mode in ("bilinear", "bicubic"):
-        yield nn.functional.interpolate, ((image, (3, 3)), {"mode": mode, "antialias": True})
-    yield torch.ops.aten.native_dropout, ((image, 0.5, True), {})
-    yield torch.ops.aten.col2im, ((torch.randn(1, 8, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]), {})
-    for op in op_db:
-        if torch.float32 in op.supported_dtypes("cpu"):
-            for sample in list(op.sample_inputs("cpu", torch.float32))[:SAMPLES]:
-                yield op, ((sample.input, *sample.args), sample.kwargs)
+LIST, FACTS = load_op_list("float16"), load_kernel_facts()
+LISTED = frozenset(base_name(op) for op, rule in LIST.rules.items() if rule.category is not Category.KEEP)
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def attempt(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> str:
-    """Why a call fails in ``dtype``, forward or backward; empty if it does not."""
-    kept, names = LIST.kept(of_function(func)), [a.name for a in func._schema.arguments]
+def in_dtype(call: KernelCall, dtype: torch.dtype) -> KernelCall:
+    """The call with copies of its float32 tensors in ``dtype``; arguments that a list keeps float32 stay so.
 
-    def prepared(leaf: Any, name: str) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.dtype != torch.float32:
-            return leaf
-        runs = leaf.detach().clone().to(torch.float32 if name in kept else dtype)
-        return runs.requires_grad_(not func._schema.is_mutable)
+    The copies require gradients, running statistics apart, unless the op writes into one of its arguments.
+    """
+    kept, mutable = LIST.kept(of_function(call.function)), call.function._schema.is_mutable
 
-    named = {**dict(zip(names, args, strict=False)), **kwargs}
-    named = {name: pytree.tree_map(functools.partial(prepared, name=name), arg) for name, arg in named.items()}
+    def converted(name: str, argument: Any) -> Any:
+        runs, fixed = torch.float32 if name in kept else dtype, mutable or name.startswith("running_")
+        return pytree.tree_map(lambda leaf: _converted(leaf, runs, not fixed), argument)
+
+    return call.with_arguments(converted)
+
+
+def _converted(leaf: Any, dtype: torch.dtype, learns: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.dtype != torch.float32:
+        return leaf
+    return leaf.detach().clone().to(dtype).requires_grad_(learns)
+
+
+def failure(call: KernelCall) -> str:
+    """Why the call fails, forward or backward; empty if it does not."""
     try:
-        made = pytree.tree_leaves(func(*(named[n] for n in names[: len(args)]), **{n: named[n] for n in kwargs}))
-        made = [t.abs().sum() for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
+        made = [t for t in pytree.tree_leaves(call()) if isinstance(t, torch.Tensor) and t.requires_grad]
         if made:
-            sum(made).backward()
+            torch.stack([t.abs().sum().float() for t in made]).sum().backward()
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
 
 
-class Trial(fx.Interpreter):
-    """Runs a graph, and tries the listed ops in it in both 16-bit dtypes."""
-
-    tried: ClassVar[Counter[Any]] = Counter()
-    failed: ClassVar[dict[torch.dtype, dict[str, str]]] = {torch.float16: {}, torch.bfloat16: {}}
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        name = base_name(of_function(target))
-        if name in LISTED and hasattr(target, "_schema") and self.tried[target] < SAMPLES:
-            self.tried[target] += 1
-            for dtype in self.failed if not attempt(target, args, kwargs, torch.float32) else ():
-                if why := attempt(target, args, kwargs, dtype):
-                    self.failed[dtype].setdefault(name, why)
-        return super().call_function(target, args, kwargs)
+def without_kernel(calls: Mapping[str, Iterable[KernelCall]], dtype: torch.dtype) -> dict[str, str]:
+    """The ops that ``dtype`` cannot where float32 can, each with the first error."""
+    found: dict[str, str] = {}
+    for op, tried in calls.items():
+        for call in tried:
+            if (
+                op not in found
+                and not failure(in_dtype(call, torch.float32))
+                and (why := failure(in_dtype(call, dtype)))
+            ):
+                found[op] = why
+    return found
 
 
-def main() -> None:
+def rounds_once(call: KernelCall, dtype: torch.dtype) -> float:
+    """How far the 16-bit result is from the float32 one of the same 16-bit values, rounded: the largest error in ulp.
+
+    An ulp is that of the larger of the two numbers, but at least that of a thousandth of the largest result.
+    """
+    low = in_dtype(call, dtype)
+    exact = in_dtype(low.with_arguments(lambda _, argument: pytree.tree_map(_widened, argument)), torch.float32)
+    torch.manual_seed(0)
+    got = [t.detach() for t in pytree.tree_leaves(low()) if isinstance(t, torch.Tensor) and t.dtype == dtype]
+    torch.manual_seed(0)
+    wanted = [t.detach() for t in pytree.tree_leaves(exact()) if isinstance(t, torch.Tensor)]
+    errors = [_ulps(a, b) for a, b in zip(got, wanted, strict=False) if a.numel()]
+    return max(errors, default=0.0)
+
+
+def _widened(leaf: Any) -> Any:
+    is_low = isinstance(leaf, torch.Tensor) and leaf.dtype in DTYPES.values()
+    return leaf.detach().float() if is_low else leaf
+
+
+def _ulps(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    rounded, info = wanted.to(got.dtype), torch.finfo(got.dtype)
+    same = (rounded == got) | (rounded.isnan() & got.isnan())
+    if same.all():
+        return 0.0
+    a, b = got.double(), rounded.double()
+    size = torch.maximum(a.abs(), b.abs())
+    size = size.clamp_min(max(1e-3 * float(size[size.isfinite()].max()), info.tiny))
+    return float(((a - b).abs() / (size.log2().floor().exp2() * info.eps)).masked_fill(same, 0).nan_to_num(1e9).max())
+
+
+def differences(missing: Mapping[str, str], tried: Collection[str], device: str, dtype: str) -> list[str]:
+    """One line for each op of which the table says something else than was measured.
+
+    Args:
+        missing: what has no kernel, as :func:`without_kernel` found it among the ops ``tried``.
+        tried: base names of the ops that were called.
+        device: device type of the calls.
+        dtype: a key of ``DTYPES``.
+    """
+    table = FACTS.no_kernel.get((device, dtype), frozenset[str]())
+    lines = [f"+ {op} has no kernel: {missing[op]}" for op in sorted(missing.keys() - table)]
+    lines += [f"- {op} has a kernel" for op in sorted((table & set(tried)) - missing.keys())]
+    lines += [f"? {op} was not tried" for op in sorted(table - set(tried))]
+    return [f"{device} {dtype}: {line}" for line in lines]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare the table with this machine."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernel_facts", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--samples", type=int, default=12, help="of each of torch's test operators")
+    options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    for call, arguments in samples():
-        flat, spec = pytree.tree_flatten(arguments)
-        tensors = [leaf.detach() for leaf in flat if isinstance(leaf, torch.Tensor)]
-
-        def run(*given: torch.Tensor, call: Any = call, flat: Any = flat, spec: Any = spec) -> Any:
-            rest = iter(given)
-            args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(x, torch.Tensor) else x for x in flat], spec)
-            return call(*args, **kwargs)
-
-        try:
-            Trial(make_fx(run, pre_dispatch=True)(*tensors)).run(*tensors)
-        except Exception as error:  # a sample that cannot be traced says nothing
-            print(f"# no graph of {getattr(call, 'name', call)}: {str(error).splitlines()[0][:100]}")
-    print("# not tried:", *sorted(LISTED - {base_name(of_function(func)) for func in Trial.tried}))
-    for dtype, found in Trial.failed.items():
-        print(
-            f"{dtype}: [{', '.join(sorted(found))}]", *(f"# {op}: {why}" for op, why in sorted(found.items())), sep="\n"
-        )
+    calls = kernel_calls(LISTED, options.device, options.samples)
+    untried = sorted(LISTED - calls.keys())
+    print(f"{len(calls)} of {len(LISTED)} listed ops tried on {options.device}; not tried: {' '.join(untried)}")
+    lines = []
+    for name, dtype in DTYPES.items():
+        missing = without_kernel(calls, dtype)
+        print(f"{name}: no kernel of {', '.join(sorted(missing))}")
+        lines += differences(missing, calls, torch.device(options.device).type, name)
+    print(*(lines or ["the table agrees"]), sep="\n")
+    return int(bool(lines))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

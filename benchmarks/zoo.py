@@ -30,7 +30,7 @@ from benchmarks.zoo_models import ZOO
 from benchmarks.zoo_ops import floating_ops
 
 _HEADER = (
-    f"{'model':<18} {'mode':<5} {'dtype':<8} {'capture':<12} {'nodes':>5} {'casts':>5} {'ours':>8} {'autocast':>8} "
+    f"{'model':<22} {'mode':<5} {'dtype':<8} {'capture':<12} {'nodes':>5} {'casts':>5} {'ours':>8} {'autocast':>8} "
     f"{'grad':>8} {'autocast':>8} {'back':<4} {'other':>8} {'autocast':>8} {'var':>3} {'s':>5}  verdict"
 )
 
@@ -41,7 +41,7 @@ def _line(row: Row) -> str:
         for value in (row.ours, row.autocast, row.grad_ours, row.grad_autocast, row.other_ours, row.other_autocast)
     )
     return (
-        f"{row.model:<18} {row.mode:<5} {row.dtype:<8} {row.capture:<12} {row.nodes:>5} {row.casts:>5} {ours:>8} "
+        f"{row.model:<22} {row.mode:<5} {row.dtype:<8} {row.capture:<12} {row.nodes:>5} {row.casts:>5} {ours:>8} "
         f"{autocast:>8} {grad:>8} {grad_autocast:>8} {row.backward:<4} {other:>8} {other_autocast:>8} "
         f"{row.variants:>3} {row.seconds:>5.1f}  {row.verdict}"
     )

@@ -1,9 +1,10 @@
-"""Hand-written hard cases: small models that hold what trips up a conversion."""
+"""Hand-written hard cases: small models, each with one thing that trips up a conversion."""
 
 from __future__ import annotations
 
+from benchmarks.hand import attention, numbers, state, structure
 from benchmarks.zoo_case import ZooModel
 
 __all__ = ["HAND"]
 
-HAND: tuple[ZooModel, ...] = ()
+HAND: tuple[ZooModel, ...] = (*attention.CASES, *state.CASES, *numbers.CASES, *structure.CASES)

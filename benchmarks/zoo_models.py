@@ -206,6 +206,7 @@ _XLNET = _BASE | {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64, "use_
 _XLNET |= {"use_mems_train": False}
 _DISTIL = _BASE | {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
 _FBANK = _SPEECH | {"input_feat_per_channel": 16, "conv_channels": 32, "max_source_positions": 128}
+_FBANK |= {"activation_function": "gelu"}  # one value of its relu is so near 0 that rounding flips it
 _NO_LAYERDROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 
 _STAGES = _CONV | {"hidden_sizes": [16, 32], "depths": [1, 1]}

@@ -1,13 +1,44 @@
-"""The table of kernel facts loads, and what it says of a few ops is so."""
+"""The table of kernel facts loads, and every line of it is so on this device."""
 
 from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 
 import autocastfx
 from autocastfx.kernel_facts import load_kernel_facts
+from benchmarks.kernel_calls import KernelCall, kernel_calls
+from benchmarks.kernel_facts import DTYPES, FACTS, LISTED, differences, in_dtype, rounds_once, without_kernel
 from tests.helpers import Function
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = ["cpu", CUDA]
+MISSING = [
+    pytest.param(device, dtype, op, marks=[pytest.mark.gpu] if device == "cuda" else [])
+    for (device, dtype), ops in FACTS.no_kernel.items()
+    for op in sorted(ops)
+]
+# Has no call on a CPU, or none that torch's samples reach (F.rms_norm is composite there).
+UNTRIED = {"cudnn_batch_norm", "_fused_rms_norm"}
+MIXED = sorted(FACTS.mixes_scalars)
+ROUNDS_0D = {"add", "sub", "rsub"}  # on a CPU they round a 0-d addend to 16 bits; the others read it exactly
+
+
+@functools.cache
+def calls(device: str) -> Mapping[str, list[KernelCall]]:
+    return kernel_calls(LISTED, device, samples=2)
+
+
+@functools.cache
+def missing(device: str, dtype: str) -> Mapping[str, str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of statistics of one value, of complex halves: the samples are meant to
+        return without_kernel(calls(device), DTYPES[dtype])
 
 
 def test_in_place_ops_have_the_facts_of_their_base() -> None:
@@ -29,3 +60,124 @@ def test_what_the_table_calls_missing_fails_on_this_device_and_is_placed_float32
     amp_model = autocastfx.convert(Function(pooled), (x,), dtype=torch.bfloat16)
     assert amp_model.plan["avg_pool3d"].decision.source == "forced:no-kernel"
     assert amp_model(x).dtype == torch.float32
+
+
+# ---- no_kernel ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device", "dtype", "op"), MISSING)
+def test_no_kernel(device: str, dtype: str, op: str) -> None:
+    assert op in calls(device), "no sample reaches it: add a call to benchmarks/kernel_calls.py"
+    assert op in missing(device, dtype), "float32 and this dtype both run it, forward and backward"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_other_listed_op_has_a_kernel(device: str, dtype: str) -> None:
+    assert differences(missing(device, dtype), calls(device), device, dtype) == []
+    assert len(calls(device)) > 0.9 * len(LISTED)
+
+
+def test_a_wrong_table_is_told() -> None:
+    tried, found = ["add", "avg_pool3d", "linear"], {"linear": "RuntimeError: no"}
+    lines = differences(found, tried, "cpu", "bfloat16")
+    assert lines[:2] == [
+        "cpu bfloat16: + linear has no kernel: RuntimeError: no",
+        "cpu bfloat16: - avg_pool3d has a kernel",
+    ]
+    assert "cpu bfloat16: ? cdist was not tried" in lines
+
+
+# ---- computes_in_float32 --------------------------------------------------------------------------------------------
+
+
+def _runs(op: str, dtype: str, device: str) -> list[KernelCall]:
+    if not FACTS.runs(op, dtype, device):
+        pytest.skip(f"{device} has no {dtype} kernel of {op}")
+    if device == "cpu" and op in UNTRIED:
+        assert op not in calls(device)
+        pytest.skip("has no call on a CPU")
+    return calls(device)[op]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", sorted(FACTS.computes_in_float32))
+@pytest.mark.parametrize("device", DEVICES)
+def test_computes_in_float32(device: str, op: str, dtype: str) -> None:
+    """One rounding, of the result: two float32 kernels may differ in their last bits, which can move it by one ulp."""
+    for call in _runs(op, dtype, device):
+        assert rounds_once(call, DTYPES[dtype]) <= 1, call
+
+
+WITH_EPSILON = sorted(op for op in FACTS.computes_in_float32 if "norm" in op)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", WITH_EPSILON)
+def test_an_epsilon_below_the_smallest_16_bit_number_is_not_rounded_to_zero(op: str, dtype: str) -> None:
+    """Of equal values the variance is 0: with an epsilon of 0 the result would be NaN."""
+    for call in _runs(op, dtype, "cpu"):
+        names = [argument.name for argument in call.function._schema.arguments]
+        assert "eps" in names or "epsilon" in names
+
+        def small(name: str, argument: Any) -> Any:
+            if name in ("eps", "epsilon"):
+                return 1e-12
+            is_data = isinstance(argument, torch.Tensor) and name == "input"
+            return torch.ones_like(argument) if is_data else argument
+
+        tiny = call.with_arguments(small)
+        result = in_dtype(tiny, DTYPES[dtype])()
+        first = result[0] if isinstance(result, tuple) else result
+        assert first.isfinite().all()
+        assert rounds_once(tiny, DTYPES[dtype]) <= 1
+
+
+def test_the_measure_tells_a_kernel_that_rounds_in_between() -> None:
+    assert "instance_norm" not in FACTS.computes_in_float32
+    assert max(rounds_once(call, torch.bfloat16) for call in calls("cpu")["instance_norm"]) > 1
+
+
+# ---- operands of several dtypes -------------------------------------------------------------------------------------
+
+
+def _applied(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    function = getattr(torch.ops.aten, op)
+    first = (torch.arange(a.numel()).reshape(a.shape) % 2 == 0,) if op == "where" else ()
+    return function(*first, a, b)
+
+
+def _operands(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).abs() + 0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", MIXED)
+def test_a_0d_operand_is_rounded_once_at_most_and_does_not_widen(op: str, dtype: str) -> None:
+    low = _operands(64).to(DTYPES[dtype])
+    for scalar in (torch.tensor(1 / 3), torch.tensor(1e-9)):
+        result = _applied(op, low, scalar)
+        read = scalar.to(low.dtype).float() if op in ROUNDS_0D else scalar
+        assert result.dtype == low.dtype
+        assert result.equal(_applied(op, low.float(), read).to(low.dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shapes", [((4, 6), (4, 6)), ((4, 6), (6,)), ((6,), (4, 6)), ((4, 1), (1, 6))])
+@pytest.mark.parametrize("op", MIXED)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_operands_meet_in_the_widest_dtype(op: str, shapes: tuple[Any, Any], dtype: str, swapped: bool) -> None:
+    """A kernel that takes a 16-bit operand beside a float32 one gives what it gives for a cast one, backward too."""
+    weights = _operands(4, 6, seed=2)
+
+    def run(cast: bool) -> tuple[torch.Tensor, ...]:
+        wide = _operands(*shapes[0]).requires_grad_()
+        low = _operands(*shapes[1], seed=1).to(DTYPES[dtype]).requires_grad_()
+        operands = (wide, low.float() if cast else low)
+        result = _applied(op, *(operands[::-1] if swapped else operands))
+        assert result.dtype == torch.float32
+        return (result, *torch.autograd.grad((result * weights).sum(), (wide, low)))
+
+    for mixed, explicit in zip(run(cast=False), run(cast=True), strict=True):
+        assert mixed.dtype == explicit.dtype
+        assert mixed.equal(explicit)
