@@ -93,6 +93,10 @@ class OpList:
             placement=later.placement or self.placement,
         )
 
+    def lenient(self) -> OpList:
+        """This list without a ban of unlisted ops: a draft holds ops that a graph with known sizes does not."""
+        return replace(self, unlisted=None) if self.unlisted is Category.BAN else self
+
     def __reduce__(self) -> tuple[object, ...]:  # a mapping proxy does not pickle
         parts = (dict(self.rules), dict(self.keep_args), dict(self.aliases), self.unlisted, self.name, self.placement)
         return (_restore, parts)

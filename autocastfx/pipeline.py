@@ -10,13 +10,15 @@ import torch
 from torch import fx, nn
 
 from autocastfx.capture.export import Captured
+from autocastfx.cast import recast
 from autocastfx.graph import copy_graph, dtypes, module_path, origin, subgraphs
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import OpList
-from autocastfx.op_name import op_name
+from autocastfx.op_name import of_function, op_name
 from autocastfx.passes.classify import Classification, Classifier
 from autocastfx.passes.place import place
 from autocastfx.passes.rewrite import Rewriter
+from autocastfx.passes.soften import soften
 from autocastfx.passes.verify import verify
 from autocastfx.plan import Placement, Plan, PlannedCast, PlannedNode, Precision
 from autocastfx.ports import Ports
@@ -39,6 +41,7 @@ class State:
     parameters: frozenset[str]
     largest: Mapping[str, float]
     dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]
+    guesses: frozenset[str] | None = None
     classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))
     placements: Mapping[fx.Node, Placement] = field(default_factory=dict)
 
@@ -69,8 +72,12 @@ class Converter:
             BannedOpError: the list bans an op.
             VerifyError: the rewritten graph is not what was planned.
         """
-        graph, attributes, nodes, casts = self._convert(captured.graph, captured.attributes, tensors, device, "")
-        plan = Plan(LOW[self.low], device.type, self.op_list.name, tuple(nodes), tuple(casts))
+        draft = captured.guesses is not None
+        policy = replace(self, op_list=self.op_list.lenient()) if draft else self
+        graph, attributes, nodes, casts = policy._convert(
+            captured.graph, captured.attributes, tensors, device, "", captured.guesses
+        )
+        plan = Plan(LOW[self.low], device.type, self.op_list.name, tuple(nodes), tuple(casts), unverified=draft)
         return Variant(
             graph=graph,
             attributes=attributes,
@@ -90,6 +97,7 @@ class Converter:
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
         prefix: str,
+        guesses: frozenset[str] | None = None,
     ) -> tuple[fx.Graph, dict[str, Any], list[PlannedNode], list[PlannedCast]]:
         graph = copy_graph(source)
         inner = replace(self, keep_output_dtype=True)
@@ -110,6 +118,7 @@ class Converter:
             parameters=frozenset(n for n, t in tensors.items() if isinstance(t, nn.Parameter)),
             largest=_largest({**tensors, **attributes}),
             dtypes={node: dtypes(node) for node in graph.nodes},
+            guesses=guesses,
         )
         computing = [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
         for run in PIPELINE:
@@ -135,6 +144,9 @@ def _rewrite(converter: Converter, state: State, device: torch.device) -> State:
 
 
 def _verify(converter: Converter, state: State, device: torch.device) -> State:
+    if state.guesses is not None:  # made without inputs: there is nothing to verify with
+        soften(state.graph, state.placements, state.guesses, converter.low)
+        return state
     verify(
         state.graph,
         state.placements,
@@ -164,6 +176,7 @@ def _largest(tensors: Mapping[str, Any]) -> dict[str, float]:
 
 def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> PlannedNode:
     placement, captured = state.placements[node], state.dtypes[node]
+    guessed = "?" if node.name in (state.guesses or ()) else ""
     after = tuple(low if placement.store is Precision.LOW and d == torch.float32 else d for d in captured)
     return PlannedNode(
         name=prefix + node.name,
@@ -171,13 +184,14 @@ def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> Plan
         module=module_path(node),
         decision=state.classification.decisions[node],
         placement=placement,
-        captured=_names(captured),
-        dtype=_names(after),
+        captured=_names(captured) + guessed,
+        dtype=_names(after) + guessed,
     )
 
 
 def _casts(graph: fx.Graph, prefix: str) -> list[PlannedCast]:
-    made = [(n, mark) for n in graph.nodes if (mark := origin(n)) is not None and op_name(n) == "to"]
+    casts = ("to", of_function(recast))
+    made = [(n, mark) for n in graph.nodes if (mark := origin(n)) is not None and op_name(n) in casts]
     return [
         PlannedCast(
             name=prefix + node.name,

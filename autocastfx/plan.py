@@ -73,13 +73,17 @@ class PlannedCast:
 
 @dataclass(frozen=True)
 class Plan:
-    """All decisions and casts of one graph, in graph order."""
+    """All decisions and casts of one graph, in graph order.
+
+    ``unverified``: made without inputs, so that dtypes and sizes are guesses, until the first call's inputs replace it.
+    """
 
     low: str
     device: str
     op_list: str
     nodes: tuple[PlannedNode, ...]
     casts: tuple[PlannedCast, ...]
+    unverified: bool = False
 
     def __getitem__(self, name: str) -> PlannedNode:
         """The entry of the node called ``name``.
