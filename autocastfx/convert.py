@@ -122,6 +122,8 @@ class _Maker:
     def draft(self, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> Variant:
         if self.model is None:
             raise CaptureError("the original model is not at hand")
+        if self.converter.op_list.placement == "follow":
+            raise CaptureError("an op list that follows torch.autocast's dispatch needs the inputs' dtypes and sizes")
         found = capture_symbolically(self.model, self.signature, training=modes, held=held, leaves=self.leaves)
         return self.rebuild(found, held, self.device or found.device)
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from autocastfx.capture.export import Captured
-from autocastfx.cast import recast
+from autocastfx.cast import cast_if
 from autocastfx.graph import copy_graph, dtypes, module_path, origin, subgraphs
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import OpList
@@ -190,7 +190,7 @@ def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> Plan
 
 
 def _casts(graph: fx.Graph, prefix: str) -> list[PlannedCast]:
-    casts = ("to", of_function(recast))
+    casts = ("to", of_function(cast_if))
     made = [(n, mark) for n in graph.nodes if (mark := origin(n)) is not None and op_name(n) in casts]
     return [
         PlannedCast(

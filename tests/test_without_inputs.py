@@ -262,6 +262,13 @@ def test_unlisted_ops_are_refused_at_the_first_call(tmp_path: Path, x: Tensor) -
         amp_model(x)
 
 
+def test_a_list_that_follows_the_dispatch_shows_no_draft() -> None:
+    follow = autocastfx.OpList(placement="follow")
+    amp_model = autocastfx.convert(Net(), dtype=LOW, op_list=["default", follow])
+    with pytest.raises(NotCapturedError, match=r"follows torch\.autocast's dispatch needs the inputs' dtypes"):
+        _ = amp_model.plan
+
+
 def test_slow_convolutions_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="float16 convolutions on a CPU"):
         autocastfx.convert(nn.Conv1d(2, 2, 1))

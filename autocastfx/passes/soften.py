@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autocastfx.cast import recast
+from autocastfx.cast import cast_if
 from autocastfx.graph import origin, set_value, value
 from autocastfx.op_name import op_name
 from autocastfx.plan import Placement, Precision
@@ -34,7 +34,7 @@ def soften(graph: fx.Graph, placements: Mapping[fx.Node, Placement], guesses: Se
                 set_value(node, torch.empty(1, dtype=dtype))
                 if mark.value in guesses:
                     source = torch.float32 if dtype == low else low
-                    node.target, node.args = recast, (_unsaturated(node.all_input_nodes[0]), source, dtype)
+                    node.target, node.args = cast_if, (_unsaturated(node.all_input_nodes[0]), source, dtype)
             else:
                 set_value(node, value(node.all_input_nodes[0]))
         elif placement is not None and placement.run is Precision.LOW:

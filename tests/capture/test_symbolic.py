@@ -21,7 +21,7 @@ import autocastfx
 from autocastfx import AmpModule, CaptureError, NotCapturedError, Plan, Precision
 from autocastfx.call import CallSignature
 from autocastfx.capture.symbolic import capture_symbolically
-from autocastfx.cast import recast
+from autocastfx.cast import cast_if
 from autocastfx.graph import dtypes
 from autocastfx.op_name import op_name
 from tests.capture.small_models import DEFERRED, MODELS, made
@@ -237,7 +237,7 @@ def test_a_cast_of_an_unknown_value_touches_float32_alone() -> None:
     for dtype in (torch.float64, torch.int64, torch.complex64):
         q, k = torch.ones(2, 2, dtype=dtype), torch.full((2, 2), 3, dtype=dtype)
         if dtype.is_complex:
-            assert torch.equal(recast(q, torch.float32, LOW), q)
+            assert torch.equal(cast_if(q, torch.float32, LOW), q)
             continue
         (result,) = run(q, k)
         assert torch.equal(result, cross(None, q, k))
@@ -250,10 +250,10 @@ def test_a_cast_of_an_unknown_value_touches_float32_alone() -> None:
 
 def test_recast() -> None:
     x = torch.rand(3)
-    assert recast(x, torch.float32, LOW).dtype == LOW
-    assert recast(x.double(), torch.float32, LOW).dtype == torch.float64
-    assert recast(x.to(LOW), LOW, torch.float32).dtype == torch.float32
-    assert recast(x, LOW, torch.float16) is x
+    assert cast_if(x, torch.float32, LOW).dtype == LOW
+    assert cast_if(x.double(), torch.float32, LOW).dtype == torch.float64
+    assert cast_if(x.to(LOW), LOW, torch.float32).dtype == torch.float32
+    assert cast_if(x, LOW, torch.float16) is x
 
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
