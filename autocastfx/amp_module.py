@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol, cast
 
 import torch
 from torch import fx, nn
+from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from autocastfx.call import Call, CallSignature
-from autocastfx.errors import CaptureError, UnsupportedError, VariantError
+from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError, VariantError
 from autocastfx.forwarding import forwarded
+from autocastfx.mirror import mirror
 from autocastfx.plan import Plan
 from autocastfx.variant import Variant
 
@@ -31,6 +34,8 @@ class Maker(Protocol):
 
     def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant: ...
 
+    def draft(self, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> Variant: ...
+
     def rebuild(self, captured: Any, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant: ...
 
     def without_model(self) -> Maker: ...
@@ -41,6 +46,8 @@ class AmpModule(fx.GraphModule):
 
     Parameters are the original's own float32 ones. ``graph``, ``code`` and ``plan`` show the variant that was captured
     first in the current mode. After editing ``graph`` call ``recompile()``.
+
+    Of a model converted without inputs they show a draft, until the first call captures the variants that run.
     """
 
     def __init__(self, model: nn.Module, signature: CallSignature, maker: Maker) -> None:
@@ -48,7 +55,7 @@ class AmpModule(fx.GraphModule):
         self._lineno_map: dict[int, int | None] = {}  # Dynamo reads it; this class's forward is not a graph's code
         self._signature = signature
         self._maker = maker
-        _mirror(model, self, {id(model): self})
+        mirror(model, self, {id(model): self})
         self._own_modules = tuple(self.modules())
         self._table = "_variants"
         while self._table in self._modules:  # a model that was converted before, and exported, holds one already
@@ -86,6 +93,8 @@ class AmpModule(fx.GraphModule):
         return cast("Any", torch.compiler).disable(self._capture_for)(call)
 
     def _capture_for(self, call: Call) -> Variant:
+        if not self.variants:
+            return self.capture_modes(call)
         try:
             return self.capture(call, self._modes())
         except CaptureError as error:
@@ -108,6 +117,11 @@ class AmpModule(fx.GraphModule):
     @property
     def variants(self) -> tuple[Variant, ...]:
         """All captured variants, in the order of capture."""
+        return tuple(v for v in self.shown if not v.plan.unverified)
+
+    @property
+    def shown(self) -> tuple[Variant, ...]:
+        """The captured variants; drafts while there are none."""
         return tuple(cast("list[Variant]", self._modules[self._table]))
 
     def capture(self, call: Call, modes: tuple[bool, ...]) -> Variant:
@@ -120,9 +134,40 @@ class AmpModule(fx.GraphModule):
         sizes = known.sizes if known is not None else "all"  # do not try again what was too slow once
         return self.add_variant(self._maker.capture(call, modes, self.held(), sizes))
 
+    def capture_modes(self, call: Call) -> Variant:
+        """Capture the original as it runs ``call``, in its present modes, in training and in evaluation.
+
+        Returns:
+            The variant for the present modes.
+
+        Raises:
+            CaptureError: it cannot be captured in its present modes. What fails in another mode is left to its first
+                call.
+        """
+        now = self._modes()
+        first = self.capture(call, now)
+        for modes in () if self._maker.baked else dict.fromkeys([(True,) * len(now), (False,) * len(now)]):
+            if modes != now:
+                with suppress(CaptureError):
+                    self.capture(call, modes)
+        return first
+
+    def draft(self) -> None:
+        """Show drafts, made without inputs, until the first call. None where the model's code cannot be traced so.
+
+        Raises:
+            BannedOpError: the list bans an op of the model.
+        """
+        now = self._modes()
+        for modes in [now] if self._maker.baked else dict.fromkeys([now, (True,) * len(now), (False,) * len(now)]):
+            with suppress(CaptureError):
+                self.add_variant(self._maker.draft(modes, self.held()))
+
     def add_variant(self, variant: Variant) -> Variant:
-        """Mount ``variant`` as the last one."""
-        return self._mount(len(self.variants), variant)
+        """Mount ``variant`` as the last one. The first one that was captured from inputs takes the place of drafts."""
+        if not variant.plan.unverified and not self.variants:
+            self._modules[self._table] = nn.ModuleList()
+        return self._mount(len(self.shown), variant)
 
     def _mount(self, index: int, variant: Variant) -> Variant:
         variant.mount(f"{self._table}.{index}")
@@ -137,10 +182,20 @@ class AmpModule(fx.GraphModule):
 
     @property
     def _active(self) -> Variant:
-        if not self.variants:
-            raise VariantError("nothing is captured yet: call the model once")
+        if not self.shown:
+            raise self._not_captured()
         modes = self._modes()
-        return next((v for v in self.variants if v.modes == modes), self.variants[0])
+        return next((v for v in self.shown if v.modes == modes), self.shown[0])
+
+    def _not_captured(self) -> NotCapturedError:
+        try:
+            self._maker.draft(self._modes(), self.held())
+        except CaptureError as error:
+            return NotCapturedError(
+                f"there is no graph to show before the first call: {error}. Call the model once, or give convert the "
+                "inputs of one call."
+            )
+        return NotCapturedError("there is no graph to show before the first call: call the model once.")
 
     @property
     def plan(self) -> Plan:
@@ -149,7 +204,9 @@ class AmpModule(fx.GraphModule):
 
     @property
     def _graph(self) -> fx.Graph:
-        return self._active.graph if "_table" in self.__dict__ else self.__dict__["_blank"]
+        if "_table" not in self.__dict__ or (not self.shown and TracingContext.try_get() is not None):
+            return self.__dict__["_blank"]  # Dynamo looks at the graph of what it traces
+        return self._active.graph
 
     @_graph.setter
     def _graph(self, graph: fx.Graph) -> None:
@@ -167,6 +224,9 @@ class AmpModule(fx.GraphModule):
         if "_table" in self.__dict__:
             self._active.compile_graph()
         return None
+
+    def __str__(self) -> str:
+        return super().__str__() if self.shown else f"{nn.Module.__repr__(self)}\n# {self._not_captured()}"
 
     def held(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by the original's names, tied ones under each of their names."""
@@ -197,7 +257,7 @@ class AmpModule(fx.GraphModule):
             )
         super()._apply(fn, recurse)
         if self._place() != here:
-            for index, variant in enumerate(self.variants):
+            for index, variant in enumerate(self.shown):
                 self._move(index, variant, self._place())
         return self
 
@@ -221,15 +281,16 @@ class AmpModule(fx.GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpModule:
         tree = copy.deepcopy(self._tree(), memo)
-        result = _rebuild(tree, self._signature, self._maker, [_copied(v, memo) for v in self.variants])
+        result = _rebuild(tree, self._signature, self._maker, [_copied(v, memo) for v in self.shown])
         memo[id(self)] = result
         return result
 
     def __copy__(self) -> AmpModule:
-        return _rebuild(self._tree(), self._signature, self._maker, [_copied(v, None) for v in self.variants])
+        return _rebuild(self._tree(), self._signature, self._maker, [_copied(v, None) for v in self.shown])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (self._tree(), self._signature, self._maker.without_model(), list(self.variants)))
+        maker = self._maker.without_model() if self.variants else self._maker  # which captures at the first call
+        return (_rebuild, (self._tree(), self._signature, maker, list(self.shown)))
 
     def _tree(self) -> nn.Module:
         """The mirrored modules without the variants, as a plain module."""
@@ -267,30 +328,3 @@ def _copied(variant: Variant, memo: dict[int, Any] | None) -> Variant:
     made = restore(*(copy.deepcopy(parts, memo) if memo is not None else parts))
     made.captured = variant.captured
     return made
-
-
-_STATE_HOOKS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-
-
-def _mirror(model: nn.Module, mirror: nn.Module, made: dict[int, nn.Module]) -> None:
-    """Give ``mirror`` the parameters, buffers and modules of ``model``: the same tensors, in bare modules."""
-    mirror.training = model.training
-    mirror._parameters.update(model._parameters)
-    mirror._buffers.update(model._buffers)
-    mirror._non_persistent_buffers_set.update(model._non_persistent_buffers_set)
-    if type(model).get_extra_state is not nn.Module.get_extra_state:
-        raise CaptureError(
-            f"{type(model).__name__} keeps an extra state, which a converted model could not save. Keep it in a buffer."
-        )
-    for hooks in _STATE_HOOKS:
-        mirror.__dict__[hooks].update(model.__dict__[hooks])
-    for name, child in model._modules.items():
-        if child is not None and id(child) not in made:
-            made[id(child)] = nn.Module()
-            _mirror(child, made[id(child)], made)
-        mirror._modules[name] = made[id(child)] if child is not None else None

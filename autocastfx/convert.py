@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from autocastfx.amp_module import AmpModule, Variant
 from autocastfx.calibrate import first_call, ranges_of
 from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
+from autocastfx.capture.symbolic import capture_symbolically
 from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleWarning, UnsupportedError
 from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.match import all_nodes, unmatched
@@ -50,7 +52,9 @@ def convert(
     Args:
         model: left as it is; the result shares its parameters and buffers, so training one trains the other.
         example_inputs: positional inputs of one call, as a tuple (one tensor may stand alone). Their sizes and dtypes
-            matter, their values do not. Other sizes are served too, if need be by a further capture.
+            matter, their values do not. Other sizes are served too, if need be by a further capture. Without any input
+            the model is captured at its first call, from that call's inputs; until then ``graph`` and ``plan`` show a
+            draft, where the model's code can be traced without inputs.
         example_kwargs: keyword inputs of that call.
         dtype: the 16-bit dtype: ``torch.float16`` or ``torch.bfloat16``.
         op_list: which op runs in which precision: a preset's name, a YAML path, an ``OpList``, or a sequence of these,
@@ -97,31 +101,27 @@ def convert(
         if example_inputs is None and example_kwargs is None and not isinstance(calibrate, (Ranges, str, os.PathLike)):
             example_inputs, example_kwargs, calibrate = first_call(calibrate)
         converter = replace(converter, ranges=ranges_of(calibrate, model, converter.op_list), headroom=headroom)
-    if example_inputs is None and example_kwargs is None:
-        raise UnsupportedError(
-            "convert(model) without inputs is not built yet: give one call's inputs, convert(model, (x,)) or "
-            "convert(model, example_kwargs={...})."
-        )
     args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs or ())
     baked = isinstance(module, fx.GraphModule) and hasattr(module, "_in_spec")  # torch.export made it
-    signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)  # it insists on the form too
-    try:
-        call = signature.bind(args, example_kwargs or {})
-    except TypeError as error:
-        raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.") from error
+    if baked and example_inputs is None and example_kwargs is None:
+        spec: Any = module._in_spec
+        args, _ = pytree.tree_unflatten([None] * spec.num_leaves, spec)  # it insists on the form of its own call
+    signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)
     leaves = tuple(name for name in sorted(converter.op_list.ops()) if "." in name and "::" not in name)
     target = torch.device(device) if device is not None else None
     maker = _Maker(converter, module, signature, leaves, target, baked)
     amp_model = AmpModule(module, signature, maker)
-    flags = tuple(m.training for m in module.modules())
-    modes = [flags] if baked else list(dict.fromkeys([flags, (True,) * len(flags), (False,) * len(flags)]))
-    for mode in modes:
+    if example_inputs is None and example_kwargs is None:
+        amp_model.draft()
+    else:
         try:
-            amp_model.capture(call, mode)
-        except CaptureError:
-            if mode == flags:
-                raise
+            call = signature.bind(args, example_kwargs or {})
+        except TypeError as error:
+            raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.") from error
+        amp_model.capture_modes(call)
     _warn_of_slow_kernels(amp_model, dtype)
+    if not amp_model.variants:
+        return amp_model  # the first call captures
     if isinstance(calibrate, (Ranges, str, os.PathLike)):
         _warn_of_unmatched_ranges(amp_model, converter.ranges)
     _warn_of_unmatched_rules(amp_model, lists)
@@ -154,6 +154,14 @@ class _Maker:
             sizes=sizes,
             follows=self.converter.op_list.placement == "follow",
         )
+        return self.rebuild(found, held, self.device or found.device)
+
+    def draft(self, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> Variant:
+        if self.model is None:
+            raise CaptureError("the original model is not at hand")
+        if self.converter.op_list.placement == "follow":
+            raise CaptureError("an op list that follows torch.autocast's dispatch needs the inputs' dtypes and sizes")
+        found = capture_symbolically(self.model, self.signature, training=modes, held=held, leaves=self.leaves)
         return self.rebuild(found, held, self.device or found.device)
 
     def rebuild(self, captured: Captured, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant:
@@ -192,7 +200,7 @@ def _warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None) -> No
 
 
 def _warn_of_slow_kernels(amp_model: AmpModule, dtype: torch.dtype) -> None:
-    if dtype != torch.float16 or amp_model.plan.device != "cpu":
+    if dtype != torch.float16 or not amp_model.shown or amp_model.plan.device != "cpu":
         return
     if any(n.op.startswith("conv") and n.placement.run is Precision.LOW for n in amp_model.plan.nodes):
         warnings.warn(

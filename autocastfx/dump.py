@@ -63,11 +63,12 @@ def dump(amp_model: AmpModule, path: str | os.PathLike[str] | None = None, forma
 
 def _view(amp_model: AmpModule) -> View:
     plan, graph = amp_model.plan, amp_model.graph
-    variants = amp_model.variants
+    variants = amp_model.shown
     number, shown = next((i, v) for i, v in enumerate(variants, 1) if v.graph is graph)
     mode = "train mode" if all(shown.modes) else "mixed modes" if any(shown.modes) else "eval mode"
     inputs = [leaf[1] for leaf in shown.structure.leaves if leaf[0] == "tensor"]
-    words = f"{number} of {len(variants)}, {mode}, called with {shown.structure}"
+    what = "draft " if plan.unverified else ""
+    words = f"{what}{number} of {len(variants)}, {mode}, called with {shown.structure}"
     return view(amp_model, plan, inputs, words)
 
 

@@ -10,6 +10,7 @@ __all__ = [
     "CalibrationError",
     "CaptureError",
     "KeyPath",
+    "NotCapturedError",
     "OpListError",
     "Place",
     "PlanError",
@@ -109,6 +110,10 @@ class VerifyError(AutocastFXError, RuntimeError):
 
 class VariantError(AutocastFXError, RuntimeError):
     """A call fits none of the captured variants, and no further one can be captured."""
+
+
+class NotCapturedError(VariantError):
+    """The graph, code or plan of a model that was converted without inputs, and not called yet, cannot be shown."""
 
 
 class UnsupportedError(AutocastFXError, NotImplementedError):

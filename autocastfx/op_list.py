@@ -151,6 +151,10 @@ class OpList:
         """
         Path(path).write_text(list_text.text(self), encoding="utf-8")
 
+    def lenient(self) -> OpList:
+        """This list without a ban of unlisted ops: a draft holds ops that a graph with known sizes does not."""
+        return replace(self, unlisted=None) if self.unlisted is Category.BAN else self
+
     def __reduce__(self) -> tuple[object, ...]:  # a mapping proxy does not pickle
         return (_restore, ({n: dict(v) if isinstance(v, Mapping) else v for n, v in self._values().items()},))
 

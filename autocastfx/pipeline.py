@@ -11,13 +11,14 @@ from torch import fx, nn
 
 from autocastfx.capture.export import Captured
 from autocastfx.capture.guard import shape_guard
+from autocastfx.cast import cast_if
 from autocastfx.dispatch import Dispatch, Followed
 from autocastfx.edited_plan import EditedPlan
 from autocastfx.graph import copy_graph, dtypes, elements, module_path, origin, subgraphs, tensors
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.magnitude import magnitude
 from autocastfx.op_list import Category, OpList
-from autocastfx.op_name import op_name
+from autocastfx.op_name import of_function, op_name
 from autocastfx.passes.classify import Classification, Classifier
 from autocastfx.passes.expand import expand
 from autocastfx.passes.follow import follow
@@ -25,6 +26,7 @@ from autocastfx.passes.place import place
 from autocastfx.passes.recast import recast
 from autocastfx.passes.rewrite import Rewriter
 from autocastfx.passes.simple import place_simply
+from autocastfx.passes.soften import soften
 from autocastfx.passes.verify import verify
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Traffic
 from autocastfx.ports import Ports
@@ -51,6 +53,7 @@ class State:
     parameters: frozenset[str]
     largest: Mapping[str, float]
     dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]
+    guesses: frozenset[str] | None = None
     measured: Mapping[fx.Node, float] = field(default_factory=dict)
     classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))
     placements: Mapping[fx.Node, Placement] = field(default_factory=dict)
@@ -101,11 +104,14 @@ class Converter:
             PlanError: the plan given asks for what cannot be.
             VerifyError: the rewritten graph is not what was planned.
         """
+        draft = captured.guesses is not None
+        policy = replace(self, op_list=self.op_list.lenient()) if draft else self
         known = self.ranges.largest(mode_of(captured.training)) if self.ranges is not None else {}
-        graph, attributes, nodes, casts, traffic = self._convert(
-            captured.graph, captured.attributes, tensors, device, known, ""
+        graph, attributes, nodes, casts, traffic = policy._convert(
+            captured.graph, captured.attributes, tensors, device, known, "", captured.guesses
         )
-        plan = Plan(LOW[self.low], device.type, self.op_list.name, tuple(nodes), tuple(casts), traffic)
+        names = (LOW[self.low], device.type, self.op_list.name)
+        plan = Plan(*names, tuple(nodes), tuple(casts), traffic, unverified=draft)
         inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
         return Variant(
             graph=graph,
@@ -127,6 +133,7 @@ class Converter:
         device: torch.device,
         known: Mapping[Key, float],
         prefix: str,
+        guesses: frozenset[str] | None = None,
     ) -> tuple[fx.Graph, dict[str, Any], list[PlannedNode], list[PlannedCast], Traffic]:
         follows = self.op_list.placement == "follow"
         graph = expand(source, self.dispatch(source)) if follows else copy_graph(source)
@@ -153,6 +160,7 @@ class Converter:
             cached=_cached(held),
             measured={node: known[key] for node in graph.nodes if (key := key_of(node, prefix)) in known},
             prefix=prefix,
+            guesses=guesses,
         )
         computing = [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
         for run in FOLLOW_PIPELINE if follows else PIPELINE:
@@ -203,6 +211,9 @@ def _rewrite(converter: Converter, state: State, device: torch.device) -> State:
 
 
 def _verify(converter: Converter, state: State, device: torch.device) -> State:
+    if state.guesses is not None:  # made without inputs: there is nothing to verify with
+        soften(state.graph, state.placements, state.guesses, converter.low)
+        return state
     verify(
         state.graph,
         state.placements,
@@ -248,6 +259,7 @@ def _largest(tensors: Mapping[str, Any]) -> dict[str, float]:
 
 def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> PlannedNode:
     placement, captured = state.placements[node], state.dtypes[node]
+    guessed = "?" if node.name in (state.guesses or ()) else ""
     after = tuple(low if placement.store is Precision.LOW and d == torch.float32 else d for d in captured)
     if state.followed is not None:
         after = state.followed.dtypes[node]
@@ -257,13 +269,14 @@ def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> Plan
         module=module_path(node),
         decision=state.classification.decisions[node],
         placement=placement,
-        captured=_names(captured),
-        dtype=_names(after),
+        captured=_names(captured) + guessed,
+        dtype=_names(after) + guessed,
     )
 
 
 def _casts(graph: fx.Graph, prefix: str) -> list[PlannedCast]:
-    made = [(n, mark) for n in graph.nodes if (mark := origin(n)) is not None and op_name(n) == "to"]
+    casts = ("to", of_function(cast_if))
+    made = [(n, mark) for n in graph.nodes if (mark := origin(n)) is not None and op_name(n) in casts]
     return [
         PlannedCast(
             name=prefix + node.name,

@@ -90,7 +90,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """All decisions and casts of one graph, in graph order."""
+    """All decisions and casts of one graph, in graph order.
+
+    ``unverified``: made without inputs, so that dtypes and sizes are guesses, until the first call's inputs replace it.
+    """
 
     low: str
     device: str
@@ -98,6 +101,7 @@ class Plan:
     nodes: tuple[PlannedNode, ...]
     casts: tuple[PlannedCast, ...]
     traffic: Traffic = Traffic()
+    unverified: bool = False
 
     def __getitem__(self, name: str) -> PlannedNode:
         """The entry of the node called ``name``.

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.graph import CodeGen
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.call import CallStructure, pack_spec, unpack_spec
@@ -207,7 +207,7 @@ def _graph(nodes: list[dict[str, Any]]) -> fx.Graph:
         return made[leaf] if isinstance(leaf, _Ref) else leaf
 
     for data in nodes:
-        args, kwargs = pytree.tree_map(real, (data["args"], data["kwargs"]))
+        args, kwargs = map_aggregate((data["args"], data["kwargs"]), real)  # looks into slices too
         node = graph.create_node(data["op"], _resolve(data["target"]), tuple(args), dict(kwargs), name=data["name"])
         node.meta.update(data["meta"])
         made[data["name"]] = node

@@ -25,7 +25,7 @@ MISSING = [
 ]
 # Has no call on a CPU, or none that torch's samples reach (F.rms_norm is composite there).
 UNTRIED = {"cudnn_batch_norm", "_fused_rms_norm"}
-MIXED = sorted(FACTS.mixes_scalars)
+MIXED = sorted(FACTS.mixed_args)
 ROUNDS_0D = {"add", "sub", "rsub"}  # on a CPU they round a 0-d addend to 16 bits; the others read it exactly
 
 

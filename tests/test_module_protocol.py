@@ -237,7 +237,6 @@ def test_slow_convolutions_are_warned_of_once_and_only_in_float16() -> None:
         ({"headroom": 0.5}, ValueError, r"headroom is a finite factor of at least 1, not 0\.5"),
         ({"plan": "p.json"}, autocastfx.PlanError, r"^cannot read the plan p\.json: No such file"),
         ({"dtype": torch.float32}, ValueError, r"dtype is torch\.float16 or torch\.bfloat16, not torch\.float32"),
-        ({"example_inputs": None}, autocastfx.UnsupportedError, "without inputs is not built yet"),
         ({"example_inputs": ()}, autocastfx.CaptureError, r"do not fit Net\.forward: missing a required argument: 'x'"),
         ({"model": len}, TypeError, "convert takes an nn.Module"),
     ],

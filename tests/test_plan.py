@@ -77,7 +77,7 @@ def test_what_a_plan_tells(plan: Plan) -> None:
 
 def test_json_is_readable(plan: Plan) -> None:
     data = json.loads(plan.to_json())
-    assert list(data) == ["low", "device", "op_list", "nodes", "casts", "traffic"]
+    assert list(data) == ["low", "device", "op_list", "nodes", "casts", "traffic", "unverified"]
     node = next(n for n in data["nodes"] if n["name"] == "linear")
     assert node["decision"]["category"] == "allow"
     assert node["placement"]["run"] == "low"

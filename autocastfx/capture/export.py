@@ -48,6 +48,8 @@ class Captured:
         training: mode of each module, in the order of ``model.modules()``.
         device: where the model was.
         sizes: which sizes are dynamic: ``"all"``, ``"first"`` or ``"none"``.
+        guesses: of a graph made without inputs, the nodes that are taken for float32 without being known to be; None of
+            a graph made with inputs.
     """
 
     graph: fx.Graph
@@ -58,6 +60,7 @@ class Captured:
     training: tuple[bool, ...]
     device: torch.device
     sizes: str = field(default="all", compare=False)
+    guesses: frozenset[str] | None = None
 
 
 class _FlatCall(nn.Module):

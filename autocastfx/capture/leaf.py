@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.errors import CaptureError
 from autocastfx.op_name import located
 
-__all__ = ["LEAF", "AutogradCall", "restore_leaves", "whole_calls"]
+__all__ = ["CHECKPOINT", "LEAF", "AutogradCall", "places", "refuse_checkpoint", "restore_leaves", "whole_calls"]
 
 
 class _Leaf(HigherOrderOperator):
@@ -41,6 +41,7 @@ class _Leaf(HigherOrderOperator):
 
 
 LEAF = _Leaf()
+CHECKPOINT = "_checkpoint_without_reentrant_generator"  # of torch.utils.checkpoint
 
 
 class AutogradCall:
@@ -77,23 +78,22 @@ def whole_calls(functions: Iterable[str]) -> Generator[list[Callable[..., Any]],
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch.utils.checkpoint":
-            _refuse_checkpoint()
+            refuse_checkpoint()
         inside_torch = cls.__module__.split(".")[0] == "torch"
         call = AutogradCall(cls)
         return _record(call, lambda: original_apply(cls, *args, **kwargs), args, kwargs, called, trace=inside_torch)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
-        name = "_checkpoint_without_reentrant_generator"
-        stack.enter_context(mock.patch.object(torch.utils.checkpoint, name, _refuse_checkpoint))
-        for owner, attribute, function in _places(functions):
+        stack.enter_context(mock.patch.object(torch.utils.checkpoint, CHECKPOINT, refuse_checkpoint))
+        for owner, attribute, function in places(functions):
             whole = _whole(function, called)
             patched = staticmethod(whole) if isinstance(owner, type) else whole
             stack.enter_context(mock.patch.object(owner, attribute, patched))
         yield called
 
 
-def _places(paths: Iterable[str]) -> list[tuple[Any, str, Any]]:
+def places(paths: Iterable[str]) -> list[tuple[Any, str, Any]]:
     """Each loaded module, or class of a static method, and the name there that leads to a function of ``paths``.
 
     ``from ops import fused`` makes a name of its own, so the module that defines a function is not enough.
@@ -142,7 +142,8 @@ def _record(
     return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
 
 
-def _refuse_checkpoint(*_: Any, **__: Any) -> Any:
+def refuse_checkpoint(*_: Any, **__: Any) -> Any:
+    """Stands in for activation checkpointing."""
     raise CaptureError(
         "the model uses activation checkpointing (torch.utils.checkpoint), whose recomputation a captured graph cannot "
         "hold. Turn it off for the conversion (transformers: model.gradient_checkpointing_disable())."

@@ -14,7 +14,7 @@ from autocastfx.capture.leaf import LEAF, restore_leaves
 from autocastfx.graph import argument, attribute, dtypes, value
 from autocastfx.op_name import of_function, op_name
 
-__all__ = ["tidy"]
+__all__ = ["no_op_source", "tidy"]
 
 
 def tidy(
@@ -63,7 +63,7 @@ def tidy(
         elif node.op == "call_module" and node.target == "_guards_fn":
             continue
         elif node.op != "get_attr" and not _is_assertion(node):
-            source = _no_op_source(node, follows)
+            source = no_op_source(node, follows=follows)
             copies[node] = copy(source) if source is not None else copy(node)
     return graph
 
@@ -80,7 +80,7 @@ def _is_assertion(node: fx.Node) -> bool:
     return op_name(node) == "_assert_tensor_metadata"  # bakes the captured dtype and device
 
 
-def _no_op_source(node: fx.Node, follows: bool) -> fx.Node | None:
+def no_op_source(node: fx.Node, *, follows: bool = False) -> fx.Node | None:
     """What a node that changes nothing passes on: an alias, dropout that is off, ``type_as`` between equal dtypes."""
     name = op_name(node)
     if (

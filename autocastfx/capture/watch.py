@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "follows_dtype"]
 
 _DTYPE = cast("Any", torch.Tensor.dtype).__get__
 _CASTS = frozenset({torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as})
@@ -90,7 +90,12 @@ def _follows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name == "__torch_function__":  # torch.export has a mode too
         frame = frame.f_back
-    source = _source(frame) if frame is not None else ""
+    return frame is not None and follows_dtype(frame)
+
+
+def follows_dtype(frame: FrameType) -> bool:
+    """Whether the cast that ``frame`` is in asks for the dtype of another value by its source."""
+    source = _source(frame)
     return ".dtype" in source and "float" not in source
 
 

@@ -17,8 +17,10 @@ def summary(view: View) -> list[str]:
     casts = [row.cast for row in view.rows if row.cast is not None]
     to_float32, saturating = sum(c.dtype == "float32" for c in casts), sum(c.saturates for c in casts)
     unlisted = ", ".join(f"{op} ({count})" for op, count in sorted(plan.unlisted.items())) or "none"
+    draft = "unverified: made without inputs, and replaced at the first call, from that call's inputs"
     return [
         f"autocastfx: {plan.low} on {plan.device}, op list {plan.op_list}",
+        *([draft] if plan.unverified else []),
         f"variant: {view.variant}",
         f"nodes: {low} low ({plan.low}), {wide} float32{given}, {captured} captured (no float32 value)",
         f"casts: {len(casts)}, of which {len(casts) - to_float32} to {plan.low} and {to_float32} to float32; "

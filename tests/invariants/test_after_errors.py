@@ -26,8 +26,12 @@ FAILURES: dict[str, tuple[str, type[Exception], Callable[[Path], dict[str, Any]]
     "data-dependent branch": ("branch", autocastfx.CaptureError, lambda _: {}),
     "wrong number of inputs": ("", autocastfx.CaptureError, lambda _: {"example_inputs": ()}),
     "wrong size of input": ("", autocastfx.CaptureError, lambda _: {"example_inputs": (torch.randn(3, 5),)}),
-    "no inputs": ("", autocastfx.UnsupportedError, lambda _: {"example_inputs": None}),
     "banned op": ("op", autocastfx.BannedOpError, lambda folder: {"op_list": ["default", _ban(folder)]}),
+    "banned op, without inputs": (
+        "op",
+        autocastfx.BannedOpError,
+        lambda folder: {"op_list": ["default", _ban(folder)], "example_inputs": None},
+    ),
     "missing list": ("", autocastfx.OpListError, lambda _: {"op_list": "nowhere.yaml"}),
     "reserved": ("", autocastfx.UnsupportedError, lambda _: {"weights": "cached"}),
     "dtype": ("", ValueError, lambda _: {"dtype": torch.float64}),

@@ -1,0 +1,117 @@
+"""module → a graph without any input, by tracing its Python code: a draft, until a call's inputs give the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from autocastfx.call import CallSignature, CallStructure
+from autocastfx.capture.export import Captured
+from autocastfx.capture.guard import ShapeGuard
+from autocastfx.capture.intact import intact
+from autocastfx.capture.run_through import run_through
+from autocastfx.capture.stand_in import Guess, StandIns
+from autocastfx.capture.tidy import no_op_source
+from autocastfx.capture.tracer import Tracer
+from autocastfx.errors import CaptureError
+from autocastfx.op_name import op_name
+
+__all__ = ["capture_symbolically"]
+
+_MOST_TRACES = 4
+
+
+def capture_symbolically(
+    model: nn.Module,
+    signature: CallSignature,
+    *,
+    training: Sequence[bool],
+    held: Mapping[str, torch.Tensor],
+    leaves: Sequence[str] = (),
+) -> Captured:
+    """The graph of ``model`` as it runs with its required arguments alone, each a tensor. The model is left as it was.
+
+    A trace that finds out more about a value than was known when the code asked is done again from the start.
+
+    Args:
+        model: the caller's.
+        signature: of its forward.
+        training: mode of each module, in the order of ``model.modules()``.
+        held: parameters and buffers by name that stand in for the model's own.
+        leaves: dotted paths of Python functions that stay whole.
+
+    Raises:
+        CaptureError: tracing cannot follow the model's code without inputs; says why.
+    """
+    optional = (2, 4)  # the kinds of *args and **kwargs
+    inputs = [p.name for p in signature.parameters if p.default is p.empty and p.kind not in optional]
+    hints: dict[str, Guess] = {}
+    for _ in range(_MOST_TRACES):
+        known = dict(hints)
+        tracer = Tracer(inputs, signature, StandIns(hints), _device(held))
+        with intact(model, training, held), run_through(tracer, leaves):
+            result = _traced(tracer, model)
+        failed = isinstance(result, Exception)
+        if hints == known or not (failed or tracer.stand_ins.is_late):
+            break
+    else:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be traced without inputs: what is known of them keeps changing"
+        )
+    if isinstance(result, Exception):
+        reason = (str(result).strip() or type(result).__name__).splitlines()[0].rstrip(".")
+        raise CaptureError(f"{type(model).__name__} cannot be traced without inputs: {reason}") from result
+    return _captured(result, tracer, inputs, tuple(training))
+
+
+def _traced(tracer: Tracer, model: nn.Module) -> fx.Graph | Exception:
+    try:
+        return tracer.trace(model)
+    except Exception as error:  # whatever the model's own code raises on values that are no tensors
+        return error
+
+
+def _captured(graph: fx.Graph, tracer: Tracer, inputs: Sequence[str], training: tuple[bool, ...]) -> Captured:
+    _sweep(graph)
+    guesses = tracer.stand_ins.open
+    given = [tracer.stand_ins.guess(node) for node in graph.nodes if node.op == "placeholder"]
+    leaves = tuple(("tensor", g.dtype or "unknown", "?" if g.rank is None else g.rank) for g in given)
+    return Captured(
+        graph=graph,
+        attributes={name: tensor.detach() for name, tensor in tracer.constants.items()},
+        out_spec=tracer.out_spec,
+        structure=CallStructure(pytree.tree_structure(dict.fromkeys(inputs, 0)), leaves),
+        guard=ShapeGuard(),
+        training=training,
+        device=tracer.device,
+        guesses=frozenset(
+            node.name for node in graph.nodes if node in guesses and _is_taken_for_float32(guesses[node])
+        ),
+    )
+
+
+def _is_taken_for_float32(guess: Guess) -> bool:
+    return guess.dtype is None and guess.dtypes[0] == torch.float32
+
+
+def _device(held: Mapping[str, torch.Tensor]) -> torch.device:
+    return next((t.device for t in held.values()), torch.device("cpu"))
+
+
+def _sweep(graph: fx.Graph) -> None:
+    """Drop what changes nothing, and what only reads and is not read; name modules as an exported graph does."""
+    for node in list(graph.nodes):
+        source = no_op_source(node)
+        if source is not None:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and (node.op == "get_attr" or op_name(node) in ("sym_size", "getitem")):
+            graph.erase_node(node)
+    for node in graph.nodes:
+        stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+        node.meta["nn_module_stack"] = {key: entry for key, entry in stack.items() if entry[0]}

@@ -1,0 +1,54 @@
+"""The last step for a graph made without inputs: casts of values whose dtype is not known touch only what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from functools import partial
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autocastfx.cast import cast_if
+from autocastfx.graph import origin, set_value, value
+from autocastfx.op_name import op_name
+from autocastfx.plan import Placement, Precision
+
+__all__ = ["soften"]
+
+
+def soften(graph: fx.Graph, placements: Mapping[fx.Node, Placement], guesses: Set[str], low: torch.dtype) -> None:
+    """Give the nodes of ``graph`` the dtypes that the plan says, and make a cast of a guessed value conditional.
+
+    Args:
+        graph: rewritten; changed in place.
+        placements: of the captured nodes.
+        guesses: names of the captured nodes that were taken for float32 without being known to be.
+        low: the 16-bit dtype.
+    """
+    for node in graph.nodes:
+        mark, placement = origin(node), placements.get(node)
+        if mark is not None:
+            if op_name(node) == "to":
+                dtype = node.args[1]
+                set_value(node, torch.empty(1, dtype=dtype))
+                if mark.value in guesses:
+                    source = torch.float32 if dtype == low else low
+                    node.target, node.args = cast_if, (_unsaturated(node.all_input_nodes[0]), source, dtype)
+            else:
+                set_value(node, value(node.all_input_nodes[0]))
+        elif placement is not None and placement.run is Precision.LOW:
+            set_value(node, pytree.tree_map(partial(_narrowed, low), value(node)))
+    for node in reversed(list(graph.nodes)):
+        if origin(node) is not None and not node.users:
+            graph.erase_node(node)
+    graph.lint()
+
+
+def _unsaturated(node: fx.Node) -> fx.Node:
+    """The value that a saturating cast starts from: clamping an integer would make it a float."""
+    return node.all_input_nodes[1] if origin(node) is not None and op_name(node) == "where" else node
+
+
+def _narrowed(low: torch.dtype, leaf: object) -> object:
+    return leaf.to(low) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
