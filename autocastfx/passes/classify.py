@@ -22,6 +22,7 @@ from autocastfx.graph import (
     uses,
 )
 from autocastfx.kernel_facts import KernelFacts
+from autocastfx.mask import takes_mask
 from autocastfx.match import Matcher
 from autocastfx.op_list import OpList
 from autocastfx.op_name import base_name, op_name
@@ -123,14 +124,23 @@ class Classifier:
             if forced := check(node):
                 return forced
         asked_low = isinstance(rule, ModuleRule) and rule.wanted == "low"  # by a person who saw no number
-        if listed.category in _FOLLOWS or asked_low:
-            if forced := self._constant(node):
-                return forced
-            source = next((n for n in reads if n in wide), None)
-            if source is not None and has_float32(node) and len(reads) > 1:
-                reason = f"{source.name} holds values beyond {self._low_name}'s range"
-                return Decision(Category.DENY, reason, "forced:wide")
-        return listed
+        if (listed.category in _FOLLOWS or asked_low) and (forced := self._constant(node)):
+            return forced
+        return self._wide(node, listed, wide) or listed
+
+    def _wide(self, node: fx.Node, listed: Decision, wide: set[fx.Node]) -> Decision | None:
+        """An op that combines a value beyond the range with others; one that only moves it saturates it, as a mask."""
+        kept = self.op_list.kept(op_name(node))
+        reads = [u for u in uses(node) if has_float32(u.node)]
+        if listed.category is Category.ALLOW:
+            reads = [u for u in reads if not takes_mask(node, u)]
+        elif listed.category not in _FOLLOWS or len(reads) < 2:
+            return None
+        source = next((u.node for u in reads if u.node in wide and u.argument not in kept), None)
+        if source is None or not has_float32(node):
+            return None
+        reason = f"{source.name} holds values beyond {self._low_name}'s range"
+        return Decision(Category.DENY, reason, "forced:wide")
 
     def _is_wide_constant(self, node: fx.Node) -> bool:
         """Whether ``node`` makes a tensor of a number that the low dtype cannot hold (``full``, ``scalar_tensor``)."""

@@ -18,38 +18,14 @@ from autocastfx.graph import (
     is_float32,
     map_uses,
     set_origin,
-    uses,
-    value,
 )
-from autocastfx.op_name import base_name, op_name
+from autocastfx.mask import is_mask
 from autocastfx.plan import Placement, Precision
 from autocastfx.ports import Ports
 
 __all__ = ["Rewriter"]
 
 _TO = torch.ops.aten.to.dtype
-# Readers that may add a mask to scores: a saturated mask needs headroom there, or score + mask is -inf after all.
-_MASKED = {
-    "add": ("self", "other"),
-    "sub": ("self", "other"),
-    "addmm": ("self",),
-    "addbmm": ("self",),
-    "baddbmm": ("self",),
-    "scaled_dot_product_attention": ("attn_mask",),
-}
-_PASSES_MASK = (
-    "view",
-    "reshape",
-    "expand",
-    "unsqueeze",
-    "squeeze",
-    "slice",
-    "select",
-    "transpose",
-    "permute",
-    "to",
-    "alias",
-)
 
 
 @dataclass(frozen=True)
@@ -98,7 +74,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.storages = alias_sets(self.graph, self.policy.ports.written)
-        self.mask_like = {n for n in self.graph.nodes if n.op in ("placeholder", "get_attr") and _is_mask(n)}
+        self.mask_like = {n for n in self.graph.nodes if n.op in ("placeholder", "get_attr") and is_mask(n)}
 
     def visit(self, node: fx.Node) -> None:
         placement = self.placements.get(node)
@@ -172,18 +148,3 @@ class _Run:
             return largest / 2
         is_outside = read.op == "placeholder" or (read.op == "get_attr" and str(read.target) not in self.parameters)
         return largest if is_outside and self.policy.low == torch.float16 else None
-
-
-def _is_mask(node: fx.Node) -> bool:
-    """Whether a value from outside reaches an addition or an attention mask through views alone."""
-    seen, queue = {node}, [node]
-    while queue:
-        read = queue.pop()
-        for reader in read.users:
-            name = base_name(op_name(reader))
-            if name in _MASKED and any(u.node is read and u.argument in _MASKED[name] for u in uses(reader)):
-                return True
-            if name in _PASSES_MASK and reader not in seen and value(reader) is not None:
-                seen.add(reader)
-                queue.append(reader)
-    return False

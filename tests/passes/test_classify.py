@@ -15,7 +15,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx.kernel_facts import load_kernel_facts
-from autocastfx.plan import Plan
+from autocastfx.plan import Plan, Precision
 from tests.helpers import Function, op_list, relative_error
 
 LOW = [torch.float16, torch.bfloat16]
@@ -348,3 +348,29 @@ def test_rules_that_contradict_each_other_for_a_node_are_refused(tmp_path: Path)
         autocastfx.OpListError, match=r"test\.yaml:1:11: .* at .*test\.yaml:1:44: both fit node 'linear_1'"
     ):
         stack_plan(tmp_path, text)
+
+
+def test_a_product_with_a_value_beyond_the_range_stays_float32() -> None:
+    """Saturated it would be wrong; a bias that masks scores may saturate."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.full((4, 4), 1e5))
+            self.register_buffer("mask", torch.full((1, 4, 4), -1e9))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return (x * 1e-3) @ self.table, torch.baddbmm(self.mask, x[None], x[None])
+
+    x = torch.ones(4, 4)
+    amp_model = autocastfx.convert(Scaled(), (x,), dtype=torch.float16)
+    assert amp_model.plan["matmul"].decision.source == "forced:wide"
+    assert amp_model.plan["baddbmm"].placement.run is Precision.LOW
+    assert torch.equal(amp_model(x)[0], Scaled()(x)[0])
+
+
+def test_statistics_beyond_the_range_do_not_concern_an_op_that_keeps_them_float32() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).eval()
+    model[1].running_var.fill_(1e5)
+    plan = autocastfx.convert(model, (torch.rand(3, 4),), dtype=torch.float16).plan
+    assert plan["batch_norm"].placement.run is Precision.LOW
