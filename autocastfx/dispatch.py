@@ -21,7 +21,7 @@ from autocastfx.op_list import Category, ModuleRule, OpList, Rule
 from autocastfx.op_name import op_name
 from autocastfx.plan import Placement, Precision
 
-__all__ = ["Dispatch", "Followed", "abstract_call", "asked"]
+__all__ = ["Dispatch", "Followed", "abstract_call", "asked", "like"]
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,20 @@ class Dispatch:
         """Whether ``node``, run in ``precision``, is asked for float32 by its dtype argument instead of by casts."""
         return precision is Precision.FLOAT32 and op_name(node) in self.op_list.set_dtype
 
-    def run(self, node: fx.Node, precision: Precision, values: Mapping[fx.Node, Any]) -> Any:
-        """The abstract result of ``node`` run in ``precision``. Raises whatever the operator raises."""
+    def value(self, node: fx.Node, precision: Precision, values: Mapping[fx.Node, Any], captured: Any) -> Any:
+        """The abstract result of ``node`` run in ``precision``: of the sizes that it has in ``captured``.
+
+        Sizes that depend on data have symbols, which another run would not give again. Raises what the operator raises.
+        """
+        if self.takes_captured(node, precision) or not any(
+            isinstance(t, torch.Tensor) for t in pytree.tree_leaves(captured)
+        ):
+            return captured
+        leaves, spec = pytree.tree_flatten(captured)
+        result = pytree.tree_leaves(self._run(node, precision, values))
+        return pytree.tree_unflatten([like(a, b) for a, b in zip(leaves, result, strict=True)], spec)
+
+    def _run(self, node: fx.Node, precision: Precision, values: Mapping[fx.Node, Any]) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
         to = self.dtype(precision)
         target: Any = node.target
@@ -155,6 +167,16 @@ def asked(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     positional = [a.name for a in target._schema.arguments if not a.kwarg_only and a.name in given]
     first = tuple(given.pop(name) for name in positional) if names[: len(positional)] == positional else ()
     return target, first, {**given, "dtype": torch.float32}
+
+
+def like(captured: Any, actual: Any) -> Any:
+    """The abstract value ``captured`` in the dtype of ``actual``."""
+    if not isinstance(captured, torch.Tensor) or captured.dtype == actual.dtype:
+        return captured
+    if not isinstance(captured, FakeTensor) or captured.layout != torch.strided:
+        return actual
+    with captured.fake_mode:
+        return torch.empty_strided(captured.shape, captured.stride(), dtype=actual.dtype, device=captured.device)
 
 
 def abstract_call(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:

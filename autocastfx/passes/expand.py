@@ -15,14 +15,13 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.abstract import concrete_sizes
-from autocastfx.dispatch import Dispatch
+from autocastfx.dispatch import Dispatch, like
 from autocastfx.graph import set_value, value
 from autocastfx.op_list import Category
 from autocastfx.op_name import op_name
@@ -107,10 +106,7 @@ class _Run:
                 return self._inline(node, parts)
         category = rule.category if rule is not None else Category.KEEP
         precision, _ = self.dispatch.decide(category, node, self.values)
-        as_captured = self.dispatch.takes_captured(node, precision)
-        self.values[node] = (
-            self.concrete(value(node)) if as_captured else self.dispatch.run(node, precision, self.values)
-        )
+        self.values[node] = self.dispatch.value(node, precision, self.values, self.concrete(value(node)))
         return node
 
     def _is_composite(self, node: fx.Node) -> bool:
@@ -147,7 +143,7 @@ class _Run:
         """The captured abstract value, whose sizes are symbolic, in the dtypes that it has under torch.autocast."""
         leaves, spec = pytree.tree_flatten(value(node))
         actual = pytree.tree_leaves(self.values[node])
-        return pytree.tree_unflatten([_like(a, b) for a, b in zip(leaves, actual, strict=True)], spec)
+        return pytree.tree_unflatten([like(a, b) for a, b in zip(leaves, actual, strict=True)], spec)
 
     def _trace(self, node: fx.Node, now: Mapping[fx.Node, Any]) -> fx.GraphModule | None:
         """The calls that the composite makes on the values ``now``, with abstract values; None if it cannot be traced.
@@ -226,10 +222,3 @@ class _Run:
                 set_value(leaf, captured)
         self.graph.erase_node(node)
         return result
-
-
-def _like(captured: Any, actual: Any) -> Any:
-    if not isinstance(captured, FakeTensor) or captured.dtype == actual.dtype:
-        return captured
-    with captured.fake_mode:
-        return torch.empty_like(captured, dtype=actual.dtype)

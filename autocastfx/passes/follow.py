@@ -36,8 +36,7 @@ def follow(graph: fx.Graph, decisions: Mapping[fx.Node, Decision], dispatch: Dis
             values[node] = concrete(value(node))
             continue
         precision, because = dispatch.decide(decisions[node].category, node, values)
-        as_captured = dispatch.takes_captured(node, precision)
-        values[node] = concrete(value(node)) if as_captured else dispatch.run(node, precision, values)
+        values[node] = dispatch.value(node, precision, values, concrete(value(node)))
         placements[node] = Placement(precision, _stored(dtypes_of(values[node]), dispatch.low), because)
     return Followed(dispatch, placements, {node: dtypes_of(abstract) for node, abstract in values.items()})
 

@@ -48,7 +48,7 @@ def verify(
         ports: which inputs of a low node are not cast.
         keep_output_dtype: whether the outputs must have their captured dtype.
         attributes: what the graph's ``get_attr`` nodes read, parameters and buffers apart.
-        followed: how torch.autocast runs the graph, where that is the plan; then every node is run again.
+        followed: how torch.autocast runs the graph, where that is the plan.
 
     Raises:
         VerifyError: naming the first wrong node; the printed graph is attached, with the node marked.
@@ -61,7 +61,10 @@ def verify(
     changed: set[fx.Node] = set()
     for node in graph.nodes:
         computes = node.op in ("call_function", "call_method") and not subgraphs(node, attributes)
-        again = followed is not None or value(node) is None or any(read in changed for read in node.all_input_nodes)
+        again = value(node) is None or any(read in changed for read in node.all_input_nodes)
+        if followed is not None:  # expanded parts have values of their own, and what gives no tensor has no dtype
+            known = followed.dtypes.get(node, ())
+            again = value(node) is None or (known != () and (again or known != dtypes(node)))
         if computes and again:
             before = value(node)
             set_value(node, _run(node, graph))

@@ -166,6 +166,15 @@ def test_no_rule_is_forced(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     assert not any(cast.saturates for cast in model.plan.casts)
 
 
+def test_values_that_leave_the_graph_and_sizes_that_depend_on_data(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x)[x > 0.5].exp() * (x @ x).sum().item()
+
+    model = autocastfx.convert(Function(forward), x, op_list=rules, keep_output_dtype=False)
+    low = x.half() @ x.half()
+    assert torch.equal(model(x), low[x > 0.5].float().exp() * low.sum(dtype=torch.float32).item())
+
+
 def test_in_place_forms_and_other_overloads_are_not_listed(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     assert "exp_: f16 = exp_(matmul)" in follows(lambda x: (x @ x).exp_(), x, rules=rules)
     listing = follows(lambda x: torch.ops.aten.mm.dtype(x.half(), x.half(), torch.float32), x, rules=rules)
