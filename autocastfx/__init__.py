@@ -13,7 +13,7 @@ from autocastfx.errors import (
     VerifyError,
 )
 from autocastfx.op_list import Category, OpList, load_op_list, presets
-from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision
+from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Recomposed
 
 __version__ = "0.1.0"
 
@@ -31,6 +31,7 @@ __all__ = [
     "PlannedCast",
     "PlannedNode",
     "Precision",
+    "Recomposed",
     "UnsupportedError",
     "VariantError",
     "VerifyError",

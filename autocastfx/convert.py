@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from autocastfx.capture.export import Captured, capture
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.op_list import OpListLike, load_op_list
+from autocastfx.pattern import chosen
 from autocastfx.pipeline import LOW, Converter
 from autocastfx.plan import Precision
 
@@ -36,6 +37,7 @@ def convert(
     device: torch.device | str | None = None,
     keep_output_dtype: bool = True,
     plan: Any = None,
+    recompose: bool | Sequence[str] = True,
 ) -> AmpModule:
     """Turn a float32 model into a graph whose every cast to 16 bits, and back, is a node.
 
@@ -54,6 +56,10 @@ def convert(
         device: decide for the kernels of this device; the model's own by default.
         keep_output_dtype: cast float32 outputs back to float32.
         plan: reserved.
+        recompose: replace what the model writes out in several ops by the one operator that computes it, which may run
+            in 16 bits where the parts may not: ``True``, all patterns; ``False``, none; or the names of those wanted.
+            ``"tanh_gelu"`` is ``0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))``. Rules for ops no longer
+            see the parts. A list with ``placement: follow`` recomposes nothing.
 
     Returns:
         A ``torch.fx.GraphModule`` that is called like ``model``.
@@ -63,11 +69,12 @@ def convert(
         OpListError: a list is wrong; with file, line and column.
         BannedOpError: the list bans an op of the model.
         UnsupportedError: a reserved argument was given.
+        ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
     _check_arguments(dtype, weights, fold, calibrate, plan)
     lists = load_op_list(op_list, default=LOW[dtype])
-    converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype, fold)
+    converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype, fold, chosen(recompose))
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
     if isinstance(model, ExportedProgram):

@@ -1,4 +1,4 @@
-"""The pipeline that every captured graph runs through: classify, place, rewrite, verify."""
+"""The pipeline that every captured graph runs through: recompose, classify, place, rewrite, verify."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from torch import fx, nn
 from autocastfx.capture.export import Captured
 from autocastfx.capture.guard import shape_guard
 from autocastfx.dispatch import Dispatch, Followed
-from autocastfx.graph import copy_graph, dtypes, elements, module_path, origin, subgraphs, tensors
+from autocastfx.graph import (
+    copy_graph,
+    dtypes,
+    elements,
+    module_classes,
+    module_path,
+    origin,
+    subgraphs,
+    tensors,
+)
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import Category, OpList
 from autocastfx.op_name import op_name
@@ -21,10 +30,12 @@ from autocastfx.passes.expand import expand
 from autocastfx.passes.follow import follow
 from autocastfx.passes.place import place
 from autocastfx.passes.recast import recast
+from autocastfx.passes.recompose import recompose
 from autocastfx.passes.rewrite import Rewriter
 from autocastfx.passes.simple import place_simply
 from autocastfx.passes.verify import verify
-from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Traffic
+from autocastfx.pattern import PATTERNS, chosen
+from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Recomposed, Traffic
 from autocastfx.ports import Ports
 from autocastfx.traffic import CAST, bytes_moved
 from autocastfx.unit import units_of
@@ -52,6 +63,7 @@ class State:
     traffic: Traffic = field(default_factory=Traffic)
     cached: Mapping[str, int] = field(default_factory=dict)  # parameters that are cast once, by a number of each tensor
     followed: Followed | None = None
+    recomposed: tuple[Recomposed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,7 @@ class Converter:
     low: torch.dtype
     keep_output_dtype: bool = True
     fold: str = "exact"
+    recompose: tuple[str, ...] = chosen(True)  # names of patterns
 
     @property
     def ports(self) -> Ports:
@@ -91,10 +104,11 @@ class Converter:
             BannedOpError: the list bans an op.
             VerifyError: the rewritten graph is not what was planned.
         """
-        graph, attributes, nodes, casts, traffic = self._convert(
+        graph, attributes, nodes, casts, traffic, recomposed = self._convert(
             captured.graph, captured.attributes, tensors, device, ""
         )
-        plan = Plan(LOW[self.low], device.type, self.op_list.name, tuple(nodes), tuple(casts), traffic)
+        parts = tuple(nodes), tuple(casts), traffic, tuple(recomposed)
+        plan = Plan(LOW[self.low], device.type, self.op_list.name, *parts)
         inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
         return Variant(
             graph=graph,
@@ -115,13 +129,14 @@ class Converter:
         held: Mapping[str, torch.Tensor],
         device: torch.device,
         prefix: str,
-    ) -> tuple[fx.Graph, dict[str, Any], list[PlannedNode], list[PlannedCast], Traffic]:
+    ) -> tuple[fx.Graph, dict[str, Any], list[PlannedNode], list[PlannedCast], Traffic, list[Recomposed]]:
         follows = self.op_list.placement == "follow"
         graph = expand(source, self.dispatch(source)) if follows else copy_graph(source)
         inner = replace(self, keep_output_dtype=True)
         converted: dict[str, Any] = dict(attributes)
         nodes: list[PlannedNode] = []
         casts: list[PlannedCast] = []
+        recomposed: list[Recomposed] = []
         traffic = Traffic()
         for node in graph.nodes:
             inner_graphs = subgraphs(node, attributes) if op_name(node) in _CONVERTED_INSIDE else {}
@@ -132,6 +147,7 @@ class Converter:
                 nodes += inside[2]
                 casts += inside[3]
                 traffic += inside[4]
+                recomposed += inside[5]
         state = State(
             graph=graph,
             attributes=converted,
@@ -140,12 +156,25 @@ class Converter:
             dtypes={node: dtypes(node) for node in graph.nodes},
             cached=_cached(held),
         )
-        computing = [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
         for run in FOLLOW_PIPELINE if follows else PIPELINE:
             state = run(self, state, device)
+        computing = [node for node in state.dtypes if node.op in ("call_function", "call_method", "call_module")]
         nodes += [_planned(node, state, self.low, prefix) for node in computing]
         casts += _casts(graph, prefix)
-        return graph, converted, nodes, casts, traffic + state.traffic
+        recomposed += [_prefixed(r, prefix) for r in state.recomposed]
+        return graph, converted, nodes, casts, traffic + state.traffic, recomposed
+
+
+def _recompose(converter: Converter, state: State, device: torch.device) -> State:
+    rule = converter.op_list.rule
+    wanted = [p for p in PATTERNS if p.name in converter.recompose]
+    banned = [p for p in wanted if (found := rule(p.op)) is not None and found.category is Category.BAN]
+
+    def ruled(node: fx.Node) -> list[str]:
+        return [kind for kind in module_classes(node) if rule(kind) is not None]
+
+    recomposed = recompose(state.graph, [p for p in wanted if p not in banned], ruled)
+    return replace(state, recomposed=recomposed, dtypes={node: dtypes(node) for node in state.graph.nodes})
 
 
 def _classify(converter: Converter, state: State, device: torch.device) -> State:
@@ -203,8 +232,8 @@ def _recast(converter: Converter, state: State, device: torch.device) -> State:
 
 
 Step = Callable[[Converter, State, torch.device], State]
-PIPELINE: tuple[Step, ...] = (_classify, _place, _rewrite, _verify)
-# The same for a list with ``placement: follow``, on a graph whose composites are expanded.
+PIPELINE: tuple[Step, ...] = (_recompose, _classify, _place, _rewrite, _verify)
+# For a list with ``placement: follow``, on a graph whose composites are expanded: torch.autocast recomposes nothing.
 FOLLOW_PIPELINE: tuple[Step, ...] = (_classify, _follow, _recast, _verify)
 
 
@@ -240,6 +269,10 @@ def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> Plan
         captured=_names(captured),
         dtype=_names(after),
     )
+
+
+def _prefixed(found: Recomposed, prefix: str) -> Recomposed:
+    return Recomposed(found.pattern, prefix + found.node, tuple(prefix + name for name in found.replaced))
 
 
 def _casts(graph: fx.Graph, prefix: str) -> list[PlannedCast]:
