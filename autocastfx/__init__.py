@@ -19,7 +19,7 @@ from autocastfx.errors import (
     VerifyError,
 )
 from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
-from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision
+from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Recomposed
 from autocastfx.ranges import Range, Ranges
 
 __version__ = "0.1.0"
@@ -45,6 +45,7 @@ __all__ = [
     "Precision",
     "Range",
     "Ranges",
+    "Recomposed",
     "Rule",
     "UnmatchedPlanWarning",
     "UnmatchedRuleWarning",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleW
 from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.match import all_nodes, unmatched
 from autocastfx.op_list import OpList, OpListLike, load_op_list
+from autocastfx.pattern import chosen
 from autocastfx.pipeline import LOW, Converter
 from autocastfx.plan import Plan, Precision
 from autocastfx.plan_file import read_plan
@@ -46,6 +47,7 @@ def convert(
     device: torch.device | str | None = None,
     keep_output_dtype: bool = True,
     plan: Plan | str | Path | None = None,
+    recompose: bool | Sequence[str] = True,
 ) -> AmpModule:
     """Turn a float32 model into a graph whose every cast to 16 bits, and back, is a node.
 
@@ -70,6 +72,10 @@ def convert(
         keep_output_dtype: cast float32 outputs back to float32.
         plan: decisions given by hand, which win over the lists: a ``Plan``, or the path of its JSON text, edited. The
             lines of one plan apply to the nodes of their names in all variants (:mod:`autocastfx.edited_plan`).
+        recompose: replace what the model writes out in several ops by the one operator that computes it, which may run
+            in 16 bits where the parts may not: ``True``, all patterns; ``False``, none; or the names of those wanted.
+            ``"tanh_gelu"`` is ``0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))``. Rules for ops no longer
+            see the parts. A list with ``placement: follow`` recomposes nothing.
 
     Returns:
         A ``torch.fx.GraphModule`` that is called like ``model``.
@@ -81,12 +87,14 @@ def convert(
         BannedOpError: the list bans an op of the model.
         PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
         UnsupportedError: a reserved argument was given.
+        ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
     _check_arguments(dtype, weights, fold, headroom)
     lists = load_op_list(op_list, default=LOW[dtype])
     edited = None if plan is None else read_plan(plan)
-    converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype, fold, plan=edited)
+    patterns = chosen(recompose)
+    converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype, fold, plan=edited, recompose=patterns)
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
     if isinstance(model, ExportedProgram):
@@ -188,7 +196,8 @@ def _check_arguments(dtype: torch.dtype, weights: str, fold: str, headroom: floa
 def _warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None) -> None:
     planned = {(n.name, n.op, n.module) for v in amp_model.variants for n in v.plan.nodes}
     computed = [r for r in ranges.values if r.op != "placeholder"] if ranges is not None else []
-    missing = [r for r in computed if r.key not in planned]
+    replaced = {name for v in amp_model.variants for whole in v.plan.recomposed for name in whole.replaced}
+    missing = [r for r in computed if r.key not in planned and r.name not in replaced]
     if missing:
         first = missing[0]
         warnings.warn(

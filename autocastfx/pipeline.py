@@ -1,4 +1,4 @@
-"""The pipeline that every captured graph runs through: classify, place, rewrite, verify."""
+"""The pipeline that every captured graph runs through: recompose, classify, place, rewrite, verify."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from autocastfx.capture.guard import shape_guard
 from autocastfx.cast import cast_if
 from autocastfx.dispatch import Dispatch, Followed
 from autocastfx.edited_plan import EditedPlan
-from autocastfx.graph import copy_graph, dtypes, elements, module_path, origin, subgraphs, tensors
+from autocastfx.graph import (
+    copy_graph,
+    dtypes,
+    elements,
+    module_classes,
+    module_path,
+    origin,
+    subgraphs,
+    tensors,
+)
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.magnitude import magnitude
 from autocastfx.op_list import Category, OpList
@@ -24,11 +33,13 @@ from autocastfx.passes.expand import expand
 from autocastfx.passes.follow import follow
 from autocastfx.passes.place import place
 from autocastfx.passes.recast import recast
+from autocastfx.passes.recompose import recompose
 from autocastfx.passes.rewrite import Rewriter
 from autocastfx.passes.simple import place_simply
 from autocastfx.passes.soften import soften
 from autocastfx.passes.verify import verify
-from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Traffic
+from autocastfx.pattern import PATTERNS, chosen
+from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Recomposed, Traffic
 from autocastfx.ports import Ports
 from autocastfx.ranges import Key, Ranges, key_of, mode_of
 from autocastfx.reach import Limit, reach
@@ -61,6 +72,7 @@ class State:
     cached: Mapping[str, int] = field(default_factory=dict)  # parameters that are cast once, by a number of each tensor
     followed: Followed | None = None
     prefix: str = ""
+    recomposed: tuple[Recomposed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,7 @@ class Converter:
     ranges: Ranges | None = None
     headroom: float = 2.0
     plan: EditedPlan | None = None
+    recompose: tuple[str, ...] = chosen(True)  # names of patterns
 
     @property
     def ports(self) -> Ports:
@@ -107,11 +120,11 @@ class Converter:
         draft = captured.guesses is not None
         policy = replace(self, op_list=self.op_list.lenient()) if draft else self
         known = self.ranges.largest(mode_of(captured.training)) if self.ranges is not None else {}
-        graph, attributes, nodes, casts, traffic = policy._convert(
+        graph, attributes, nodes, casts, traffic, recomposed = policy._convert(
             captured.graph, captured.attributes, tensors, device, known, "", captured.guesses
         )
         names = (LOW[self.low], device.type, self.op_list.name)
-        plan = Plan(*names, tuple(nodes), tuple(casts), traffic, unverified=draft)
+        plan = Plan(*names, tuple(nodes), tuple(casts), traffic, draft, tuple(recomposed))
         inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
         return Variant(
             graph=graph,
@@ -134,13 +147,14 @@ class Converter:
         known: Mapping[Key, float],
         prefix: str,
         guesses: frozenset[str] | None = None,
-    ) -> tuple[fx.Graph, dict[str, Any], list[PlannedNode], list[PlannedCast], Traffic]:
+    ) -> tuple[fx.Graph, dict[str, Any], list[PlannedNode], list[PlannedCast], Traffic, list[Recomposed]]:
         follows = self.op_list.placement == "follow"
         graph = expand(source, self.dispatch(source)) if follows else copy_graph(source)
         inner = replace(self, keep_output_dtype=True)
         converted: dict[str, Any] = dict(attributes)
         nodes: list[PlannedNode] = []
         casts: list[PlannedCast] = []
+        recomposed: list[Recomposed] = []
         traffic = Traffic()
         for node in graph.nodes:
             inner_graphs = subgraphs(node, attributes) if op_name(node) in CONVERTED_INSIDE else {}
@@ -151,6 +165,7 @@ class Converter:
                 nodes += inside[2]
                 casts += inside[3]
                 traffic += inside[4]
+                recomposed += inside[5]
         state = State(
             graph=graph,
             attributes=converted,
@@ -162,12 +177,29 @@ class Converter:
             prefix=prefix,
             guesses=guesses,
         )
-        computing = [node for node in graph.nodes if node.op in ("call_function", "call_method", "call_module")]
         for run in FOLLOW_PIPELINE if follows else PIPELINE:
             state = run(self, state, device)
+        computing = [node for node in state.dtypes if node.op in ("call_function", "call_method", "call_module")]
         nodes += [_planned(node, state, self.low, prefix) for node in computing]
         casts += _casts(graph, prefix)
-        return graph, converted, nodes, casts, traffic + state.traffic
+        recomposed += [_prefixed(r, prefix) for r in state.recomposed]
+        return graph, converted, nodes, casts, traffic + state.traffic, recomposed
+
+
+def _recompose(converter: Converter, state: State, device: torch.device) -> State:
+    rule = converter.op_list.rule
+    wanted = [p for p in PATTERNS if p.name in converter.recompose]
+    banned = [p for p in wanted if (found := rule(p.op)) is not None and found.category is Category.BAN]
+
+    def ruled(node: fx.Node) -> list[str]:
+        return [kind for kind in module_classes(node) if rule(kind) is not None]
+
+    recomposed = recompose(state.graph, [p for p in wanted if p not in banned], ruled)
+    reached = {node.name: largest for node, largest in state.measured.items()}
+    reached.update({r.node: reached[r.replaced[-1]] for r in recomposed if r.replaced[-1] in reached})
+    measured = {node: reached[node.name] for node in state.graph.nodes if node.name in reached}
+    now = {node: dtypes(node) for node in state.graph.nodes}
+    return replace(state, recomposed=recomposed, measured=measured, dtypes=now)
 
 
 def _classify(converter: Converter, state: State, device: torch.device) -> State:
@@ -240,8 +272,8 @@ def _recast(converter: Converter, state: State, device: torch.device) -> State:
 
 
 Step = Callable[[Converter, State, torch.device], State]
-PIPELINE: tuple[Step, ...] = (_classify, _place, _rewrite, _verify)
-# The same for a list with ``placement: follow``, on a graph whose composites are expanded.
+PIPELINE: tuple[Step, ...] = (_recompose, _classify, _place, _rewrite, _verify)
+# For a list with ``placement: follow``, on a graph whose composites are expanded: torch.autocast recomposes nothing.
 FOLLOW_PIPELINE: tuple[Step, ...] = (_classify, _follow, _recast, _verify)
 
 
@@ -272,6 +304,10 @@ def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> Plan
         captured=_names(captured) + guessed,
         dtype=_names(after) + guessed,
     )
+
+
+def _prefixed(found: Recomposed, prefix: str) -> Recomposed:
+    return Recomposed(found.pattern, prefix + found.node, tuple(prefix + name for name in found.replaced))
 
 
 def _casts(graph: fx.Graph, prefix: str) -> list[PlannedCast]:

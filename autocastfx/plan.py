@@ -11,7 +11,7 @@ from typing import Any
 
 from autocastfx.op_list import Category
 
-__all__ = ["Decision", "Placement", "Plan", "PlannedCast", "PlannedNode", "Precision", "Traffic"]
+__all__ = ["Decision", "Placement", "Plan", "PlannedCast", "PlannedNode", "Precision", "Recomposed", "Traffic"]
 
 
 class Precision(str, Enum):
@@ -78,6 +78,15 @@ class PlannedCast:
 
 
 @dataclass(frozen=True)
+class Recomposed:
+    """A node that stands for captured ones: by which pattern, and their names; its value is that of the last."""
+
+    pattern: str
+    node: str
+    replaced: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Bytes that the ops and casts of a graph move of what was float32, and that TensorFlow's rule would have moved."""
 
@@ -90,7 +99,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """All decisions and casts of one graph, in graph order.
+    """All decisions and casts of one graph, in graph order, and which of its nodes were written out when captured.
 
     ``unverified``: made without inputs, so that dtypes and sizes are guesses, until the first call's inputs replace it.
     """
@@ -102,6 +111,7 @@ class Plan:
     casts: tuple[PlannedCast, ...]
     traffic: Traffic = Traffic()
     unverified: bool = False
+    recomposed: tuple[Recomposed, ...] = ()
 
     def __getitem__(self, name: str) -> PlannedNode:
         """The entry of the node called ``name``.
@@ -139,7 +149,8 @@ class Plan:
             data: dict[str, Any] = json.loads(text)
             nodes = tuple(_node(n) for n in data.pop("nodes"))
             casts = tuple(_cast(c) for c in data.pop("casts"))
-            return cls(nodes=nodes, casts=casts, traffic=Traffic(**data.pop("traffic")), **data)
+            recomposed = tuple(_recomposed(r) for r in data.pop("recomposed", ()))
+            return cls(nodes=nodes, casts=casts, traffic=Traffic(**data.pop("traffic")), recomposed=recomposed, **data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a plan written by to_json: {error!r}") from error
 
@@ -151,6 +162,11 @@ def _node(data: dict[str, Any]) -> PlannedNode:
     placement = Placement(Precision(placed["run"]), Precision(placed["store"]), placed["because"], as_stored)
     rest: dict[str, Any] = {**data, "decision": decision, "placement": placement}
     return PlannedNode(**rest)
+
+
+def _recomposed(data: dict[str, Any]) -> Recomposed:
+    rest: dict[str, Any] = {**data, "replaced": tuple(data["replaced"])}
+    return Recomposed(**rest)
 
 
 def _cast(data: dict[str, Any]) -> PlannedCast:

@@ -510,3 +510,20 @@ def test_the_documentation_prints_what_it_shows(tmp_path: Path) -> None:
     assert len(printed) == sum(b.language == "python" for b in blocks(text)) >= 2
     for code, shown in outputs(text):
         assert printed[code.start] == shown.text
+
+
+def test_what_is_recomposed_reaches_what_its_parts_reached() -> None:
+    """No part of the written-out GELU is missed, and its result counts as the operator's."""
+
+    class Gelu(nn.Module):
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            y = x @ w
+            y = 0.5 * y * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3)))
+            return y @ w
+
+    small, large = (torch.eye(4), torch.eye(4)), (200 * torch.eye(4), 200 * torch.eye(4))
+    for call, precision in ((small, "low"), (large, "float32")):
+        amp_model = autocastfx.convert(Gelu(), call, calibrate=autocastfx.calibrate(Gelu(), [call]))
+        assert [r.pattern for r in amp_model.plan.recomposed] == ["tanh_gelu"]
+        (gelu,) = [n for n in amp_model.plan.nodes if n.op == "gelu"]
+        assert str(gelu.placement.run) == precision

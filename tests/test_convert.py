@@ -346,7 +346,7 @@ def test_no_warning_without_a_slow_convolution(tmp_path: Path) -> None:
 
 
 def test_the_pipeline_reads_like_the_design() -> None:
-    assert [step.__name__.strip("_") for step in PIPELINE] == ["classify", "place", "rewrite", "verify"]
+    assert [step.__name__.strip("_") for step in PIPELINE] == ["recompose", "classify", "place", "rewrite", "verify"]
 
 
 def test_deciding_does_not_touch_the_graph_and_rewriting_does(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ def test_deciding_does_not_touch_the_graph_and_rewriting_does(x: Tensor, monkeyp
 
     monkeypatch.setattr(pipeline_module, "PIPELINE", tuple(spied(step) for step in PIPELINE))
     autocastfx.convert(Net(), (x,))
-    both_modes = {"classify": "same", "place": "same", "rewrite": "changed", "verify": "same"}
+    both_modes = {"recompose": "same", "classify": "same", "place": "same", "rewrite": "changed", "verify": "same"}
     assert {name.strip("_"): set(found) for name, found in seen.items()} == {k: {v} for k, v in both_modes.items()}
 
 
@@ -377,7 +377,7 @@ def test_a_planted_wrong_cast_is_refused(x: Tensor, monkeypatch: pytest.MonkeyPa
         return state
 
     steps = list(PIPELINE)
-    monkeypatch.setattr(pipeline_module, "PIPELINE", (*steps[:3], plant, steps[3]))
+    monkeypatch.setattr(pipeline_module, "PIPELINE", (*steps[:-1], plant, steps[-1]))
     with pytest.raises(autocastfx.VerifyError, match=r"(?s)is float64, planned float16.*>>> "):
         autocastfx.convert(Net(), (x,))
 

@@ -1,4 +1,4 @@
-"""The only pass that edits a graph: casts where a value's stored precision is not the one that its reader runs in."""
+"""The pass that puts casts into a graph, where a value's stored precision is not the one that its reader runs in."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from autocastfx.plan import Precision
 from autocastfx.report.view import View
 
@@ -9,7 +11,7 @@ __all__ = ["summary"]
 
 
 def summary(view: View) -> list[str]:
-    """Dtype, device, op list, variant, and the counts of nodes, casts and unlisted ops."""
+    """Dtype, device, op list, variant, the counts of nodes, casts and unlisted ops, and of recomposed nodes if any."""
     plan = view.plan
     run = [row.precision for row in view.rows if row.kind == "op"]
     low, wide, captured = (run.count(p) for p in (Precision.LOW, Precision.FLOAT32, Precision.CAPTURED))
@@ -18,6 +20,8 @@ def summary(view: View) -> list[str]:
     to_float32, saturating = sum(c.dtype == "float32" for c in casts), sum(c.saturates for c in casts)
     unlisted = ", ".join(f"{op} ({count})" for op, count in sorted(plan.unlisted.items())) or "none"
     draft = "unverified: made without inputs, and replaced at the first call, from that call's inputs"
+    counts = sorted(Counter(r.pattern for r in plan.recomposed).items())
+    recomposed = [f"recomposed: {', '.join(f'{name} ({count})' for name, count in counts)}"] if counts else []
     return [
         f"autocastfx: {plan.low} on {plan.device}, op list {plan.op_list}",
         *([draft] if plan.unverified else []),
@@ -28,4 +32,5 @@ def summary(view: View) -> list[str]:
         f"bytes moved: {plan.traffic.moved:,}, of which by casts {sum(c.bytes for c in plan.casts):,}; "
         f"by TensorFlow's rule {plan.traffic.moved_simply:,}",
         f"unlisted ops: {unlisted}",
+        *recomposed,
     ]

@@ -19,14 +19,14 @@ from tests.helpers import Function
 
 def planted(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Any], Any]) -> None:
     """Run ``damage`` between rewriting and verifying."""
-    classify, place, rewrite, verify = pipeline.PIPELINE
+    *deciding, rewrite, verify = pipeline.PIPELINE
 
     def damaged(converter: Any, state: Any, device: torch.device) -> Any:
         state = damage(rewrite(converter, state, device)) or state
         state.graph.lint()
         return state
 
-    monkeypatch.setattr(pipeline, "PIPELINE", (classify, place, damaged, verify))
+    monkeypatch.setattr(pipeline, "PIPELINE", (*deciding, damaged, verify))
 
 
 def attend(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,99 @@
+"""Replaces what a model writes out by the one operator that computes it, in place, before anything is decided.
+
+Written out, one op of a chain may be float32 by its list, and that draws the others with it; the operator computes in
+float32 inside and may take and give 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+from autocastfx.alias import alias_sets
+from autocastfx.graph import is_float32, set_value, tensors, value
+from autocastfx.op_name import op_name
+from autocastfx.pattern import Pattern
+from autocastfx.plan import Recomposed
+
+__all__ = ["recompose"]
+
+_KEPT_META = ("nn_module_stack", "stack_trace")
+
+
+def recompose(
+    graph: fx.Graph, patterns: Sequence[Pattern], ruled: Callable[[fx.Node], object]
+) -> tuple[Recomposed, ...]:
+    """Replace each occurrence of a pattern in ``graph``, in place, where no other value can change.
+
+    An occurrence stays as it is if anything else reads a value inside it, if a value of it is not float32, or if
+    something writes into the storage of its input.
+
+    Args:
+        graph: captured, with abstract values.
+        patterns: earlier ones are tried first.
+        ruled: what the rules for modules say of a node; an occurrence in which that differs stays as it is.
+    """
+    ops = frozenset(op_name(node) for node in graph.nodes)
+    patterns = [pattern for pattern in patterns if pattern.may_be_in(ops)]
+    if not patterns:
+        return ()
+    mutated = set(alias_sets(graph))
+    done: list[Recomposed] = []
+    for node in list(graph.nodes):
+        for pattern in patterns if _is_plain(node) else ():
+            occurrence = _occurrence(pattern, node, mutated, ruled)
+            if occurrence is not None:
+                source, inside = occurrence
+                made = _made(graph, pattern, node, source)
+                if node in mutated:
+                    mutated.add(made)
+                done.append(Recomposed(pattern.name, made.name, tuple(n.name for n in inside)))
+                for replaced in reversed(inside):
+                    graph.erase_node(replaced)
+                break
+    return tuple(done)
+
+
+def _occurrence(
+    pattern: Pattern, node: fx.Node, mutated: set[fx.Node], ruled: Callable[[fx.Node], object]
+) -> tuple[fx.Node, list[fx.Node]] | None:
+    """The input of the occurrence of ``pattern`` that ends at ``node``, and all its nodes in graph order."""
+    for source in pattern.sources(node):
+        inside = _between(source, node)
+        is_closed = all(user in inside for n in inside if n is not node for user in n.users)
+        is_plain = source not in mutated and all(_is_plain(n) for n in (source, *inside))
+        if is_closed and is_plain and all(_device(n) == _device(source) and ruled(n) == ruled(node) for n in inside):
+            return source, [n for n in node.graph.nodes if n in inside]
+    return None
+
+
+def _between(source: fx.Node, end: fx.Node) -> set[fx.Node]:
+    """``end`` and all that it is computed from, up to ``source``."""
+    found, queue = {end}, [end]
+    while queue:
+        for read in queue.pop().all_input_nodes:
+            if read is not source and read not in found:
+                found.add(read)
+                queue.append(read)
+    return found
+
+
+def _is_plain(node: fx.Node) -> bool:
+    return is_float32(node) and tensors(node)[0].layout == torch.strided
+
+
+def _device(node: fx.Node) -> torch.device:
+    return tensors(node)[0].device
+
+
+def _made(graph: fx.Graph, pattern: Pattern, node: fx.Node, source: fx.Node) -> fx.Node:
+    """The operator on ``source``, in the place of ``node``."""
+    with graph.inserting_before(node):
+        name = f"{node.name}_{pattern.op}"
+        made = graph.create_node("call_function", pattern.target, (source,), dict(pattern.kwargs), name)
+    made.meta.update({key: node.meta[key] for key in _KEPT_META if key in node.meta})
+    set_value(made, value(node))
+    node.replace_all_uses_with(made)
+    return made
