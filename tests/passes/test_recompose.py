@@ -187,7 +187,9 @@ def test_what_is_not_quite_it_stays(name: str) -> None:
     assert str(graph) == before
 
 
-@pytest.mark.parametrize("other", [torch.empty(3, 4, device="meta"), torch.ones(3, 4).to_sparse()], ids=str)
+@pytest.mark.parametrize(
+    "other", [torch.empty(3, 4, device="meta"), torch.ones(3, 4).to_sparse()], ids=["device", "layout"]
+)
 def test_a_value_of_another_kind_inside_stays(other: Tensor) -> None:
     graph = captured(WRITTEN["own cast inside"], torch.randn(3, 4))
     next(n for n in graph.nodes if n.target is torch.ops.aten.to.dtype).meta["val"] = other
