@@ -222,5 +222,8 @@ def _warn_of_slow_kernels(amp_model: AmpModule, dtype: torch.dtype) -> None:
 def _warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList) -> None:
     captured = [v.captured for v in amp_model.variants if v.captured is not None]
     nodes = [node for c in captured for node in all_nodes(c.graph, c.attributes)]
+    for variant in amp_model.variants:  # lists speak of what was recomposed too
+        wholes = {whole.node for whole in variant.plan.recomposed}
+        nodes += [node for node in variant.graph.nodes if node.name in wholes]
     for message in unmatched(op_list, amp_model.plan.device, nodes) if captured else ():
         warnings.warn(message, UnmatchedRuleWarning, stacklevel=3)

@@ -26,7 +26,7 @@ PLANS = st.builds(
     Plan,
     *(TEXT, TEXT, TEXT),
     *(st.lists(NODES, max_size=4).map(tuple), st.lists(CASTS, max_size=3).map(tuple)),
-    *(TRAFFIC, st.lists(RECOMPOSED, max_size=3).map(tuple)),
+    *(TRAFFIC, st.booleans(), st.lists(RECOMPOSED, max_size=3).map(tuple)),
 )
 
 

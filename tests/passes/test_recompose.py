@@ -360,6 +360,7 @@ def test_a_list_that_follows_autocast_recomposes_nothing(preset: str) -> None:
     assert any(node.op == "tanh" for node in plan.nodes)
 
 
+@pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")
 def test_rules_for_modules_and_bans_are_kept(tmp_path: Path) -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:
@@ -396,3 +397,12 @@ def test_gpt2_is_recomposed_in_every_layer() -> None:
     assert amp_model.plan.traffic.moved < as_written.plan.traffic.moved
     exact, found = (m(**inputs).logits.detach() for m in (model, amp_model))
     assert relative_error(found, exact) < 4 * torch.finfo(torch.bfloat16).eps
+
+
+def test_a_rule_for_the_operator_decides_what_is_recomposed(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("deny: [gelu]\n")
+    model = Function(lambda x: new_gelu(x))
+    amp_model = autocastfx.convert(model, (torch.randn(2, 4),), op_list=["default", path])  # and warns of nothing
+    (gelu,) = [n for n in amp_model.plan.nodes if n.op == "gelu"]
+    assert gelu.decision.source == f"{path}:1:8"
