@@ -85,7 +85,7 @@ def rounds_once(call: KernelCall, dtype: torch.dtype) -> float:
     got = [t.detach() for t in pytree.tree_leaves(low()) if isinstance(t, torch.Tensor) and t.dtype == dtype]
     torch.manual_seed(0)
     wanted = [t.detach() for t in pytree.tree_leaves(exact()) if isinstance(t, torch.Tensor)]
-    errors = [_ulps(a, b) for a, b in zip(got, wanted, strict=False) if a.numel()]
+    errors = [ulps(a, b) for a, b in zip(got, wanted, strict=False) if a.numel()]
     return max(errors, default=0.0)
 
 
@@ -94,7 +94,10 @@ def _widened(leaf: Any) -> Any:
     return leaf.detach().float() if is_low else leaf
 
 
-def _ulps(got: torch.Tensor, wanted: torch.Tensor) -> float:
+def ulps(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest distance of ``got`` from ``wanted`` rounded, in ulp of the larger, but at least of a thousandth of the
+    largest number.
+    """
     rounded, info = wanted.to(got.dtype), torch.finfo(got.dtype)
     same = (rounded == got) | (rounded.isnan() & got.isnan())
     if same.all():

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx.kernel_facts import load_kernel_facts
 from benchmarks.kernel_calls import KernelCall, kernel_calls
-from benchmarks.kernel_facts import DTYPES, FACTS, LISTED, differences, in_dtype, rounds_once, without_kernel
+from benchmarks.kernel_facts import DTYPES, FACTS, LISTED, differences, in_dtype, rounds_once, ulps, without_kernel
 from tests.helpers import Function
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -181,3 +182,64 @@ def test_operands_meet_in_the_widest_dtype(op: str, shapes: tuple[Any, Any], dty
     for mixed, explicit in zip(run(cast=False), run(cast=True), strict=True):
         assert mixed.dtype == explicit.dtype
         assert mixed.equal(explicit)
+
+
+# ---- folds and expands_range ----------------------------------------------------------------------------------------
+
+FOLDS = [
+    pytest.param(device, dtype, op, marks=[pytest.mark.gpu] if device == "cuda" else [])
+    for (device, dtype), ops in FACTS.folds.items()
+    for op in sorted(ops)
+]
+
+
+def _result_and_gradient(call: KernelCall, low: torch.dtype, *, folded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the op on 16-bit values, or of its float32 form between casts."""
+    name = next(n for n, a in call.named().items() if isinstance(a, torch.Tensor))
+    x = call.named()[name].detach().to(low).requires_grad_()
+    given = x if folded else x.float()
+    result = call.with_arguments(lambda n, a: given if n == name else a)().to(low)
+    torch.manual_seed(0)
+    (gradient,) = torch.autograd.grad(result, x, torch.randn_like(result))
+    return result.detach(), gradient
+
+
+@pytest.mark.parametrize(("device", "dtype", "op"), FOLDS)
+def test_what_folds_gives_what_the_op_gives_between_casts(device: str, dtype: str, op: str) -> None:
+    """To an ulp, and the gradient to two: what ``fold="exact"`` promises."""
+    assert op in calls(device)
+    for call in calls(device)[op]:
+        got = _result_and_gradient(call, DTYPES[dtype], folded=True)
+        wanted = _result_and_gradient(call, DTYPES[dtype], folded=False)
+        assert ulps(got[0], wanted[0]) <= 1, call
+        assert ulps(got[1], wanted[1]) <= 2, call
+
+
+def test_the_measure_tells_a_backward_that_uses_a_rounded_result() -> None:
+    """softmax folds at no such level: its gradient is computed from the result as it is stored."""
+    assert not any("softmax" in ops for ops in FACTS.folds.values())
+    call = KernelCall(torch.ops.aten.softmax.int, (_operands(64, 64), -1), {})
+    got = _result_and_gradient(call, torch.bfloat16, folded=True)
+    assert ulps(got[1], _result_and_gradient(call, torch.bfloat16, folded=False)[1]) > 2
+
+
+@functools.cache
+def _many_calls() -> Mapping[str, list[KernelCall]]:
+    return kernel_calls(FACTS.expands_range, "cpu", samples=6)
+
+
+@pytest.mark.parametrize("op", sorted(FACTS.expands_range))
+def test_a_result_leaves_the_range_of_its_inputs(op: str) -> None:
+    def largest(tree: Any) -> float:
+        tensors = [t.detach() for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.numel()]
+        return max((float(t.abs().max()) for t in tensors if t.is_floating_point()), default=0.0)
+
+    def leaves(call: KernelCall, scale: float) -> bool:
+        scaled = call.with_arguments(
+            lambda _, a: a.detach() * scale if isinstance(a, torch.Tensor) and a.dtype == torch.float32 else a
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of statistics of one value
+            return largest(scaled()) > largest(scaled.named())
+
+    assert any(leaves(call, scale) for call in _many_calls()[op] for scale in (1e-3, 1.0, 20.0, 300.0))
