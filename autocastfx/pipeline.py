@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,24 +11,20 @@ from torch import fx, nn
 
 from autocastfx.capture.export import Captured
 from autocastfx.capture.guard import shape_guard
-from autocastfx.cast import cast_if
-from autocastfx.dispatch import Dispatch, Followed
+from autocastfx.dispatch import Dispatch
 from autocastfx.edited_plan import EditedPlan
 from autocastfx.graph import (
     copy_graph,
     dtypes,
-    elements,
     module_classes,
-    module_path,
-    origin,
     subgraphs,
     tensors,
 )
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.magnitude import magnitude
 from autocastfx.op_list import Category, OpList
-from autocastfx.op_name import of_function, op_name
-from autocastfx.passes.classify import Classification, Classifier
+from autocastfx.op_name import op_name
+from autocastfx.passes.classify import Classifier
 from autocastfx.passes.expand import expand
 from autocastfx.passes.follow import follow
 from autocastfx.passes.place import place
@@ -39,11 +35,12 @@ from autocastfx.passes.simple import place_simply
 from autocastfx.passes.soften import soften
 from autocastfx.passes.verify import verify
 from autocastfx.pattern import PATTERNS, chosen
-from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Recomposed, Traffic
+from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Recomposed, Traffic
 from autocastfx.ports import Ports
 from autocastfx.ranges import Key, Ranges, key_of, mode_of
 from autocastfx.reach import Limit, reach
-from autocastfx.traffic import CAST, bytes_moved
+from autocastfx.state import State, planned_casts, planned_node
+from autocastfx.traffic import bytes_moved
 from autocastfx.unit import Units, units_of
 from autocastfx.variant import Variant
 
@@ -53,26 +50,6 @@ LOW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 # Higher-order operators whose graphs are converted too; the values that cross their borders keep their captured dtype.
 # Others stay whole: an autocast region has its own policy, and a region that switches autocast off asks for float32.
 CONVERTED_INSIDE = ("wrap_with_set_grad_enabled", "cond", "while_loop", "map_impl", "scan")
-
-
-@dataclass(frozen=True)
-class State:
-    """What the passes hand on: a graph on its way, and all that is known of it so far."""
-
-    graph: fx.Graph
-    attributes: Mapping[str, Any]
-    parameters: frozenset[str]
-    largest: Mapping[str, float]
-    dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]
-    guesses: frozenset[str] | None = None
-    measured: Mapping[fx.Node, float] = field(default_factory=dict)
-    classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))
-    placements: Mapping[fx.Node, Placement] = field(default_factory=dict)
-    traffic: Traffic = field(default_factory=Traffic)
-    cached: Mapping[str, int] = field(default_factory=dict)  # parameters that are cast once, by a number of each tensor
-    followed: Followed | None = None
-    prefix: str = ""
-    recomposed: tuple[Recomposed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,8 +157,8 @@ class Converter:
         for run in FOLLOW_PIPELINE if follows else PIPELINE:
             state = run(self, state, device)
         computing = [node for node in state.dtypes if node.op in ("call_function", "call_method", "call_module")]
-        nodes += [_planned(node, state, self.low, prefix) for node in computing]
-        casts += _casts(graph, prefix)
+        nodes += [planned_node(node, state, self.low, prefix) for node in computing]
+        casts += planned_casts(graph, prefix)
         recomposed += [_prefixed(r, prefix) for r in state.recomposed]
         return graph, converted, nodes, casts, traffic + state.traffic, recomposed
 
@@ -289,42 +266,5 @@ def _largest(tensors: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(found[0]) for name, found in reached.items() if found is not None}
 
 
-def _planned(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> PlannedNode:
-    placement, captured = state.placements[node], state.dtypes[node]
-    guessed = "?" if node.name in (state.guesses or ()) else ""
-    after = tuple(low if placement.store is Precision.LOW and d == torch.float32 else d for d in captured)
-    if state.followed is not None:
-        after = state.followed.dtypes[node]
-    return PlannedNode(
-        name=prefix + node.name,
-        op=op_name(node),
-        module=module_path(node),
-        decision=state.classification.decisions[node],
-        placement=placement,
-        captured=_names(captured) + guessed,
-        dtype=_names(after) + guessed,
-    )
-
-
 def _prefixed(found: Recomposed, prefix: str) -> Recomposed:
     return Recomposed(found.pattern, prefix + found.node, tuple(prefix + name for name in found.replaced))
-
-
-def _casts(graph: fx.Graph, prefix: str) -> list[PlannedCast]:
-    casts = ("to", of_function(cast_if))
-    made = [(n, mark) for n in graph.nodes if (mark := origin(n)) is not None and op_name(n) in casts]
-    return [
-        PlannedCast(
-            name=prefix + node.name,
-            value=prefix + mark.value,
-            dtype=_names(dtypes(node)),
-            readers=tuple(prefix + reader.name for reader in node.users),
-            saturates=mark.saturates,
-            bytes=CAST * elements(node, *dtypes(node)),
-        )
-        for node, mark in made
-    ]
-
-
-def _names(found: tuple[torch.dtype, ...]) -> str:
-    return ",".join(str(d).removeprefix("torch.") for d in found)
