@@ -26,6 +26,7 @@ __all__ = [
     "module_classes",
     "module_path",
     "origin",
+    "set_argument",
     "set_origin",
     "subgraphs",
     "tensors",
@@ -154,6 +155,15 @@ def constants(node: fx.Node) -> Iterator[tuple[str, float]]:
 def argument(node: fx.Node, name: str) -> Any:
     """The value written for the argument ``name``; None where it is not given."""
     return next((arg for given, arg in _named_arguments(node) if given == name), None)
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Write ``value`` for the argument ``name``, by position where it stands so."""
+    positions = [given for given, _ in _named_arguments(node)][: len(node.args)]
+    if name in positions:
+        node.update_arg(positions.index(name), value)
+    else:
+        node.update_kwarg(name, value)
 
 
 def is_member(node: fx.Node) -> bool:

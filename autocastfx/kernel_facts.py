@@ -20,6 +20,7 @@ class KernelFacts:
     Attributes:
         computes_in_float32: the kernel computes in float32 inside.
         mixed_args: the kernel takes operands of several precisions and computes in the widest of those with dimensions.
+        takes_dtype: a dtype argument makes the kernel widen its input itself.
         no_kernel: per (device type, dtype name), what the device cannot run in that dtype.
         folds: per (device type, dtype name), what takes and gives 16 bits as exactly as with casts around it.
         expands_range: finite inputs can give results beyond their range.
@@ -28,6 +29,7 @@ class KernelFacts:
 
     computes_in_float32: frozenset[str]
     mixed_args: frozenset[str]
+    takes_dtype: frozenset[str]
     no_kernel: Mapping[tuple[str, str], frozenset[str]]
     folds: Mapping[tuple[str, str], frozenset[str]]
     expands_range: frozenset[str]
@@ -50,12 +52,13 @@ def load_kernel_facts() -> KernelFacts:
         OpListError: the file is damaged.
     """
     tree = parse_file(preset_folder() / "kernel_facts.yaml", shown="op_lists/kernel_facts.yaml")
-    keys = ("computes_in_float32", "mixed_args", "no_kernel", "folds", "expands_range", "reduces")
+    keys = ("computes_in_float32", "mixed_args", "takes_dtype", "no_kernel", "folds", "expands_range", "reduces")
     tree.check_keys(keys, what="kernel fact")
     tree.child("reduces").check_keys(KINDS, what="kind of reduction")
     return KernelFacts(
         computes_in_float32=_ops(tree.child("computes_in_float32")),
         mixed_args=_ops(tree.child("mixed_args")),
+        takes_dtype=_ops(tree.child("takes_dtype")),
         no_kernel=_by_device(tree.child("no_kernel")),
         folds=_by_device(tree.child("folds")),
         expands_range=_ops(tree.child("expands_range")),

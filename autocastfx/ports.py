@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autocastfx.alias import mutated_inputs
-from autocastfx.graph import Use, dtypes, elements, is_float32, tensors, uses
+from autocastfx.graph import Use, argument, dtypes, elements, is_float32, tensors, uses
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import OpList
 from autocastfx.op_name import base_name, op_name
 from autocastfx.plan import Placement, Precision
 
 __all__ = ["Ports"]
+
+_CASTS = ("to", "_to_copy")
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,34 @@ class Ports:
         operands = self.operands(node)
         return tuple(r for r in operands if tensors(r)[0].ndim) or operands
 
+    def converts(self, node: fx.Node, use: Use) -> bool:
+        """Whether ``node`` itself makes float32 of what it reads there: a cast, or an op with a dtype argument."""
+        name = op_name(node)
+        if name in _CASTS:
+            return use.argument == "self" and argument(node, "dtype") == torch.float32 and is_float32(node)
+        return use.argument == "self" and self.asks_dtype(node)
+
+    def asks_dtype(self, node: fx.Node) -> bool:
+        """Whether a float32 result is asked of ``node`` by its dtype argument."""
+        if base_name(op_name(node)) not in self.facts.takes_dtype or not isinstance(node.target, OpOverload):
+            return False
+        return any(a.name == "dtype" for a in node.target._schema.arguments) and not mutated_inputs(node)
+
     def as_stored(self, node: fx.Node, placements: Mapping[fx.Node, Placement]) -> tuple[str, ...]:
         """The arguments that ``node`` takes as they are stored, for its kernel computes in the widest precision.
 
-        A node that runs low so reads 0-d operands; one that runs in float32 all its low ones, as long as one decisive
-        operand is float32: if none is, the smallest is cast.
+        A node that runs low so reads 0-d operands. One that runs in float32 so reads what it converts itself, and all
+        its low operands as long as one decisive operand is float32: if none is, the smallest is cast.
         """
         operands, decisive = self.operands(node), self.decisive(node)
         placement = placements.get(node)
-        if placement is None or not operands:
+        if placement is None:
+            return ()
+        if placement.run is Precision.FLOAT32:
+            low = {u.node for u in uses(node) if u.node in placements and placements[u.node].store is Precision.LOW}
+            if converting := tuple(u.argument for u in uses(node) if u.node in low and self.converts(node, u)):
+                return converting
+        if not operands:
             return ()
         if placement.run is Precision.LOW:
             found = set(operands) - set(decisive)

@@ -1,4 +1,4 @@
-"""Four models at full size, on the meta device: no weight is allocated, and nothing can be computed."""
+"""Models at full size, on the meta device: no weight is allocated, and nothing can be computed."""
 
 from __future__ import annotations
 
@@ -81,13 +81,22 @@ def _unmasked(length: int) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in _tokens(length).items() if name != "attention_mask"}
 
 
+def _bert(attention: str) -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(attn_implementation=attention))
+
+
+def _gpt2(attention: str) -> nn.Module:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False, attn_implementation=attention))
+
+
+# "eager" writes attention out: products, softmax, dropout.
 MODELS: dict[str, FullModel] = {
     "ResNet-50": FullModel(ResNet50, _images),
     "ViT-B/16": FullModel(
         lambda: transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=1000)), _images
     ),
-    "BERT-base": FullModel(lambda: transformers.BertForMaskedLM(transformers.BertConfig()), lambda: _tokens(512)),
-    "GPT-2": FullModel(
-        lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)), lambda: _unmasked(1024)
-    ),
+    "BERT-base": FullModel(lambda: _bert("sdpa"), lambda: _tokens(512)),
+    "BERT-base eager": FullModel(lambda: _bert("eager"), lambda: _tokens(512)),
+    "GPT-2": FullModel(lambda: _gpt2("sdpa"), lambda: _unmasked(1024)),
+    "GPT-2 eager": FullModel(lambda: _gpt2("eager"), lambda: _unmasked(1024)),
 }

@@ -4,7 +4,8 @@
 
 Placements are those for a CUDA device, which need not be there; nothing is allocated or computed. A cast counts 6 bytes
 an element: 4 on its float32 side and 2 on its 16-bit side. A parameter's cast, or one of what is made of parameters
-alone, is counted apart: it need not be repeated before the next update.
+alone, is counted apart: it need not be repeated before the next update. Outputs stay as they are computed, as
+torch.autocast leaves them, and casts that the model itself makes are not counted.
 """
 
 from __future__ import annotations
@@ -56,13 +57,14 @@ def measure(name: str, model: FullModel, policy: str) -> Row:
     with torch.device("meta"):
         module, inputs = model.build().train(), model.inputs()
     try:
-        amp = autocastfx.convert(module, (), inputs, dtype=torch.float16, device="cuda", **POLICIES[policy])
+        options = {"dtype": torch.float16, "device": "cuda", "keep_output_dtype": False, **POLICIES[policy]}
+        amp = autocastfx.convert(module, (), inputs, **options)
     except (autocastfx.UnsupportedError, autocastfx.OpListError) as error:
         return Row(name, policy, note=f"not there yet: {str(error).splitlines()[0]}")
     casts = [node for node in amp.graph.nodes if origin(node) is not None and op_name(node) == "to"]
     if len(casts) != len(amp.plan.casts):
         raise RuntimeError(f"{name}: the plan has {len(amp.plan.casts)} casts, its graph {len(casts)}")
-    parameters = {parameter for parameter, _ in amp.named_parameters()}
+    parameters = {parameter for parameter, _ in amp.named_parameters(remove_duplicate=False)}
     fixed = [node for node in casts if _is_fixed(node, parameters)]
     return Row(
         name,
@@ -97,15 +99,15 @@ def measure_all(names: Sequence[str], report: Callable[[Row], None]) -> None:
             report(replace(row, ratio=row.activation_bytes / baseline if baseline and not row.note else None))
 
 
-_HEADER = f"{'model':<10} {'policy':<20} {'parameters':>10} {'MB':>8} {'activations':>11} {'MB':>8} {'to autocast':>11}"
+_HEADER = f"{'model':<16} {'policy':<20} {'parameters':>10} {'MB':>8} {'activations':>11} {'MB':>8} {'to autocast':>11}"
 
 
 def _line(row: Row) -> str:
     if row.note:
-        return f"{row.model:<10} {row.policy:<20} {row.note[:80]}"
+        return f"{row.model:<16} {row.policy:<20} {row.note[:80]}"
     ratio = f"{row.ratio:.2f}" if row.ratio is not None else "-"
     return (
-        f"{row.model:<10} {row.policy:<20} {row.parameter_casts:>10} {row.parameter_bytes / 1e6:>8.1f} "
+        f"{row.model:<16} {row.policy:<20} {row.parameter_casts:>10} {row.parameter_bytes / 1e6:>8.1f} "
         f"{row.activation_casts:>11} {row.activation_bytes / 1e6:>8.1f} {ratio:>11}"
     )
 

@@ -27,6 +27,8 @@ MISSING = [
 # Has no call on a CPU, or none that torch's samples reach (F.rms_norm is composite there).
 UNTRIED = {"cudnn_batch_norm", "_fused_rms_norm"}
 MIXED = sorted(FACTS.mixed_args)
+_PLAIN = {"sum", "nansum", "mean", "prod"}  # which need no dimension
+COMPARE = {"eq", "ne", "lt", "le", "gt", "ge"}
 ROUNDS_0D = {"add", "sub", "rsub"}  # on a CPU they round a 0-d addend to 16 bits; the others read it exactly
 
 
@@ -159,8 +161,8 @@ def test_a_0d_operand_is_rounded_once_at_most_and_does_not_widen(op: str, dtype:
     for scalar in (torch.tensor(1 / 3), torch.tensor(1e-9)):
         result = _applied(op, low, scalar)
         read = scalar.to(low.dtype).float() if op in ROUNDS_0D else scalar
-        assert result.dtype == low.dtype
-        assert result.equal(_applied(op, low.float(), read).to(low.dtype))
+        assert result.dtype == (torch.bool if op in COMPARE else low.dtype)
+        assert result.equal(_applied(op, low.float(), read.to(low.dtype) if op in COMPARE else read).to(result.dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -176,12 +178,31 @@ def test_operands_meet_in_the_widest_dtype(op: str, shapes: tuple[Any, Any], dty
         low = _operands(*shapes[1], seed=1).to(DTYPES[dtype]).requires_grad_()
         operands = (wide, low.float() if cast else low)
         result = _applied(op, *(operands[::-1] if swapped else operands))
+        if op in COMPARE:
+            return (result,)
         assert result.dtype == torch.float32
         return (result, *torch.autograd.grad((result * weights).sum(), (wide, low)))
 
     for mixed, explicit in zip(run(cast=False), run(cast=True), strict=True):
         assert mixed.dtype == explicit.dtype
         assert mixed.equal(explicit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", sorted(FACTS.takes_dtype))
+def test_a_dtype_argument_is_as_good_as_a_cast(op: str, dtype: str) -> None:
+    def run(cast: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        x = _operands(16, 33).to(DTYPES[dtype]).requires_grad_()
+        dim = () if op in _PLAIN else (1,)
+        function = getattr(torch.ops.aten, op)
+        result = function(x.float(), *dim) if cast else function(x, *dim, dtype=torch.float32)
+        assert result.dtype == torch.float32
+        (gradient,) = torch.autograd.grad((result * result).sum(), x)
+        return result, gradient
+
+    for asked, explicit in zip(run(cast=False), run(cast=True), strict=True):
+        assert asked.dtype == explicit.dtype
+        assert asked.equal(explicit)
 
 
 # ---- folds and expands_range ----------------------------------------------------------------------------------------

@@ -91,15 +91,15 @@ def test_a_line_may_leave_out_what_it_does_not_ask_for(tmp_path: Path) -> None:
         ),
         (
             '{"nodes": [{"name": "a", "op": "b", "placement": {"runs": "low"}}]}',
-            "1:12: 'runs' is no key of a placement (did you mean 'run'?). Known: run, store, because.",
+            "1:12: 'runs' is no key of a placement (did you mean 'run'?). Known: run, store, because, as_stored.",
         ),
         (
             '{"nodes": [{"name": "a", "op": "b", "placement": {"run": "lwo"}}]}',
-            "1:12: 'run' is low or float32 or captured, not 'lwo' (did you mean 'low'?).",
+            "1:12: 'run' is low or float32 or captured or given, not 'lwo' (did you mean 'low'?).",
         ),
         (
             '{"nodes": [{"name": "a", "op": "b", "placement": {"run": ["low"]}}]}',
-            "1:12: 'run' is low or float32 or captured, not ['low']",
+            "1:12: 'run' is low or float32 or captured or given, not ['low'] (did you mean 'low'?).",
         ),
         (
             '{"nodes": [{"name": "a", "op": "b", "decision": {"category": "alow"}}]}',

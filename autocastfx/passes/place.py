@@ -123,6 +123,9 @@ class _Terms:
             read, extra = use.node, _EXTRA * elements(use.node) if moves(node) else 0
             if self.units.ports.stays_float32(node, use):
                 self.float32_readers[read].append(_OUTSIDE)
+            elif self.units.ports.converts(node, use):
+                yield Term(extra, (), (self._stored(read),))
+                self.low_readers[read].append(unit)
             elif read not in operands or read is anchor:
                 yield Term(extra, (), (unit,))
                 self.low_readers[read].append(unit)

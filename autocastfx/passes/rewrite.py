@@ -17,6 +17,7 @@ from autocastfx.graph import (
     Use,
     is_float32,
     map_uses,
+    set_argument,
     set_origin,
 )
 from autocastfx.mask import is_mask
@@ -93,6 +94,8 @@ class _Run:
             return self._as(Precision.LOW if wants_low else Precision.FLOAT32, read, node)
 
         map_uses(node, wanted)
+        if as_stored and not runs_low and ports.asks_dtype(node):
+            set_argument(node, "dtype", torch.float32)
         if placement is None or not is_float32(node):
             return
         if placement.run is not placement.store:

@@ -178,6 +178,8 @@ DIFFERENT = {
     "optional_given": "a draft leaves optional arguments at their defaults",
     "rotary": "without sizes the dtype of a product with view_as_complex is not known, and taken for float32",
 }
+# A draft knows no sizes: fewer bytes move in another way where a value is expanded or a weight is small.
+BY_SIZE = {"super_resolution": {"prelu"}, "vision": {"expand", "cat", "add"}}
 
 
 def precisions(plan: Plan) -> Counter[tuple[str, str]]:
@@ -190,8 +192,8 @@ def test_a_draft_has_the_precisions_of_the_plan_that_replaces_it(name: str) -> N
     draft, verified = shown(name), with_inputs(name)
     for mode in MODELS[name].modes:
         found, expected = precisions(draft.train(mode).plan), precisions(verified.train(mode).plan)
-        assert (found != expected) == (name in DIFFERENT)
-        both = {op for op, _ in found} & {op for op, _ in expected}
+        assert (found != expected) == (name in DIFFERENT or name in BY_SIZE)
+        both = ({op for op, _ in found} & {op for op, _ in expected}) - BY_SIZE.get(name, set())
         assert {key: n for key, n in found.items() if key[0] in both} == {
             key: n for key, n in expected.items() if key[0] in both
         }

@@ -19,6 +19,8 @@ from autocastfx.op_name import op_name
 from autocastfx.passes.expand import expand
 from tests.helpers import Function, op_list
 
+pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")
+
 LIST = """
 placement: follow
 unlisted: keep

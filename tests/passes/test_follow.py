@@ -25,6 +25,8 @@ from autocastfx.pipeline import Converter
 from autocastfx.plan import Precision
 from tests.helpers import Function, op_list, rewritten, text
 
+pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")
+
 LIST = """
 placement: follow
 unlisted: keep

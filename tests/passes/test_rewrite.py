@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import autocastfx
 from autocastfx.alias import alias_sets
 from autocastfx.graph import origin
-from tests.helpers import Function, listing, relative_error
+from tests.helpers import Function, listing, relative_error, rewritten
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -176,3 +176,20 @@ def test_a_0d_operand_is_not_cast_and_keeps_its_value(dtype: torch.dtype) -> Non
     amp_model = autocastfx.convert(Function(scaled), (x, factor), dtype=dtype)
     assert [c.value for c in amp_model.plan.casts] == ["args_0", "matmul_1"]
     assert relative_error(amp_model(x, factor), scaled(x, factor)) < 3 * torch.finfo(dtype).eps
+
+
+def test_an_op_with_a_dtype_argument_widens_its_input_itself() -> None:
+    """As torch.autocast does: no float32 copy of the scores is made."""
+    x = torch.rand(4, 4)
+    lines = rewritten(lambda x: (x @ x).softmax(-1) @ x, x, dtype=torch.bfloat16)
+    assert "softmax: f32 = softmax(matmul)" in lines
+    assert "matmul_float32" not in lines
+    amp_model = autocastfx.convert(Function(lambda x: (x @ x).softmax(-1)), (x,), dtype=torch.bfloat16)
+    assert "torch.ops.aten.softmax.int(matmul, -1, torch.float32)" in amp_model.code.replace("dtype = ", "")
+    low = x.bfloat16()
+    assert torch.equal(amp_model(x), (low @ low).softmax(-1, dtype=torch.float32))
+
+
+def test_the_models_own_cast_widens_a_low_value_itself() -> None:
+    lines = rewritten(lambda x: (x @ x).float() + 1, torch.rand(4, 4), dtype=torch.bfloat16)
+    assert "to: f32 = to(matmul)" in lines

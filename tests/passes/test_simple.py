@@ -13,6 +13,8 @@ import autocastfx
 from autocastfx.plan import Precision
 from tests.helpers import Function, listing, op_list, relative_error, rewritten, text
 
+pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")
+
 LIST = """
 placement: simple
 unlisted: keep

@@ -8,7 +8,7 @@ from torch import fx
 
 import autocastfx
 from autocastfx import Category, OpList
-from autocastfx.dispatch import rule_of
+from autocastfx.match import Matcher
 
 KEYS = {"torch_autocast_cpu": "AutocastCPU", "torch_autocast_cuda": "AutocastCUDA"}
 # A build of torch without CUDA does not register it; the list must hold for both.
@@ -26,7 +26,7 @@ def registered(key: str) -> dict[str, set[str]]:
 
 def category(op_list: OpList, op: str, overload: str) -> Category | None:
     node = fx.Graph().call_function(getattr(getattr(torch.ops.aten, op), overload))
-    rule = rule_of(op_list, node)
+    rule = Matcher(op_list, "cpu")(node)
     return rule.category if rule is not None else None
 
 
