@@ -77,6 +77,10 @@ def _tokens(length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+def _unlabelled(length: int) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in _tokens(length).items() if name != "labels"}
+
+
 def _unmasked(length: int) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in _tokens(length).items() if name != "attention_mask"}
 
@@ -96,6 +100,7 @@ MODELS: dict[str, FullModel] = {
         lambda: transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=1000)), _images
     ),
     "BERT-base": FullModel(lambda: _bert("sdpa"), lambda: _tokens(512)),
+    "BERT-base no loss": FullModel(lambda: _bert("sdpa"), lambda: _unlabelled(512)),
     "BERT-base eager": FullModel(lambda: _bert("eager"), lambda: _tokens(512)),
     "GPT-2": FullModel(lambda: _gpt2("sdpa"), lambda: _unmasked(1024)),
     "GPT-2 eager": FullModel(lambda: _gpt2("eager"), lambda: _unmasked(1024)),

@@ -99,15 +99,15 @@ def measure_all(names: Sequence[str], report: Callable[[Row], None]) -> None:
             report(replace(row, ratio=row.activation_bytes / baseline if baseline and not row.note else None))
 
 
-_HEADER = f"{'model':<16} {'policy':<20} {'parameters':>10} {'MB':>8} {'activations':>11} {'MB':>8} {'to autocast':>11}"
+_HEADER = f"{'model':<18} {'policy':<20} {'parameters':>10} {'MB':>8} {'activations':>11} {'MB':>8} {'to autocast':>11}"
 
 
 def _line(row: Row) -> str:
     if row.note:
-        return f"{row.model:<16} {row.policy:<20} {row.note[:80]}"
+        return f"{row.model:<18} {row.policy:<20} {row.note[:80]}"
     ratio = f"{row.ratio:.2f}" if row.ratio is not None else "-"
     return (
-        f"{row.model:<16} {row.policy:<20} {row.parameter_casts:>10} {row.parameter_bytes / 1e6:>8.1f} "
+        f"{row.model:<18} {row.policy:<20} {row.parameter_casts:>10} {row.parameter_bytes / 1e6:>8.1f} "
         f"{row.activation_casts:>11} {row.activation_bytes / 1e6:>8.1f} {ratio:>11}"
     )
 
