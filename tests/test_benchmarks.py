@@ -65,7 +65,7 @@ def test_what_is_made_of_parameters_alone_counts_as_one(monkeypatch: pytest.Monk
 
     model = FullModel(Scaled, lambda: {"x": torch.ones(3, 4)})
     row = placement.measure("scaled", model, "default, fold=exact")
-    assert (row.parameter_casts, row.parameter_bytes, row.activation_bytes) == (1, 6 * 16, 6 * (3 * 4 + 3 * 4))
+    assert (row.parameter_casts, row.parameter_bytes, row.activation_bytes) == (1, 6 * 16, 6 * 3 * 4)
 
 
 def test_ratios_are_to_the_first_policy_and_what_is_missing_says_so(
