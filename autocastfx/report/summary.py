@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autocastfx.plan import Precision
+from autocastfx.plan import Plan, Precision, Traffic
 from autocastfx.report.view import View
 
 __all__ = ["summary"]
@@ -29,8 +29,15 @@ def summary(view: View) -> list[str]:
         f"nodes: {low} low ({plan.low}), {wide} float32{given}, {captured} captured (no float32 value)",
         f"casts: {len(casts)}, of which {len(casts) - to_float32} to {plan.low} and {to_float32} to float32; "
         f"{saturating} saturating",
-        f"bytes moved: {plan.traffic.moved:,}, of which by casts {sum(c.bytes for c in plan.casts):,}; "
-        f"by TensorFlow's rule {plan.traffic.moved_simply:,}",
+        _moved(plan),
         f"unlisted ops: {unlisted}",
         *recomposed,
     ]
+
+
+def _moved(plan: Plan) -> str:
+    by_casts = sum(cast.bytes for cast in plan.casts)
+    if plan.traffic == Traffic():  # a list that follows torch.autocast places by no cost
+        return f"bytes moved by casts: {by_casts:,}"
+    moved, simply = plan.traffic.moved, plan.traffic.moved_simply
+    return f"bytes moved: {moved:,}, of which by casts {by_casts:,}; by TensorFlow's rule {simply:,}"

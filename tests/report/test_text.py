@@ -166,3 +166,10 @@ def row(amp_model: autocastfx.AmpModule, name: str) -> str:
 
 def names_of(amp_model: autocastfx.AmpModule) -> set[str]:
     return {n.name for n in amp_model.plan.nodes}
+
+
+def test_a_list_that_follows_autocast_places_by_no_cost() -> None:
+    x = torch.rand(2, 4)
+    amp_model = autocastfx.convert(torch.nn.Linear(4, 4), (x,), dtype=torch.bfloat16, op_list="torch_autocast_cpu")
+    line = next(line for line in autocastfx.dump(amp_model).splitlines() if line.startswith("bytes moved"))
+    assert line == f"bytes moved by casts: {6 * (8 + 16 + 4 + 8)}"  # input, weight, bias, output
