@@ -204,6 +204,8 @@ def _rules(
             yield from (Term(None, (unit,), (source,)) for source in _sources(unit, units))
         if unit in folding or (rounds and unit not in after_allow):
             yield from (Term(None, (unit,), (reader,)) for reader in readers[unit])
+            if any(isinstance(reader, Unit) and reader.category is Category.PROMOTE for reader in readers[unit]):
+                yield Term(None, (unit,), (_OUTSIDE,))  # what it moves is float32, and the widest that meets there
 
 
 def _sources(unit: Unit, units: Units) -> Iterator[Label]:

@@ -65,6 +65,9 @@ def obeys(low: set[Unit], units: Units, folds: frozenset[fx.Node], keeps: bool) 
         around = [units.stored(u.node) for n in unit.nodes for u in uses(n) if has_float32(u.node)]
         if not low.issuperset(around if unit in lowable else readers(unit, units, keeps)):
             return False  # it would round what a float32 op reads
+        read_by = [r for r in readers(unit, units, keeps) if r is not None]
+        if unit not in lowable and any(r.category is Category.PROMOTE for r in read_by):
+            return False  # or what a promote op takes as float32
     for unit in low:
         if unit.category in (Category.INFER, Category.PROMOTE) and unit in tainted:
             return False
@@ -264,6 +267,22 @@ def test_a_deny_with_a_float32_neighbour_does_not_fold(end, rules: autocastfx.Op
         return end(torch.nn.functional.softplus(x @ x), x)
 
     assert "softplus: f32" in rewritten(ends, x, op_list=rules, dtype=torch.bfloat16)
+
+
+def test_a_float32_value_joined_through_a_view_widens_the_result(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    """Else the gradient of a class token, summed over a batch, would pass through 16 bits and overflow."""
+
+    class Joined(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = torch.nn.Parameter(torch.rand(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.token.view(1, 4), x @ x]) @ x
+
+    plan = autocastfx.convert(Joined(), (x,), op_list=rules).plan
+    assert plan["view"].placement.run is Precision.FLOAT32
+    assert plan["cat"].placement.run is Precision.FLOAT32
 
 
 def test_reasons(rules: autocastfx.OpList, x: torch.Tensor) -> None:
