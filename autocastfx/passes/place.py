@@ -2,7 +2,8 @@
 
 What the categories leave free is labelled low or float32. ``allow`` and ``deny`` are given; an ``infer`` after a
 ``deny`` is float32 (TensorFlow's rule), and so is one that no ``allow`` comes before; a ``promote`` is low only if its
-inputs are; a ``clear`` never rounds what a float32 op reads; a ``deny`` that folds may be low between low neighbours.
+inputs are; a ``clear`` never rounds what a float32 op reads, and an ``infer`` nothing that was computed from outside in
+float32 (a mask, say, which may be beyond the range); a ``deny`` that folds may be low between low neighbours.
 Ties are float32.
 """
 
@@ -202,10 +203,14 @@ def _rules(
         rounds = unit.category is Category.CLEAR and unit not in only_for_low
         if unit in folding or unit.category is Category.PROMOTE or (rounds and unit in after_allow):
             yield from (Term(None, (unit,), (source,)) for source in _sources(unit, units))
+        if unit.category is Category.INFER:  # what was computed from outside in float32 may not fit
+            free = (s for s in _sources(unit, units) if isinstance(s, Unit) and s.is_free and s not in after_allow)
+            yield from (Term(None, (unit,), (source,)) for source in free)
         if unit in folding or (rounds and unit not in after_allow):
             yield from (Term(None, (unit,), (reader,)) for reader in readers[unit])
-            if any(isinstance(reader, Unit) and reader.category is Category.PROMOTE for reader in readers[unit]):
-                yield Term(None, (unit,), (_OUTSIDE,))  # what it moves is float32, and the widest that meets there
+        joined = any(isinstance(r, Unit) and r.category is Category.PROMOTE for r in readers[unit])
+        if rounds and unit not in after_allow and joined:
+            yield Term(None, (unit,), (_OUTSIDE,))  # it moves a float32 value, the widest of those that meet there
 
 
 def _sources(unit: Unit, units: Units) -> Iterator[Label]:

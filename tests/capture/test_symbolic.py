@@ -179,7 +179,7 @@ DIFFERENT = {
     "rotary": "without sizes the dtype of a product with view_as_complex is not known, and taken for float32",
 }
 # A draft knows no sizes: fewer bytes move in another way where a value is expanded or a weight is small.
-BY_SIZE = {"super_resolution": {"prelu"}, "vision": {"expand", "cat", "add"}}
+BY_SIZE = {"super_resolution": {"prelu"}, "vision": {"flatten", "transpose", "expand", "cat", "add"}}
 
 
 def precisions(plan: Plan) -> Counter[tuple[str, str]]:

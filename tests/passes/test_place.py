@@ -69,6 +69,10 @@ def obeys(low: set[Unit], units: Units, folds: frozenset[fx.Node], keeps: bool) 
         if unit not in lowable and any(r.category is Category.PROMOTE for r in read_by):
             return False  # or what a promote op takes as float32
     for unit in low:
+        sources = {units.stored(u.node) for n in unit.nodes for u in uses(n) if has_float32(u.node)}
+        computed = {s for s in sources if s is not None and s.category in FREE and s not in lowable}
+        if unit.category is Category.INFER and not low.issuperset(computed):
+            return False
         if unit.category in (Category.INFER, Category.PROMOTE) and unit in tainted:
             return False
         if unit.category is Category.INFER and unit not in reached:
