@@ -149,6 +149,7 @@ class Converter:
             parameters=frozenset(n for n, t in held.items() if isinstance(t, nn.Parameter)),
             largest=_largest({**held, **attributes}),
             dtypes={node: dtypes(node) for node in graph.nodes},
+            ops={node: op_name(node) for node in graph.nodes},
             cached=_cached(held),
             measured={node: known[key] for node in graph.nodes if (key := key_of(node, prefix)) in known},
             prefix=prefix,
@@ -176,7 +177,8 @@ def _recompose(converter: Converter, state: State, device: torch.device) -> Stat
     reached.update({r.node: reached[r.replaced[-1]] for r in recomposed if r.replaced[-1] in reached})
     measured = {node: reached[node.name] for node in state.graph.nodes if node.name in reached}
     now = {node: dtypes(node) for node in state.graph.nodes}
-    return replace(state, recomposed=recomposed, measured=measured, dtypes=now)
+    ops = {node: op_name(node) for node in state.graph.nodes}
+    return replace(state, recomposed=recomposed, measured=measured, dtypes=now, ops=ops)
 
 
 def _classify(converter: Converter, state: State, device: torch.device) -> State:

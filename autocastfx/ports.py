@@ -10,6 +10,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autocastfx.alias import mutated_inputs
+from autocastfx.cross_entropy import is_separable
 from autocastfx.graph import Use, argument, dtypes, elements, is_float32, tensors, uses
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import OpList
@@ -50,11 +51,14 @@ class Ports:
         return tuple(r for r in operands if tensors(r)[0].ndim) or operands
 
     def converts(self, node: fx.Node, use: Use) -> bool:
-        """Whether ``node`` itself makes float32 of what it reads there: a cast, or an op with a dtype argument."""
+        """Whether ``node`` itself makes float32 of what it reads there.
+
+        A cast does, an op with a dtype argument, and one that is separated into parts of which the first has one.
+        """
         name = op_name(node)
         if name in _CASTS:
             return use.argument == "self" and argument(node, "dtype") == torch.float32 and is_float32(node)
-        return use.argument == "self" and self.asks_dtype(node)
+        return use.argument == "self" and (self.asks_dtype(node) or is_separable(node))
 
     def asks_dtype(self, node: fx.Node) -> bool:
         """Whether a float32 result is asked of ``node`` by its dtype argument."""

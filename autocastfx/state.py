@@ -28,7 +28,8 @@ class State:
     attributes: Mapping[str, Any]
     parameters: frozenset[str]
     largest: Mapping[str, float]
-    dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]
+    dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]  # before rewriting, as the op names are
+    ops: Mapping[fx.Node, str]
     guesses: frozenset[str] | None = None
     measured: Mapping[fx.Node, float] = field(default_factory=dict)
     classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))
@@ -49,7 +50,7 @@ def planned_node(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> 
         after = state.followed.dtypes[node]
     return PlannedNode(
         name=prefix + node.name,
-        op=op_name(node),
+        op=state.ops[node],
         module=module_path(node),
         decision=state.classification.decisions[node],
         placement=placement,

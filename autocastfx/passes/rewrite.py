@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.fx.node import Argument
 
 from autocastfx.alias import alias_sets
+from autocastfx.cross_entropy import is_separable, separate
 from autocastfx.graph import (
     Origin,
     Use,
@@ -96,6 +97,8 @@ class _Run:
         map_uses(node, wanted)
         if as_stored and not runs_low and ports.asks_dtype(node):
             set_argument(node, "dtype", torch.float32)
+        elif as_stored and not runs_low and is_separable(node):
+            separate(node)
         if placement is None or not is_float32(node):
             return
         if placement.run is not placement.store:

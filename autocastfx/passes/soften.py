@@ -10,6 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autocastfx.cast import cast_if
+from autocastfx.cross_entropy import PART
 from autocastfx.graph import origin, set_value, value
 from autocastfx.op_name import op_name
 from autocastfx.plan import Placement, Precision
@@ -29,7 +30,9 @@ def soften(graph: fx.Graph, placements: Mapping[fx.Node, Placement], guesses: Se
     for node in graph.nodes:
         mark, placement = origin(node), placements.get(node)
         if mark is not None:
-            if op_name(node) == "to":
+            if mark.rule == PART:
+                set_value(node, torch.empty(1))
+            elif op_name(node) == "to":
                 dtype = node.args[1]
                 set_value(node, torch.empty(1, dtype=dtype))
                 if mark.value in guesses:

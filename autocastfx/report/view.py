@@ -92,9 +92,8 @@ class _Join:
         if cast is not None:
             change = f"{self.low if cast.dtype == 'float32' else 'float32'} → {cast.dtype}"
             return Row(name, "cast", op_name(node), change, cast=cast, mark=mark)
-        return Row(
-            name, "made" if mark is not None else "op", op_name(node), _change(planned), planned=planned, mark=mark
-        )
+        op = planned.op if planned is not None else op_name(node)  # of one that was separated, the name that rules know
+        return Row(name, "made" if mark is not None else "op", op, _change(planned), planned=planned, mark=mark)
 
 
 def _with_removed(rows: Sequence[Row], plan: Plan) -> Iterator[Row]:
