@@ -243,7 +243,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 TASKS: dict[str, Task] = {
     "digits CNN": DigitsCNN(steps=250, batch=32, rate=3e-3),
-    "digits ViT": DigitsViT(steps=400, batch=64, rate=2e-3),
-    "character GPT": CharacterGPT(steps=500, batch=16, rate=3e-3, context=64, validation=2**17),
+    "digits ViT": DigitsViT(steps=300, batch=32, rate=2e-3),
+    "character GPT": CharacterGPT(steps=500, batch=8, rate=3e-3, context=64, validation=2**17),
     "underflow": Underflow(steps=400, batch=64, rate=0.3),
 }
