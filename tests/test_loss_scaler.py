@@ -127,3 +127,11 @@ def test_on_a_gpu_a_copy_arrives_without_waiting() -> None:
     assert copy.arrived() == Seen(3.0, 1)
     assert copy.arrived() is None
     assert copy.read(number) == Seen(4.0, 0)
+
+
+def test_a_state_made_on_a_cpu_moves_to_the_device_of_the_losses() -> None:
+    scaler = LossScaler(DynamicLossScale(8.0))
+    scaler.state_dict()  # before any loss
+    state = scaler.state(torch.device("meta"))
+    assert {t.device.type for t in (state.scale, state.good_steps, state.spare)} == {"meta"}
+    assert scaler.state(torch.device("cpu")) is state
