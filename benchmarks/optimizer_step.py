@@ -4,16 +4,17 @@
 
 Measured is one steady step, gradients at hand: scaling the loss, unscaling and checking the gradients, stepping,
 updating the scale. Parameters have 16 elements, so that the host's work is all there is. The three sides take turns,
-round by round, each with parameters of its own; times are CPU time of the one thread, so that other processes count
-little, and are medians, with quartiles, of the rounds. Counted besides, for each side: ATen calls; host reads; and
-frames of Python that run in this package, comprehensions' too. The exit status is 1 where a step takes longer than
-GradScaler's, where it reads more than once beyond what the bare optimizer reads, or at all if that is fused, or where
-the package's frames grow with the number of parameters.
+round by round, each with parameters of its own, which are made anew six times, in each order. Times are CPU time of the
+one thread, so that other processes count little: medians, with quartiles, of the rounds. Counted besides, for each
+side: ATen calls; host reads; and frames of Python that run in this package, comprehensions' too. The exit status is 1
+where a step takes longer than GradScaler's, where it reads more than once beyond what the bare optimizer reads, or at
+all if that is fused, or where the package's frames grow with the number of parameters.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -129,19 +130,21 @@ def count_frames(step: Callable[[], None]) -> int:
 
 def measure(optimizer: str, size: int, rounds: int) -> list[Row]:
     """A row for each side."""
-    steps = {name: side(name, optimizer, size) for name in SIDES}
-    for step in steps.values():
-        for _ in range(3):  # state is made in the first
-            step()
-    counts = {name: (*count_calls(step), count_frames(step)) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in SIDES}
-    for turn in range(rounds):
-        for place in range(len(SIDES)):
-            name = SIDES[(turn + place) % len(SIDES)]  # each is first as often
-            step = steps[name]
-            started = time.thread_time()
-            step()
-            times[name].append(1e6 * (time.thread_time() - started))
+    counts: dict[str, tuple[int, int, int]] = {}
+    for order in itertools.permutations(SIDES):  # where in memory a side lies has a part in its times
+        steps = {name: side(name, optimizer, size) for name in order}
+        for name, step in steps.items():
+            for _ in range(3):  # state is made in the first
+                step()
+            counts[name] = (*count_calls(step), count_frames(step))
+        for turn in range(-(-rounds // 6)):
+            for place in range(len(SIDES)):
+                name = order[(turn + place) % len(SIDES)]  # each is first as often
+                step = steps[name]
+                started = time.thread_time()
+                step()
+                times[name].append(1e6 * (time.thread_time() - started))
     quartiles = {name: quantiles(times[name], n=4) for name in SIDES}
     return [
         Row(
