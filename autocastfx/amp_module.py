@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -14,31 +13,14 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from autocastfx.call import Call, CallSignature
-from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError, VariantError
+from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError
 from autocastfx.forwarding import forwarded
 from autocastfx.mirror import mirror
 from autocastfx.plan import Plan
 from autocastfx.variant import Variant
+from autocastfx.variant_table import Maker, VariantTable
 
 __all__ = ["AmpModule", "Variant"]
-
-
-class Maker(Protocol):
-    """Makes variants for an :class:`AmpModule`, which knows of no pass itself."""
-
-    @property
-    def model(self) -> nn.Module | None: ...
-
-    @property
-    def baked(self) -> bool: ...
-
-    def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant: ...
-
-    def draft(self, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> Variant: ...
-
-    def rebuild(self, captured: Any, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant: ...
-
-    def without_model(self) -> Maker: ...
 
 
 class AmpModule(fx.GraphModule):
@@ -60,7 +42,7 @@ class AmpModule(fx.GraphModule):
         self._table = "_variants"
         while self._table in self._modules:  # a model that was converted before, and exported, holds one already
             self._table += "_"
-        self.add_module(self._table, nn.ModuleList())
+        self.add_module(self._table, VariantTable(self._table, maker))
         type(self).forward = _signed(signature)  # GraphModule gives each instance a class of its own
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -72,7 +54,7 @@ class AmpModule(fx.GraphModule):
             VariantError: no variant fits, and none can be captured.
         """
         call = self._signature.bind(args, kwargs)
-        variant = self._fitting(call)
+        variant = self._mounted.fitting(call, self._modes())
         if variant is None:
             variant = self._further(call)
         kind = variant.autocast
@@ -81,48 +63,32 @@ class AmpModule(fx.GraphModule):
                 return pytree.tree_unflatten(variant.function(self, *call.tensors), variant.out_spec)
         return pytree.tree_unflatten(variant.function(self, *call.tensors), variant.out_spec)
 
-    def _fitting(self, call: Call) -> Variant | None:
-        modes = self._modes()
-        sizes = [t.shape for t in call.tensors]
-        for variant in self.variants:
-            if variant.modes == modes and variant.structure == call.structure and variant.guard.holds(sizes):
-                return variant
-        return None
-
     def _further(self, call: Call) -> Variant:
         return cast("Any", torch.compiler).disable(self._capture_for)(call)
 
     def _capture_for(self, call: Call) -> Variant:
         if not self.variants:
             return self.capture_modes(call)
-        try:
-            return self.capture(call, self._modes())
-        except CaptureError as error:
-            raise VariantError(f"{self._why_none_fits(call)}; a further one cannot be captured: {error}") from error
-
-    def _why_none_fits(self, call: Call) -> str:
-        same_mode = [v for v in self.variants if v.modes == self._modes()]
-        same_call = [v for v in same_mode if v.structure == call.structure]
-        if not same_mode:
-            return "no variant was captured for these modes (train or eval) of the modules"
-        if not same_call:
-            known = "; ".join(f"({v.structure})" for v in same_mode)
-            return f"no variant was captured for the call ({call.structure}), only for {known}"
-        broken = same_call[0].guard.broken([t.shape for t in call.tensors])
-        return f"no variant holds for these sizes: {broken} does not hold"
+        variant = self._mounted.further(call, self._modes(), self.held())
+        self._leave_constants_to_each_rank()
+        return variant
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple([m.training for m in self._own_modules])
 
     @property
+    def _mounted(self) -> VariantTable:
+        return cast("VariantTable", self._modules[self._table])
+
+    @property
     def variants(self) -> tuple[Variant, ...]:
         """All captured variants, in the order of capture."""
-        return tuple(v for v in self.shown if not v.plan.unverified)
+        return self._mounted.captured
 
     @property
     def shown(self) -> tuple[Variant, ...]:
         """The captured variants; drafts while there are none."""
-        return tuple(cast("list[Variant]", self._modules[self._table]))
+        return self._mounted.shown
 
     def capture(self, call: Call, modes: tuple[bool, ...]) -> Variant:
         """Capture the original as it runs ``call`` in ``modes``, and add the variant.
@@ -130,9 +96,9 @@ class AmpModule(fx.GraphModule):
         Raises:
             CaptureError: the original is not at hand, or cannot be captured.
         """
-        known = next((v.captured for v in self.variants if v.captured is not None), None)
-        sizes = known.sizes if known is not None else "all"  # do not try again what was too slow once
-        return self.add_variant(self._maker.capture(call, modes, self.held(), sizes))
+        variant = self._mounted.capture(call, modes, self.held())
+        self._leave_constants_to_each_rank()
+        return variant
 
     def capture_modes(self, call: Call) -> Variant:
         """Capture the original as it runs ``call``, in its present modes, in training and in evaluation.
@@ -144,13 +110,9 @@ class AmpModule(fx.GraphModule):
             CaptureError: it cannot be captured in its present modes. What fails in another mode is left to its first
                 call.
         """
-        now = self._modes()
-        first = self.capture(call, now)
-        for modes in () if self._maker.baked else dict.fromkeys([(True,) * len(now), (False,) * len(now)]):
-            if modes != now:
-                with suppress(CaptureError):
-                    self.capture(call, modes)
-        return first
+        variant = self._mounted.capture_modes(call, self._modes(), self.held())
+        self._leave_constants_to_each_rank()
+        return variant
 
     def draft(self) -> None:
         """Show drafts, made without inputs, until the first call. None where the model's code cannot be traced so.
@@ -158,34 +120,25 @@ class AmpModule(fx.GraphModule):
         Raises:
             BannedOpError: the list bans an op of the model.
         """
-        now = self._modes()
-        for modes in [now] if self._maker.baked else dict.fromkeys([now, (True,) * len(now), (False,) * len(now)]):
-            with suppress(CaptureError):
-                self.add_variant(self._maker.draft(modes, self.held()))
+        self._mounted.draft(self._modes(), self.held())
+        self._leave_constants_to_each_rank()
 
     def add_variant(self, variant: Variant) -> Variant:
         """Mount ``variant`` as the last one. The first one that was captured from inputs takes the place of drafts."""
-        if not variant.plan.unverified and not self.variants:
-            self._modules[self._table] = nn.ModuleList()
-        return self._mount(len(self.shown), variant)
-
-    def _mount(self, index: int, variant: Variant) -> Variant:
-        variant.mount(f"{self._table}.{index}")
-        table = cast("nn.ModuleList", self._modules[self._table])
-        if index == len(table):
-            table.append(variant)
-        else:
-            table[index] = variant
-        constants = [name for name, _ in self.named_buffers() if name.startswith(f"{self._table}.")]
-        self._ddp_params_and_buffers_to_ignore = constants  # the same on every rank
+        self._mounted.add(variant)
+        self._leave_constants_to_each_rank()
         return variant
+
+    def _leave_constants_to_each_rank(self) -> None:
+        """Tell DDP that the constants of graphs, which are the same on every rank, need no broadcast."""
+        self._ddp_params_and_buffers_to_ignore = [f"{self._table}.{name}" for name, _ in self._mounted.named_buffers()]
 
     @property
     def _active(self) -> Variant:
-        if not self.shown:
+        active = self._mounted.active(self._modes())
+        if active is None:
             raise self._not_captured()
-        modes = self._modes()
-        return next((v for v in self.shown if v.modes == modes), self.shown[0])
+        return active
 
     def _not_captured(self) -> NotCapturedError:
         try:
@@ -257,18 +210,12 @@ class AmpModule(fx.GraphModule):
             )
         super()._apply(fn, recurse)
         if self._place() != here:
-            for index, variant in enumerate(self.shown):
-                self._move(index, variant, self._place())
+            self._mounted.move(self._place(), self.held())
+            self._leave_constants_to_each_rank()
         return self
 
     def _place(self) -> torch.device:
         return next((t.device for t in self.held().values()), torch.device("cpu"))
-
-    def _move(self, index: int, variant: Variant, device: torch.device) -> None:
-        if variant.captured is not None and device.type != variant.device.type:
-            rebuilt = self._maker.rebuild(variant.captured, self.held(), device)
-            variant = self._mount(index, rebuilt.to(device))
-        variant.move(device)
 
     def __getattr__(self, name: str) -> Any:
         try:
