@@ -19,7 +19,7 @@ from autocastfx.errors import (
     VerifyError,
 )
 from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
-from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Recomposed
+from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
 from autocastfx.ranges import Range, Ranges
 
 __version__ = "0.1.0"
@@ -41,6 +41,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlannedCast",
+    "PlannedCopy",
     "PlannedNode",
     "Precision",
     "Range",

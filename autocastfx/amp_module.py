@@ -19,6 +19,7 @@ from autocastfx.mirror import mirror
 from autocastfx.plan import Plan
 from autocastfx.variant import Variant
 from autocastfx.variant_table import Maker, VariantTable
+from autocastfx.weights import WorkingCopies
 
 __all__ = ["AmpModule", "Variant"]
 
@@ -37,6 +38,7 @@ class AmpModule(fx.GraphModule):
         self._lineno_map: dict[int, int | None] = {}  # Dynamo reads it; this class's forward is not a graph's code
         self._signature = signature
         self._maker = maker
+        self._working_copies = WorkingCopies(self)  # graphs read it by this name: weights.ATTRIBUTE
         mirror(model, self, {id(model): self})
         self._own_modules = tuple(self.modules())
         self._table = "_variants"
@@ -198,7 +200,16 @@ class AmpModule(fx.GraphModule):
                 "that was exported instead."
             )
         super().train(mode)
+        self._working_copies.expire()  # weights are exchanged between training and evaluation, not always visibly
         return self
+
+    def refresh_weights(self) -> None:
+        """Make the 16-bit working copies of ``weights="cached"`` anew, at the next call.
+
+        Needed after writes into ``parameter.data`` (``p.data.copy_(other)``), which torch does not count, and after
+        the replay of a CUDA graph that holds an optimizer's step. All other changes are seen without it.
+        """
+        self._working_copies.expire()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AmpModule:
         here = self._place()

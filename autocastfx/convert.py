@@ -61,7 +61,8 @@ def convert(
         dtype: the 16-bit dtype: ``torch.float16`` or ``torch.bfloat16``.
         op_list: which op runs in which precision: a preset's name, a YAML path, an ``OpList``, or a sequence of these,
             of which the later win. ``"default"`` is the preset of ``dtype``.
-        weights: ``"cast"``: parameters stay float32 and are cast in the graph. ``"cached"`` and ``"low"`` are reserved.
+        weights: ``"cast"``: parameters stay float32 and are cast in the graph, in each call. ``"cached"``: parameters
+            stay float32; the graph reads 16-bit working copies, which are made anew when a parameter has changed.
         fold: ``"exact"``: a ``deny`` op may take and give 16 bits between low neighbours, where the table of kernel
             facts says that this changes no more than an ulp; ``"none"``: never. ``"kernel"`` is reserved.
         calibrate: what the model's values reach: ranges that :func:`calibrate` measured, the path of a file of them,
@@ -94,7 +95,9 @@ def convert(
     lists = load_op_list(op_list, default=LOW[dtype])
     edited = None if plan is None else read_plan(plan)
     patterns = chosen(recompose)
-    converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype, fold, plan=edited, recompose=patterns)
+    converter = Converter(
+        lists, load_kernel_facts(), dtype, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights
+    )
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
     if isinstance(model, ExportedProgram):
@@ -185,7 +188,7 @@ def _check_arguments(dtype: torch.dtype, weights: str, fold: str, headroom: floa
     if not (math.isfinite(headroom) and headroom >= 1):
         raise ValueError(f"headroom is a finite factor of at least 1, not {headroom!r}")
     reserved = {
-        "weights": (weights, ("cast",)),
+        "weights": (weights, ("cast", "cached")),
         "fold": (fold, ("exact", "none")),
     }
     for name, (given, built) in reserved.items():
