@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.call import Call, CallSignature
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError
 from autocastfx.forwarding import forwarded
+from autocastfx.low_weights import own_tensors, refuse_gradients, refuse_training, stored_low
 from autocastfx.mirror import mirror
 from autocastfx.plan import Plan
 from autocastfx.variant import Variant
@@ -54,6 +55,7 @@ class AmpModule(fx.GraphModule):
         Raises:
             TypeError: the arguments do not fit the original's signature.
             VariantError: no variant fits, and none can be captured.
+            UnsupportedError: a gradient is asked of weights that are stored in 16 bits.
         """
         call = self._signature.bind(args, kwargs)
         variant = self._mounted.fitting(call, self._modes())
@@ -62,8 +64,16 @@ class AmpModule(fx.GraphModule):
         kind = variant.autocast
         if kind is not None and torch.is_autocast_enabled(kind):  # a region around the call must not decide again
             with torch.autocast(kind, enabled=False):
-                return pytree.tree_unflatten(variant.function(self, *call.tensors), variant.out_spec)
-        return pytree.tree_unflatten(variant.function(self, *call.tensors), variant.out_spec)
+                outputs = variant.function(self, *call.tensors)
+        else:
+            outputs = variant.function(self, *call.tensors)
+        if self._is_low:
+            refuse_gradients(outputs)
+        return pytree.tree_unflatten(outputs, variant.out_spec)
+
+    @property
+    def _is_low(self) -> bool:
+        return self._maker.weights == "low"
 
     def _further(self, call: Call) -> Variant:
         return cast("Any", torch.compiler).disable(self._capture_for)(call)
@@ -192,8 +202,11 @@ class AmpModule(fx.GraphModule):
         """Switch all modules to training or evaluation, as ``nn.Module.train`` does.
 
         Raises:
-            UnsupportedError: the model came out of torch.export, which bakes its mode in.
+            UnsupportedError: the model came out of torch.export, which bakes its mode in, or its weights are stored in
+                16 bits.
         """
+        if self._is_low and mode:
+            refuse_training()
         if self._maker.baked:
             raise UnsupportedError(
                 "the model came out of torch.export, which bakes in the mode it was exported in. Convert the module "
@@ -202,6 +215,30 @@ class AmpModule(fx.GraphModule):
         super().train(mode)
         self._working_copies.expire()  # weights are exchanged between training and evaluation, not always visibly
         return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> AmpModule:
+        """Ask for gradients of all parameters, or for none.
+
+        Raises:
+            UnsupportedError: the weights are stored in 16 bits.
+        """
+        if self._is_low and requires_grad:
+            refuse_training()
+        super().requires_grad_(requires_grad)
+        return self
+
+    def store_low(self, low: torch.dtype) -> None:
+        """Become a model of its own for inference: the weights that all variants read in 16 bits are stored so.
+
+        Neither the original nor any of its tensors is referred to any more, and no further variant can be captured.
+        """
+        names = frozenset[str].intersection(*(stored_low(v, low) for v in self.variants))
+        held = self.held()
+        own_tensors(self._own_modules, [held[name] for name in names if name in held], low)
+        self._maker = self._mounted.maker = self._maker.without_model()
+        for variant in self.variants:
+            variant.captured = None  # it was decided for float32 weights
+        super().train(False)
 
     def refresh_weights(self) -> None:
         """Make the 16-bit working copies of ``weights="cached"`` anew, at the next call.
@@ -213,12 +250,14 @@ class AmpModule(fx.GraphModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AmpModule:
         here = self._place()
-        probe = fn(torch.empty(0, device=here))
-        if probe.dtype != torch.float32:
-            raise UnsupportedError(
-                f"an AmpModule's parameters stay float32, so it cannot become {probe.dtype}: its graph holds the "
-                "casts. Move it with .to(device) alone, or convert again with another dtype."
-            )
+        for dtype in dict.fromkeys((torch.float32, *(p.dtype for p in self.parameters() if self._is_low))):
+            probe = fn(torch.empty(0, dtype=dtype, device=here))
+            if probe.dtype != dtype:
+                kept = "keep the dtypes that they are stored in" if self._is_low else "stay float32"
+                raise UnsupportedError(
+                    f"an AmpModule's parameters {kept}, so it cannot become {probe.dtype}: its graph holds the "
+                    "casts. Move it with .to(device) alone, or convert again with another dtype."
+                )
         super()._apply(fn, recurse)
         if self._place() != here:
             self._mounted.move(self._place(), self.held())

@@ -185,6 +185,6 @@ def _after_step(copies: weakref.ref[WorkingCopies]) -> Callable[..., None]:
     def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         found = copies() if not torch.compiler.is_compiling() else None
         if found is not None:
-            found.expire(p for group in optimizer.param_groups for p in group["params"])
+            found.expire(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
 
     return stepped
