@@ -9,6 +9,7 @@ from autocastfx.errors import (
     BannedOpError,
     CalibrationError,
     CaptureError,
+    LossScaleError,
     NotCapturedError,
     OpListError,
     PlanError,
@@ -18,9 +19,13 @@ from autocastfx.errors import (
     VariantError,
     VerifyError,
 )
+from autocastfx.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
+from autocastfx.loss_scaler import LossScaler
 from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
+from autocastfx.optimizer import LossScalingOptimizer
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
 from autocastfx.ranges import Range, Ranges
+from autocastfx.step_result import StepResult
 
 __version__ = "0.1.0"
 
@@ -33,7 +38,12 @@ __all__ = [
     "Category",
     "Change",
     "Decision",
+    "DynamicLossScale",
+    "LossScaleError",
+    "LossScaler",
+    "LossScalingOptimizer",
     "ModuleRule",
+    "NoLossScale",
     "NotCapturedError",
     "OpList",
     "OpListError",
@@ -48,6 +58,8 @@ __all__ = [
     "Ranges",
     "Recomposed",
     "Rule",
+    "StaticLossScale",
+    "StepResult",
     "UnmatchedPlanWarning",
     "UnmatchedRuleWarning",
     "UnsupportedError",
@@ -59,4 +71,5 @@ __all__ = [
     "dump",
     "load_op_list",
     "presets",
+    "suggest_loss_scale",
 ]

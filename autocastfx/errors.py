@@ -88,6 +88,10 @@ class PlanError(AutocastFXError, ValueError):
         self.source = source
 
 
+class LossScaleError(AutocastFXError, RuntimeError):
+    """Gradients that are not finite even at the smallest loss scale, or a loss scale used out of order."""
+
+
 class UnmatchedRuleWarning(UserWarning):
     """A rule of the user's own op list matched no node of the model."""
 

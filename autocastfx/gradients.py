@@ -1,0 +1,91 @@
+"""The gradients of an optimizer's parameters, as plain tensors that foreach kernels take together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+__all__ = ["culprits", "is_finite", "local", "norm", "parameter_names", "present", "unscale_"]
+
+_KERNELS: Any = torch  # its stubs leave the fused kernels out
+
+
+def present(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+    """What of each parameter's gradient one process holds: a DTensor's local part, a sparse one's values.
+
+    A sparse gradient is coalesced. Parameters without a gradient are left out.
+    """
+    found = [g for group in groups for p in group["params"] if (g := p.grad) is not None]
+    if all(type(g) is torch.Tensor and g.layout is torch.strided for g in found):
+        return found
+    return [_values(p) for group in groups for p in group["params"] if p.grad is not None]
+
+
+def _values(parameter: torch.Tensor) -> torch.Tensor:
+    grad = cast("torch.Tensor", parameter.grad)
+    if grad.layout is torch.sparse_coo:
+        if not grad.is_coalesced():
+            parameter.grad = grad = grad.coalesce()
+        return grad._values()
+    return local(grad)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that this process holds; any other tensor as it is."""
+    to_local: Any = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor
+
+
+def unscale_(grads: Sequence[torch.Tensor], inverse: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """Multiply ``grads`` by ``inverse``, in place; ``found_inf`` becomes 1 where one is not finite. Reads nothing.
+
+    Args:
+        grads: of any devices and floating dtypes.
+        inverse: float32, no dimensions.
+        found_inf: float32, no dimensions.
+    """
+    if not grads:
+        return
+    for (device, _), ((alike,), _) in _group_tensors_by_device_and_dtype([list(grads)]).items():
+        if device == found_inf.device:
+            _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse)
+        else:
+            found = torch.zeros_like(found_inf, device=device)
+            _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse.to(device, non_blocking=True))
+            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+
+
+def parameter_names(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter of ``groups`` and its name, where the optimizer was given names, else its place and shape."""
+    for number, group in enumerate(groups):
+        known = group.get("param_names")
+        for index, parameter in enumerate(group["params"]):
+            place = f"group {number}, parameter {index} of shape {tuple(parameter.shape)}"
+            yield known[index] if known is not None else place, parameter
+
+
+def culprits(groups: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Names of the parameters whose gradients are not all finite. Waits for the device."""
+    named = [(name, p) for name, p in parameter_names(groups) if p.grad is not None]
+    finite = [is_finite(_values(p)) for _, p in named]
+    return tuple(name for (name, _), fine in zip(named, finite, strict=True) if not fine)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are finite. Waits for the device."""
+    return bool(torch.isfinite(tensor).all().item())
+
+
+def norm(groups: Sequence[dict[str, Any]]) -> float:
+    """The 2-norm of all gradients together. Waits for the device; of DTensors it is that of all processes' parts."""
+    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    return float(whole(torch.nn.utils.get_total_norm(grads)).item())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor; any other tensor as it is."""
+    full: Any = getattr(tensor, "full_tensor", None)
+    return full() if full is not None else tensor

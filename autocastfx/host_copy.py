@@ -1,0 +1,54 @@
+"""Looking at a number on a device without making the host wait for it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["HostCopy", "Seen", "is_capturing"]
+
+
+class Seen(NamedTuple):
+    """A number, and how many calls of ``arrived`` ago it was that."""
+
+    number: float
+    age: int
+
+
+class HostCopy:
+    """Brings a number to the host in the background, where its device can."""
+
+    def __init__(self) -> None:
+        self._pinned: torch.Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+        self._age = 0
+
+    def start(self, number: torch.Tensor) -> None:
+        """Have ``number`` (float32, no dimensions) copied; nothing on a CPU, where it can be read at once."""
+        if not number.is_cuda or self._event is not None:
+            return
+        if self._pinned is None:
+            self._pinned = torch.empty((), dtype=torch.float32, pin_memory=True)
+        self._pinned.copy_(number, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+        self._age = 0
+
+    def arrived(self) -> Seen | None:
+        """The number, if its copy is complete."""
+        self._age += 1
+        if self._event is None or self._pinned is None or not self._event.query():
+            return None
+        self._event = None
+        return Seen(float(self._pinned.item()), self._age)
+
+    def read(self, number: torch.Tensor) -> Seen:
+        """The number as it is now. Waits for the device."""
+        self._event = None
+        return Seen(float(number.item()), 0)
+
+
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Whether the work on the device of ``tensor`` is being captured into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,227 @@
+"""By what a loss is multiplied before the backward pass: three rules, as small values with the same members.
+
+float16 keeps nothing below 2**-25, which many gradients are. Scaling the loss scales them all, and the optimizer
+divides them again, in float32 (Micikevicius et al., "Mixed Precision Training", ICLR 2018).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["DynamicLossScale", "LossScale", "NoLossScale", "ScaleState", "StaticLossScale", "suggest_loss_scale"]
+
+_KERNELS: Any = torch  # its stubs leave the fused kernels out
+_LARGEST_FLOAT16 = 65504.0
+
+
+@dataclass
+class ScaleState:
+    """What changes from step to step: three tensors without dimensions on one device, changed in place.
+
+    Attributes:
+        scale: float32; what losses are multiplied by.
+        good_steps: int32; steps without overflow since the scale last changed.
+        spare: int32; overflows until the scale backs off.
+    """
+
+    scale: torch.Tensor
+    good_steps: torch.Tensor
+    spare: torch.Tensor
+
+    def to(self, device: torch.device) -> ScaleState:
+        """The same state on ``device``."""
+        return ScaleState(self.scale.to(device), self.good_steps.to(device), self.spare.to(device))
+
+
+class LossScale(Protocol):
+    """A rule for the scale."""
+
+    @property
+    def initial(self) -> float:
+        """The scale of the first step."""
+        ...
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether a step whose gradients are not all finite is skipped."""
+        ...
+
+    def state(self, device: torch.device) -> ScaleState:
+        """The state before the first step."""
+        ...
+
+    def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
+        """Change ``state`` after a step: ``found_inf`` (float32, no dimensions) is 1 if it was skipped, else 0.
+
+        Reads nothing on the host.
+        """
+        ...
+
+    def overflows_to_floor(self, scale: float) -> float:
+        """How many overflows can follow before the scale is at its floor, where a further one is an error."""
+        ...
+
+
+def _state(initial: float, spare: int, device: torch.device) -> ScaleState:
+    return ScaleState(
+        torch.full((), initial, dtype=torch.float32, device=device),
+        torch.zeros((), dtype=torch.int32, device=device),
+        torch.full((), spare, dtype=torch.int32, device=device),
+    )
+
+
+@dataclass(frozen=True)
+class NoLossScale:
+    """Losses stay as they are, gradients are not looked at: for bfloat16 and float32."""
+
+    initial = 1.0
+    is_checked = False
+
+    def state(self, device: torch.device) -> ScaleState:
+        """The state before the first step."""
+        return _state(self.initial, 1, device)
+
+    def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
+        """Nothing changes."""
+
+    def overflows_to_floor(self, scale: float) -> float:
+        """There is no floor."""
+        return math.inf
+
+
+@dataclass(frozen=True)
+class StaticLossScale:
+    """Always the same scale; a step with non-finite gradients is skipped.
+
+    Raises:
+        ValueError: the scale is no positive finite number.
+    """
+
+    scale: float = 2.0**16
+    is_checked = True
+
+    def __post_init__(self) -> None:
+        _check_positive("scale", self.scale)
+
+    @property
+    def initial(self) -> float:
+        """The scale."""
+        return self.scale
+
+    def state(self, device: torch.device) -> ScaleState:
+        """The state before the first step."""
+        return _state(self.scale, 1, device)
+
+    def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
+        """Nothing changes."""
+
+    def overflows_to_floor(self, scale: float) -> float:
+        """There is no floor."""
+        return math.inf
+
+
+@dataclass(frozen=True)
+class DynamicLossScale:
+    """As large as the gradients allow: grows after steps without overflow, backs off at an overflow.
+
+    The rule is that of ``torch.amp.GradScaler``, with a floor, a ceiling and the hysteresis of Megatron-LM's
+    ``DynamicGradScaler``: growing restores what hysteresis tolerates, backing off does not.
+
+    Attributes:
+        init: the scale of the first step.
+        growth: the factor by which it grows.
+        backoff: the factor by which it backs off.
+        interval: steps without overflow after which it grows.
+        hysteresis: the overflow, counted since the last growth, at which it backs off: 1 is the first.
+        min: the floor. An overflow there is an error, which names the parameters.
+        max: the ceiling.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    init: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    hysteresis: int = 1
+    min: float = 1.0
+    max: float = 2.0**24
+    is_checked = True
+
+    def __post_init__(self) -> None:
+        for name in ("init", "min", "max"):
+            _check_positive(name, getattr(self, name))
+        for name in ("interval", "hysteresis"):
+            given: Any = getattr(self, name)
+            if not isinstance(given, int) or given < 1:
+                raise ValueError(f"{name} is a whole number of at least 1, not {given!r}")
+        if not (self.growth >= 1 and math.isfinite(self.growth)):
+            raise ValueError(f"growth is a finite factor of at least 1, not {self.growth!r}")
+        if not 0 < self.backoff < 1:
+            raise ValueError(f"backoff is a factor between 0 and 1, not {self.backoff!r}")
+        if not self.min <= self.init <= self.max:
+            raise ValueError(
+                f"init is between min and max: {self.min!r} <= {self.init!r} <= {self.max!r} does not hold"
+            )
+
+    @property
+    def initial(self) -> float:
+        """The scale of the first step."""
+        return self.init
+
+    def state(self, device: torch.device) -> ScaleState:
+        """The state before the first step."""
+        return _state(self.init, self.hysteresis, device)
+
+    def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
+        """Grow, back off or count the step."""
+        if self.hysteresis == 1:
+            self._update(state, found_inf)
+            return
+        overflow = found_inf.to(torch.int32)
+        state.spare.sub_(overflow).clamp_(min=0)
+        state.good_steps.mul_(1 - overflow).sub_(overflow)  # -1, so that a tolerated overflow leaves 0 steps counted
+        self._update(state, found_inf * (state.spare == 0))
+        has_grown = (state.good_steps == 0) & (overflow == 0)
+        state.spare.masked_fill_(has_grown, self.hysteresis)
+
+    def _update(self, state: ScaleState, backs_off: torch.Tensor) -> None:
+        _KERNELS._amp_update_scale_(state.scale, state.good_steps, backs_off, self.growth, self.backoff, self.interval)
+        state.scale.clamp_(self.min, self.max)
+
+    def overflows_to_floor(self, scale: float) -> float:
+        """At least so many overflows bring ``scale`` to the floor."""
+        count = 0
+        while scale > self.min:
+            scale, count = scale * self.backoff, count + 1
+        return count
+
+
+def suggest_loss_scale(largest_gradient: float, *, margin: float = 1.0) -> float:
+    """The largest power of two whose product with the largest gradient stays below float16's maximum, 65504.
+
+    Args:
+        largest_gradient: the largest magnitude of a gradient of the unscaled loss, of weights and of activations.
+        margin: a further factor by which the product stays below.
+
+    Raises:
+        ValueError: an argument is no positive finite number.
+    """
+    _check_positive("largest_gradient", largest_gradient)
+    _check_positive("margin", margin)
+    exponent = math.floor(math.log2(_LARGEST_FLOAT16) - math.log2(largest_gradient) - math.log2(margin))
+    while largest_gradient * margin * 2.0**exponent >= _LARGEST_FLOAT16:  # logarithms are rounded
+        exponent -= 1
+    while largest_gradient * margin * 2.0 ** (exponent + 1) < _LARGEST_FLOAT16:
+        exponent += 1
+    return 2.0**exponent
+
+
+def _check_positive(name: str, given: float) -> None:
+    if not (isinstance(given, (int, float)) and math.isfinite(given) and given > 0):
+        raise ValueError(f"{name} is a positive finite number, not {given!r}")

@@ -1,0 +1,399 @@
+"""An optimizer that scales the loss, skips steps that overflowed, and keeps float32 masters of 16-bit weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from autocastfx import gradients
+from autocastfx.errors import LossScaleError, UnsupportedError
+from autocastfx.loss_scale import DynamicLossScale, LossScale
+from autocastfx.loss_scaler import LossScaler
+from autocastfx.masters import Masters
+from autocastfx.snapshot import Snapshot
+from autocastfx.step_result import StepResult
+from autocastfx.wrapping_optimizer import WrappingOptimizer
+
+__all__ = ["LossScalingOptimizer"]
+
+Losses = TypeVar("Losses")
+_TAKES_FOUND_INF = "_step_supports_amp_scaling"  # torch sets it on fused optimizers
+_ZERO, _ONE = torch.zeros(()), torch.ones(())
+_OWN = ("loss_scale", "masters")  # keys of a state dict that a bare optimizer's does not have
+
+
+class LossScalingOptimizer(WrappingOptimizer):
+    """Any optimizer of ``torch.optim``'s protocol, made safe for float16.
+
+    ::
+
+        optimizer = LossScalingOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        optimizer.backward(loss)  # or optimizer.scale_loss(loss).backward()
+        optimizer.step()
+
+    ``step`` divides the gradients by the scale, in float32, and is skipped if one is not finite: then no weight and no
+    optimizer state changes, to the bit, and the scale backs off. With a fused optimizer that is decided on the device
+    and the host reads nothing (but in the first step, in which the optimizer makes its state); with another the host
+    reads one number a step.
+
+    16-bit parameters get float32 masters: ``param_groups`` holds the masters, and each step copies them back, rounded.
+
+    Hooks for state dicts belong to the wrapped optimizer; step hooks run around each call of this one's ``step``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        loss_scale: LossScale | LossScaler | None = None,
+        *,
+        process_group: dist.ProcessGroup | str | None = "world",
+    ) -> None:
+        """Wrap ``optimizer``.
+
+        Args:
+            optimizer: is used on; its ``param_groups`` and ``state`` are this one's.
+            loss_scale: a rule, ``DynamicLossScale()`` if None; or the ``loss_scaler`` of another wrapper, to share its
+                scale.
+            process_group: processes that step together: all skip a step if one overflows. ``"world"``: all of them,
+                where torch.distributed is initialized. None: this process alone.
+
+        Raises:
+            UnsupportedError: the optimizer is wrapped already, or has complex parameters.
+            TypeError: it is no optimizer.
+        """
+        if isinstance(optimizer, LossScalingOptimizer):
+            raise UnsupportedError(
+                "the optimizer scales its loss already: wrap the one that it wraps, or use it as it is."
+            )
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"LossScalingOptimizer wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+        for group in optimizer.param_groups:
+            _check(group)
+        super().__init__(optimizer)
+        is_live = isinstance(loss_scale, LossScaler)
+        self.loss_scaler = loss_scale if is_live else LossScaler(loss_scale or DynamicLossScale())
+        self.process_group = process_group
+        self.masters = Masters(optimizer)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        self.loss_scaler.join(self)
+        self._searches = _needs_closure(self.optimizer)
+        self._warm: set[torch.Tensor] = set()  # parameters that the optimizer has its state of
+        self._found_inf: torch.Tensor | None = None  # of gradients that are unscaled already
+        self._scale: torch.Tensor | None = None  # that they had
+        self._norm: torch.Tensor | None = None
+        self._epoch = 0  # counts what makes gradients others than those of the last step
+        self._last: StepResult | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer.
+
+        Raises:
+            UnsupportedError: a parameter is complex.
+        """
+        self.optimizer.add_param_group(param_group)
+        added = self.optimizer.param_groups[-1]
+        try:
+            _check(added)
+        except UnsupportedError:
+            self.optimizer.param_groups.pop()
+            raise
+        self.masters.adopt(added, self.optimizer)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, of masters and of 16-bit parameters too."""
+        self._forget()
+        self.optimizer.zero_grad(set_to_none)
+        self.masters.zero_grad()
+
+    # ---- scaling ----------------------------------------------------------------------------------------------------
+
+    def scale_loss(self, loss: Losses) -> Losses:
+        """``loss``, a tensor or a tree of tensors, times the scale; in float32 where it has 16 bits.
+
+        Raises:
+            LossScaleError: the gradients at hand are unscaled already, and cannot be added to.
+        """
+        if self._found_inf is not None:
+            raise LossScaleError(
+                "the gradients are unscaled already, and those of a further loss would be added scaled: call step() "
+                "first, or zero_grad()."
+            )
+        self._epoch += 1
+        return self.loss_scaler.scale(loss, self)
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """``scale_loss(loss).backward(**options)``."""
+        self.scale_loss(loss).backward(**options)
+
+    def accumulate(self) -> None:
+        """Add the gradients of 16-bit parameters to their masters', in float32. For micro-batches, after each backward.
+
+        The sum of many 16-bit gradients loses small ones. Gradients of float32 parameters add up by themselves.
+        """
+        self.masters.collect()
+
+    def unscale_(self) -> None:
+        """Divide the gradients by the scale, in place, once between two steps; for looking at them or changing them.
+
+        Raises:
+            LossScaleError: no loss was scaled since the last step.
+        """
+        if self._found_inf is not None:
+            return
+        self.masters.collect()
+        if not self.loss_scaler.rule.is_checked:
+            self._found_inf, self._scale = _ZERO, _ONE
+            return
+        grads = gradients.present(self.optimizer.param_groups)
+        if grads and not self.loss_scaler.has_scaled:
+            raise LossScaleError(
+                "there are gradients, but no loss was scaled since the last step: call optimizer.backward(loss), or "
+                "optimizer.scale_loss(loss).backward(), in place of loss.backward()."
+            )
+        with torch.no_grad():
+            self._scale = self.loss_scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
+            self._found_inf = torch.zeros_like(self._scale)
+            gradients.unscale_(grads, self._scale.reciprocal(), self._found_inf)
+            self._agree(self._found_inf)
+
+    def _agree(self, found_inf: torch.Tensor) -> None:
+        """All processes overflow where one does."""
+        if self.process_group is None or not dist.is_available() or not dist.is_initialized():
+            return
+        group = None if isinstance(self.process_group, str) else self.process_group
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Unscale the gradients and clip their common norm, as ``torch.nn.utils.clip_grad_norm_``; waits for nothing.
+
+        Returns:
+            The norm before clipping, float32, no dimensions; ``last_step.grad_norm`` is this one then.
+        """
+        self.unscale_()
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type)
+        self._norm = gradients.whole(norm)
+        return self._norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Unscale the gradients and clip each element to [-clip_value, clip_value]."""
+        self.unscale_()
+        torch.nn.utils.clip_grad_value_(self._parameters(), clip_value)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    # ---- stepping ---------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Unscale the gradients, check them, and step or skip.
+
+        Args:
+            closure: computes gradients with ``backward`` or ``scale_loss`` and returns the loss, not scaled. An
+                optimizer that cannot step without one (LBFGS) may call it several times; if one call overflows, the
+                whole step is undone.
+
+        Returns:
+            What the closure returned, else what the wrapped optimizer's step does.
+
+        Raises:
+            LossScaleError: no loss was scaled; or gradients are not finite at the smallest scale.
+        """
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+            return self._hooked(self._step, closure)
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is not None and self._searches:
+            return self._search(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.unscale_()
+        result = self._step_or_skip(cast("torch.Tensor", self._found_inf))
+        return loss if closure is not None else result
+
+    def _step_or_skip(self, found_inf: torch.Tensor) -> Any:
+        result, skipped = None, None
+        if not self.loss_scaler.rule.is_checked:
+            result, skipped = self.optimizer.step(), False
+        elif self._decides_on_device():
+            inner: Any = self.optimizer
+            inner.found_inf = found_inf
+            try:
+                result = inner.step()
+            finally:
+                del inner.found_inf
+        else:
+            skipped = bool(found_inf.item())
+            if not skipped:
+                result = self.optimizer.step()
+                if hasattr(self.optimizer, _TAKES_FOUND_INF):
+                    self._warm.update(p for p in self._parameters() if p.grad is not None)
+        self._finish(found_inf, skipped)
+        return result
+
+    def _decides_on_device(self) -> bool:
+        """Whether the optimizer takes ``found_inf`` itself, and has all the state that a skipped step must not make."""
+        if not getattr(self.optimizer, _TAKES_FOUND_INF, False):
+            return False
+        if not all(group.get("fused", True) for group in self.param_groups):
+            return False
+        return all(p in self._warm for g in self.param_groups for p in g["params"] if p.grad is not None)
+
+    def _search(self, closure: Callable[[], Any]) -> Any:
+        before = Snapshot(self.optimizer)
+        seen: list[Any] = [None]
+
+        def evaluate() -> Any:
+            self._found_inf = None
+            self.masters.publish()
+            with torch.enable_grad():
+                seen[0] = closure()
+            self.unscale_()
+            if cast("torch.Tensor", self._found_inf).item():
+                raise _Overflow
+            return seen[0]
+
+        try:
+            result, skipped = cast("Any", self.optimizer).step(evaluate), False
+        except _Overflow:
+            before.restore()
+            self.masters.publish()
+            result, skipped = seen[0], True
+        self._finish(cast("torch.Tensor", self._found_inf), skipped)
+        return result
+
+    def _finish(self, found_inf: torch.Tensor, skipped: bool | None) -> None:
+        if skipped:
+            inner: Any = self.optimizer
+            inner._opt_called = True  # else its schedulers warn that it never stepped
+        else:
+            self.masters.publish()
+        self._epoch += 1
+        self._last = StepResult(
+            found_inf, cast("torch.Tensor", self._scale), self._norm, self._gradients_of(self._epoch)
+        )
+        self._found_inf = self._norm = None
+        is_last = self.loss_scaler.rule.is_checked and self.loss_scaler.stepped(self, found_inf, skipped)
+        if is_last:
+            raise self._exhausted()
+
+    def _exhausted(self) -> LossScaleError:
+        names = gradients.culprits(self.param_groups)
+        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        where = f"of {shown}" if names else "of another process's parameters"
+        return LossScaleError(
+            f"the gradients {where} are not finite, and the loss scale is at its floor "
+            f"({self.loss_scaler.value:g}) already: scaling is not the cause. The step was skipped and no weight "
+            "changed. Look for Inf or NaN in the data, the loss and these parameters, lower the learning rate, or use "
+            "bfloat16."
+        )
+
+    def _gradients_of(self, epoch: int) -> Callable[[], Sequence[dict[str, Any]]]:
+        def groups() -> Sequence[dict[str, Any]]:
+            has_any = any(p.grad is not None for p in self._parameters())
+            if self._epoch != epoch or not has_any:
+                raise LossScaleError(
+                    "the gradients of that step are gone: read last_step.grad_norm and last_step.culprits before "
+                    "zero_grad() and the next loss, or call clip_grad_norm_ before step(), whose norm is kept."
+                )
+            return self.param_groups
+
+        return groups
+
+    @property
+    def last_step(self) -> StepResult:
+        """What the last step did. Reading a value of it waits for the device.
+
+        Raises:
+            LossScaleError: there was none.
+        """
+        if self._last is None:
+            raise LossScaleError("there was no step yet.")
+        return self._last
+
+    def step_scheduler(self, scheduler: Any, *args: Any) -> None:
+        """``scheduler.step(*args)``, unless the last step was skipped: a learning rate that waits for the weights."""
+        if not self.last_step.skipped:
+            scheduler.step(*args)
+
+    def _forget(self) -> None:
+        self._found_inf = self._norm = None
+        self._epoch += 1
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, with ``loss_scale`` (numbers) and, if there are any, ``masters`` (tensors)."""
+        found = dict(self.optimizer.state_dict())
+        found["loss_scale"] = self.loss_scaler.state_dict()
+        if len(self.masters):
+            found["masters"] = self.masters.state()
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave; also a bare optimizer's, or that of a ``torch.amp.GradScaler``.
+
+        Of a bare optimizer's the scale stays as it is, and masters become the present weights. Of a GradScaler's only
+        the scale and its counter are taken.
+
+        Raises:
+            LossScaleError: the masters are not those of these parameters; nothing is loaded.
+            ValueError: the groups are not those of this optimizer (raised by torch).
+        """
+        if "param_groups" not in state_dict:
+            self.loss_scaler.load_state_dict(state_dict)
+            return
+        masters = state_dict.get("masters")
+        if masters is not None and [m.shape for m in masters] != [m.shape for m in self.masters.masters]:
+            raise LossScaleError(
+                f"the state holds {len(masters)} masters of 16-bit parameters, this optimizer has {len(self.masters)}, "
+                "or they differ in shape: give the model the dtypes that it was saved with."
+            )
+        self.optimizer.load_state_dict({key: held for key, held in state_dict.items() if key not in _OWN})
+        if "loss_scale" in state_dict:
+            self.loss_scaler.load_state_dict(state_dict["loss_scale"])
+        if masters is not None:
+            self.masters.load(masters)
+        self._warm = {p for p in self._parameters() if p in self.optimizer.state}
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("optimizer", "loss_scaler", "process_group", "masters")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._wrap()
+        self._set_up()
+
+    def __repr__(self) -> str:
+        return f"LossScalingOptimizer({self.loss_scaler.rule!r}, {self.optimizer!r})"
+
+
+class _Overflow(Exception):
+    """A closure's gradients are not finite."""
+
+
+def _check(group: Mapping[str, Any]) -> None:
+    for index, parameter in enumerate(group["params"]):
+        if parameter.is_complex():
+            raise UnsupportedError(
+                f"parameter {index} of shape {tuple(parameter.shape)} is {parameter.dtype}: complex gradients cannot "
+                "be scaled and checked. Keep complex parameters in an optimizer of their own."
+            )
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step`` cannot be called without a closure, which it may call as often as it likes."""
+    found = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return found is not None and found.default is inspect.Parameter.empty
