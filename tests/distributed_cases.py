@@ -109,13 +109,13 @@ def whole_batch(step: int) -> Tensor:
     return torch.cat([batch(process, step) for process in range(world())])
 
 
-_converted: dict[torch.dtype, Any] = {}
+_converted: dict[tuple[torch.dtype, str], Any] = {}
 
 
-def converted(low: torch.dtype) -> Any:
-    if low not in _converted:
-        _converted[low] = autocastfx.convert(made(), (batch(0, 0),), dtype=low)
-    return copy.deepcopy(_converted[low])
+def converted(low: torch.dtype, weights: str = "cast") -> Any:
+    if (low, weights) not in _converted:
+        _converted[low, weights] = autocastfx.convert(made(), (batch(0, 0),), dtype=low, weights=weights)
+    return copy.deepcopy(_converted[low, weights])
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -287,6 +287,14 @@ def ddp_of_a_converted_model(option: tuple[torch.dtype, str]) -> None:
     assert_as_alone(parallel, run, train_alone(converted(low), kind))
 
 
+@case(*OPTIMIZERS)
+def ddp_of_a_model_with_working_copies(kind: str) -> None:
+    models = [DistributedDataParallel(converted(torch.bfloat16, weights)) for weights in ("cast", "cached")]
+    runs = [train(model, optimizer_of(model, kind), own) for model in models]
+    assert runs[0] == runs[1]
+    assert_equal(list(models[1].parameters()), list(models[0].parameters()))
+
+
 @case("momentum", "fused")
 def ddp_of_a_half_model(kind: str) -> None:
     """The gradients are averaged in float16; the masters are float32, and the weights their roundings."""
@@ -371,6 +379,13 @@ def fsdp_of_a_model_that_was_converted_on_no_device() -> None:
     set_model_state_dict(amp_model, made().state_dict(), options=StateDictOptions(full_state_dict=True))
     run = train(amp_model, optimizer_of(amp_model, "momentum"), own)
     assert_as_alone(amp_model, run, train_alone(converted(torch.bfloat16), "momentum"))
+
+
+@case()
+def fsdp_has_no_working_copies() -> None:
+    model = sharded(converted(torch.bfloat16, "cached"))
+    with pytest.raises(UnsupportedError, match="does not work under fully_shard"):
+        model(own(0))
 
 
 @case()
