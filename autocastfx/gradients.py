@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -102,10 +103,20 @@ def norm(groups: Sequence[dict[str, Any]], norm_type: float = 2.0) -> torch.Tens
     for parameter in (p for group in groups for p in group["params"] if p.grad is not None):
         mesh = getattr(parameter.grad, "device_mesh", None)
         alike.setdefault(mesh, []).append(_values(parameter) if mesh is None else parameter.grad)
-    norms = [_whole(torch.nn.utils.get_total_norm(grads, norm_type)) for grads in alike.values()]
+    norms = [_norm(mesh, grads, norm_type) for mesh, grads in alike.items()]
     if len(norms) == 1:
         return norms[0]
     return torch.nn.utils.get_total_norm(norms, norm_type)
+
+
+def _norm(mesh: Any, grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    if mesh is None or norm_type != math.inf:
+        return _whole(torch.nn.utils.get_total_norm(grads, norm_type))
+    from torch.distributed.tensor import DTensor, Partial  # no import costs anything where there is a mesh
+
+    parts = [part for grad in grads if (part := local(grad)).numel()]  # a process may hold nothing of small ones
+    largest = torch.nn.utils.get_total_norm(parts, norm_type) if parts else local(grads[0]).new_zeros(())
+    return DTensor.from_local(largest, mesh, [Partial("max")] * mesh.ndim).full_tensor()
 
 
 def clip_norm_(groups: Sequence[dict[str, Any]], max_norm: float, norm_type: float) -> torch.Tensor:

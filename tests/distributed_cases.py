@@ -342,6 +342,19 @@ def fsdp(kind: str) -> None:
         assert_as_alone(model, run, train_alone(made(), kind))
 
 
+@case()
+def fsdp_clips_the_largest_element() -> None:
+    """Of four processes the last one holds nothing of the smallest parameters."""
+    model, alone = sharded(made()), made()
+    for one, x, group in ((model, own(0), "world"), (alone, whole_batch(0), None)):
+        optimizer = optimizer_of(one, "momentum", process_group=group)
+        optimizer.backward(squares(one(x), torch.ones(len(x), 3)))
+        assert optimizer.clip_grad_norm_(0.1, math.inf).item() > 0.1
+    largest = [max(float(full(p.grad).abs().max()) for p in one.parameters()) for one in (model, alone)]
+    assert abs(largest[0] - 0.1) <= ROUNDINGS * 1e-6  # torch adds 1e-6 to the norm
+    assert_close([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+
+
 @case(*OPTIMIZERS)
 def fsdp_with_its_own_mixed_precision(kind: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
@@ -533,6 +546,21 @@ def tensor_parallel_beside_plain_parameters(kind: str) -> None:
     optimizer = LossScalingOptimizer(OPTIMIZERS[kind](groups), SCALE)
     run = train_on_shards(model, optimizer, whole_batch)
     assert_as_alone(model, run, alone_on_all(kind))
+
+
+@case()
+def tensor_parallel_under_torch_autocast() -> None:
+    model = tensor_parallel(init_device_mesh("cpu", (world(),)), with_norm=False)
+    optimizer = optimizer_of(model, "momentum")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(whole_batch(step))
+        optimizer.backward(squares(output, aims(output, step in BAD)))
+        optimizer.step()
+        assert output.dtype == torch.bfloat16
+        assert optimizer.last_step.skipped == (step in BAD)
+    assert_agree(model, optimizer)
 
 
 @case(*OPTIMIZERS)
