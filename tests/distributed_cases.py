@@ -38,7 +38,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autocastfx
 from autocastfx import DynamicLossScale, LossScaleError, LossScalingOptimizer, UnsupportedError
+from tests.golden.readme import outputs
+from tests.golden.readme import run as run_markdown
 
+PAGE = (Path(autocastfx.__file__).parents[1] / "docs" / "distributed.md").read_text(encoding="utf-8")
 CASES: dict[str, Callable[[], None]] = {}
 EPS, EPS_HALF = torch.finfo(torch.float32).eps, torch.finfo(torch.float16).eps
 ROUNDINGS = 64  # of float32, in which two orders of the same additions may differ after a few steps
@@ -525,6 +528,16 @@ def train_on_shards(model: nn.Module, optimizer: LossScalingOptimizer, data: Any
     return run
 
 
+@case("momentum", "fused")
+def tensor_parallel_of_a_half_model(kind: str) -> None:
+    model = tensor_parallel(init_device_mesh("cpu", (world(),)), with_norm=True).half()
+    optimizer = optimizer_of(model, kind)
+    run = train_on_shards(model, optimizer, lambda step: own(step).half())
+    assert all(isinstance(m, DTensor) and m.dtype == torch.float32 for m in optimizer.masters.masters)
+    assert_equal([local(m).half() for m in optimizer.masters.masters], [local(p) for p in model.parameters()])
+    assert_as_alone(model, run, train_alone(made(Sequence8).half(), kind), EPS_HALF)
+
+
 @case()
 def sums_are_added_up_before_their_elements_are_clipped() -> None:
     model, alone = tensor_parallel(init_device_mesh("cpu", (world(),)), with_norm=True), made(Sequence8)
@@ -646,6 +659,13 @@ def an_overflow_at_the_floor_is_an_error_everywhere() -> None:
     optimizer.backward(squares(model(own(0)), torch.full((4, 3), math.inf if last() else 0.0)))
     with pytest.raises(LossScaleError, match="up.weight" if last() else "of another process's parameters"):
         optimizer.step()
+
+
+@case()
+def the_page_about_many_devices_runs() -> None:
+    printed = run_markdown(PAGE, Path(sys.argv[1]))
+    for code, shown in outputs(PAGE):
+        assert printed[code.start] == shown.text, printed[code.start]
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------
