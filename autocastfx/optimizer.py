@@ -151,7 +151,8 @@ class LossScalingOptimizer(WrappingOptimizer):
         if not self.loss_scaler.rule.is_checked:
             self._found_inf, self._scale = _ZERO, _ONE
             return
-        grads = gradients.present(self.optimizer.param_groups)
+        with torch.no_grad():
+            grads = gradients.present(self.optimizer.param_groups)
         if grads and not self.loss_scaler.has_scaled:
             raise LossScaleError(
                 "there are gradients, but no loss was scaled since the last step: call optimizer.backward(loss), or "
@@ -178,14 +179,15 @@ class LossScalingOptimizer(WrappingOptimizer):
             The norm before clipping, float32, no dimensions; ``last_step.grad_norm`` is this one then.
         """
         self.unscale_()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type)
-        self._norm = gradients.whole(norm)
+        with torch.no_grad():
+            self._norm = gradients.clip_norm_(self.param_groups, max_norm, norm_type)
         return self._norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Unscale the gradients and clip each element to [-clip_value, clip_value]."""
         self.unscale_()
-        torch.nn.utils.clip_grad_value_(self._parameters(), clip_value)
+        with torch.no_grad():
+            gradients.clip_value_(self.param_groups, clip_value)
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -213,6 +215,8 @@ class LossScalingOptimizer(WrappingOptimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if closure is not None and self._searches:
             return self._search(closure)
+        if closure is None and self._makes_state():
+            return self.optimizer.step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -220,6 +224,11 @@ class LossScalingOptimizer(WrappingOptimizer):
         self.unscale_()
         result = self._step_or_skip(cast("torch.Tensor", self._found_inf))
         return loss if closure is not None else result
+
+    def _makes_state(self) -> bool:
+        """Whether it is torch.distributed.checkpoint that steps, with learning rates of 0, to have a state to load."""
+        is_between = not self.loss_scaler.has_scaled and self._found_inf is None
+        return is_between and not self.state and all(float(group.get("lr", 1)) == 0 for group in self.param_groups)
 
     def _step_or_skip(self, found_inf: torch.Tensor) -> Any:
         result, skipped = None, None
