@@ -126,7 +126,7 @@ def clip_norm_(groups: Sequence[dict[str, Any]], max_norm: float, norm_type: flo
     grads = present(groups)
     found = norm(groups, norm_type)
     factor = torch.clamp(max_norm / (found + 1e-6), max=1.0)
-    for (device, _), ((alike,), _) in _group_tensors_by_device_and_dtype([list(grads)]).items():
+    for (device, _), ((alike,), _) in _by_device_and_dtype([grads], False).items():
         _KERNELS._foreach_mul_(alike, factor.to(device))
     return found
 

@@ -154,12 +154,11 @@ class LossScalingOptimizer(WrappingOptimizer):
             return
         with torch.no_grad():
             grads = gradients.present(self.optimizer.param_groups)
-        if grads and not self.loss_scaler.has_scaled:
-            raise LossScaleError(
-                "there are gradients, but no loss was scaled since the last step: call optimizer.backward(loss), or "
-                "optimizer.scale_loss(loss).backward(), in place of loss.backward()."
-            )
-        with torch.no_grad():
+            if grads and not self.loss_scaler.has_scaled:
+                raise LossScaleError(
+                    "there are gradients, but no loss was scaled since the last step: call optimizer.backward(loss), "
+                    "or optimizer.scale_loss(loss).backward(), in place of loss.backward()."
+                )
             self._scale = self.loss_scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
             self._found_inf = torch.zeros_like(self._scale)
             gradients.unscale_(grads, self._scale.reciprocal(), self._found_inf)
