@@ -175,7 +175,10 @@ def numbers_of(state: Mapping[str, Any]) -> dict[str, float | int]:
     Raises:
         LossScaleError: it is neither.
     """
-    found = {"scale": state.get("scale"), "good_steps": state.get("good_steps", state.get("_growth_tracker"))}
+    found: dict[str, Any] = {
+        "scale": state.get("scale"),
+        "good_steps": state.get("good_steps", state.get("_growth_tracker")),
+    }
     if any(number is None for number in found.values()):
         raise LossScaleError(
             "a loss scale's state has 'scale' and 'good_steps' (a GradScaler's '_growth_tracker'), this one has "
