@@ -89,7 +89,7 @@ def convert(
         CalibrationError: the ranges cannot be measured or read.
         BannedOpError: the list bans an op of the model.
         PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
-        UnsupportedError: a reserved argument was given.
+        UnsupportedError: a reserved argument was given, or a parameter is a DTensor.
         ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
@@ -110,6 +110,7 @@ def convert(
         module = model
     else:
         raise TypeError(f"convert takes an nn.Module, a GraphModule or an ExportedProgram, not {type(model).__name__}")
+    _check_parameters(module)
     if calibrate is not None:
         if example_inputs is None and example_kwargs is None and not isinstance(calibrate, (Ranges, str, os.PathLike)):
             example_inputs, example_kwargs, calibrate = first_call(calibrate)
@@ -151,6 +152,16 @@ def convert(
     if weights == "low":
         amp_model.store_low(dtype)
     return amp_model
+
+
+def _check_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise UnsupportedError(
+                f"parameter {name!r} of {type(model).__name__} is a DTensor, whose collectives cannot be captured. For "
+                "FSDP2 convert first, and give fully_shard the converted model; leave a tensor-parallel model to "
+                "torch.autocast, with a LossScalingOptimizer all the same."
+            )
 
 
 _WITHOUT_MODEL = {
