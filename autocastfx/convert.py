@@ -90,7 +90,8 @@ def convert(
         CalibrationError: the ranges cannot be measured or read.
         BannedOpError: the list bans an op of the model.
         PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
-        UnsupportedError: a reserved argument was given, or ``weights="low"`` without example inputs.
+        UnsupportedError: a reserved argument was given, a parameter is a DTensor, or ``weights="low"`` was given
+            without example inputs.
         ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
@@ -111,6 +112,7 @@ def convert(
         module = model
     else:
         raise TypeError(f"convert takes an nn.Module, a GraphModule or an ExportedProgram, not {type(model).__name__}")
+    _check_parameters(module)
     if calibrate is not None:
         if example_inputs is None and example_kwargs is None and not isinstance(calibrate, (Ranges, str, os.PathLike)):
             example_inputs, example_kwargs, calibrate = first_call(calibrate)
@@ -152,6 +154,16 @@ def convert(
     if weights == "low":
         amp_model.store_low(dtype)
     return amp_model
+
+
+def _check_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise UnsupportedError(
+                f"parameter {name!r} of {type(model).__name__} is a DTensor, whose collectives cannot be captured. For "
+                "FSDP2 convert first, and give fully_shard the converted model; leave a tensor-parallel model to "
+                "torch.autocast, with a LossScalingOptimizer all the same."
+            )
 
 
 _WITHOUT_MODEL = {
