@@ -46,6 +46,7 @@ class AmpModule(fx.GraphModule):
         while self._table in self._modules:  # a model that was converted before, and exported, holds one already
             self._table += "_"
         self.add_module(self._table, VariantTable(self._table, maker))
+        self._ddp_params_and_buffers_to_ignore = self._mounted.constants  # the same on every rank
         type(self).forward = _signed(signature)  # GraphModule gives each instance a class of its own
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -58,7 +59,7 @@ class AmpModule(fx.GraphModule):
             UnsupportedError: a gradient is asked of weights that are stored in 16 bits.
         """
         call = self._signature.bind(args, kwargs)
-        variant = self._mounted.fitting(call, self._modes())
+        variant = self._fitting(call)
         if variant is None:
             variant = self._further(call)
         kind = variant.autocast
@@ -75,15 +76,16 @@ class AmpModule(fx.GraphModule):
     def _is_low(self) -> bool:
         return self._maker.weights == "low"
 
+    def _fitting(self, call: Call) -> Variant | None:
+        return self._mounted.fitting(call, self._modes())
+
     def _further(self, call: Call) -> Variant:
         return cast("Any", torch.compiler).disable(self._capture_for)(call)
 
     def _capture_for(self, call: Call) -> Variant:
         if not self.variants:
             return self.capture_modes(call)
-        variant = self._mounted.further(call, self._modes(), self.held())
-        self._leave_constants_to_each_rank()
-        return variant
+        return self._mounted.further(call, self._modes(), self.held())
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple([m.training for m in self._own_modules])
@@ -108,9 +110,7 @@ class AmpModule(fx.GraphModule):
         Raises:
             CaptureError: the original is not at hand, or cannot be captured.
         """
-        variant = self._mounted.capture(call, modes, self.held())
-        self._leave_constants_to_each_rank()
-        return variant
+        return self._mounted.capture(call, modes, self.held())
 
     def capture_modes(self, call: Call) -> Variant:
         """Capture the original as it runs ``call``, in its present modes, in training and in evaluation.
@@ -122,9 +122,7 @@ class AmpModule(fx.GraphModule):
             CaptureError: it cannot be captured in its present modes. What fails in another mode is left to its first
                 call.
         """
-        variant = self._mounted.capture_modes(call, self._modes(), self.held())
-        self._leave_constants_to_each_rank()
-        return variant
+        return self._mounted.capture_modes(call, self._modes(), self.held())
 
     def draft(self) -> None:
         """Show drafts, made without inputs, until the first call. None where the model's code cannot be traced so.
@@ -133,17 +131,10 @@ class AmpModule(fx.GraphModule):
             BannedOpError: the list bans an op of the model.
         """
         self._mounted.draft(self._modes(), self.held())
-        self._leave_constants_to_each_rank()
 
     def add_variant(self, variant: Variant) -> Variant:
         """Mount ``variant`` as the last one. The first one that was captured from inputs takes the place of drafts."""
-        self._mounted.add(variant)
-        self._leave_constants_to_each_rank()
-        return variant
-
-    def _leave_constants_to_each_rank(self) -> None:
-        """Tell DDP that the constants of graphs, which are the same on every rank, need no broadcast."""
-        self._ddp_params_and_buffers_to_ignore = [f"{self._table}.{name}" for name, _ in self._mounted.named_buffers()]
+        return self._mounted.add(variant)
 
     @property
     def _active(self) -> Variant:
@@ -261,7 +252,6 @@ class AmpModule(fx.GraphModule):
         super()._apply(fn, recurse)
         if self._place() != here:
             self._mounted.move(self._place(), self.held())
-            self._leave_constants_to_each_rank()
         return self
 
     def _place(self) -> torch.device:
