@@ -663,6 +663,8 @@ def an_overflow_at_the_floor_is_an_error_everywhere() -> None:
 
 @case()
 def the_page_about_many_devices_runs() -> None:
+    if world() > 2:  # once is enough
+        return
     printed = run_markdown(PAGE, Path(sys.argv[1]))
     for code, shown in outputs(PAGE):
         assert printed[code.start] == shown.text, printed[code.start]
