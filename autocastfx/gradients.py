@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 __all__ = [
     "clip_norm_",
@@ -22,6 +22,8 @@ __all__ = [
 ]
 
 _KERNELS: Any = torch  # its stubs leave the fused kernels out
+_by_device_and_dtype: Any = torch._C._group_tensors_by_device_and_dtype  # its Python wrapper enters no_grad again
+_layout = attrgetter("layout")
 
 
 def present(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
@@ -31,7 +33,7 @@ def present(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
     gradient are left out.
     """
     found = [g for group in groups for p in group["params"] if (g := p.grad) is not None]
-    if all(type(g) is torch.Tensor and g.layout is torch.strided for g in found):
+    if set(map(type, found)) <= {torch.Tensor} and set(map(_layout, found)) <= {torch.strided}:  # no frame for each
         return found
     return [_values(p) for group in groups for p in group["params"] if p.grad is not None]
 
@@ -63,7 +65,7 @@ def unscale_(grads: Sequence[torch.Tensor], inverse: torch.Tensor, found_inf: to
     """
     if not grads:
         return
-    for (device, _), ((alike,), _) in _group_tensors_by_device_and_dtype([list(grads)]).items():
+    for (device, _), ((alike,), _) in _by_device_and_dtype([list(grads)], False).items():
         if device == found_inf.device:
             _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse)
         else:

@@ -71,6 +71,8 @@ class Masters:
 
     def publish(self) -> None:
         """Copy the masters that are trained to the 16-bit parameters, rounding to nearest."""
+        if not self.masters:
+            return
         moved = [i for i, master in enumerate(self.masters) if master.requires_grad]
         if moved:
             with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -84,12 +85,12 @@ class LossScalingOptimizer(WrappingOptimizer):
     def _set_up(self) -> None:
         self.loss_scaler.join(self)
         self._searches = _needs_closure(self.optimizer)
-        self._warm: set[torch.Tensor] = set()  # parameters that the optimizer has its state of
+        self._warm: dict[int, torch.Tensor] = {}  # by id: parameters that the optimizer has its state of
         self._found_inf: torch.Tensor | None = None  # of gradients that are unscaled already
         self._scale: torch.Tensor | None = None  # that they had
         self._norm: torch.Tensor | None = None
         self._epoch = 0  # counts what makes gradients others than those of the last step
-        self._last: StepResult | None = None
+        self._last: StepResult | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int] | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer.
@@ -190,7 +191,10 @@ class LossScalingOptimizer(WrappingOptimizer):
             gradients.clip_value_(self.param_groups, clip_value)
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        return list(chain.from_iterable([group["params"] for group in self.param_groups]))
+
+    def _with_gradients(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     # ---- stepping ---------------------------------------------------------------------------------------------------
 
@@ -246,7 +250,7 @@ class LossScalingOptimizer(WrappingOptimizer):
             if not skipped:
                 result = self.optimizer.step()
                 if hasattr(self.optimizer, _TAKES_FOUND_INF):
-                    self._warm.update(p for p in self._parameters() if p.grad is not None)
+                    self._warm.update({id(p): p for p in self._with_gradients()})
         self._finish(found_inf, skipped)
         return result
 
@@ -254,9 +258,10 @@ class LossScalingOptimizer(WrappingOptimizer):
         """Whether the optimizer takes ``found_inf`` itself, and has all the state that a skipped step must not make."""
         if not getattr(self.optimizer, _TAKES_FOUND_INF, False):
             return False
-        if not all(group.get("fused", True) for group in self.param_groups):
+        if not all(group.get("fused", True) for group in self.optimizer.param_groups):
             return False
-        return all(p in self._warm for g in self.param_groups for p in g["params"] if p.grad is not None)
+        is_warm = self._warm.keys().__contains__  # given to map, it makes no frame for each parameter
+        return all(map(is_warm, map(id, self._parameters()))) or all(map(is_warm, map(id, self._with_gradients())))
 
     def _search(self, closure: Callable[[], Any]) -> Any:
         before = Snapshot(self.optimizer)
@@ -288,9 +293,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         else:
             self.masters.publish()
         self._epoch += 1
-        self._last = StepResult(
-            found_inf, cast("torch.Tensor", self._scale), self._norm, self._gradients_of(self._epoch)
-        )
+        self._last = (found_inf, cast("torch.Tensor", self._scale), self._norm, self._epoch)
         self._found_inf = self._norm = None
         is_last = self.loss_scaler.rule.is_checked and self.loss_scaler.stepped(self, found_inf, skipped)
         if is_last:
@@ -328,6 +331,9 @@ class LossScalingOptimizer(WrappingOptimizer):
         """
         if self._last is None:
             raise LossScaleError("there was no step yet.")
+        if isinstance(self._last, tuple):  # made when it is asked for, which is seldom
+            found_inf, scale, norm, epoch = self._last
+            self._last = StepResult(found_inf, scale, norm, self._gradients_of(epoch))
         return self._last
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> None:
@@ -373,7 +379,7 @@ class LossScalingOptimizer(WrappingOptimizer):
             self.loss_scaler.load_state_dict(state_dict["loss_scale"])
         if masters is not None:
             self.masters.load(masters)
-        self._warm = {p for p in self._parameters() if p in self.optimizer.state}
+        self._warm = {id(p): p for p in self._parameters() if p in self.optimizer.state}
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:

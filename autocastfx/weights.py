@@ -48,13 +48,12 @@ class _Bridge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.dtype = master.dtype
         return copy.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         (grad,) = grads
-        return (grad.to(ctx.dtype) if grad is not None else None), None
+        return (grad.float() if grad is not None else None), None
 
 
 class _Copy:
