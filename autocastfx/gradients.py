@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+
+from autocastfx.errors import UnsupportedError
 
 __all__ = [
+    "agree",
     "clip_norm_",
     "clip_value_",
     "culprits",
@@ -18,6 +22,7 @@ __all__ = [
     "norm",
     "parameter_names",
     "present",
+    "refuse_complex",
     "unscale_",
 ]
 
@@ -74,6 +79,29 @@ def unscale_(grads: Sequence[torch.Tensor], inverse: torch.Tensor, found_inf: to
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
 
 
+def agree(found_inf: torch.Tensor, process_group: dist.ProcessGroup | str | None) -> None:
+    """Make ``found_inf`` 1 in all processes of the group if it is in one; ``"world"``: of all there are, if any."""
+    if process_group is None or not dist.is_available() or not dist.is_initialized():
+        return
+    group = None if isinstance(process_group, str) else process_group
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+
+
+def refuse_complex(group: Mapping[str, Any]) -> None:
+    """Check the parameters of a group.
+
+    Raises:
+        UnsupportedError: one is complex.
+    """
+    for index, parameter in enumerate(group["params"]):
+        if parameter.is_complex():
+            raise UnsupportedError(
+                f"parameter {index} of shape {tuple(parameter.shape)} is {parameter.dtype}: complex gradients cannot "
+                "be scaled and checked. Keep complex parameters in an optimizer of their own."
+            )
+
+
 def parameter_names(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Each parameter of ``groups`` and its name, where the optimizer was given names, else its place and shape."""
     for number, group in enumerate(groups):
@@ -126,7 +154,7 @@ def clip_norm_(groups: Sequence[dict[str, Any]], max_norm: float, norm_type: flo
     grads = present(groups)
     found = norm(groups, norm_type)
     factor = torch.clamp(max_norm / (found + 1e-6), max=1.0)
-    for (device, _), ((alike,), _) in _group_tensors_by_device_and_dtype([list(grads)]).items():
+    for (device, _), ((alike,), _) in _by_device_and_dtype([grads], False).items():
         _KERNELS._foreach_mul_(alike, factor.to(device))
     return found
 
