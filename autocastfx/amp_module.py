@@ -56,21 +56,34 @@ class AmpModule(fx.GraphModule):
         Raises:
             TypeError: the arguments do not fit the original's signature.
             VariantError: no variant fits, and none can be captured.
-            UnsupportedError: a gradient is asked of weights that are stored in 16 bits.
+            UnsupportedError: a gradient is asked of weights that are stored in 16 bits, or a parameter is a DTensor.
         """
         call = self._signature.bind(args, kwargs)
         variant = self._fitting(call)
         if variant is None:
             variant = self._further(call)
         kind = variant.autocast
-        if kind is not None and torch.is_autocast_enabled(kind):  # a region around the call must not decide again
-            with torch.autocast(kind, enabled=False):
+        try:
+            if kind is not None and torch.is_autocast_enabled(kind):  # a region around the call must not decide again
+                with torch.autocast(kind, enabled=False):
+                    outputs = variant.function(self, *call.tensors)
+            else:
                 outputs = variant.function(self, *call.tensors)
-        else:
-            outputs = variant.function(self, *call.tensors)
+        except RuntimeError as error:
+            self._refuse_sharded(error)
+            raise
         if self._is_low:
             refuse_gradients(outputs)
         return pytree.tree_unflatten(outputs, variant.out_spec)
+
+    def _refuse_sharded(self, error: RuntimeError) -> None:
+        name = next((name for name, p in self.named_parameters() if hasattr(p, "device_mesh")), None)
+        if name is not None:
+            raise UnsupportedError(
+                f"parameter {name!r} is a DTensor: the graph reads parameters directly, so a submodule that was given "
+                "to fully_shard never gathers its own. Give fully_shard the converted model whole, or convert the "
+                "submodules one by one and shard each; parallelize_module is not supported."
+            ) from error
 
     @property
     def _is_low(self) -> bool:
