@@ -89,6 +89,16 @@ class AmpModule(fx.GraphModule):
                 return variant
         return None
 
+    def variant_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Variant:
+        """The variant that such a call runs; captured now if there is none yet.
+
+        Raises:
+            TypeError: the arguments do not fit the original's signature.
+            VariantError: no variant fits, and none can be captured.
+        """
+        call = self._signature.bind(args, kwargs)
+        return self._fitting(call) or self._further(call)
+
     def _further(self, call: Call) -> Variant:
         return cast("Any", torch.compiler).disable(self._capture_for)(call)
 
@@ -316,7 +326,7 @@ def _signed(signature: CallSignature) -> Callable[..., Any]:
 def _rebuild(tree: nn.Module, signature: CallSignature, maker: Maker, variants: list[Variant]) -> AmpModule:
     result = AmpModule(tree, signature, maker)
     for key in tree.__dict__:
-        if key.endswith("_hooks"):
+        if "_hooks" in key:  # and which of them take keywords
             result.__dict__[key] = tree.__dict__[key]
     for variant in variants:
         result.add_variant(variant)
