@@ -26,7 +26,7 @@ from autocastfx.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from autocastfx.loss_scaler import LossScaler
 from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
 from autocastfx.optimizer import LossScalingOptimizer
-from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Recomposed
+from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
 from autocastfx.ranges import Range, Ranges
 from autocastfx.step_result import StepResult
 
@@ -57,6 +57,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlannedCast",
+    "PlannedCopy",
     "PlannedNode",
     "Precision",
     "Range",

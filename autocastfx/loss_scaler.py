@@ -52,11 +52,13 @@ class LossScaler:
         self._optimizers.add(optimizer)
 
     def state(self, device: torch.device) -> ScaleState:
-        """The state, on the device that it was first asked for on."""
+        """The state, on the device that it was first asked for on; it leaves a CPU for another."""
         if self._state is None:
             self._state = self.rule.state(device)
             if self._initial is not None:
                 self._restore(self._state, self._initial)
+        elif device.type != "cpu" and self._state.scale.device.type == "cpu":
+            self._state = self._state.to(device)
         return self._state
 
     def scale(self, losses: Losses, optimizer: Any) -> Losses:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -84,12 +85,12 @@ class LossScalingOptimizer(WrappingOptimizer):
     def _set_up(self) -> None:
         self.loss_scaler.join(self)
         self._searches = _needs_closure(self.optimizer)
-        self._warm: set[torch.Tensor] = set()  # parameters that the optimizer has its state of
+        self._warm: dict[int, torch.Tensor] = {}  # by id: parameters that the optimizer has its state of
         self._found_inf: torch.Tensor | None = None  # of gradients that are unscaled already
         self._scale: torch.Tensor | None = None  # that they had
         self._norm: torch.Tensor | None = None
         self._epoch = 0  # counts what makes gradients others than those of the last step
-        self._last: StepResult | None = None
+        self._last: StepResult | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int] | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer.
@@ -151,13 +152,13 @@ class LossScalingOptimizer(WrappingOptimizer):
         if not self.loss_scaler.rule.is_checked:
             self._found_inf, self._scale = _ZERO, _ONE
             return
-        grads = gradients.present(self.optimizer.param_groups)
-        if grads and not self.loss_scaler.has_scaled:
-            raise LossScaleError(
-                "there are gradients, but no loss was scaled since the last step: call optimizer.backward(loss), or "
-                "optimizer.scale_loss(loss).backward(), in place of loss.backward()."
-            )
         with torch.no_grad():
+            grads = gradients.present(self.optimizer.param_groups)
+            if grads and not self.loss_scaler.has_scaled:
+                raise LossScaleError(
+                    "there are gradients, but no loss was scaled since the last step: call optimizer.backward(loss), "
+                    "or optimizer.scale_loss(loss).backward(), in place of loss.backward()."
+                )
             self._scale = self.loss_scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
             self._found_inf = torch.zeros_like(self._scale)
             gradients.unscale_(grads, self._scale.reciprocal(), self._found_inf)
@@ -178,17 +179,21 @@ class LossScalingOptimizer(WrappingOptimizer):
             The norm before clipping, float32, no dimensions; ``last_step.grad_norm`` is this one then.
         """
         self.unscale_()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type)
-        self._norm = gradients.whole(norm)
+        with torch.no_grad():
+            self._norm = gradients.clip_norm_(self.param_groups, max_norm, norm_type)
         return self._norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Unscale the gradients and clip each element to [-clip_value, clip_value]."""
         self.unscale_()
-        torch.nn.utils.clip_grad_value_(self._parameters(), clip_value)
+        with torch.no_grad():
+            gradients.clip_value_(self.param_groups, clip_value)
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        return list(chain.from_iterable([group["params"] for group in self.param_groups]))
+
+    def _with_gradients(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     # ---- stepping ---------------------------------------------------------------------------------------------------
 
@@ -213,6 +218,8 @@ class LossScalingOptimizer(WrappingOptimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if closure is not None and self._searches:
             return self._search(closure)
+        if closure is None and self._makes_state():
+            return self.optimizer.step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -220,6 +227,11 @@ class LossScalingOptimizer(WrappingOptimizer):
         self.unscale_()
         result = self._step_or_skip(cast("torch.Tensor", self._found_inf))
         return loss if closure is not None else result
+
+    def _makes_state(self) -> bool:
+        """Whether it is torch.distributed.checkpoint that steps, with learning rates of 0, to have a state to load."""
+        is_between = not self.loss_scaler.has_scaled and self._found_inf is None
+        return is_between and not self.state and all(float(group.get("lr", 1)) == 0 for group in self.param_groups)
 
     def _step_or_skip(self, found_inf: torch.Tensor) -> Any:
         result, skipped = None, None
@@ -237,7 +249,7 @@ class LossScalingOptimizer(WrappingOptimizer):
             if not skipped:
                 result = self.optimizer.step()
                 if hasattr(self.optimizer, _TAKES_FOUND_INF):
-                    self._warm.update(p for p in self._parameters() if p.grad is not None)
+                    self._warm.update({id(p): p for p in self._with_gradients()})
         self._finish(found_inf, skipped)
         return result
 
@@ -245,9 +257,10 @@ class LossScalingOptimizer(WrappingOptimizer):
         """Whether the optimizer takes ``found_inf`` itself, and has all the state that a skipped step must not make."""
         if not getattr(self.optimizer, _TAKES_FOUND_INF, False):
             return False
-        if not all(group.get("fused", True) for group in self.param_groups):
+        if not all(group.get("fused", True) for group in self.optimizer.param_groups):
             return False
-        return all(p in self._warm for g in self.param_groups for p in g["params"] if p.grad is not None)
+        is_warm = self._warm.keys().__contains__  # given to map, it makes no frame for each parameter
+        return all(map(is_warm, map(id, self._parameters()))) or all(map(is_warm, map(id, self._with_gradients())))
 
     def _search(self, closure: Callable[[], Any]) -> Any:
         before = Snapshot(self.optimizer)
@@ -279,9 +292,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         else:
             self.masters.publish()
         self._epoch += 1
-        self._last = StepResult(
-            found_inf, cast("torch.Tensor", self._scale), self._norm, self._gradients_of(self._epoch)
-        )
+        self._last = (found_inf, cast("torch.Tensor", self._scale), self._norm, self._epoch)
         self._found_inf = self._norm = None
         is_last = self.loss_scaler.rule.is_checked and self.loss_scaler.stepped(self, found_inf, skipped)
         if is_last:
@@ -319,6 +330,9 @@ class LossScalingOptimizer(WrappingOptimizer):
         """
         if self._last is None:
             raise LossScaleError("there was no step yet.")
+        if isinstance(self._last, tuple):  # made when it is asked for, which is seldom
+            found_inf, scale, norm, epoch = self._last
+            self._last = StepResult(found_inf, scale, norm, self._gradients_of(epoch))
         return self._last
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> None:
@@ -364,7 +378,7 @@ class LossScalingOptimizer(WrappingOptimizer):
             self.loss_scaler.load_state_dict(state_dict["loss_scale"])
         if masters is not None:
             self.masters.load(masters)
-        self._warm = {p for p in self._parameters() if p in self.optimizer.state}
+        self._warm = {id(p): p for p in self._parameters() if p in self.optimizer.state}
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:

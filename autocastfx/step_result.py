@@ -48,7 +48,7 @@ class StepResult:
         Raises:
             LossScaleError: the gradients are gone.
         """
-        return float(self._norm.item()) if self._norm is not None else gradients.norm(self._groups())
+        return float((self._norm if self._norm is not None else gradients.norm(self._groups())).item())
 
     @cached_property
     def culprits(self) -> tuple[str, ...]:
