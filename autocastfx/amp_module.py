@@ -59,9 +59,7 @@ class AmpModule(fx.GraphModule):
             UnsupportedError: a gradient is asked of weights that are stored in 16 bits, or a parameter is a DTensor.
         """
         call = self._signature.bind(args, kwargs)
-        variant = self._fitting(call)
-        if variant is None:
-            variant = self._further(call)
+        variant = self._variant_of(call)
         kind = variant.autocast
         try:
             if kind is not None and torch.is_autocast_enabled(kind):  # a region around the call must not decide again
@@ -89,8 +87,17 @@ class AmpModule(fx.GraphModule):
     def _is_low(self) -> bool:
         return self._maker.weights == "low"
 
-    def _fitting(self, call: Call) -> Variant | None:
-        return self._mounted.fitting(call, self._modes())
+    def variant_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Variant:
+        """The variant that such a call runs; captured now if there is none yet.
+
+        Raises:
+            TypeError: the arguments do not fit the original's signature.
+            VariantError: no variant fits, and none can be captured.
+        """
+        return self._variant_of(self._signature.bind(args, kwargs))
+
+    def _variant_of(self, call: Call) -> Variant:
+        return self._mounted.fitting(call, self._modes()) or self._further(call)
 
     def _further(self, call: Call) -> Variant:
         return cast("Any", torch.compiler).disable(self._capture_for)(call)
@@ -316,7 +323,7 @@ def _signed(signature: CallSignature) -> Callable[..., Any]:
 def _rebuild(tree: nn.Module, signature: CallSignature, maker: Maker, variants: list[Variant]) -> AmpModule:
     result = AmpModule(tree, signature, maker)
     for key in tree.__dict__:
-        if key.endswith("_hooks"):
+        if "_hooks" in key:  # and which of them take keywords
             result.__dict__[key] = tree.__dict__[key]
     for variant in variants:
         result.add_variant(variant)
