@@ -10,6 +10,7 @@ from autocastfx.errors import (
     CalibrationError,
     CaptureError,
     LossScaleError,
+    MissingExtraError,
     NotCapturedError,
     OpListError,
     PlanError,
@@ -19,6 +20,8 @@ from autocastfx.errors import (
     VariantError,
     VerifyError,
 )
+from autocastfx.exponents import Exponents, Shares
+from autocastfx.gradient_histogram import GradientHistogram, gradient_histogram
 from autocastfx.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
 from autocastfx.loss_scaler import LossScaler
 from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
@@ -39,9 +42,12 @@ __all__ = [
     "Change",
     "Decision",
     "DynamicLossScale",
+    "Exponents",
+    "GradientHistogram",
     "LossScaleError",
     "LossScaler",
     "LossScalingOptimizer",
+    "MissingExtraError",
     "ModuleRule",
     "NoLossScale",
     "NotCapturedError",
@@ -58,6 +64,7 @@ __all__ = [
     "Ranges",
     "Recomposed",
     "Rule",
+    "Shares",
     "StaticLossScale",
     "StepResult",
     "UnmatchedPlanWarning",
@@ -69,6 +76,7 @@ __all__ = [
     "calibrate",
     "convert",
     "dump",
+    "gradient_histogram",
     "load_op_list",
     "presets",
     "suggest_loss_scale",
