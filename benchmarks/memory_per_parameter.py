@@ -213,6 +213,11 @@ def _line(row: Row) -> str:
     return f"{row.mode:<36}" + "".join(f"{getattr(row, kind):>10.2f}" for kind in _KINDS) + peaks
 
 
+def table(rows: Sequence[Row]) -> str:
+    """What is printed."""
+    return "\n".join([_HEADER, *map(_line, rows)])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the modes asked for."""
     parser = argparse.ArgumentParser(

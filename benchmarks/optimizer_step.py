@@ -191,6 +191,11 @@ def _line(row: Row) -> str:
     )
 
 
+def table(rows: Sequence[Row]) -> str:
+    """What is printed."""
+    return "\n".join([_HEADER, *map(_line, rows)])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the optimizers and sizes asked for."""
     parser = argparse.ArgumentParser(
