@@ -21,7 +21,8 @@ class FusedStep:
     """
 
     def __init__(self) -> None:
-        self._warm: dict[int, torch.Tensor] = {}  # by id
+        self._warm: list[torch.Tensor] = []  # kept, so that no other has their ids
+        self._ids: set[int] = set()
 
     def decides(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` takes ``found_inf``, and has all the state that its next step needs."""
@@ -30,9 +31,9 @@ class FusedStep:
         groups = optimizer.param_groups
         if not all(group.get("fused", True) for group in groups):
             return False
-        is_warm = self._warm.keys().__contains__  # given to map, it makes no frame for each parameter
         parameters = chain.from_iterable([group["params"] for group in groups])
-        return all(map(is_warm, map(id, parameters))) or all(map(is_warm, map(id, _with_gradients(optimizer))))
+        are_warm = self._ids.issuperset  # given a map, it runs no frame for each parameter
+        return are_warm(map(id, parameters)) or are_warm(map(id, _with_gradients(optimizer)))
 
     def step(self, optimizer: Any, found_inf: torch.Tensor) -> Any:
         """``optimizer.step()``, which changes nothing if ``found_inf`` is 1."""
@@ -45,11 +46,16 @@ class FusedStep:
     def note(self, optimizer: Optimizer) -> None:
         """``optimizer`` has stepped, and was not skipped."""
         if hasattr(optimizer, _TAKES_FOUND_INF):
-            self._warm.update({id(p): p for p in _with_gradients(optimizer)})
+            self._add(_with_gradients(optimizer))
 
     def note_loaded(self, optimizer: Optimizer) -> None:
         """``optimizer`` has been given a state."""
-        self._warm = {id(p): p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state}
+        self._warm, self._ids = [], set()
+        self._add([p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state])
+
+    def _add(self, parameters: list[torch.Tensor]) -> None:
+        self._warm += [p for p in parameters if id(p) not in self._ids]
+        self._ids.update(map(id, self._warm))
 
 
 def _with_gradients(optimizer: Optimizer) -> list[torch.Tensor]:

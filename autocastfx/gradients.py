@@ -28,7 +28,7 @@ __all__ = [
 
 _KERNELS: Any = torch  # its stubs leave the fused kernels out
 _by_device_and_dtype: Any = torch._C._group_tensors_by_device_and_dtype  # its Python wrapper enters no_grad again
-_layout = attrgetter("layout")
+_dtype, _layout = attrgetter("dtype"), attrgetter("layout")
 
 
 def present(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
@@ -70,13 +70,19 @@ def unscale_(grads: Sequence[torch.Tensor], inverse: torch.Tensor, found_inf: to
     """
     if not grads:
         return
-    for (device, _), ((alike,), _) in _by_device_and_dtype([list(grads)], False).items():
+    for device, alike in _alike(grads):
         if device == found_inf.device:
             _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse)
         else:
             found = torch.zeros_like(found_inf, device=device)
             _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse.to(device, non_blocking=True))
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+
+
+def _alike(grads: Sequence[torch.Tensor]) -> list[tuple[torch.device, Sequence[torch.Tensor]]]:
+    if len(set(map(_dtype, grads))) == 1 and len(set(map(torch.Tensor.get_device, grads))) == 1:  # costs less
+        return [(grads[0].device, grads)]
+    return [(device, alike) for (device, _), ((alike,), _) in _by_device_and_dtype([list(grads)], False).items()]
 
 
 def agree(found_inf: torch.Tensor, process_group: dist.ProcessGroup | str | None) -> None:
