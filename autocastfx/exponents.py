@@ -118,9 +118,9 @@ class Tally:
 
 
 def _counted(exponents: torch.Tensor) -> torch.Tensor:
-    if exponents.device.type == "cpu":
-        return torch.bincount(exponents.flatten(), minlength=_BINS)
-    return torch.histc(exponents, bins=_BINS, min=0, max=_BINS).to(torch.int64)  # bincount waits for the device
+    if exponents.is_cuda:  # there bincount waits for the device
+        return torch.histc(exponents, bins=_BINS, min=0, max=_BINS).to(torch.int64)
+    return torch.bincount(exponents.flatten(), minlength=_BINS)
 
 
 def read_all(tallies: list[Tally]) -> list[Exponents]:

@@ -24,7 +24,7 @@ import autocastfx
 
 MODULES = ("argparse", "calendar", "datetime", "decimal", "email.message", "logging", "random", "socket", "threading")
 STEPS = 40
-BATCH_SIZE = 16
+BATCH_SIZE = 8
 MAX_LENGTH = 100  # characters
 MAX_DIFFERENCE = 5.0  # percentage points of test accuracy
 
@@ -100,7 +100,7 @@ def accuracy(model: nn.Module, batches: list[tuple[Batch, torch.Tensor]]) -> flo
 def run(
     dtype: torch.dtype = torch.bfloat16,
     steps: int = STEPS,
-    tests: int = 160,
+    tests: int = 96,
     weights: str = "cast",
     device: str = "cpu",
 ) -> Result:
