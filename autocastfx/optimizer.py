@@ -150,17 +150,24 @@ class LossScalingOptimizer(WrappingOptimizer):
         if not self.loss_scaler.rule.is_checked:
             self._found_inf, self._scale = _ZERO, _ONE
             return
-        with torch.no_grad():
-            grads = gradients.present(self.optimizer.param_groups)
-            if grads and not self.loss_scaler.has_scaled:
-                raise LossScaleError(
-                    "there are gradients, but no loss was scaled since the last step: call optimizer.backward(loss), "
-                    "or optimizer.scale_loss(loss).backward(), in place of loss.backward()."
-                )
-            self._scale = self.loss_scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
-            self._found_inf = torch.zeros_like(self._scale)
-            gradients.unscale_(grads, self._scale.reciprocal(), self._found_inf)
-            gradients.agree(self._found_inf, self.process_group)
+        is_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # torch.no_grad() takes as long as two of the operators
+        try:
+            self._unscale()
+        finally:
+            torch._C._set_grad_enabled(is_enabled)
+
+    def _unscale(self) -> None:
+        grads = gradients.present(self.optimizer.param_groups)
+        if grads and not self.loss_scaler.has_scaled:
+            raise LossScaleError(
+                "there are gradients, but no loss was scaled since the last step: call optimizer.backward(loss), "
+                "or optimizer.scale_loss(loss).backward(), in place of loss.backward()."
+            )
+        self._scale = self.loss_scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
+        self._found_inf = torch.zeros_like(self._scale)
+        gradients.unscale_(grads, self._scale.reciprocal(), self._found_inf)
+        gradients.agree(self._found_inf, self.process_group)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Unscale the gradients and clip their common norm, as ``torch.nn.utils.clip_grad_norm_``; waits for nothing.
