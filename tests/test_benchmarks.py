@@ -94,7 +94,8 @@ def test_a_step_reads_and_runs_no_more_for_more_parameters(optimizer: str) -> No
     assert bare.aten_calls < ours.aten_calls < theirs.aten_calls
     assert small[ours.side].package_frames == ours.package_frames > 0
     assert theirs.package_frames == bare.package_frames == 0
-    assert ours.ratio == pytest.approx(ours.median / theirs.median, rel=1e-2)
+    assert theirs.ratio == 1
+    assert bare.ratio > 0
 
 
 def test_frames_of_a_generator_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
