@@ -146,7 +146,8 @@ class LossScalingOptimizer(WrappingOptimizer):
         """
         if self._found_inf is not None:
             return
-        self.masters.collect()
+        if self.masters.masters:
+            self.masters.collect()
         if not self.loss_scaler.rule.is_checked:
             self._found_inf, self._scale = _ZERO, _ONE
             return
@@ -209,7 +210,7 @@ class LossScalingOptimizer(WrappingOptimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if closure is not None and self._searches:
             return self._search(closure)
-        if closure is None and self._makes_state():
+        if closure is None and not self.optimizer.state and self._makes_state():
             return self.optimizer.step()
         loss = None
         if closure is not None:
@@ -222,7 +223,7 @@ class LossScalingOptimizer(WrappingOptimizer):
     def _makes_state(self) -> bool:
         """Whether it is torch.distributed.checkpoint that steps, with learning rates of 0, to have a state to load."""
         is_between = not self.loss_scaler.has_scaled and self._found_inf is None
-        return is_between and not self.state and all(float(group.get("lr", 1)) == 0 for group in self.param_groups)
+        return is_between and all(float(group.get("lr", 1)) == 0 for group in self.param_groups)
 
     def _step_or_skip(self, found_inf: torch.Tensor) -> Any:
         result, skipped = None, None
@@ -265,7 +266,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         if skipped:
             inner: Any = self.optimizer
             inner._opt_called = True  # else its schedulers warn that it never stepped
-        else:
+        elif self.masters.masters:
             self.masters.publish()
         self._epoch += 1
         self._last = (found_inf, cast("torch.Tensor", self._scale), self._norm, self._epoch)
