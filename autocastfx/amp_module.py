@@ -46,6 +46,7 @@ class AmpModule(fx.GraphModule):
         while self._table in self._modules:  # a model that was converted before, and exported, holds one already
             self._table += "_"
         self.add_module(self._table, VariantTable(self._table, maker))
+        self._ddp_params_and_buffers_to_ignore = self._mounted.constants  # the same on every rank
         type(self).forward = _signed(signature)  # GraphModule gives each instance a class of its own
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -55,21 +56,32 @@ class AmpModule(fx.GraphModule):
         Raises:
             TypeError: the arguments do not fit the original's signature.
             VariantError: no variant fits, and none can be captured.
-            UnsupportedError: a gradient is asked of weights that are stored in 16 bits.
+            UnsupportedError: a gradient is asked of weights that are stored in 16 bits, or a parameter is a DTensor.
         """
         call = self._signature.bind(args, kwargs)
-        variant = self._mounted.fitting(call, self._modes())
-        if variant is None:
-            variant = self._further(call)
+        variant = self._variant_of(call)
         kind = variant.autocast
-        if kind is not None and torch.is_autocast_enabled(kind):  # a region around the call must not decide again
-            with torch.autocast(kind, enabled=False):
+        try:
+            if kind is not None and torch.is_autocast_enabled(kind):  # a region around the call must not decide again
+                with torch.autocast(kind, enabled=False):
+                    outputs = variant.function(self, *call.tensors)
+            else:
                 outputs = variant.function(self, *call.tensors)
-        else:
-            outputs = variant.function(self, *call.tensors)
+        except RuntimeError as error:
+            self._refuse_sharded(error)
+            raise
         if self._is_low:
             refuse_gradients(outputs)
         return pytree.tree_unflatten(outputs, variant.out_spec)
+
+    def _refuse_sharded(self, error: RuntimeError) -> None:
+        name = next((name for name, p in self.named_parameters() if hasattr(p, "device_mesh")), None)
+        if name is not None:
+            raise UnsupportedError(
+                f"parameter {name!r} is a DTensor: the graph reads parameters directly, so a submodule that was given "
+                "to fully_shard never gathers its own. Give fully_shard the converted model whole, or convert the "
+                "submodules one by one and shard each; parallelize_module is not supported."
+            ) from error
 
     @property
     def _is_low(self) -> bool:
@@ -82,7 +94,9 @@ class AmpModule(fx.GraphModule):
             TypeError: the arguments do not fit the original's signature.
             VariantError: no variant fits, and none can be captured.
         """
-        call = self._signature.bind(args, kwargs)
+        return self._variant_of(self._signature.bind(args, kwargs))
+
+    def _variant_of(self, call: Call) -> Variant:
         return self._mounted.fitting(call, self._modes()) or self._further(call)
 
     def _further(self, call: Call) -> Variant:
@@ -91,9 +105,7 @@ class AmpModule(fx.GraphModule):
     def _capture_for(self, call: Call) -> Variant:
         if not self.variants:
             return self.capture_modes(call)
-        variant = self._mounted.further(call, self._modes(), self.held())
-        self._leave_constants_to_each_rank()
-        return variant
+        return self._mounted.further(call, self._modes(), self.held())
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple([m.training for m in self._own_modules])
@@ -118,9 +130,7 @@ class AmpModule(fx.GraphModule):
         Raises:
             CaptureError: the original is not at hand, or cannot be captured.
         """
-        variant = self._mounted.capture(call, modes, self.held())
-        self._leave_constants_to_each_rank()
-        return variant
+        return self._mounted.capture(call, modes, self.held())
 
     def capture_modes(self, call: Call) -> Variant:
         """Capture the original as it runs ``call``, in its present modes, in training and in evaluation.
@@ -132,9 +142,7 @@ class AmpModule(fx.GraphModule):
             CaptureError: it cannot be captured in its present modes. What fails in another mode is left to its first
                 call.
         """
-        variant = self._mounted.capture_modes(call, self._modes(), self.held())
-        self._leave_constants_to_each_rank()
-        return variant
+        return self._mounted.capture_modes(call, self._modes(), self.held())
 
     def draft(self) -> None:
         """Show drafts, made without inputs, until the first call. None where the model's code cannot be traced so.
@@ -143,17 +151,10 @@ class AmpModule(fx.GraphModule):
             BannedOpError: the list bans an op of the model.
         """
         self._mounted.draft(self._modes(), self.held())
-        self._leave_constants_to_each_rank()
 
     def add_variant(self, variant: Variant) -> Variant:
         """Mount ``variant`` as the last one. The first one that was captured from inputs takes the place of drafts."""
-        self._mounted.add(variant)
-        self._leave_constants_to_each_rank()
-        return variant
-
-    def _leave_constants_to_each_rank(self) -> None:
-        """Tell DDP that the constants of graphs, which are the same on every rank, need no broadcast."""
-        self._ddp_params_and_buffers_to_ignore = [f"{self._table}.{name}" for name, _ in self._mounted.named_buffers()]
+        return self._mounted.add(variant)
 
     @property
     def _active(self) -> Variant:
@@ -271,7 +272,6 @@ class AmpModule(fx.GraphModule):
         super()._apply(fn, recurse)
         if self._place() != here:
             self._mounted.move(self._place(), self.held())
-            self._leave_constants_to_each_rank()
         return self
 
     def _place(self) -> torch.device:

@@ -62,7 +62,8 @@ def convert(
         op_list: which op runs in which precision: a preset's name, a YAML path, an ``OpList``, or a sequence of these,
             of which the later win. ``"default"`` is the preset of ``dtype``.
         weights: ``"cast"``: parameters stay float32 and are cast in the graph, in each call. ``"cached"``: parameters
-            stay float32; the graph reads 16-bit working copies, which are made anew when a parameter has changed.
+            stay float32; the graph reads 16-bit working copies, which are made anew when a parameter has changed (after
+            writes into ``parameter.data`` call :meth:`AmpModule.refresh_weights`). Results are the same to the bit.
             ``"low"``: for inference alone, a model of its own that shares nothing with ``model``: parameters that
             every op reads in 16 bits are stored so. It takes calls of the structure of the example inputs.
         fold: ``"exact"``: a ``deny`` op may take and give 16 bits between low neighbours, where the table of kernel
@@ -89,7 +90,8 @@ def convert(
         CalibrationError: the ranges cannot be measured or read.
         BannedOpError: the list bans an op of the model.
         PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
-        UnsupportedError: a reserved argument was given, or a parameter is a DTensor.
+        UnsupportedError: a reserved argument was given, a parameter is a DTensor, or ``weights="low"`` was given
+            without example inputs.
         ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+
+from autocastfx.errors import UnsupportedError
 
 __all__ = [
+    "agree",
     "clip_norm_",
     "clip_value_",
     "culprits",
@@ -18,12 +22,13 @@ __all__ = [
     "norm",
     "parameter_names",
     "present",
+    "refuse_complex",
     "unscale_",
 ]
 
 _KERNELS: Any = torch  # its stubs leave the fused kernels out
 _by_device_and_dtype: Any = torch._C._group_tensors_by_device_and_dtype  # its Python wrapper enters no_grad again
-_layout = attrgetter("layout")
+_dtype, _layout = attrgetter("dtype"), attrgetter("layout")
 
 
 def present(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
@@ -65,13 +70,42 @@ def unscale_(grads: Sequence[torch.Tensor], inverse: torch.Tensor, found_inf: to
     """
     if not grads:
         return
-    for (device, _), ((alike,), _) in _by_device_and_dtype([list(grads)], False).items():
+    for device, alike in _alike(grads):
         if device == found_inf.device:
             _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse)
         else:
             found = torch.zeros_like(found_inf, device=device)
             _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse.to(device, non_blocking=True))
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+
+
+def _alike(grads: Sequence[torch.Tensor]) -> list[tuple[torch.device, Sequence[torch.Tensor]]]:
+    if len(set(map(_dtype, grads))) == 1 and len(set(map(torch.Tensor.get_device, grads))) == 1:  # costs less
+        return [(grads[0].device, grads)]
+    return [(device, alike) for (device, _), ((alike,), _) in _by_device_and_dtype([list(grads)], False).items()]
+
+
+def agree(found_inf: torch.Tensor, process_group: dist.ProcessGroup | str | None) -> None:
+    """Make ``found_inf`` 1 in all processes of the group if it is in one; ``"world"``: of all there are, if any."""
+    if process_group is None or not dist.is_available() or not dist.is_initialized():
+        return
+    group = None if isinstance(process_group, str) else process_group
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+
+
+def refuse_complex(group: Mapping[str, Any]) -> None:
+    """Check the parameters of a group.
+
+    Raises:
+        UnsupportedError: one is complex.
+    """
+    for index, parameter in enumerate(group["params"]):
+        if parameter.is_complex():
+            raise UnsupportedError(
+                f"parameter {index} of shape {tuple(parameter.shape)} is {parameter.dtype}: complex gradients cannot "
+                "be scaled and checked. Keep complex parameters in an optimizer of their own."
+            )
 
 
 def parameter_names(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:

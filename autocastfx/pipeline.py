@@ -22,7 +22,6 @@ from autocastfx.graph import (
 )
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.magnitude import magnitude
-from autocastfx.mask import is_mask
 from autocastfx.op_list import Category, OpList
 from autocastfx.op_name import op_name
 from autocastfx.passes.classify import Classifier
@@ -235,7 +234,7 @@ def _with_views(
 def _uncast(converter: Converter, state: State, placements: Mapping[fx.Node, Placement]) -> frozenset[fx.Node]:
     """The parameters that are read low without a cast in each call."""
     found = [n for n in state.graph.nodes if n.op == "get_attr" and n.target in state.parameters]
-    found = [n for n in found if n not in state.classification.wide and not is_mask(n)]  # their casts saturate
+    found = [n for n in found if n not in state.classification.wide]  # their casts saturate
     if converter.weights == "low":
         reads = LowReads(placements, converter.ports)
         mixed = {state.numbers[str(n.target)] for n in found if not reads.all_of(n)}

@@ -46,11 +46,13 @@ class VariantTable(nn.ModuleList):
     Attributes:
         path: where the owner mounts this table.
         maker: makes further variants.
+        constants: names, in the owner, of the tensors that graphs hold themselves.
     """
 
     def __init__(self, path: str, maker: Maker) -> None:
         super().__init__()
         self.path, self.maker = path, maker
+        self.constants: list[str] = []
 
     @property
     def shown(self) -> tuple[Variant, ...]:
@@ -146,6 +148,7 @@ class VariantTable(nn.ModuleList):
             self.append(variant)
         else:
             self[index] = variant
+        self.constants[:] = [f"{self.path}.{name}" for name, _ in self.named_buffers()]
         return variant
 
     def move(self, device: torch.device, held: Held) -> None:

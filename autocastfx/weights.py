@@ -135,7 +135,7 @@ class WorkingCopies:
             if changed is None or number in changed:
                 held.version = -1
 
-    @torch._dynamo.assume_constant_result
+    @torch.compiler.assume_constant_result
     def warn_of_compiler(self) -> None:
         """Say once that a compiled or exported graph casts."""
         if not self._has_warned:

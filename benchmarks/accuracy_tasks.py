@@ -111,7 +111,7 @@ class Task(ABC):
 
     def rate_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
-        warmup = self.steps // 10
+        warmup = max(self.steps // 10, 1)
         if step < warmup:
             return self.rate * (step + 1) / warmup
         return self.rate * (1 + math.cos(math.pi * (step - warmup) / (self.steps - warmup))) / 2

@@ -79,7 +79,7 @@ def plot(activations: Exponents, weights: Exponents, loss_scale: float, path: st
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     axes: Any = figure.subplots(2, 2, sharex=True, sharey="row")
     found = _seen(activations, weights)
-    ends = [-26, 17, *found, *(e + shift for e in found)]
+    ends = [-29, 17, *found, *(e + shift for e in found)]
     span = (min(ends) - 2, max(ends) + 3)
     for row, (title, part) in zip(
         axes, (("Activation gradients", activations), ("Weight gradients", weights)), strict=True
