@@ -136,7 +136,7 @@ def live() -> dict[int, int]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    found = [tensor.untyped_storage() for tensor in tensors]
+    found = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.device.type == "cpu"}
 
 
