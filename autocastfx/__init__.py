@@ -24,6 +24,7 @@ from autocastfx.loss_scaler import LossScaler
 from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
 from autocastfx.optimizer import LossScalingOptimizer
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Recomposed
+from autocastfx.plan_diff import Difference, PlanDiff, diff
 from autocastfx.ranges import Range, Ranges
 from autocastfx.step_result import StepResult
 
@@ -38,6 +39,7 @@ __all__ = [
     "Category",
     "Change",
     "Decision",
+    "Difference",
     "DynamicLossScale",
     "LossScaleError",
     "LossScaler",
@@ -49,6 +51,7 @@ __all__ = [
     "OpListError",
     "Placement",
     "Plan",
+    "PlanDiff",
     "PlanError",
     "PlannedCast",
     "PlannedNode",
@@ -67,6 +70,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "convert",
+    "diff",
     "dump",
     "load_op_list",
     "presets",
