@@ -19,6 +19,7 @@ from autocastfx.errors import (
     VariantError,
     VerifyError,
 )
+from autocastfx.explain import explain
 from autocastfx.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
 from autocastfx.loss_scaler import LossScaler
 from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
@@ -72,6 +73,7 @@ __all__ = [
     "convert",
     "diff",
     "dump",
+    "explain",
     "load_op_list",
     "presets",
     "suggest_loss_scale",
