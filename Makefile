@@ -18,7 +18,7 @@ INSTALLED := .venv/.installed
 WHEEL_BIN := .wheel-venv/bin
 WHEEL_VENV := .wheel-venv/.created
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
-EXTRAS := dev,docs,demo
+EXTRAS := dev,docs,demo,plot
 
 # $(call step,what it does) { commands; } prints what it does and then how long it took.
 step = @echo "==> $(1)"; TIMEFORMAT="    %1R s"; time

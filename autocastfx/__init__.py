@@ -10,6 +10,7 @@ from autocastfx.errors import (
     CalibrationError,
     CaptureError,
     LossScaleError,
+    MissingExtraError,
     NotCapturedError,
     OpListError,
     PlanError,
@@ -20,11 +21,13 @@ from autocastfx.errors import (
     VerifyError,
 )
 from autocastfx.explain import explain
+from autocastfx.exponents import Exponents, Shares
+from autocastfx.gradient_histogram import GradientHistogram, gradient_histogram
 from autocastfx.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
 from autocastfx.loss_scaler import LossScaler
 from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
 from autocastfx.optimizer import LossScalingOptimizer
-from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Recomposed
+from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
 from autocastfx.plan_diff import Difference, PlanDiff, diff
 from autocastfx.ranges import Range, Ranges
 from autocastfx.step_result import StepResult
@@ -42,9 +45,12 @@ __all__ = [
     "Decision",
     "Difference",
     "DynamicLossScale",
+    "Exponents",
+    "GradientHistogram",
     "LossScaleError",
     "LossScaler",
     "LossScalingOptimizer",
+    "MissingExtraError",
     "ModuleRule",
     "NoLossScale",
     "NotCapturedError",
@@ -55,12 +61,14 @@ __all__ = [
     "PlanDiff",
     "PlanError",
     "PlannedCast",
+    "PlannedCopy",
     "PlannedNode",
     "Precision",
     "Range",
     "Ranges",
     "Recomposed",
     "Rule",
+    "Shares",
     "StaticLossScale",
     "StepResult",
     "UnmatchedPlanWarning",
@@ -74,6 +82,7 @@ __all__ = [
     "diff",
     "dump",
     "explain",
+    "gradient_histogram",
     "load_op_list",
     "presets",
     "suggest_loss_scale",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -14,31 +13,16 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from autocastfx.call import Call, CallSignature
-from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError, VariantError
+from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError
 from autocastfx.forwarding import forwarded
+from autocastfx.low_weights import own_tensors, refuse_gradients, refuse_training, stored_low
 from autocastfx.mirror import mirror
 from autocastfx.plan import Plan
 from autocastfx.variant import Variant
+from autocastfx.variant_table import Maker, VariantTable
+from autocastfx.weights import WorkingCopies
 
 __all__ = ["AmpModule", "Variant"]
-
-
-class Maker(Protocol):
-    """Makes variants for an :class:`AmpModule`, which knows of no pass itself."""
-
-    @property
-    def model(self) -> nn.Module | None: ...
-
-    @property
-    def baked(self) -> bool: ...
-
-    def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant: ...
-
-    def draft(self, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> Variant: ...
-
-    def rebuild(self, captured: Any, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant: ...
-
-    def without_model(self) -> Maker: ...
 
 
 class AmpModule(fx.GraphModule):
@@ -55,12 +39,14 @@ class AmpModule(fx.GraphModule):
         self._lineno_map: dict[int, int | None] = {}  # Dynamo reads it; this class's forward is not a graph's code
         self._signature = signature
         self._maker = maker
+        self._working_copies = WorkingCopies(self)  # graphs read it by this name: weights.ATTRIBUTE
         mirror(model, self, {id(model): self})
         self._own_modules = tuple(self.modules())
         self._table = "_variants"
         while self._table in self._modules:  # a model that was converted before, and exported, holds one already
             self._table += "_"
-        self.add_module(self._table, nn.ModuleList())
+        self.add_module(self._table, VariantTable(self._table, maker))
+        self._ddp_params_and_buffers_to_ignore = self._mounted.constants  # the same on every rank
         type(self).forward = _signed(signature)  # GraphModule gives each instance a class of its own
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -70,24 +56,48 @@ class AmpModule(fx.GraphModule):
         Raises:
             TypeError: the arguments do not fit the original's signature.
             VariantError: no variant fits, and none can be captured.
+            UnsupportedError: a gradient is asked of weights that are stored in 16 bits, or a parameter is a DTensor.
         """
         call = self._signature.bind(args, kwargs)
-        variant = self._fitting(call)
-        if variant is None:
-            variant = self._further(call)
+        variant = self._variant_of(call)
         kind = variant.autocast
-        if kind is not None and torch.is_autocast_enabled(kind):  # a region around the call must not decide again
-            with torch.autocast(kind, enabled=False):
-                return pytree.tree_unflatten(variant.function(self, *call.tensors), variant.out_spec)
-        return pytree.tree_unflatten(variant.function(self, *call.tensors), variant.out_spec)
+        try:
+            if kind is not None and torch.is_autocast_enabled(kind):  # a region around the call must not decide again
+                with torch.autocast(kind, enabled=False):
+                    outputs = variant.function(self, *call.tensors)
+            else:
+                outputs = variant.function(self, *call.tensors)
+        except RuntimeError as error:
+            self._refuse_sharded(error)
+            raise
+        if self._is_low:
+            refuse_gradients(outputs)
+        return pytree.tree_unflatten(outputs, variant.out_spec)
 
-    def _fitting(self, call: Call) -> Variant | None:
-        modes = self._modes()
-        sizes = [t.shape for t in call.tensors]
-        for variant in self.variants:
-            if variant.modes == modes and variant.structure == call.structure and variant.guard.holds(sizes):
-                return variant
-        return None
+    def _refuse_sharded(self, error: RuntimeError) -> None:
+        name = next((name for name, p in self.named_parameters() if hasattr(p, "device_mesh")), None)
+        if name is not None:
+            raise UnsupportedError(
+                f"parameter {name!r} is a DTensor: the graph reads parameters directly, so a submodule that was given "
+                "to fully_shard never gathers its own. Give fully_shard the converted model whole, or convert the "
+                "submodules one by one and shard each; parallelize_module is not supported."
+            ) from error
+
+    @property
+    def _is_low(self) -> bool:
+        return self._maker.weights == "low"
+
+    def variant_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Variant:
+        """The variant that such a call runs; captured now if there is none yet.
+
+        Raises:
+            TypeError: the arguments do not fit the original's signature.
+            VariantError: no variant fits, and none can be captured.
+        """
+        return self._variant_of(self._signature.bind(args, kwargs))
+
+    def _variant_of(self, call: Call) -> Variant:
+        return self._mounted.fitting(call, self._modes()) or self._further(call)
 
     def _further(self, call: Call) -> Variant:
         return cast("Any", torch.compiler).disable(self._capture_for)(call)
@@ -95,34 +105,24 @@ class AmpModule(fx.GraphModule):
     def _capture_for(self, call: Call) -> Variant:
         if not self.variants:
             return self.capture_modes(call)
-        try:
-            return self.capture(call, self._modes())
-        except CaptureError as error:
-            raise VariantError(f"{self._why_none_fits(call)}; a further one cannot be captured: {error}") from error
-
-    def _why_none_fits(self, call: Call) -> str:
-        same_mode = [v for v in self.variants if v.modes == self._modes()]
-        same_call = [v for v in same_mode if v.structure == call.structure]
-        if not same_mode:
-            return "no variant was captured for these modes (train or eval) of the modules"
-        if not same_call:
-            known = "; ".join(f"({v.structure})" for v in same_mode)
-            return f"no variant was captured for the call ({call.structure}), only for {known}"
-        broken = same_call[0].guard.broken([t.shape for t in call.tensors])
-        return f"no variant holds for these sizes: {broken} does not hold"
+        return self._mounted.further(call, self._modes(), self.held())
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple([m.training for m in self._own_modules])
 
     @property
+    def _mounted(self) -> VariantTable:
+        return cast("VariantTable", self._modules[self._table])
+
+    @property
     def variants(self) -> tuple[Variant, ...]:
         """All captured variants, in the order of capture."""
-        return tuple(v for v in self.shown if not v.plan.unverified)
+        return self._mounted.captured
 
     @property
     def shown(self) -> tuple[Variant, ...]:
         """The captured variants; drafts while there are none."""
-        return tuple(cast("list[Variant]", self._modules[self._table]))
+        return self._mounted.shown
 
     def capture(self, call: Call, modes: tuple[bool, ...]) -> Variant:
         """Capture the original as it runs ``call`` in ``modes``, and add the variant.
@@ -130,9 +130,7 @@ class AmpModule(fx.GraphModule):
         Raises:
             CaptureError: the original is not at hand, or cannot be captured.
         """
-        known = next((v.captured for v in self.variants if v.captured is not None), None)
-        sizes = known.sizes if known is not None else "all"  # do not try again what was too slow once
-        return self.add_variant(self._maker.capture(call, modes, self.held(), sizes))
+        return self._mounted.capture(call, modes, self.held())
 
     def capture_modes(self, call: Call) -> Variant:
         """Capture the original as it runs ``call``, in its present modes, in training and in evaluation.
@@ -144,13 +142,7 @@ class AmpModule(fx.GraphModule):
             CaptureError: it cannot be captured in its present modes. What fails in another mode is left to its first
                 call.
         """
-        now = self._modes()
-        first = self.capture(call, now)
-        for modes in () if self._maker.baked else dict.fromkeys([(True,) * len(now), (False,) * len(now)]):
-            if modes != now:
-                with suppress(CaptureError):
-                    self.capture(call, modes)
-        return first
+        return self._mounted.capture_modes(call, self._modes(), self.held())
 
     def draft(self) -> None:
         """Show drafts, made without inputs, until the first call. None where the model's code cannot be traced so.
@@ -158,34 +150,18 @@ class AmpModule(fx.GraphModule):
         Raises:
             BannedOpError: the list bans an op of the model.
         """
-        now = self._modes()
-        for modes in [now] if self._maker.baked else dict.fromkeys([now, (True,) * len(now), (False,) * len(now)]):
-            with suppress(CaptureError):
-                self.add_variant(self._maker.draft(modes, self.held()))
+        self._mounted.draft(self._modes(), self.held())
 
     def add_variant(self, variant: Variant) -> Variant:
         """Mount ``variant`` as the last one. The first one that was captured from inputs takes the place of drafts."""
-        if not variant.plan.unverified and not self.variants:
-            self._modules[self._table] = nn.ModuleList()
-        return self._mount(len(self.shown), variant)
-
-    def _mount(self, index: int, variant: Variant) -> Variant:
-        variant.mount(f"{self._table}.{index}")
-        table = cast("nn.ModuleList", self._modules[self._table])
-        if index == len(table):
-            table.append(variant)
-        else:
-            table[index] = variant
-        constants = [name for name, _ in self.named_buffers() if name.startswith(f"{self._table}.")]
-        self._ddp_params_and_buffers_to_ignore = constants  # the same on every rank
-        return variant
+        return self._mounted.add(variant)
 
     @property
     def _active(self) -> Variant:
-        if not self.shown:
+        active = self._mounted.active(self._modes())
+        if active is None:
             raise self._not_captured()
-        modes = self._modes()
-        return next((v for v in self.shown if v.modes == modes), self.shown[0])
+        return active
 
     def _not_captured(self) -> NotCapturedError:
         try:
@@ -237,38 +213,69 @@ class AmpModule(fx.GraphModule):
         """Switch all modules to training or evaluation, as ``nn.Module.train`` does.
 
         Raises:
-            UnsupportedError: the model came out of torch.export, which bakes its mode in.
+            UnsupportedError: the model came out of torch.export, which bakes its mode in, or its weights are stored in
+                16 bits.
         """
+        if self._is_low and mode:
+            refuse_training()
         if self._maker.baked:
             raise UnsupportedError(
                 "the model came out of torch.export, which bakes in the mode it was exported in. Convert the module "
                 "that was exported instead."
             )
         super().train(mode)
+        self._working_copies.expire()  # weights are exchanged between training and evaluation, not always visibly
         return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> AmpModule:
+        """Ask for gradients of all parameters, or for none.
+
+        Raises:
+            UnsupportedError: the weights are stored in 16 bits.
+        """
+        if self._is_low and requires_grad:
+            refuse_training()
+        super().requires_grad_(requires_grad)
+        return self
+
+    def store_low(self, low: torch.dtype) -> None:
+        """Become a model of its own for inference: the weights that all variants read in 16 bits are stored so.
+
+        Neither the original nor any of its tensors is referred to any more, and no further variant can be captured.
+        """
+        names = frozenset[str].intersection(*(stored_low(v, low) for v in self.variants))
+        held = self.held()
+        own_tensors(self._own_modules, [held[name] for name in names if name in held], low)
+        self._maker = self._mounted.maker = self._maker.without_model()
+        for variant in self.variants:
+            variant.captured = None  # it was decided for float32 weights
+        super().train(False)
+
+    def refresh_weights(self) -> None:
+        """Make the 16-bit working copies of ``weights="cached"`` anew, at the next call.
+
+        Needed after writes into ``parameter.data`` (``p.data.copy_(other)``), which torch does not count, and after
+        the replay of a CUDA graph that holds an optimizer's step. All other changes are seen without it.
+        """
+        self._working_copies.expire()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AmpModule:
         here = self._place()
-        probe = fn(torch.empty(0, device=here))
-        if probe.dtype != torch.float32:
-            raise UnsupportedError(
-                f"an AmpModule's parameters stay float32, so it cannot become {probe.dtype}: its graph holds the "
-                "casts. Move it with .to(device) alone, or convert again with another dtype."
-            )
+        for dtype in dict.fromkeys((torch.float32, *(p.dtype for p in self.parameters() if self._is_low))):
+            probe = fn(torch.empty(0, dtype=dtype, device=here))
+            if probe.dtype != dtype:
+                kept = "keep the dtypes that they are stored in" if self._is_low else "stay float32"
+                raise UnsupportedError(
+                    f"an AmpModule's parameters {kept}, so it cannot become {probe.dtype}: its graph holds the "
+                    "casts. Move it with .to(device) alone, or convert again with another dtype."
+                )
         super()._apply(fn, recurse)
         if self._place() != here:
-            for index, variant in enumerate(self.shown):
-                self._move(index, variant, self._place())
+            self._mounted.move(self._place(), self.held())
         return self
 
     def _place(self) -> torch.device:
         return next((t.device for t in self.held().values()), torch.device("cpu"))
-
-    def _move(self, index: int, variant: Variant, device: torch.device) -> None:
-        if variant.captured is not None and device.type != variant.device.type:
-            rebuilt = self._maker.rebuild(variant.captured, self.held(), device)
-            variant = self._mount(index, rebuilt.to(device))
-        variant.move(device)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -316,7 +323,7 @@ def _signed(signature: CallSignature) -> Callable[..., Any]:
 def _rebuild(tree: nn.Module, signature: CallSignature, maker: Maker, variants: list[Variant]) -> AmpModule:
     result = AmpModule(tree, signature, maker)
     for key in tree.__dict__:
-        if key.endswith("_hooks"):
+        if "_hooks" in key:  # and which of them take keywords
             result.__dict__[key] = tree.__dict__[key]
     for variant in variants:
         result.add_variant(variant)

@@ -61,7 +61,11 @@ def convert(
         dtype: the 16-bit dtype: ``torch.float16`` or ``torch.bfloat16``.
         op_list: which op runs in which precision: a preset's name, a YAML path, an ``OpList``, or a sequence of these,
             of which the later win. ``"default"`` is the preset of ``dtype``.
-        weights: ``"cast"``: parameters stay float32 and are cast in the graph. ``"cached"`` and ``"low"`` are reserved.
+        weights: ``"cast"``: parameters stay float32 and are cast in the graph, in each call. ``"cached"``: parameters
+            stay float32; the graph reads 16-bit working copies, which are made anew when a parameter has changed (after
+            writes into ``parameter.data`` call :meth:`AmpModule.refresh_weights`). Results are the same to the bit.
+            ``"low"``: for inference alone, a model of its own that shares nothing with ``model``: parameters that
+            every op reads in 16 bits are stored so. It takes calls of the structure of the example inputs.
         fold: ``"exact"``: a ``deny`` op may take and give 16 bits between low neighbours, where the table of kernel
             facts says that this changes no more than an ulp; ``"none"``: never. ``"kernel"`` is reserved.
         calibrate: what the model's values reach: ranges that :func:`calibrate` measured, the path of a file of them,
@@ -86,7 +90,8 @@ def convert(
         CalibrationError: the ranges cannot be measured or read.
         BannedOpError: the list bans an op of the model.
         PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
-        UnsupportedError: a reserved argument was given.
+        UnsupportedError: a reserved argument was given, a parameter is a DTensor, or ``weights="low"`` was given
+            without example inputs.
         ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
@@ -94,7 +99,9 @@ def convert(
     lists = load_op_list(op_list, default=LOW[dtype])
     edited = None if plan is None else read_plan(plan)
     patterns = chosen(recompose)
-    converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype, fold, plan=edited, recompose=patterns)
+    converter = Converter(
+        lists, load_kernel_facts(), dtype, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights
+    )
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
     if isinstance(model, ExportedProgram):
@@ -105,6 +112,7 @@ def convert(
         module = model
     else:
         raise TypeError(f"convert takes an nn.Module, a GraphModule or an ExportedProgram, not {type(model).__name__}")
+    _check_parameters(module)
     if calibrate is not None:
         if example_inputs is None and example_kwargs is None and not isinstance(calibrate, (Ranges, str, os.PathLike)):
             example_inputs, example_kwargs, calibrate = first_call(calibrate)
@@ -118,6 +126,11 @@ def convert(
     leaves = tuple(name for name in sorted(converter.op_list.ops()) if "." in name and "::" not in name)
     target = torch.device(device) if device is not None else None
     maker = _Maker(converter, module, signature, leaves, target, baked)
+    if weights == "low" and example_inputs is None and example_kwargs is None:
+        raise UnsupportedError(
+            'weights="low" keeps no original that could be captured at the first call: give convert the inputs of one '
+            "call as example_inputs."
+        )
     amp_model = AmpModule(module, signature, maker)
     if example_inputs is None and example_kwargs is None:
         amp_model.draft()
@@ -126,7 +139,10 @@ def convert(
             call = signature.bind(args, example_kwargs or {})
         except TypeError as error:
             raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.") from error
-        amp_model.capture_modes(call)
+        if weights == "low":
+            amp_model.capture(call, modes=tuple(m.training and baked for m in module.modules()))
+        else:
+            amp_model.capture_modes(call)
     _warn_of_slow_kernels(amp_model, dtype)
     if not amp_model.variants:
         return amp_model  # the first call captures
@@ -135,7 +151,25 @@ def convert(
     _warn_of_unmatched_rules(amp_model, lists)
     if edited is not None and (message := edited.unmatched(v.plan for v in amp_model.variants)):
         warnings.warn(message, UnmatchedPlanWarning, stacklevel=2)
+    if weights == "low":
+        amp_model.store_low(dtype)
     return amp_model
+
+
+def _check_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise UnsupportedError(
+                f"parameter {name!r} of {type(model).__name__} is a DTensor, whose collectives cannot be captured. For "
+                "FSDP2 convert first, and give fully_shard the converted model; leave a tensor-parallel model to "
+                "torch.autocast, with a LossScalingOptimizer all the same."
+            )
+
+
+_WITHOUT_MODEL = {
+    False: "the original model is not at hand",
+    True: 'weights="low" keeps no original: convert it again, in evaluation, with the inputs of this call',
+}
 
 
 @dataclass(frozen=True)
@@ -149,9 +183,13 @@ class _Maker:
     device: torch.device | None
     baked: bool
 
+    @property
+    def weights(self) -> str:
+        return self.converter.weights
+
     def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant:
         if self.model is None:
-            raise CaptureError("the original model is not at hand")
+            raise CaptureError(_WITHOUT_MODEL[self.weights == "low"])
         found = capture(
             self.model,
             self.signature,
@@ -185,7 +223,7 @@ def _check_arguments(dtype: torch.dtype, weights: str, fold: str, headroom: floa
     if not (math.isfinite(headroom) and headroom >= 1):
         raise ValueError(f"headroom is a finite factor of at least 1, not {headroom!r}")
     reserved = {
-        "weights": (weights, ("cast",)),
+        "weights": (weights, ("cast", "cached", "low")),
         "fold": (fold, ("exact", "none")),
     }
     for name, (given, built) in reserved.items():

@@ -10,6 +10,7 @@ __all__ = [
     "CalibrationError",
     "CaptureError",
     "KeyPath",
+    "MissingExtraError",
     "NotCapturedError",
     "OpListError",
     "Place",
@@ -73,7 +74,7 @@ class OpListError(AutocastFXError, ValueError):
 
 
 class CalibrationError(AutocastFXError, ValueError):
-    """Ranges cannot be measured or read. ``source`` is the place in the file, if there is one."""
+    """Ranges or gradients cannot be measured or read. ``source`` is the place in the file, if there is one."""
 
     def __init__(self, message: str, source: Source | None = None) -> None:
         super().__init__(f"{source}: {message}" if source else message)
@@ -118,6 +119,10 @@ class VariantError(AutocastFXError, RuntimeError):
 
 class NotCapturedError(VariantError):
     """The graph, code or plan of a model that was converted without inputs, and not called yet, cannot be shown."""
+
+
+class MissingExtraError(AutocastFXError, ImportError):
+    """An optional dependency is not installed."""
 
 
 class UnsupportedError(AutocastFXError, NotImplementedError):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 
 from autocastfx.amp_module import AmpModule
 from autocastfx.dump import view_of
 from autocastfx.plan import PlannedNode, Precision
 from autocastfx.report.row import Row
-from autocastfx.yaml_tree import nearest
+from autocastfx.selection import select
 
 __all__ = ["explain"]
 
@@ -36,7 +35,7 @@ def explain(amp_model: AmpModule, what: str) -> str:
 
     Args:
         amp_model: what ``convert`` returned. The variant that its ``plan`` shows is explained.
-        what: the name of a node, an op name, or the path of a module, which may be a pattern (``layers.*.attn``).
+        what: a node, an op, a module, or an op inside a module; paths may be patterns (``layers.*.attn.softmax``).
 
     Returns:
         A paragraph for each node; nodes that no float32 value touches are only named.
@@ -50,19 +49,11 @@ def explain(amp_model: AmpModule, what: str) -> str:
         raise TypeError(
             f"explain speaks of what convert() returned, not a {type(amp_model).__name__}: convert the model first"
         )
-    rows = {row.name: row for row in view_of(amp_model).rows}
+    shown = view_of(amp_model)
+    rows = {row.name: row for row in shown.rows}
     known = {name: row.planned for name, row in rows.items() if row.planned is not None}
-    found = [node for node in known.values() if what in (node.name, node.op)]
-    found = found or [node for node in known.values() if _is_inside(node.module, what)]
-    if not found:
-        names = {*known, *(node.op for node in known.values()), *(node.module for node in known.values())}
-        raise KeyError(f"no node, op or module of the plan is called {what!r}{nearest(what, names)}")
+    found = select(shown.plan, what)
     return "\n".join(paragraph for node in found for paragraph in ("\n".join(_lines(node, rows, known)), ""))
-
-
-def _is_inside(module: str, pattern: str) -> bool:
-    parts = module.split(".")
-    return any(fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
 
 
 def _lines(node: PlannedNode, rows: Mapping[str, Row], known: Mapping[str, PlannedNode]) -> Iterator[str]:
@@ -117,7 +108,7 @@ def _sources(name: str, rows: Mapping[str, Row]) -> list[str]:
     """What a node reads, behind the casts that the conversion made."""
     found: dict[str, None] = {}
     for read in rows[name].reads:
-        while rows[read].kind in ("cast", "made") and rows[read].reads:
+        while rows[read].kind in ("cast", "copy", "made") and rows[read].reads:
             read = rows[read].reads[-1]
         found[read] = None
     return list(found)

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+import torch.distributed as dist
 
-__all__ = ["culprits", "is_finite", "local", "norm", "parameter_names", "present", "unscale_"]
+from autocastfx.errors import UnsupportedError
+
+__all__ = [
+    "agree",
+    "clip_norm_",
+    "clip_value_",
+    "culprits",
+    "is_finite",
+    "local",
+    "norm",
+    "parameter_names",
+    "present",
+    "refuse_complex",
+    "unscale_",
+]
 
 _KERNELS: Any = torch  # its stubs leave the fused kernels out
+_by_device_and_dtype: Any = torch._C._group_tensors_by_device_and_dtype  # its Python wrapper enters no_grad again
+_dtype, _layout = attrgetter("dtype"), attrgetter("layout")
 
 
 def present(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
     """What of each parameter's gradient one process holds: a DTensor's local part, a sparse one's values.
 
-    A sparse gradient is coalesced. Parameters without a gradient are left out.
+    A sparse gradient is coalesced, and one that is spread over processes as a sum is added up. Parameters without a
+    gradient are left out.
     """
     found = [g for group in groups for p in group["params"] if (g := p.grad) is not None]
-    if all(type(g) is torch.Tensor and g.layout is torch.strided for g in found):
+    if set(map(type, found)) <= {torch.Tensor} and set(map(_layout, found)) <= {torch.strided}:  # no frame for each
         return found
     return [_values(p) for group in groups for p in group["params"] if p.grad is not None]
 
@@ -30,6 +49,8 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
         if not grad.is_coalesced():
             parameter.grad = grad = grad.coalesce()
         return grad._values()
+    if any(placement.is_partial() for placement in getattr(grad, "placements", ())):
+        parameter.grad = grad = cast("Any", grad).redistribute(placements=cast("Any", parameter).placements)
     return local(grad)
 
 
@@ -49,13 +70,42 @@ def unscale_(grads: Sequence[torch.Tensor], inverse: torch.Tensor, found_inf: to
     """
     if not grads:
         return
-    for (device, _), ((alike,), _) in _group_tensors_by_device_and_dtype([list(grads)]).items():
+    for device, alike in _alike(grads):
         if device == found_inf.device:
             _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse)
         else:
             found = torch.zeros_like(found_inf, device=device)
             _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse.to(device, non_blocking=True))
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+
+
+def _alike(grads: Sequence[torch.Tensor]) -> list[tuple[torch.device, Sequence[torch.Tensor]]]:
+    if len(set(map(_dtype, grads))) == 1 and len(set(map(torch.Tensor.get_device, grads))) == 1:  # costs less
+        return [(grads[0].device, grads)]
+    return [(device, alike) for (device, _), ((alike,), _) in _by_device_and_dtype([list(grads)], False).items()]
+
+
+def agree(found_inf: torch.Tensor, process_group: dist.ProcessGroup | str | None) -> None:
+    """Make ``found_inf`` 1 in all processes of the group if it is in one; ``"world"``: of all there are, if any."""
+    if process_group is None or not dist.is_available() or not dist.is_initialized():
+        return
+    group = None if isinstance(process_group, str) else process_group
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+
+
+def refuse_complex(group: Mapping[str, Any]) -> None:
+    """Check the parameters of a group.
+
+    Raises:
+        UnsupportedError: one is complex.
+    """
+    for index, parameter in enumerate(group["params"]):
+        if parameter.is_complex():
+            raise UnsupportedError(
+                f"parameter {index} of shape {tuple(parameter.shape)} is {parameter.dtype}: complex gradients cannot "
+                "be scaled and checked. Keep complex parameters in an optimizer of their own."
+            )
 
 
 def parameter_names(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -79,13 +129,50 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all().item())
 
 
-def norm(groups: Sequence[dict[str, Any]]) -> float:
-    """The 2-norm of all gradients together. Waits for the device; of DTensors it is that of all processes' parts."""
-    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-    return float(whole(torch.nn.utils.get_total_norm(grads)).item())
+def norm(groups: Sequence[dict[str, Any]], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all gradients together, those of DTensors whole; float32, no dimensions.
+
+    torch stacks the norms of all gradients, which have to live on the same processes for that: here they may be plain
+    tensors and DTensors of several meshes.
+    """
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for parameter in (p for group in groups for p in group["params"] if p.grad is not None):
+        mesh = getattr(parameter.grad, "device_mesh", None)
+        alike.setdefault(mesh, []).append(_values(parameter) if mesh is None else parameter.grad)
+    norms = [_norm(mesh, grads, norm_type) for mesh, grads in alike.items()]
+    if len(norms) == 1:
+        return norms[0]
+    return torch.nn.utils.get_total_norm(norms, norm_type)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a DTensor; any other tensor as it is."""
+def _norm(mesh: Any, grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    if mesh is None or norm_type != math.inf:
+        return _whole(torch.nn.utils.get_total_norm(grads, norm_type))
+    from torch.distributed.tensor import DTensor, Partial  # no import costs anything where there is a mesh
+
+    parts = [part for grad in grads if (part := local(grad)).numel()]  # a process may hold nothing of small ones
+    largest = torch.nn.utils.get_total_norm(parts, norm_type) if parts else local(grads[0]).new_zeros(())
+    return DTensor.from_local(largest, mesh, [Partial("max")] * mesh.ndim).full_tensor()
+
+
+def clip_norm_(groups: Sequence[dict[str, Any]], max_norm: float, norm_type: float) -> torch.Tensor:
+    """Clip the norm of all gradients together, as torch's ``clip_grad_norm_``; what it was before. Reads nothing."""
+    grads = present(groups)
+    found = norm(groups, norm_type)
+    factor = torch.clamp(max_norm / (found + 1e-6), max=1.0)
+    for (device, _), ((alike,), _) in _by_device_and_dtype([grads], False).items():
+        _KERNELS._foreach_mul_(alike, factor.to(device))
+    return found
+
+
+def clip_value_(groups: Sequence[dict[str, Any]], largest: float) -> None:
+    """Clip each element of each gradient to [-largest, largest]."""
+    grads = present(groups)
+    if grads:
+        _KERNELS._foreach_clamp_min_(grads, -largest)
+        _KERNELS._foreach_clamp_max_(grads, largest)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
     full: Any = getattr(tensor, "full_tensor", None)
     return full() if full is not None else tensor

@@ -13,7 +13,7 @@ from autocastfx.errors import LossScaleError
 from autocastfx.host_copy import HostCopy, is_capturing
 from autocastfx.loss_scale import LossScale, ScaleState
 
-__all__ = ["LossScaler"]
+__all__ = ["LossScaler", "numbers_of"]
 
 Losses = TypeVar("Losses")
 _LOW = (torch.float16, torch.bfloat16)
@@ -155,13 +155,7 @@ class LossScaler:
         Raises:
             LossScaleError: it is neither.
         """
-        known = {"scale": state.get("scale"), "good_steps": state.get("good_steps", state.get("_growth_tracker"))}
-        if any(number is None for number in known.values()):
-            raise LossScaleError(
-                f"a loss scale's state has 'scale' and 'good_steps' (a GradScaler's '_growth_tracker'), this one has "
-                f"{sorted(state)}: give it what LossScalingOptimizer.state_dict() or GradScaler.state_dict() gave."
-            )
-        self._initial = {**known, **({"spare": state["spare"]} if "spare" in state else {})}
+        self._initial = numbers_of(state)
         self._pending.clear()
         self._found = None
         self._left = self.rule.overflows_to_floor(float(self._initial["scale"]))
@@ -173,3 +167,21 @@ class LossScaler:
     def _restore(state: ScaleState, numbers: Mapping[str, Any]) -> None:
         for name, number in numbers.items():
             getattr(state, name).fill_(number)
+
+
+def numbers_of(state: Mapping[str, Any]) -> dict[str, float | int]:
+    """The numbers of a ``ScaleState`` in the state dict of a loss scale or of a ``torch.amp.GradScaler``.
+
+    Raises:
+        LossScaleError: it is neither.
+    """
+    found: dict[str, Any] = {
+        "scale": state.get("scale"),
+        "good_steps": state.get("good_steps", state.get("_growth_tracker")),
+    }
+    if any(number is None for number in found.values()):
+        raise LossScaleError(
+            "a loss scale's state has 'scale' and 'good_steps' (a GradScaler's '_growth_tracker'), this one has "
+            f"{sorted(state)}: give it what LossScalingOptimizer.state_dict() or GradScaler.state_dict() gave."
+        )
+    return {**found, **({"spare": state["spare"]} if "spare" in state else {})}

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autocastfx.gradients import local
+
 __all__ = ["Masters"]
 
 _KERNELS: Any = torch  # its stubs leave the foreach kernels out
@@ -69,10 +71,13 @@ class Masters:
 
     def publish(self) -> None:
         """Copy the masters that are trained to the 16-bit parameters, rounding to nearest."""
+        if not self.masters:
+            return
         moved = [i for i, master in enumerate(self.masters) if master.requires_grad]
         if moved:
             with torch.no_grad():
-                _KERNELS._foreach_copy_([self.working[i] for i in moved], [self.masters[i] for i in moved])
+                working, masters = ([local(kept[i]) for i in moved] for kept in (self.working, self.masters))
+                _KERNELS._foreach_copy_(working, masters)
             for i in moved:
                 self._versions[i] = self.working[i]._version
 

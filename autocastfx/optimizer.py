@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,17 +11,17 @@ from torch.optim import Optimizer
 
 from autocastfx import gradients
 from autocastfx.errors import LossScaleError, UnsupportedError
+from autocastfx.fused_step import FusedStep
 from autocastfx.loss_scale import DynamicLossScale, LossScale
-from autocastfx.loss_scaler import LossScaler
+from autocastfx.loss_scaler import LossScaler, numbers_of
 from autocastfx.masters import Masters
 from autocastfx.snapshot import Snapshot
-from autocastfx.step_result import StepResult
-from autocastfx.wrapping_optimizer import WrappingOptimizer
+from autocastfx.step_result import GradientsOf, StepResult, exhausted
+from autocastfx.wrapping_optimizer import WrappingOptimizer, needs_closure
 
 __all__ = ["LossScalingOptimizer"]
 
 Losses = TypeVar("Losses")
-_TAKES_FOUND_INF = "_step_supports_amp_scaling"  # torch sets it on fused optimizers
 _ZERO, _ONE = torch.zeros(()), torch.ones(())
 _OWN = ("loss_scale", "masters")  # keys of a state dict that a bare optimizer's does not have
 
@@ -73,7 +72,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"LossScalingOptimizer wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}")
         for group in optimizer.param_groups:
-            _check(group)
+            gradients.refuse_complex(group)
         super().__init__(optimizer)
         is_live = isinstance(loss_scale, LossScaler)
         self.loss_scaler = loss_scale if is_live else LossScaler(loss_scale or DynamicLossScale())
@@ -83,13 +82,13 @@ class LossScalingOptimizer(WrappingOptimizer):
 
     def _set_up(self) -> None:
         self.loss_scaler.join(self)
-        self._searches = _needs_closure(self.optimizer)
-        self._warm: set[torch.Tensor] = set()  # parameters that the optimizer has its state of
+        self._searches = needs_closure(self.optimizer)
+        self._fused = FusedStep()
         self._found_inf: torch.Tensor | None = None  # of gradients that are unscaled already
         self._scale: torch.Tensor | None = None  # that they had
         self._norm: torch.Tensor | None = None
         self._epoch = 0  # counts what makes gradients others than those of the last step
-        self._last: StepResult | None = None
+        self._last: StepResult | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int] | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer.
@@ -100,7 +99,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         self.optimizer.add_param_group(param_group)
         added = self.optimizer.param_groups[-1]
         try:
-            _check(added)
+            gradients.refuse_complex(added)
         except UnsupportedError:
             self.optimizer.param_groups.pop()
             raise
@@ -151,25 +150,17 @@ class LossScalingOptimizer(WrappingOptimizer):
         if not self.loss_scaler.rule.is_checked:
             self._found_inf, self._scale = _ZERO, _ONE
             return
-        grads = gradients.present(self.optimizer.param_groups)
-        if grads and not self.loss_scaler.has_scaled:
-            raise LossScaleError(
-                "there are gradients, but no loss was scaled since the last step: call optimizer.backward(loss), or "
-                "optimizer.scale_loss(loss).backward(), in place of loss.backward()."
-            )
         with torch.no_grad():
+            grads = gradients.present(self.optimizer.param_groups)
+            if grads and not self.loss_scaler.has_scaled:
+                raise LossScaleError(
+                    "there are gradients, but no loss was scaled since the last step: call optimizer.backward(loss), "
+                    "or optimizer.scale_loss(loss).backward(), in place of loss.backward()."
+                )
             self._scale = self.loss_scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
             self._found_inf = torch.zeros_like(self._scale)
             gradients.unscale_(grads, self._scale.reciprocal(), self._found_inf)
-            self._agree(self._found_inf)
-
-    def _agree(self, found_inf: torch.Tensor) -> None:
-        """All processes overflow where one does."""
-        if self.process_group is None or not dist.is_available() or not dist.is_initialized():
-            return
-        group = None if isinstance(self.process_group, str) else self.process_group
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+            gradients.agree(self._found_inf, self.process_group)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Unscale the gradients and clip their common norm, as ``torch.nn.utils.clip_grad_norm_``; waits for nothing.
@@ -178,17 +169,15 @@ class LossScalingOptimizer(WrappingOptimizer):
             The norm before clipping, float32, no dimensions; ``last_step.grad_norm`` is this one then.
         """
         self.unscale_()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type)
-        self._norm = gradients.whole(norm)
+        with torch.no_grad():
+            self._norm = gradients.clip_norm_(self.param_groups, max_norm, norm_type)
         return self._norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Unscale the gradients and clip each element to [-clip_value, clip_value]."""
         self.unscale_()
-        torch.nn.utils.clip_grad_value_(self._parameters(), clip_value)
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            gradients.clip_value_(self.param_groups, clip_value)
 
     # ---- stepping ---------------------------------------------------------------------------------------------------
 
@@ -213,6 +202,8 @@ class LossScalingOptimizer(WrappingOptimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if closure is not None and self._searches:
             return self._search(closure)
+        if closure is None and self._makes_state():
+            return self.optimizer.step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -221,33 +212,24 @@ class LossScalingOptimizer(WrappingOptimizer):
         result = self._step_or_skip(cast("torch.Tensor", self._found_inf))
         return loss if closure is not None else result
 
+    def _makes_state(self) -> bool:
+        """Whether it is torch.distributed.checkpoint that steps, with learning rates of 0, to have a state to load."""
+        is_between = not self.loss_scaler.has_scaled and self._found_inf is None
+        return is_between and not self.state and all(float(group.get("lr", 1)) == 0 for group in self.param_groups)
+
     def _step_or_skip(self, found_inf: torch.Tensor) -> Any:
         result, skipped = None, None
         if not self.loss_scaler.rule.is_checked:
             result, skipped = self.optimizer.step(), False
-        elif self._decides_on_device():
-            inner: Any = self.optimizer
-            inner.found_inf = found_inf
-            try:
-                result = inner.step()
-            finally:
-                del inner.found_inf
+        elif self._fused.decides(self.optimizer):
+            result = self._fused.step(self.optimizer, found_inf)
         else:
             skipped = bool(found_inf.item())
             if not skipped:
                 result = self.optimizer.step()
-                if hasattr(self.optimizer, _TAKES_FOUND_INF):
-                    self._warm.update(p for p in self._parameters() if p.grad is not None)
+                self._fused.note(self.optimizer)
         self._finish(found_inf, skipped)
         return result
-
-    def _decides_on_device(self) -> bool:
-        """Whether the optimizer takes ``found_inf`` itself, and has all the state that a skipped step must not make."""
-        if not getattr(self.optimizer, _TAKES_FOUND_INF, False):
-            return False
-        if not all(group.get("fused", True) for group in self.param_groups):
-            return False
-        return all(p in self._warm for g in self.param_groups for p in g["params"] if p.grad is not None)
 
     def _search(self, closure: Callable[[], Any]) -> Any:
         before = Snapshot(self.optimizer)
@@ -279,36 +261,10 @@ class LossScalingOptimizer(WrappingOptimizer):
         else:
             self.masters.publish()
         self._epoch += 1
-        self._last = StepResult(
-            found_inf, cast("torch.Tensor", self._scale), self._norm, self._gradients_of(self._epoch)
-        )
+        self._last = (found_inf, cast("torch.Tensor", self._scale), self._norm, self._epoch)
         self._found_inf = self._norm = None
-        is_last = self.loss_scaler.rule.is_checked and self.loss_scaler.stepped(self, found_inf, skipped)
-        if is_last:
-            raise self._exhausted()
-
-    def _exhausted(self) -> LossScaleError:
-        names = gradients.culprits(self.param_groups)
-        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-        where = f"of {shown}" if names else "of another process's parameters"
-        return LossScaleError(
-            f"the gradients {where} are not finite, and the loss scale is at its floor "
-            f"({self.loss_scaler.value:g}) already: scaling is not the cause. The step was skipped and no weight "
-            "changed. Look for Inf or NaN in the data, the loss and these parameters, lower the learning rate, or use "
-            "bfloat16."
-        )
-
-    def _gradients_of(self, epoch: int) -> Callable[[], Sequence[dict[str, Any]]]:
-        def groups() -> Sequence[dict[str, Any]]:
-            has_any = any(p.grad is not None for p in self._parameters())
-            if self._epoch != epoch or not has_any:
-                raise LossScaleError(
-                    "the gradients of that step are gone: read last_step.grad_norm and last_step.culprits before "
-                    "zero_grad() and the next loss, or call clip_grad_norm_ before step(), whose norm is kept."
-                )
-            return self.param_groups
-
-        return groups
+        if self.loss_scaler.rule.is_checked and self.loss_scaler.stepped(self, found_inf, skipped):
+            raise exhausted(self.param_groups, self.loss_scaler.value)
 
     @property
     def last_step(self) -> StepResult:
@@ -319,6 +275,10 @@ class LossScalingOptimizer(WrappingOptimizer):
         """
         if self._last is None:
             raise LossScaleError("there was no step yet.")
+        if isinstance(self._last, tuple):  # made when it is asked for, which is seldom
+            found_inf, scale, norm, epoch = self._last
+            still = GradientsOf(self.param_groups, lambda: self._epoch == epoch)
+            self._last = StepResult(found_inf, scale, norm, still)
         return self._last
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> None:
@@ -359,12 +319,14 @@ class LossScalingOptimizer(WrappingOptimizer):
                 f"the state holds {len(masters)} masters of 16-bit parameters, this optimizer has {len(self.masters)}, "
                 "or they differ in shape: give the model the dtypes that it was saved with."
             )
+        if "loss_scale" in state_dict:
+            numbers_of(state_dict["loss_scale"])  # refuses before anything is loaded
         self.optimizer.load_state_dict({key: held for key, held in state_dict.items() if key not in _OWN})
         if "loss_scale" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scale"])
         if masters is not None:
             self.masters.load(masters)
-        self._warm = {p for p in self._parameters() if p in self.optimizer.state}
+        self._fused.note_loaded(self.optimizer)
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -382,18 +344,3 @@ class LossScalingOptimizer(WrappingOptimizer):
 
 class _Overflow(Exception):
     """A closure's gradients are not finite."""
-
-
-def _check(group: Mapping[str, Any]) -> None:
-    for index, parameter in enumerate(group["params"]):
-        if parameter.is_complex():
-            raise UnsupportedError(
-                f"parameter {index} of shape {tuple(parameter.shape)} is {parameter.dtype}: complex gradients cannot "
-                "be scaled and checked. Keep complex parameters in an optimizer of their own."
-            )
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether ``step`` cannot be called without a closure, which it may call as often as it likes."""
-    found = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return found is not None and found.default is inspect.Parameter.empty

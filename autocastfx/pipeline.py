@@ -33,13 +33,14 @@ from autocastfx.passes.recompose import recompose
 from autocastfx.passes.rewrite import Rewriter
 from autocastfx.passes.simple import place_simply
 from autocastfx.passes.soften import soften
+from autocastfx.passes.store_weights import LowReads, lower_views, read_copies, store_low
 from autocastfx.passes.verify import verify
 from autocastfx.pattern import PATTERNS, chosen
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Recomposed, Traffic
 from autocastfx.ports import Ports
 from autocastfx.ranges import Key, Ranges, key_of, mode_of
 from autocastfx.reach import Limit, reach
-from autocastfx.state import State, planned_casts, planned_node
+from autocastfx.state import State, planned_casts, planned_copies, planned_node
 from autocastfx.traffic import bytes_moved
 from autocastfx.unit import Units, units_of
 from autocastfx.variant import Variant
@@ -65,6 +66,7 @@ class Converter:
     headroom: float = 2.0
     plan: EditedPlan | None = None
     recompose: tuple[str, ...] = chosen(True)  # names of patterns
+    weights: str = "cast"
 
     @property
     def ports(self) -> Ports:
@@ -101,7 +103,8 @@ class Converter:
             captured.graph, captured.attributes, tensors, device, known, "", captured.guesses
         )
         names = (LOW[self.low], device.type, self.op_list.name)
-        plan = Plan(*names, tuple(nodes), tuple(casts), traffic, draft, tuple(recomposed))
+        copies = planned_copies(graph)
+        plan = Plan(*names, tuple(nodes), tuple(casts), traffic, draft, tuple(recomposed), tuple(copies))
         inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
         return Variant(
             graph=graph,
@@ -151,6 +154,7 @@ class Converter:
             dtypes={node: dtypes(node) for node in graph.nodes},
             ops={node: op_name(node) for node in graph.nodes},
             cached=_cached(held),
+            numbers={name: id(t) for name, t in held.items() if isinstance(t, nn.Parameter)},
             measured={node: known[key] for node in graph.nodes if (key := key_of(node, prefix)) in known},
             prefix=prefix,
             guesses=guesses,
@@ -194,7 +198,7 @@ def _classify(converter: Converter, state: State, device: torch.device) -> State
 def _place(converter: Converter, state: State, device: torch.device) -> State:
     found = state.classification
     units = units_of(state.graph, found.decisions, converter.ports)
-    simple = place_simply(found.decisions, units)
+    simple = _with_views(converter, state, found.decisions, place_simply(found.decisions, units))
     placements = simple if converter.op_list.placement == "simple" else _cut(converter, state, units, device)
     if converter.plan is not None:
         obeyed = converter.plan.obey(found.decisions, placements, found.unable, state.prefix)
@@ -204,7 +208,10 @@ def _place(converter: Converter, state: State, device: torch.device) -> State:
         state = replace(state, classification=replace(found, decisions=decisions))
 
     def moved(placements: Mapping[fx.Node, Placement]) -> int:
-        return bytes_moved(state.graph, placements, units, keep_output_dtype=converter.keep_output_dtype)
+        weights = _uncast(converter, state, placements)
+        return bytes_moved(
+            state.graph, placements, units, keep_output_dtype=converter.keep_output_dtype, weights=weights
+        )
 
     return replace(state, placements=placements, traffic=Traffic(moved(placements), moved(simple)))
 
@@ -212,12 +219,40 @@ def _place(converter: Converter, state: State, device: torch.device) -> State:
 def _cut(converter: Converter, state: State, units: Units, device: torch.device) -> dict[fx.Node, Placement]:
     decisions = state.classification.decisions
     folds = frozenset(n for n, d in decisions.items() if converter.may_fold(n, d, device))
-    return place(state.graph, decisions, units, folds=folds, keep_output_dtype=converter.keep_output_dtype)
+    placed = place(state.graph, decisions, units, folds=folds, keep_output_dtype=converter.keep_output_dtype)
+    return _with_views(converter, state, decisions, placed)
+
+
+def _with_views(
+    converter: Converter, state: State, decisions: Mapping[fx.Node, Decision], placed: dict[fx.Node, Placement]
+) -> dict[fx.Node, Placement]:
+    if converter.weights == "cast":
+        return placed
+    return lower_views(state.graph, decisions, placed, state.parameters, converter.ports)
+
+
+def _uncast(converter: Converter, state: State, placements: Mapping[fx.Node, Placement]) -> frozenset[fx.Node]:
+    """The parameters that are read low without a cast in each call."""
+    found = [n for n in state.graph.nodes if n.op == "get_attr" and n.target in state.parameters]
+    found = [n for n in found if n not in state.classification.wide]  # their casts saturate
+    if converter.weights == "low":
+        reads = LowReads(placements, converter.ports)
+        mixed = {state.numbers[str(n.target)] for n in found if not reads.all_of(n)}
+        found = [n for n in found if state.numbers[str(n.target)] not in mixed]
+    return frozenset(found if converter.weights != "cast" else ())
 
 
 def _rewrite(converter: Converter, state: State, device: torch.device) -> State:
     rewriter = Rewriter(converter.low, converter.ports, converter.keep_output_dtype)
     rewriter(state.graph, state.placements, state.classification.wide, state.parameters)
+    return state
+
+
+def _store_weights(converter: Converter, state: State, device: torch.device) -> State:
+    if converter.weights == "cached":
+        read_copies(state.graph, state.parameters, state.placements)
+    elif converter.weights == "low":
+        store_low(state.graph, state.numbers, converter.low)
     return state
 
 
@@ -251,9 +286,9 @@ def _recast(converter: Converter, state: State, device: torch.device) -> State:
 
 
 Step = Callable[[Converter, State, torch.device], State]
-PIPELINE: tuple[Step, ...] = (_recompose, _classify, _place, _rewrite, _verify)
+PIPELINE: tuple[Step, ...] = (_recompose, _classify, _place, _rewrite, _store_weights, _verify)
 # For a list with ``placement: follow``, on a graph whose composites are expanded: torch.autocast recomposes nothing.
-FOLLOW_PIPELINE: tuple[Step, ...] = (_classify, _follow, _recast, _verify)
+FOLLOW_PIPELINE: tuple[Step, ...] = (_classify, _follow, _recast, _store_weights, _verify)
 
 
 def _cached(held: Mapping[str, torch.Tensor]) -> dict[str, int]:

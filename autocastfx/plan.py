@@ -11,7 +11,17 @@ from typing import Any
 
 from autocastfx.op_list import Category
 
-__all__ = ["Decision", "Placement", "Plan", "PlannedCast", "PlannedNode", "Precision", "Recomposed", "Traffic"]
+__all__ = [
+    "Decision",
+    "Placement",
+    "Plan",
+    "PlannedCast",
+    "PlannedCopy",
+    "PlannedNode",
+    "Precision",
+    "Recomposed",
+    "Traffic",
+]
 
 
 class Precision(str, Enum):
@@ -78,6 +88,16 @@ class PlannedCast:
 
 
 @dataclass(frozen=True)
+class PlannedCopy:
+    """A read of a parameter's 16-bit working copy, which is made anew when the parameter has changed, not per call."""
+
+    name: str
+    parameter: str
+    dtype: str
+    readers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Recomposed:
     """A node that stands for captured ones: by which pattern, and their names; its value is that of the last."""
 
@@ -112,6 +132,7 @@ class Plan:
     traffic: Traffic = Traffic()
     unverified: bool = False
     recomposed: tuple[Recomposed, ...] = ()
+    copies: tuple[PlannedCopy, ...] = ()
 
     def __getitem__(self, name: str) -> PlannedNode:
         """The entry of the node called ``name``.
@@ -150,7 +171,9 @@ class Plan:
             nodes = tuple(_node(n) for n in data.pop("nodes"))
             casts = tuple(_cast(c) for c in data.pop("casts"))
             recomposed = tuple(_recomposed(r) for r in data.pop("recomposed", ()))
-            return cls(nodes=nodes, casts=casts, traffic=Traffic(**data.pop("traffic")), recomposed=recomposed, **data)
+            rest: dict[str, Any] = {**data, "copies": tuple(_copy(c) for c in data.pop("copies", ()))}
+            rest["traffic"] = Traffic(**data.pop("traffic"))
+            return cls(nodes=nodes, casts=casts, recomposed=recomposed, **rest)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a plan written by to_json: {error!r}") from error
 
@@ -167,6 +190,11 @@ def _node(data: dict[str, Any]) -> PlannedNode:
 def _recomposed(data: dict[str, Any]) -> Recomposed:
     rest: dict[str, Any] = {**data, "replaced": tuple(data["replaced"])}
     return Recomposed(**rest)
+
+
+def _copy(data: dict[str, Any]) -> PlannedCopy:
+    rest: dict[str, Any] = {**data, "readers": tuple(data["readers"])}
+    return PlannedCopy(**rest)
 
 
 def _cast(data: dict[str, Any]) -> PlannedCast:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -14,10 +14,11 @@ from autocastfx.dispatch import Followed
 from autocastfx.graph import dtypes, elements, module_path, origin
 from autocastfx.op_name import of_function, op_name
 from autocastfx.passes.classify import Classification
-from autocastfx.plan import Placement, PlannedCast, PlannedNode, Precision, Recomposed, Traffic
+from autocastfx.plan import Placement, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed, Traffic
 from autocastfx.traffic import CAST
+from autocastfx.weights import working_copy
 
-__all__ = ["State", "planned_casts", "planned_node"]
+__all__ = ["State", "planned_casts", "planned_copies", "planned_node"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class State:
     placements: Mapping[fx.Node, Placement] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
     cached: Mapping[str, int] = field(default_factory=dict)  # parameters that are cast once, by a number of each tensor
+    numbers: Mapping[str, int] = field(default_factory=dict)  # of all parameters, by name; tied ones share one
     followed: Followed | None = None
     prefix: str = ""
     recomposed: tuple[Recomposed, ...] = ()
@@ -73,6 +75,20 @@ def planned_casts(graph: fx.Graph, prefix: str) -> list[PlannedCast]:
             bytes=CAST * elements(node, *dtypes(node)),
         )
         for node, mark in made
+    ]
+
+
+def planned_copies(graph: fx.Graph) -> list[PlannedCopy]:
+    """The reads of working copies in a rewritten graph."""
+    return [
+        PlannedCopy(
+            name=node.name,
+            parameter=str(cast("fx.Node", node.args[1]).target),
+            dtype=_names(dtypes(node)),
+            readers=tuple(reader.name for reader in node.users),
+        )
+        for node in graph.nodes
+        if node.target is working_copy
     ]
 
 

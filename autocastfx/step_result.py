@@ -10,8 +10,36 @@ from typing import Any
 import torch
 
 from autocastfx import gradients
+from autocastfx.errors import LossScaleError
 
-__all__ = ["StepResult"]
+__all__ = ["GradientsOf", "StepResult", "exhausted"]
+
+
+@dataclass(frozen=True)
+class GradientsOf:
+    """The groups whose gradients are those of a step, as long as they are.
+
+    Attributes:
+        groups: of the optimizer.
+        are_still: whether nothing has dropped or changed the gradients since.
+    """
+
+    groups: Sequence[dict[str, Any]]
+    are_still: Callable[[], bool]
+
+    def __call__(self) -> Sequence[dict[str, Any]]:
+        """The groups.
+
+        Raises:
+            LossScaleError: the gradients are gone.
+        """
+        has_any = any(p.grad is not None for group in self.groups for p in group["params"])
+        if not has_any or not self.are_still():
+            raise LossScaleError(
+                "the gradients of that step are gone: read last_step.grad_norm and last_step.culprits before "
+                "zero_grad() and the next loss, or call clip_grad_norm_ before step(), whose norm is kept."
+            )
+        return self.groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +52,7 @@ class StepResult:
     _found_inf: torch.Tensor
     _scale: torch.Tensor
     _norm: torch.Tensor | None
-    _groups: Callable[[], Sequence[dict[str, Any]]]
+    _groups: GradientsOf
 
     @cached_property
     def found_inf(self) -> bool:
@@ -48,7 +76,7 @@ class StepResult:
         Raises:
             LossScaleError: the gradients are gone.
         """
-        return float(self._norm.item()) if self._norm is not None else gradients.norm(self._groups())
+        return float((self._norm if self._norm is not None else gradients.norm(self._groups())).item())
 
     @cached_property
     def culprits(self) -> tuple[str, ...]:
@@ -61,3 +89,15 @@ class StepResult:
 
     def __repr__(self) -> str:
         return f"StepResult(skipped={self.skipped}, scale={self.scale:g})"
+
+
+def exhausted(groups: Sequence[dict[str, Any]], scale: float) -> LossScaleError:
+    """The error of a step that overflowed at the smallest scale."""
+    names = gradients.culprits(groups)
+    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    where = f"of {shown}" if names else "of another process's parameters"
+    return LossScaleError(
+        f"the gradients {where} are not finite, and the loss scale is at its floor ({scale:g}) already: scaling is not "
+        "the cause. The step was skipped and no weight changed. Look for Inf or NaN in the data, the loss and these "
+        "parameters, lower the learning rate, or use bfloat16."
+    )

@@ -28,11 +28,12 @@ def bytes_moved(
     units: Units,
     *,
     keep_output_dtype: bool = True,
+    weights: frozenset[fx.Node] = frozenset(),
 ) -> int:
     """Bytes read and written by the computing nodes of ``graph`` and the casts that ``placements`` need.
 
-    Values that are not float32 as captured are left out, as no placement changes them. Sizes are those of the example
-    inputs.
+    Values that are not float32 as captured are left out, as no placement changes them; so are casts of ``weights`` to
+    16 bits. Sizes are those of the example inputs.
     """
 
     def stored(value: fx.Node) -> Precision:
@@ -46,7 +47,8 @@ def bytes_moved(
             continue
         for use in (u for u in uses(node) if is_float32(u.node)):
             read_in = _read_in(node, use, placements.get(node), units, keep_output_dtype) or stored(use.node)
-            if read_in is not stored(use.node):
+            is_weight = read_in is Precision.LOW and use.node in weights
+            if read_in is not stored(use.node) and not is_weight:
                 reader = node if use.node in units.storages else None  # what is mutated is cast anew for each reader
                 casts[use.node, read_in, reader] = CAST * elements(use.node)
             if computes and moves(node):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["WrappingOptimizer"]
+__all__ = ["WrappingOptimizer", "needs_closure"]
 
 _SHARED = (
     "_optimizer_state_dict_pre_hooks",
@@ -70,3 +71,9 @@ class WrappingOptimizer(Optimizer):
         if name.startswith("_") or "optimizer" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.optimizer, name)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step`` cannot be called without a closure, which it may call as often as it likes."""
+    found = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return found is not None and found.default is inspect.Parameter.empty

@@ -1,15 +1,18 @@
-"""The benchmarks of placement run, at tiny sizes, and count what is there."""
+"""The benchmarks of placement and of training run, at tiny sizes, and count what is there."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import conversion, placement
+from benchmarks import accuracy, conversion, memory_per_parameter, optimizer_step, placement
+from benchmarks.accuracy_tasks import TASKS, CharacterGPT, DigitsCNN, DigitsViT, Underflow
 from benchmarks.graphs import SHAPES
 from benchmarks.models import FullModel, ResNet50
 
@@ -78,3 +81,142 @@ def test_ratios_are_to_the_first_policy_and_what_is_missing_says_so(
     assert placement.main(["--models", "tiny", "--json", str(path)]) == 0
     assert [row["ratio"] for row in json.loads(path.read_text())["rows"]] == [1.0, 1.0, None]
     assert "not there yet: no preset is named 'no_such_preset'" in capsys.readouterr().out
+
+
+# ---- a step of the optimizer ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", optimizer_step.OPTIMIZERS)
+def test_a_step_reads_and_runs_no_more_for_more_parameters(optimizer: str) -> None:
+    small, large = ({row.side: row for row in optimizer_step.measure(optimizer, n, rounds=6)} for n in (3, 40))
+    ours, theirs, bare = (large[name] for name in optimizer_step.SIDES)
+    assert ours.host_reads - bare.host_reads == (0 if "fused" in optimizer else 1)
+    assert bare.aten_calls < ours.aten_calls < theirs.aten_calls
+    assert small[ours.side].package_frames == ours.package_frames > 0
+    assert theirs.package_frames == bare.package_frames == 0
+    assert ours.ratio == pytest.approx(ours.median / theirs.median, rel=1e-2)
+
+
+def test_frames_of_a_generator_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_step, "PACKAGE", __file__)
+    assert optimizer_step.count_frames(lambda: None) == 1
+    assert optimizer_step.count_frames(lambda: list(i for i in range(5)) and None) == 1 + 6  # noqa: C400
+
+
+def test_what_does_not_hold_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = optimizer_step.measure("SGD", 2, rounds=6)
+    ours = replace(rows[0], ratio=0.9)
+    assert optimizer_step.failures([ours, *rows[1:]]) == []
+    wrong = replace(ours, ratio=1.2, host_reads=2, package_frames=ours.package_frames + 1, parameters=3)
+    bare = replace(rows[2], parameters=3)
+    time, reads, frames = optimizer_step.failures([ours, *rows[1:], wrong, bare])
+    assert "1.200 times" in time
+    assert "2 host reads more" in reads
+    assert "frames" in frames
+    monkeypatch.setattr(optimizer_step, "LIMIT", 0.0)
+    path = tmp_path / "rows.json"
+    assert optimizer_step.main(["--optimizers", "SGD", "--sizes", "2", "--rounds", "6", "--json", str(path)]) == 1
+    assert [row["side"] for row in json.loads(path.read_text())["rows"]] == list(optimizer_step.SIDES)
+
+
+# ---- memory of a parameter ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Profiler clears events")
+def test_bytes_of_a_parameter(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    assert memory_per_parameter.main(["--width", "128", "--json", str(path)]) == 0
+    rows = {row["mode"]: row for row in json.loads(path.read_text())["rows"]}
+    kinds = ("weights", "gradients", "masters", "state", "working", "total")
+    known = {
+        "float32": (4, 4, 0, 8, 0, 16),
+        "torch.autocast float16, GradScaler": (4, 4, 0, 8, 0, 16),
+        "float16 cast": (4, 4, 0, 8, 0, 16),
+        "float16 cached": (4, 4, 0, 8, 2, 18),
+        "float16 model.half(), masters": (2, 4, 4, 8, 0, 18),
+        "float16 low, inference": (2, 0, 0, 0, 0, 2),
+    }
+    assert rows.keys() == known.keys()
+    for mode, sizes in known.items():  # inputs, the scale and the optimizer's step counters are some more
+        assert [rows[mode][kind] for kind in kinds] == pytest.approx(sizes, abs=0.05), mode
+    assert rows["float16 cast"]["optimizer_peak"] == pytest.approx(0, abs=0.05)
+    assert rows["float16 model.half(), masters"]["optimizer_peak"] == pytest.approx(4, abs=0.05)
+
+
+# ---- accuracy -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_tasks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    pytest.importorskip("sklearn")
+    tasks = {
+        "digits CNN": DigitsCNN(steps=3, batch=4, rate=1e-3),
+        "digits ViT": DigitsViT(steps=3, batch=4, rate=1e-3),
+        "character GPT": CharacterGPT(steps=3, batch=2, rate=1e-3, context=8, validation=64),
+    }
+    assert tasks.keys() | {"underflow"} == TASKS.keys()
+    monkeypatch.setattr(accuracy, "TASKS", tasks)
+    monkeypatch.setattr(DigitsCNN, "seeds", 1)
+    monkeypatch.setattr(DigitsViT, "seeds", 1)
+    monkeypatch.setattr(CharacterGPT, "seeds", 1)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("tiny_tasks")
+def test_every_task_trains_and_what_is_held_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "runs.json"
+    modes = ["float32", "bfloat16 cast", "bfloat16 cached", "float16 model.half()"]
+    arguments = ["--tasks", ",".join(accuracy.TASKS), "--modes", ",".join(modes), "--json", str(path)]
+    accuracy.main(arguments)
+    runs = accuracy.read(path)
+    assert [(run.task, run.mode) for run in runs] == [(task, mode) for task in accuracy.TASKS for mode in modes]
+    assert [row["difference"] for row in json.loads(path.read_text())["rows"] if row["mode"] == "float32"] == [0] * 3
+    for task in accuracy.TASKS:
+        cast, cached = (run.score for run in runs if run.task == task and run.mode in modes[1:3])
+        assert cast == cached
+
+    monkeypatch.setattr(accuracy, "train", lambda *_: pytest.fail("trained again"))
+    accuracy.main(arguments)
+    assert accuracy.read(path) == runs
+    assert "character GPT" in capsys.readouterr().out
+    others = {**accuracy.TASKS, "digits ViT": replace(accuracy.TASKS["digits ViT"], rate=2e-3)}
+    monkeypatch.setattr(accuracy, "TASKS", others)
+    monkeypatch.setattr(accuracy, "train", lambda name, task, mode, seed: replace(runs[0], task=name, mode=mode))
+    accuracy.main(arguments)
+    assert {run.task for run in accuracy.read(path) if run not in runs} == {"digits ViT"}
+
+
+def test_a_model_that_underflows_learns_with_a_scaled_loss_alone() -> None:
+    pytest.importorskip("sklearn")
+    task = replace(TASKS["underflow"], steps=60)
+    assert isinstance(task, Underflow)
+    scores = {
+        mode: accuracy.train("underflow", task, mode, 0).score
+        for mode in ("float32", "float16 cast", accuracy.UNSCALED)
+    }
+    untrained = accuracy.train("underflow", replace(task, rate=0.0), "float16 cast", 0).score
+    assert scores[accuracy.UNSCALED] == untrained < 30
+    assert scores["float32"] > 80
+    assert abs(scores["float16 cast"] - scores["float32"]) <= 1  # nine of the images
+
+
+def test_a_mean_too_far_away_fails() -> None:
+    def runs(mode: str, scores: list[float]) -> list[accuracy.Run]:
+        protocol = TASKS["character GPT"].protocol
+        return [accuracy.Run("character GPT", mode, seed, protocol, s, 0, 1.0) for seed, s in enumerate(scores)]
+
+    float32 = runs("float32", [2.0, 2.1, 2.2])
+    near, far = runs("bfloat16 cast", [2.02, 2.08, 2.2]), runs("float16 cast", [2.02, 2.12, 2.22])
+    rows = accuracy.summary([*float32, *near, *far, *runs("float16 cached", [2.0])])
+    assert [(row.mode, row.passed) for row in rows] == [
+        ("float32", True),
+        ("bfloat16 cast", True),
+        ("float16 cast", False),
+    ]
+    assert rows[2].difference == pytest.approx(0.02)
+    assert accuracy.failures(rows) == [rows[2]]
+    assert accuracy.failures([replace(rows[0], mode=accuracy.UNSCALED)]) != [], "it has to be bad"

@@ -34,9 +34,9 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.frozen(y))) * scale
 
 
-def converted(low: torch.dtype) -> AmpModule:
+def converted(low: torch.dtype, weights: str = "cast") -> AmpModule:
     torch.manual_seed(0)
-    return autocastfx.convert(Net(), (torch.arange(4),), dtype=low)
+    return autocastfx.convert(Net(), (torch.arange(4),), dtype=low, weights=weights)
 
 
 def part(rank: int) -> Tensor:
@@ -63,8 +63,14 @@ def _work(rank: int, folder: str, low: torch.dtype) -> None:
             parallel(part(rank)).square().mean().backward()
         parallel(part(rank)).square().mean().backward()
         found["accumulated"] = [p.grad for p in amp_model.parameters() if p.grad is not None]
+        cached = DistributedDataParallel(converted(low, "cached"))
+        found["cached"] = gradients(cached, part(rank))
+        with autocastfx.gradient_histogram(cached) as histogram:
+            found["recorded"] = gradients(cached, part(rank))
+        counts = {name: e.total + e.zeros for name, e in histogram.parameters.items()}
         state = {name: t.clone() for name, t in amp_model.state_dict().items()}
-        torch.save({"gradients": found, "state": state, "keys": list(parallel.state_dict())}, f"{folder}/{rank}.pt")
+        found_here = {"gradients": found, "counts": counts, "state": state, "keys": list(parallel.state_dict())}
+        torch.save(found_here, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
 
@@ -93,6 +99,20 @@ def assert_close(found: list[Tensor], expected: list[Tensor], roundings: int) ->
 def test_the_gradients_are_the_average_of_the_parts(trained: list[dict[str, Any]]) -> None:
     for one in trained:
         assert_close(one["gradients"]["first"], averaged(), 2)
+
+
+def test_with_working_copies_the_average_is_the_same_to_the_bit(trained: list[dict[str, Any]]) -> None:
+    for one in trained:
+        found = one["gradients"]
+        assert all(torch.equal(a, b) for a, b in zip(found["cached"], found["first"], strict=True))
+
+
+def test_recording_the_gradients_changes_no_average(trained: list[dict[str, Any]]) -> None:
+    sizes = {f"module.{name}": p.numel() for name, p in Net().named_parameters() if p.requires_grad}
+    for one in trained:
+        found = one["gradients"]
+        assert all(torch.equal(a, b) for a, b in zip(found["recorded"], found["first"], strict=True))
+        assert one["counts"] == sizes
 
 
 def test_a_graph_captured_later_is_trained_alike(trained: list[dict[str, Any]]) -> None:

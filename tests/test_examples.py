@@ -1,10 +1,17 @@
 import importlib
 import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+TRAINING = ("train_digits", "train_char_gpt", "train_gan", "finetune_minilm")
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -94,10 +101,188 @@ def test_the_demo_describes_a_plan(embed_sentences, train_digits, tmp_path, caps
     assert "conv2d" in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("script", ["embed_sentences", "train_digits"])
-def test_help(script, request, monkeypatch, capsys):
-    module = request.getfixturevalue(script)
+@pytest.mark.parametrize("script", ["embed_sentences", *TRAINING, "train_ddp", "resume"])
+def test_help(script, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    module = importlib.import_module(script)
     monkeypatch.setattr("sys.argv", [f"{script}.py", "--help"])
     with pytest.raises(SystemExit, match="0"):
         module.main()
-    assert "--dtype" in capsys.readouterr().out
+    assert ("--dtype" in capsys.readouterr().out) == (script != "resume")
+
+
+@pytest.mark.parametrize("script", TRAINING)
+def test_a_bad_result_is_a_failed_run(script, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    module = importlib.import_module(script)
+    monkeypatch.setattr(module, "run", lambda *args, **kwargs: "result")
+    monkeypatch.setattr(module, "report", lambda result, *args: False)
+    monkeypatch.setattr("sys.argv", [f"{script}.py"])
+    assert module.main() == 1
+
+
+def test_a_vit_trains_with_working_copies(train_digits):
+    (result,) = train_digits.run(torch.bfloat16, [0], 3, "vit", "cached")
+    assert result.low > 60
+    assert abs(result.low - result.float32) < 10
+
+
+def test_a_character_gpt_trains(monkeypatch, capsys):
+    gpt = importlib.import_module("train_char_gpt")
+    text = gpt.load()
+    assert len(text.train) > 8 * len(text.validation) > 100_000
+    assert "import" in bytes(text.train.tolist()).decode("ascii")
+    short = gpt.Text(text.train, text.validation[:3000])
+    assert 4 < gpt.validation_loss(gpt.CharGPT(), short) < 6  # log(128) is 4.85
+    monkeypatch.setattr(gpt, "load", lambda device: short)
+    (result,) = results = gpt.run(torch.float16, [0], 20, "cached")
+    assert result.float32 < 4
+    assert gpt.report(results, 20)
+    assert "nats a character" in capsys.readouterr().out
+    assert not gpt.report([gpt.Result(0, 2.0, 2.1, result.amp_model)])
+
+
+def test_a_batch_holds_the_characters_that_follow():
+    gpt = importlib.import_module("train_char_gpt")
+    characters, following = gpt.batch_of(torch.arange(200), torch.tensor([0, 7]))
+    assert characters.shape == (2, gpt.CONTEXT)
+    assert torch.equal(following, characters + 1)
+
+
+def test_the_networks_of_the_gan_have_a_scale_each(monkeypatch, capsys):
+    pytest.importorskip("sklearn")
+    gan = importlib.import_module("train_gan")
+    optimizer_of, made = gan.optimizer_of, []
+
+    def recorded(model, dtype):
+        made.append(optimizer_of(model, dtype))
+        return made[-1]
+
+    def too_high(model, dtype):
+        if made:  # the discriminator's
+            recorded(model, dtype).loss_scaler.load_state_dict({"scale": 2.0**24, "good_steps": 0})
+            return made[-1]
+        return recorded(model, dtype)
+
+    monkeypatch.setattr(gan, "optimizer_of", too_high)
+    result = gan.run(torch.float16, 30)
+    assert result.skipped["generator"] == 0
+    assert 0 < result.skipped["discriminator"] < 20
+    assert result.scales == {"generator": 2.0**16, "discriminator": 2.0 ** (24 - result.skipped["discriminator"])}
+    assert len(made[0].state) == 10, "the generator's parameters were stepped"
+    assert not gan.report(result, 30), "30 steps are too few"
+    assert "generator     skipped 0 steps" in capsys.readouterr().out
+
+
+def test_fine_tuning(capsys):
+    pytest.importorskip("transformers")
+    fine_tune = importlib.import_module("finetune_minilm")
+    every = fine_tune.sentences()
+    assert len(every) == len({text for text, _ in every}) > 300
+    assert {label for _, label in every} == set(range(len(fine_tune.MODULES)))
+    result = fine_tune.run(steps=6, tests=24)
+    fine_tune.report(result, 6)
+    assert result.low > result.before
+    assert abs(result.low - result.float32) < 20
+    assert "test accuracy in percent" in capsys.readouterr().out
+
+
+def start(script, *options, launcher=()):
+    """A script in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(EXAMPLES / script), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
+def test_ddp_started_with_torchrun():
+    pytest.importorskip("sklearn")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = start("train_ddp.py", "--dtype", "float16", "--steps", "150", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert "DDP on 2 processes, float16: passed" in done.stdout
+    assert "the same on all processes, to the bit" in done.stdout
+    (skipped,) = (line.split()[2] for line in done.stdout.splitlines() if "skipped steps" in line)
+    assert int(skipped.rstrip(",")) > 0
+
+
+def test_ddp_says_how_to_start_it(monkeypatch, capsys):
+    module = importlib.import_module("train_ddp")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("sys.argv", ["train_ddp.py"])
+    with pytest.raises(SystemExit, match="2"):
+        module.main()
+    assert "start it with torchrun" in capsys.readouterr().err
+
+
+@pytest.fixture
+def resume(_importable: None):
+    pytest.importorskip("sklearn")
+    return importlib.import_module("resume")
+
+
+@pytest.mark.parametrize("weights", ["float32", "float16"])
+def test_resuming_is_never_having_stopped(resume, weights, tmp_path):
+    whole = resume.run(tmp_path / "whole", 40, 100, weights=weights)
+    resume.run(tmp_path / "parts", 17, 17, weights=weights)
+    resume.run(tmp_path / "parts", 34, 17, weights=weights)
+    again = resume.run(tmp_path / "parts", 40, 17, weights=weights)
+    expected, found = whole.state_dict(), again.state_dict()
+    assert found["optimizer"]["loss_scale"] == expected["optimizer"]["loss_scale"]
+    assert expected["optimizer"]["loss_scale"]["scale"] != 2**20, "the scale has moved"
+    assert ("masters" in expected["optimizer"]) == (weights == "float16")
+    assert all(torch.equal(found["model"][name], held) for name, held in expected["model"].items())
+    assert resume.digest(found) == resume.digest(expected)
+    assert resume.digest(found["model"]) != resume.digest(resume.Run(weights).state_dict()["model"]), "it was trained"
+
+
+@pytest.mark.parametrize("missing", ["optimizer", "random"])
+def test_the_comparison_sees_what_is_not_resumed(resume, missing, tmp_path):
+    whole = resume.run(tmp_path / "whole", 30, 100)
+    state = resume.run(tmp_path / "part", 15, 15).state_dict()
+    again = resume.Run()
+    state[missing] = again.state_dict()[missing]
+    again.load_state_dict(state)
+    while again.step_number < 30:
+        again.step()
+    assert resume.digest(again.state_dict()) != resume.digest(whole.state_dict())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
+def test_a_run_killed_while_it_saves_goes_on(resume, tmp_path):
+    killed = start("resume.py", "--folder", str(tmp_path), "--steps", "30", "--save-every", "10", "--kill-at", "25")
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "checkpoint.tmp").exists(), "it was saving"
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == 20
+    again = resume.run(tmp_path, 30)
+    whole = resume.run(tmp_path / "whole", 30)
+    assert resume.digest(again.state_dict()) == resume.digest(whole.state_dict())
+
+
+SAVES = """
+import sys, torch, resume
+from pathlib import Path
+number = 0
+while True:
+    number += 1
+    resume.save({"number": number, "tensor": torch.full((500_000,), float(number))}, Path(sys.argv[1]))
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
+def test_a_checkpoint_is_whole_whenever_the_process_is_killed(tmp_path):
+    path, choice = tmp_path / "checkpoint.pt", random.Random(0)
+    environment = {**os.environ, "PYTHONPATH": f"{EXAMPLES}{os.pathsep}{EXAMPLES.parent}"}
+    for _ in range(2):
+        command = [sys.executable, "-c", SAVES, str(path)]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(choice.randint(3, 8)):
+            said = int(process.stdout.readline())
+        time.sleep(choice.random() * 0.02)
+        process.send_signal(signal.SIGKILL)
+        rest = process.communicate(timeout=60)[0].split()
+        loaded = torch.load(path, weights_only=True)
+        last = int(rest[-1]) if rest else said
+        assert loaded["number"] in (last, last + 1), "the last one that was announced, or one just put in its place"
+        assert bool((loaded["tensor"] == loaded["number"]).all())

@@ -230,7 +230,7 @@ def test_slow_convolutions_are_warned_of_once_and_only_in_float16() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"weights": "cached"}, autocastfx.UnsupportedError, "weights='cached' is reserved"),
+        ({"weights": "half"}, autocastfx.UnsupportedError, "weights='half' is reserved"),
         ({"fold": "kernel"}, autocastfx.UnsupportedError, "fold='kernel' is reserved"),
         ({"calibrate": []}, autocastfx.CalibrationError, "there are no batches to calibrate on"),
         ({"calibrate": False}, TypeError, "batches is an iterable of batches, not a bool"),

@@ -629,6 +629,12 @@ def test_a_wrong_state_is_refused() -> None:
         LossScaleError, match=r"a loss scale's state has 'scale' and 'good_steps'.*, this one has \['x'\]"
     ):
         optimizer.load_state_dict({"x": 1})
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 7.0
+    state["loss_scale"] = {}
+    with pytest.raises(LossScaleError, match=r"this one has \[\]"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.1  # nothing half done
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copied", "pickled"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autocastfx
-from autocastfx import Category, Decision, Placement, Plan, PlannedCast, PlannedNode, Precision, Recomposed
+from autocastfx import Category, Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
 from autocastfx.plan import Traffic
 
 TEXT = st.text(max_size=8)
@@ -22,11 +22,13 @@ NODES = st.builds(PlannedNode, TEXT, TEXT, TEXT, DECISIONS, PLACEMENTS, TEXT, TE
 CASTS = st.builds(PlannedCast, TEXT, TEXT, TEXT, st.lists(TEXT, max_size=3).map(tuple), st.booleans())
 TRAFFIC = st.builds(Traffic, st.integers(0), st.integers(0))
 RECOMPOSED = st.builds(Recomposed, TEXT, TEXT, st.lists(TEXT, max_size=3).map(tuple))
+COPIES = st.builds(PlannedCopy, TEXT, TEXT, TEXT, st.lists(TEXT, max_size=3).map(tuple))
 PLANS = st.builds(
     Plan,
     *(TEXT, TEXT, TEXT),
     *(st.lists(NODES, max_size=4).map(tuple), st.lists(CASTS, max_size=3).map(tuple)),
     *(TRAFFIC, st.booleans(), st.lists(RECOMPOSED, max_size=3).map(tuple)),
+    st.lists(COPIES, max_size=3).map(tuple),
 )
 
 
@@ -83,7 +85,7 @@ def test_what_a_plan_tells(plan: Plan) -> None:
 
 def test_json_is_readable(plan: Plan) -> None:
     data = json.loads(plan.to_json())
-    assert list(data) == ["low", "device", "op_list", "nodes", "casts", "traffic", "unverified", "recomposed"]
+    assert list(data) == ["low", "device", "op_list", "nodes", "casts", "traffic", "unverified", "recomposed", "copies"]
     node = next(n for n in data["nodes"] if n["name"] == "linear")
     assert node["decision"]["category"] == "allow"
     assert node["placement"]["run"] == "low"
@@ -110,6 +112,7 @@ GOOD = {"low": "float16", "device": "cpu", "op_list": "x", "nodes": [], "casts":
         pytest.param(json.dumps({**GOOD, "nodes": 3}), id="nodes are no list"),
         pytest.param(json.dumps({**GOOD, "casts": [{"name": "x"}]}), id="half a cast"),
         pytest.param(json.dumps({**GOOD, "recomposed": [{"node": "x"}]}), id="half a recomposed node"),
+        pytest.param(json.dumps({**GOOD, "copies": [{"name": "x"}]}), id="half a copy"),
         pytest.param(json.dumps({k: v for k, v in GOOD.items() if k != "low"}), id="a key less"),
     ],
 )

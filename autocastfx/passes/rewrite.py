@@ -76,7 +76,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.storages = alias_sets(self.graph, self.policy.ports.written)
-        self.mask_like = {n for n in self.graph.nodes if n.op in ("placeholder", "get_attr") and is_mask(n)}
+        outside = (n for n in self.graph.nodes if n.op == "placeholder" or self._is_constant(n))
+        self.mask_like = {n for n in outside if is_mask(n)}
 
     def visit(self, node: fx.Node) -> None:
         placement = self.placements.get(node)
@@ -147,10 +148,13 @@ class _Run:
             kept = create("saturated", torch.ops.aten.where.self, infinite, holder, clamped)
             return create(suffix, _TO, kept, dtype)
 
+    def _is_constant(self, node: fx.Node) -> bool:
+        return node.op == "get_attr" and str(node.target) not in self.parameters
+
     def _bound(self, read: fx.Node) -> float | None:
         """The magnitude at which a narrowing cast of ``read`` saturates finite values; None for a plain cast."""
         largest = float(torch.finfo(self.policy.low).max)
         if read in self.wide or read in self.mask_like:
             return largest / 2
-        is_outside = read.op == "placeholder" or (read.op == "get_attr" and str(read.target) not in self.parameters)
+        is_outside = read.op == "placeholder" or self._is_constant(read)
         return largest if is_outside and self.policy.low == torch.float16 else None

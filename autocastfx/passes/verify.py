@@ -73,6 +73,8 @@ def verify(
                 changed.add(node)
         else:
             set_value(node, sizes(value(node)))
+            if node.op == "get_attr" and dtypes(node) != captured.get(node, dtypes(node)):  # it is stored low
+                changed.add(node)
         if followed is None:
             problem = _problem(node, placements, captured, low=low, ports=ports, keeps=keep_output_dtype)
         else:

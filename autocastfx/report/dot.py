@@ -25,6 +25,7 @@ _KINDS = {
     "constant": {"shape": "note", "style": "dotted"},
     "sub-graph": {"shape": "folder"},
     "cast": {"shape": "diamond", "style": "filled", "fillcolor": "#ffffff", "fontsize": "9"},
+    "copy": {"shape": "diamond", "style": "filled,dashed", "fillcolor": "#ffffff", "fontsize": "9"},
     "made": {"shape": "diamond", "style": "dashed", "fontsize": "9"},
     "output": {"shape": "house"},
 }
@@ -64,6 +65,8 @@ def _look(row: Row) -> dict[str, str]:
 def _label(row: Row) -> list[str]:
     if row.cast is not None:
         return ["cast" + (", saturating" if row.cast.saturates else ""), row.dtype]
+    if row.copy is not None:
+        return ["working copy", row.dtype]
     if row.kind != "op":
         lines = [row.kind, row.op or row.name, row.dtype]
     elif row.planned is None:

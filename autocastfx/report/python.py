@@ -40,6 +40,8 @@ def _comment(row: Row) -> str:
     if row.cast is not None:
         saturates = ", saturating" if row.cast.saturates else ""
         return f"+ cast of {row.cast.value}: {row.dtype}{saturates}"
+    if row.copy is not None:
+        return f"+ working copy of {row.copy.parameter}: {row.dtype}"
     if row.mark is not None:
         return f"+ for {row.mark.value}, by {row.mark.made_by} ({row.mark.rule})"
     if row.kind != "op":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autocastfx.graph import Origin
-from autocastfx.plan import PlannedCast, PlannedNode, Precision
+from autocastfx.plan import PlannedCast, PlannedCopy, PlannedNode, Precision
 
 __all__ = ["Row"]
 
@@ -19,13 +19,14 @@ class Row:
     Attributes:
         name: as in the plan: that of a node in a sub-graph is ``subgraph/name``.
         kind: ``input``, ``parameter``, ``buffer``, ``constant``, ``sub-graph``, ``op``, ``cast`` (by the conversion),
-            ``made`` (by the conversion, no cast), ``removed`` (in the plan, not in the graph) or ``output``.
+            ``copy`` (the conversion's read of a working copy), ``made`` (by the conversion, neither), ``removed`` (in
+            the plan, not in the graph) or ``output``.
         op: op name; of a parameter, buffer, constant or sub-graph its path.
         dtype: as captured and, where that changed, after an arrow as it is now. Empty where nothing says it.
         depth: how many graphs are around the node's own.
         reads: names of the rows that it reads, each once.
         runs: names of the sub-graphs that it runs, for which there are rows.
-        planned, cast, mark: what the plan and the node itself say, where they say anything.
+        planned, cast, copy, mark: what the plan and the node itself say, where they say anything.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Row:
     runs: tuple[str, ...] = ()
     planned: PlannedNode | None = None
     cast: PlannedCast | None = None
+    copy: PlannedCopy | None = None
     mark: Origin | None = None
 
     @property

@@ -29,10 +29,16 @@ def summary(view: View) -> list[str]:
         f"nodes: {low} low ({plan.low}), {wide} float32{given}, {captured} captured (no float32 value)",
         f"casts: {len(casts)}, of which {len(casts) - to_float32} to {plan.low} and {to_float32} to float32; "
         f"{saturating} saturating",
+        *([_copies(plan)] if plan.copies else []),
         _moved(plan),
         f"unlisted ops: {unlisted}",
         *recomposed,
     ]
+
+
+def _copies(plan: Plan) -> str:
+    count = len({copy.parameter for copy in plan.copies})
+    return f"working copies: of {count} parameters, made anew when a parameter has changed, not in each call"
 
 
 def _moved(plan: Plan) -> str:

@@ -14,7 +14,7 @@ __all__ = ["render_text"]
 
 _TITLES = ("  name", "op", "module", "dtype", "runs", "category", "placed because", "reason (source)")
 _LEGEND = "first column: + made by the conversion, - in the captured graph only, * the model's own cast"
-_MARKS = {"cast": "+", "made": "+", "removed": "-"}
+_MARKS = {"cast": "+", "made": "+", "copy": "+", "removed": "-"}
 _MOST_READERS = 4
 
 
@@ -35,6 +35,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.cast is not None:
         saturates = ", saturating" if row.cast.saturates else ""
         return name, "cast", "", row.dtype, f"of {row.cast.value} for {_listed(row.cast.readers)}{saturates}"
+    if row.copy is not None:
+        return name, "working copy", "", row.dtype, f"of {row.copy.parameter} for {_listed(row.copy.readers)}"
     if row.mark is not None:
         return name, row.op, "", row.dtype, f"for {row.mark.value}, by {row.mark.made_by} ({row.mark.rule})"
     if row.kind == "output":

@@ -14,6 +14,7 @@ from autocastfx.graph import attribute, origin, subgraphs
 from autocastfx.op_name import op_name
 from autocastfx.plan import Plan, PlannedNode
 from autocastfx.report.row import Row
+from autocastfx.weights import ATTRIBUTE
 
 __all__ = ["View", "view"]
 
@@ -58,15 +59,16 @@ class _Join:
         self.low = plan.low
         self.nodes = {n.name: n for n in plan.nodes}
         self.casts = {c.name: c for c in plan.casts}
+        self.copies = {c.name: c for c in plan.copies}
         self.inputs = iter(inputs)
         self.codes: dict[str, str] = {}
 
     def rows(self, module: fx.GraphModule, prefix: str) -> Iterator[Row]:
         self.codes[prefix] = module.code
         held = {str(n.target): attribute(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"}
-        for node in module.graph.nodes:
+        for node in (n for n in module.graph.nodes if not _holds_copies(n)):
             name, depth = prefix + node.name, prefix.count("/")
-            reads = tuple(prefix + read.name for read in node.all_input_nodes)
+            reads = tuple(prefix + read.name for read in node.all_input_nodes if not _holds_copies(read))
             if node.op == "placeholder":
                 dtype = None if prefix else next(self.inputs, None)
                 yield Row(name, "input", dtype=_name(dtype) if dtype is not None else "", depth=depth)
@@ -92,6 +94,8 @@ class _Join:
         if cast is not None:
             change = f"{self.low if cast.dtype == 'float32' else 'float32'} → {cast.dtype}"
             return Row(name, "cast", op_name(node), change, cast=cast, mark=mark)
+        if (copy := self.copies.get(name)) is not None:
+            return Row(name, "copy", dtype=f"float32 → {copy.dtype}", copy=copy, mark=mark)
         op = planned.op if planned is not None else op_name(node)  # of one that was separated, the name that rules know
         return Row(name, "made" if mark is not None else "op", op, _change(planned), planned=planned, mark=mark)
 
@@ -114,6 +118,10 @@ def _with_removed(rows: Sequence[Row], plan: Plan) -> Iterator[Row]:
     for row in rows:
         yield row
         yield from after.get(row.name, ())
+
+
+def _holds_copies(node: fx.Node) -> bool:
+    return node.op == "get_attr" and node.target == ATTRIBUTE
 
 
 def _attribute(held: object, target: str, prefix: str) -> tuple[str, str]:

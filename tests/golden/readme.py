@@ -1,4 +1,4 @@
-"""Run the code of README.md and docs/op-lists.md.
+"""Run the code of README.md and of pages in docs.
 
 Python blocks run in order, as one module, ``my_model``. A YAML block is written to the file that the text before it
 names last. A ``text`` block right after a Python block is what that block prints.
@@ -20,6 +20,7 @@ from pathlib import Path
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 OP_LISTS = README.parent / "docs" / "op-lists.md"
+WEIGHTS = README.parent / "docs" / "weights.md"
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`([\w./]+\.yaml)`")

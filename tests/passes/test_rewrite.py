@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import autocastfx
 from autocastfx.alias import alias_sets
@@ -193,3 +194,18 @@ def test_an_op_with_a_dtype_argument_widens_its_input_itself() -> None:
 def test_the_models_own_cast_widens_a_low_value_itself() -> None:
     lines = rewritten(lambda x: (x @ x).float() + 1, torch.rand(4, 4), dtype=torch.bfloat16)
     assert "to: f32 = to(matmul)" in lines
+
+
+def test_a_parameter_that_is_added_is_no_mask() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.position = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.zeros(4))
+            self.register_buffer("mask", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight + self.position + self.mask) @ self.weight
+
+    graph = autocastfx.convert(Model(), (torch.ones(2, 4),), dtype=torch.bfloat16).graph
+    clamped = {n.all_input_nodes[0].name for n in graph.nodes if n.op == "call_function" and "clamp" in n.name}
+    assert clamped == {"mask"}

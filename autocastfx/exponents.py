@@ -1,0 +1,140 @@
+"""How many numbers have which magnitude, by powers of two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Exponents", "Shares", "Tally"]
+
+_BIAS, _BINS = 127, 256  # of float32's exponent
+_ZEROS = _BINS  # where they are counted, behind the exponents
+# Below 2**-25 a number rounds to float16's zero, below 2**-14 it is denormal, from 2**16 on infinite.
+_SMALLEST, _NORMAL, _END = -25, -14, 16
+
+
+class Shares(NamedTuple):
+    """What numbers other than zero become in float16: fractions with the sum 1, or all 0 of no numbers."""
+
+    zero: float
+    denormal: float
+    normal: float
+    infinite: float
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """Counts of numbers by magnitude.
+
+    Attributes:
+        counts: of an exponent ``e``, how many have a magnitude from ``2**e`` up to ``2**(e + 1)``. What is smaller
+            than ``2**-126`` is counted at -127.
+        zeros: how many are zero.
+        non_finite: how many are infinite or NaN.
+        largest: the largest finite magnitude.
+    """
+
+    counts: Mapping[int, int]
+    zeros: int
+    non_finite: int
+    largest: float
+
+    @property
+    def total(self) -> int:
+        """How many are finite and not zero."""
+        return sum(self.counts.values())
+
+    def shares(self, loss_scale: float = 1.0) -> Shares:
+        """What becomes of the numbers in float16, multiplied by ``loss_scale``.
+
+        Raises:
+            ValueError: ``loss_scale`` is no power of two: the numbers are known by powers of two only.
+        """
+        shift, total = shift_of(loss_scale), max(self.total, 1)
+
+        def share(low: float, high: float) -> float:
+            return sum(n for e, n in self.counts.items() if low <= e + shift < high) / total
+
+        return Shares(
+            zero=share(-math.inf, _SMALLEST),
+            denormal=share(_SMALLEST, _NORMAL),
+            normal=share(_NORMAL, _END),
+            infinite=share(_END, math.inf),
+        )
+
+    def __add__(self, other: Exponents) -> Exponents:
+        exponents = sorted({*self.counts, *other.counts})
+        return Exponents(
+            {e: self.counts.get(e, 0) + other.counts.get(e, 0) for e in exponents},
+            self.zeros + other.zeros,
+            self.non_finite + other.non_finite,
+            max(self.largest, other.largest),
+        )
+
+
+NOTHING = Exponents({}, 0, 0, 0.0)
+
+
+def shift_of(loss_scale: float) -> int:
+    """The exponent of ``loss_scale``.
+
+    Raises:
+        ValueError: it is no power of two.
+    """
+    mantissa, exponent = math.frexp(loss_scale) if math.isfinite(loss_scale) else (0.0, 0)
+    if mantissa != 0.5:
+        raise ValueError(
+            f"loss_scale is a power of two here, such as 2.0**16, not {loss_scale!r}: gradients are "
+            "counted by powers of two."
+        )
+    return exponent - 1
+
+
+class Tally:
+    """Counts numbers where they are. Of constant size, and nothing waits for the device until ``read_all``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.counts = torch.zeros(_BINS + 1, dtype=torch.int64, device=device)
+        self.largest = torch.zeros((), dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def add(self, numbers: torch.Tensor, factor: torch.Tensor | None = None) -> None:
+        """Count ``numbers``, floating and dense, times ``factor`` (float32, no dimensions), as float32."""
+        if not numbers.numel():
+            return
+        wide = numbers.detach().float().abs()
+        if factor is not None:
+            wide = wide * factor
+        exponents = wide.contiguous().view(torch.int32) >> 23
+        zeros = (wide == 0).sum()
+        self.counts[:_BINS] += _counted(exponents)
+        self.counts[0] -= zeros
+        self.counts[_ZEROS] += zeros
+        self.largest.copy_(torch.maximum(self.largest, wide.where(wide.isfinite(), 0.0).amax()))
+
+
+def _counted(exponents: torch.Tensor) -> torch.Tensor:
+    if exponents.is_cuda:  # there bincount waits for the device
+        return torch.histc(exponents, bins=_BINS, min=0, max=_BINS).to(torch.int64)
+    return torch.bincount(exponents.flatten(), minlength=_BINS)
+
+
+def read_all(tallies: list[Tally]) -> list[Exponents]:
+    """What was counted, as numbers: two reads from each device."""
+    found: dict[int, Exponents] = {}
+    for device in dict.fromkeys(t.counts.device for t in tallies):
+        here = [t for t in tallies if t.counts.device == device]
+        counts: list[list[int]] = torch.stack([t.counts for t in here]).tolist()
+        largest: list[float] = torch.stack([t.largest for t in here]).tolist()
+        for tally, row, reached in zip(here, counts, largest, strict=True):
+            found[id(tally)] = Exponents(
+                counts={e - _BIAS: n for e, n in enumerate(row[: _BINS - 1]) if n},
+                zeros=row[_ZEROS],
+                non_finite=row[_BINS - 1],
+                largest=reached,
+            )
+    return [found[id(tally)] for tally in tallies]

@@ -1,0 +1,66 @@
+"""A converted model of its own, whose weights are stored in 16 bits: for inference alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autocastfx.errors import UnsupportedError
+from autocastfx.graph import dtypes
+from autocastfx.variant import Variant
+
+__all__ = ["own_tensors", "refuse_gradients", "refuse_training", "stored_low"]
+
+_INSTEAD = 'Convert with weights="cast" or weights="cached" to train, or for gradients.'
+
+
+def stored_low(variant: Variant, low: torch.dtype) -> frozenset[str]:
+    """The names of the parameters that the graph, just made, reads in 16 bits."""
+    reads = (node for node in variant.graph.nodes if node.op == "get_attr")
+    return frozenset(str(node.target) for node in reads if dtypes(node) == (low,))
+
+
+def own_tensors(modules: Iterable[nn.Module], low_ones: Iterable[torch.Tensor], low: torch.dtype) -> None:
+    """Replace all parameters and buffers of ``modules`` by copies without gradients, tied ones by one copy.
+
+    Args:
+        modules: whose tables of tensors are changed.
+        low_ones: the parameters whose copies are 16-bit.
+        low: the 16-bit dtype.
+    """
+    narrow = {id(t) for t in low_ones}
+    made: dict[int, torch.Tensor] = {}
+
+    def own(held: torch.Tensor) -> torch.Tensor:
+        if id(held) not in made:
+            plain = held.detach().to(low) if id(held) in narrow else held.detach().clone()
+            made[id(held)] = nn.Parameter(plain, requires_grad=False) if isinstance(held, nn.Parameter) else plain
+        return made[id(held)]
+
+    with torch.inference_mode(False):
+        for module in modules:
+            tables: tuple[Any, ...] = (module._parameters, module._buffers)
+            for table in tables:
+                table.update({name: own(held) for name, held in table.items() if held is not None})
+
+
+def refuse_training() -> None:
+    """Raises:
+    UnsupportedError: always.
+    """
+    raise UnsupportedError(f'weights="low" keeps no float32 weights, so the model cannot train. {_INSTEAD}')
+
+
+def refuse_gradients(outputs: Any) -> None:
+    """Raises:
+    UnsupportedError: an output leads back to something that requires gradients.
+    """
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(outputs)):
+        raise UnsupportedError(
+            'weights="low" is for inference: an input or a parameter requires gradients, which would be 16-bit ones. '
+            f"Call under torch.no_grad(). {_INSTEAD}"
+        )

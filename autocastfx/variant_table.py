@@ -1,0 +1,160 @@
+"""The variants of one converted model: which one fits a call, and how a further one comes to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from autocastfx.call import Call
+from autocastfx.errors import CaptureError, VariantError
+from autocastfx.variant import Variant
+
+__all__ = ["VariantTable"]
+
+Held = Mapping[str, torch.Tensor]  # parameters and buffers by the original's names
+Modes = tuple[bool, ...]  # the training flag of each of the original's modules
+
+
+class Maker(Protocol):
+    """Makes variants for an ``AmpModule``, which knows of no pass itself."""
+
+    @property
+    def model(self) -> nn.Module | None: ...
+
+    @property
+    def baked(self) -> bool: ...
+
+    @property
+    def weights(self) -> str: ...
+
+    def capture(self, call: Call, modes: Modes, held: Held, sizes: str) -> Variant: ...
+
+    def draft(self, modes: Modes, held: Held) -> Variant: ...
+
+    def rebuild(self, captured: Any, held: Held, device: torch.device) -> Variant: ...
+
+    def without_model(self) -> Maker: ...
+
+
+class VariantTable(nn.ModuleList):
+    """Variants in the order of capture; drafts while nothing is captured.
+
+    Attributes:
+        path: where the owner mounts this table.
+        maker: makes further variants.
+        constants: names, in the owner, of the tensors that graphs hold themselves.
+    """
+
+    def __init__(self, path: str, maker: Maker) -> None:
+        super().__init__()
+        self.path, self.maker = path, maker
+        self.constants: list[str] = []
+
+    @property
+    def shown(self) -> tuple[Variant, ...]:
+        """The captured variants; drafts while there are none."""
+        return tuple(cast("list[Variant]", self))
+
+    @property
+    def captured(self) -> tuple[Variant, ...]:
+        """All captured variants."""
+        return tuple(v for v in self.shown if not v.plan.unverified)
+
+    def fitting(self, call: Call, modes: Modes) -> Variant | None:
+        """The first variant that serves ``call`` in ``modes``."""
+        sizes = [t.shape for t in call.tensors]
+        for variant in self.captured:
+            if variant.modes == modes and variant.structure == call.structure and variant.guard.holds(sizes):
+                return variant
+        return None
+
+    def active(self, modes: Modes) -> Variant | None:
+        """The variant to show in ``modes``: the first one for them, else the first one."""
+        return next((v for v in self.shown if v.modes == modes), next(iter(self.shown), None))
+
+    def further(self, call: Call, modes: Modes, held: Held) -> Variant:
+        """Capture and mount a variant for a call that none fits.
+
+        Raises:
+            VariantError: it cannot be captured.
+        """
+        try:
+            return self.capture(call, modes, held)
+        except CaptureError as error:
+            why = self._why_none_fits(call, modes)
+            raise VariantError(f"{why}; a further one cannot be captured: {error}") from error
+
+    def _why_none_fits(self, call: Call, modes: Modes) -> str:
+        same_mode = [v for v in self.captured if v.modes == modes]
+        same_call = [v for v in same_mode if v.structure == call.structure]
+        if not same_mode:
+            return "no variant was captured for these modes (train or eval) of the modules"
+        if not same_call:
+            known = "; ".join(f"({v.structure})" for v in same_mode)
+            return f"no variant was captured for the call ({call.structure}), only for {known}"
+        broken = same_call[0].guard.broken([t.shape for t in call.tensors])
+        return f"no variant holds for these sizes: {broken} does not hold"
+
+    def capture(self, call: Call, modes: Modes, held: Held) -> Variant:
+        """Capture the original as it runs ``call`` in ``modes``, and mount the variant.
+
+        Raises:
+            CaptureError: the original is not at hand, or cannot be captured.
+        """
+        known = next((v.captured for v in self.captured if v.captured is not None), None)
+        sizes = known.sizes if known is not None else "all"  # do not try again what was too slow once
+        return self.add(self.maker.capture(call, modes, held, sizes))
+
+    def capture_modes(self, call: Call, now: Modes, held: Held) -> Variant:
+        """Capture the original as it runs ``call``, in the modes ``now``, in training and in evaluation.
+
+        Returns:
+            The variant for ``now``.
+
+        Raises:
+            CaptureError: it cannot be captured in the modes ``now``. What fails in another mode is left to its first
+                call.
+        """
+        first = self.capture(call, now, held)
+        for modes in () if self.maker.baked else dict.fromkeys([(True,) * len(now), (False,) * len(now)]):
+            if modes != now:
+                with suppress(CaptureError):
+                    self.capture(call, modes, held)
+        return first
+
+    def draft(self, now: Modes, held: Held) -> None:
+        """Mount drafts, made without inputs. None where the model's code cannot be traced so.
+
+        Raises:
+            BannedOpError: the list bans an op of the model.
+        """
+        for modes in [now] if self.maker.baked else dict.fromkeys([now, (True,) * len(now), (False,) * len(now)]):
+            with suppress(CaptureError):
+                self.add(self.maker.draft(modes, held))
+
+    def add(self, variant: Variant) -> Variant:
+        """Mount ``variant`` as the last one. The first one that was captured from inputs takes the place of drafts."""
+        if not variant.plan.unverified and not self.captured:
+            self._modules.clear()
+        return self._mount(len(self), variant)
+
+    def _mount(self, index: int, variant: Variant) -> Variant:
+        variant.mount(f"{self.path}.{index}")
+        if index == len(self):
+            self.append(variant)
+        else:
+            self[index] = variant
+        self.constants[:] = [f"{self.path}.{name}" for name, _ in self.named_buffers()]
+        return variant
+
+    def move(self, device: torch.device, held: Held) -> None:
+        """Make all variants run on ``device``: where its type is another one, decided anew for its kernels."""
+        for index, variant in enumerate(self.shown):
+            moved = variant
+            if variant.captured is not None and device.type != variant.device.type:
+                moved = self._mount(index, self.maker.rebuild(variant.captured, held, device).to(device))
+            moved.move(device)

@@ -1,0 +1,37 @@
+"""On what a benchmark was run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+
+def machine() -> dict[str, Any]:
+    """Device, versions, and the commit of the working tree."""
+    return {
+        "device": f"CPU, {len(os.sched_getaffinity(0))} cores of {_processor()}, {torch.get_num_threads()} used",
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "commit": _commit(),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

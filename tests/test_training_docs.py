@@ -1,0 +1,34 @@
+"""The code of the pages on training and migrating runs, and prints what is shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.golden.readme import blocks, outputs, run
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = ("training", "migrate-autocast", "migrate-apex", "migrate-callbacks")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_prints_what_is_shown(page: str, tmp_path: Path) -> None:
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    shown = list(outputs(text))
+    assert len(shown) == sum(block.language == "text" for block in blocks(text)) > 0
+    printed = run(text, tmp_path)
+    for code, output in shown:
+        assert printed[code.start] == output.text
+    assert {start for start, out in printed.items() if out} == {code.start for code, _ in shown}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_in_the_table_of_contents_and_name_examples_that_exist(page: str) -> None:
+    assert page in (DOCS / "index.md").read_text(encoding="utf-8").split()
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    for example in re.findall(r"`(examples/\w+\.py)`", text):
+        assert (DOCS.parent / example).is_file(), example
+    for target in re.findall(r"\]\((\w[\w-]+\.md)", text):
+        assert (DOCS / target).is_file(), target

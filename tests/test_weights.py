@@ -1,0 +1,541 @@
+"""weights="cached": graphs read 16-bit copies that always are what a cast of the parameters would give now."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.swa_utils import AveragedModel
+
+import autocastfx
+from autocastfx import AmpModule, Plan
+from autocastfx.graph import origin
+from autocastfx.passes import store_weights
+from autocastfx.weights import WorkingCopies, working_copy
+from tests.golden.models import CNN, EncoderLayer
+
+LOW = torch.bfloat16
+
+
+class Language(nn.Module):
+    """A small encoder with a tied output, that reads its table once more through a view, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer, self.head = nn.Embedding(11, 16), EncoderLayer(), nn.Linear(16, 11, bias=False)
+        self.head.weight = self.table.weight
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.frozen(self.layer(self.table(tokens), torch.zeros(1)))
+        return self.head(hidden) + hidden @ self.table.weight.t()
+
+
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().train()
+
+
+def inputs(kind: Callable[[], nn.Module]) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    return (torch.randn(2, 3, 8, 8),) if kind is CNN else (torch.randint(11, (2, 5)),)
+
+
+def pair(kind: Callable[[], nn.Module] = Language, **options: Any) -> tuple[AmpModule, AmpModule]:
+    """A model converted with casts, and its twin with working copies."""
+    cast, cached = (copy.deepcopy(converted(kind, weights, **options)) for weights in ("cast", "cached"))
+    return cast, cached
+
+
+@functools.cache
+def converted(kind: Callable[[], nn.Module], weights: str, **options: Any) -> AmpModule:
+    return autocastfx.convert(made(kind), inputs(kind), dtype=LOW, weights=weights, **options)
+
+
+def step(amp_model: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    torch.manual_seed(2)
+    loss = amp_model(*args).square().mean()
+    loss.backward()
+    return loss
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    """Whether parameters, their gradients, and buffers are equal to the bit."""
+    tensors = [[*m.parameters(), *(p.grad for p in m.parameters()), *m.buffers()] for m in (a, b)]
+    return all(x is y or torch.equal(x, y) for x, y in zip(*tensors, strict=True))
+
+
+@pytest.mark.parametrize("op_list", ["default", "torch_autocast_cpu", "tensorflow"])
+@pytest.mark.parametrize("kind", [Language, CNN])
+def test_training_is_that_with_casts_to_the_bit(kind: Callable[[], nn.Module], op_list: str) -> None:
+    amp_models = pair(kind, op_list=op_list)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in amp_models]
+    for _ in range(3):
+        for _ in range(2):  # micro-batches
+            losses = [step(m, *inputs(kind)) for m in amp_models]
+            assert torch.equal(*losses)
+        assert same(*amp_models)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(*(m.eval() for m in amp_models))
+    with torch.no_grad():
+        assert torch.equal(*(m(*inputs(kind)) for m in amp_models))
+
+
+def test_two_models_that_train_against_each_other() -> None:
+    """The discriminator runs three times a step, twice before one backward."""
+    torch.manual_seed(0)
+    noise, real = torch.randn(4, 8), torch.randn(4, 8)
+    losses: list[list[Tensor]] = []
+    for weights in ("cast", "cached"):
+        torch.manual_seed(3)
+        generator, critic = (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2))
+        g = autocastfx.convert(generator, (noise,), dtype=LOW, weights=weights)
+        c = autocastfx.convert(critic, (real,), dtype=LOW, weights=weights)
+        of_g, of_c = torch.optim.Adam(g.parameters(), 0.01), torch.optim.Adam(c.parameters(), 0.01)
+        losses.append([])
+        for _ in range(3):
+            fake = g(noise)
+            loss = (c(fake.detach()) - c(real)).mean()
+            of_c.zero_grad()
+            loss.backward()
+            of_c.step()
+            of_g.zero_grad()
+            against = -c(fake).mean()
+            against.backward()
+            of_g.step()
+            losses[-1] += [loss.detach(), against.detach()]
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+
+
+# -- when copies are made anew ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many copies were made, each time that some were."""
+    counts: list[int] = []
+    foreach = torch._foreach_copy_  # pyright: ignore
+
+    def counting(copies: list[Tensor], masters: list[Tensor]) -> None:
+        counts.append(len(copies))
+        foreach(copies, masters)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+    return counts
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "foreach": lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, 0.1, fused=True),  # writes without counting the version
+    "fused sgd": lambda p: torch.optim.SGD(p, 0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_all_that_a_step_changed_are_copied_at_once_and_only_then(optimizer: str, copied: list[int]) -> None:
+    _, amp_model = pair()
+    parameters = len({c.parameter for c in amp_model.plan.copies})
+    chosen = OPTIMIZERS[optimizer](amp_model.parameters())
+    step(amp_model, *inputs(Language))
+    assert sum(copied) == parameters
+    copied.clear()
+    step(amp_model, *inputs(Language))
+    assert copied == []
+    chosen.step()
+    step(amp_model, *inputs(Language))
+    step(amp_model, *inputs(Language))
+    assert copied == [parameters - 2]  # not the frozen layer's
+
+
+def _load(model: AmpModule) -> None:
+    torch.manual_seed(4)
+    model.load_state_dict(Language().state_dict())
+
+
+def _assign(model: AmpModule) -> None:
+    torch.manual_seed(4)
+    model.load_state_dict(Language().state_dict(), assign=True)
+
+
+def _in_place(model: AmpModule) -> None:
+    with torch.no_grad():
+        model.frozen.weight.mul_(2)
+
+
+def _in_inference_mode(model: AmpModule) -> None:
+    with torch.inference_mode():
+        model.frozen.weight.mul_(2)
+
+
+def _detached(model: AmpModule) -> None:
+    model.frozen.weight.detach().mul_(2)
+
+
+def _other_data(model: AmpModule) -> None:
+    model.frozen.weight.data = torch.ones(16, 16)
+
+
+def _memory_at_the_same_address(model: AmpModule) -> None:
+    weight, before = model.frozen.weight, model.frozen.weight.data_ptr()
+    shape = weight.shape
+    weight.data = torch.empty(0)
+    kept: list[Tensor] = []
+    while not kept or (kept[-1].data_ptr() != before and len(kept) < 1000):
+        kept.append(torch.ones(shape))
+    weight.data = kept[-1]
+
+
+def _other_parameter(model: AmpModule) -> None:
+    model.frozen.weight = nn.Parameter(torch.ones(16, 16))
+
+
+def _other_layout(model: AmpModule) -> None:
+    model.frozen.weight.data = torch.ones(16, 16).t()
+
+
+def _average(model: AmpModule) -> None:
+    average = AveragedModel(nn.Linear(16, 16))
+    torch._foreach_lerp_(list(model.frozen.parameters()), list(average.module.parameters()), 0.5)  # pyright: ignore
+
+
+def _data_copy(model: AmpModule) -> None:
+    model.frozen.weight.data.copy_(torch.ones(16, 16))
+    model.refresh_weights()
+
+
+def _data_copy_then_eval(model: AmpModule) -> None:
+    model.frozen.weight.data.mul_(2)
+    model.eval()
+
+
+CHANGES = [
+    *(_load, _assign, _in_place, _in_inference_mode, _detached, _other_data, _memory_at_the_same_address),
+    *(_other_parameter, _other_layout, _average, _data_copy, _data_copy_then_eval),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_a_change_is_followed(change: Callable[[AmpModule], None]) -> None:
+    cast, cached = pair()
+    with torch.no_grad():
+        before = cached.eval()(*inputs(Language))
+    for model in (cast.train(), cached.train()):
+        step(model, *inputs(Language))
+        change(model)
+    with torch.no_grad():
+        assert torch.equal(cached.eval()(*inputs(Language)), cast.eval()(*inputs(Language)))
+        assert not torch.equal(cached(*inputs(Language)), before)
+
+
+def test_a_write_into_data_is_not_seen_until_told() -> None:
+    """Should torch begin to count these, the documentation has to change."""
+    model = nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    amp_model = autocastfx.convert(model, (x,), dtype=LOW, weights="cached")
+    before = amp_model(x)
+    model.weight.data.copy_(torch.ones(4, 4))
+    assert torch.equal(amp_model(x), before)
+    amp_model.refresh_weights()
+    assert not torch.equal(amp_model(x), before)
+
+
+def test_another_device_is_followed() -> None:
+    _, amp_model = pair()
+    (tokens,) = inputs(Language)
+    amp_model(tokens)
+    amp_model.to("meta")
+    assert amp_model(tokens.to("meta")).device.type == "meta"
+
+
+def test_a_backward_through_copies_that_have_changed_is_refused() -> None:
+    """As through float32 weights that have changed: no gradient is computed of other weights than those used."""
+    _, amp_model = pair(CNN)
+    (x,) = inputs(CNN)
+    loss = amp_model(x).sum()
+    with torch.no_grad():
+        amp_model.fc.weight.mul_(2)
+        amp_model(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_inference_mode_first_and_training_afterwards() -> None:
+    cast, cached = pair()
+    for model in (cast, cached):
+        with torch.inference_mode():
+            model(*inputs(Language))
+        step(model, *inputs(Language))
+    assert same(cast, cached)
+
+
+def test_a_tied_parameter_has_one_copy_in_all_variants() -> None:
+    _, amp_model = pair()
+    for mode in (True, False):
+        amp_model.train(mode)(*inputs(Language))
+    copies = amp_model._working_copies
+    assert isinstance(copies, WorkingCopies)
+    low = {id(copies.of(p, LOW)) for p in amp_model.parameters() if (id(p), LOW) in copies._held}
+    assert len(low) == len(copies._held) == len({c.parameter for c in amp_model.plan.copies})
+
+
+def test_copies_do_not_outlive_the_model_nor_keep_parameters() -> None:
+    _, amp_model = pair()
+    step(amp_model, *inputs(Language))
+    copies = amp_model._working_copies
+    parameter, tensor = weakref.ref(amp_model.frozen.weight), weakref.ref(copies.of(amp_model.frozen.weight, LOW))
+    amp_model.frozen.weight = nn.Parameter(torch.ones(16, 16))
+    gc.collect()
+    assert (parameter(), tensor()) == (None, None)
+    others = [weakref.ref(p) for p in amp_model.parameters()]
+    before = len(_global_optimizer_post_hooks)
+    del amp_model
+    gc.collect()
+    assert [other() for other in others if other() is not None] == []
+    assert copies._held == {}
+    del copies
+    gc.collect()
+    assert len(_global_optimizer_post_hooks) == before - 1
+
+
+# -- what else a module does ------------------------------------------------------------------------------------------
+
+
+def test_parameters_state_and_buffers_are_those_of_the_original() -> None:
+    model = made(Language)
+    amp_model = autocastfx.convert(model, inputs(Language), dtype=LOW, weights="cached")
+    amp_model(*inputs(Language))
+    assert all(a is b for a, b in zip(amp_model.parameters(), model.parameters(), strict=True))
+    assert list(amp_model.state_dict()) == list(model.state_dict())
+    assert all(t.dtype == torch.float32 for t in (*amp_model.parameters(), *amp_model.buffers()))
+
+
+def _pickled(amp_model: AmpModule) -> AmpModule:
+    return pickle.loads(pickle.dumps(amp_model))
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, _pickled], ids=["copy", "pickle"])
+def test_a_twin_has_copies_of_its_own(twin_of: Callable[[AmpModule], AmpModule]) -> None:
+    _, amp_model = pair()
+    amp_model.eval()
+    with torch.no_grad():
+        before = amp_model(*inputs(Language))
+        twin = twin_of(amp_model)
+        assert torch.equal(twin(*inputs(Language)), before)
+        twin.frozen.weight.mul_(2)
+        assert not torch.equal(twin(*inputs(Language)), before)
+        assert torch.equal(amp_model(*inputs(Language)), before)
+    assert len(pickle.dumps(amp_model)) < 1.2 * len(pickle.dumps(pair()[0].eval()))  # the copies are not in it
+
+
+def test_without_inputs_the_first_call_captures() -> None:
+    cast = autocastfx.convert(made(Language), inputs(Language), dtype=LOW)
+    cached = autocastfx.convert(made(Language), dtype=LOW, weights="cached")
+    assert cached.plan.unverified
+    assert cached.plan.copies
+    for model in (cast, cached):
+        step(model, *inputs(Language))
+    assert same(cast, cached)
+    assert not cached.plan.unverified
+    assert cached.plan.copies
+
+
+def test_tensors_in_place_of_parameters_are_cast() -> None:
+    cast, cached = pair(CNN)
+    with torch.no_grad():
+        others = {name: 2 * p for name, p in cast.named_parameters()}
+        results = [torch.func.functional_call(m.eval(), others, inputs(CNN)) for m in (cast, cached)]
+    assert torch.equal(*results)
+
+
+def test_the_interpreter_reads_copies_too() -> None:
+    cast, cached = pair(CNN)
+    with torch.no_grad():
+        cached.eval().fc.weight.mul_(2)
+        cast.eval().fc.weight.mul_(2)
+        assert torch.equal(fx.Interpreter(cached).run(*inputs(CNN)), cast(*inputs(CNN)))
+
+
+def test_second_gradients() -> None:
+    found: list[Tensor] = []
+    for model in pair(CNN):
+        (x,) = inputs(CNN)
+        (grad,) = torch.autograd.grad(model.eval()(x).square().mean(), model.fc.weight, create_graph=True)
+        found += torch.autograd.grad(grad.square().sum(), model.fc.weight)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_it_casts_and_says_so_once(backend: str) -> None:
+    cast, cached = pair(CNN)
+    compiled = torch.compile(cached, backend=backend, fullgraph=True)
+    with pytest.warns(UserWarning, match='weights="cached" has no effect under torch.compile'):
+        step(compiled, *inputs(CNN))
+    expected = torch.compile(cast, backend=backend, fullgraph=True)
+    step(expected, *inputs(CNN))
+    assert same(cast, cached)
+    compiled(inputs(CNN)[0][:1])  # compiled anew, and silently
+    assert all(p.grad is not None for p in cached.parameters())
+
+
+def test_a_compiled_optimizer_is_followed(copied: list[int]) -> None:
+    _, amp_model = pair(CNN)
+    optimizer = torch.optim.SGD(amp_model.parameters(), 0.1)
+    update = torch.compile(optimizer.step, backend="aot_eager")
+    step(amp_model, *inputs(CNN))
+    copied.clear()
+    update()
+    step(amp_model, *inputs(CNN))
+    assert sum(copied) == len(amp_model.plan.copies)
+
+
+def test_exported_it_casts_and_says_so() -> None:
+    cast, cached = pair(CNN)
+    with pytest.warns(UserWarning, match='weights="cached" has no effect under torch.compile and torch.export'):
+        program = torch.export.export(cached.eval(), inputs(CNN), strict=False)
+    casts = [n for n in program.graph.nodes if "to.dtype" in str(n.target) and "weight" in n.args[0].name]
+    assert casts
+    assert program.constants == {}
+    assert torch.equal(program.module()(*inputs(CNN)), cast.eval()(*inputs(CNN)))
+
+
+# -- plan and dump ----------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_counts_no_cast_of_a_parameter() -> None:
+    cast, cached = pair()
+    assert [n.name for n in cast.plan.nodes] == [n.name for n in cached.plan.nodes]
+    of_weights = [c for c in cast.plan.casts if c.value.endswith(("weight", "bias"))]
+    assert {c.name for c in cast.plan.casts} - {c.name for c in cached.plan.casts} == {c.name for c in of_weights}
+    assert {c.name for c in cached.plan.copies} == {c.name for c in of_weights}
+    saved = cast.plan.traffic.moved - cached.plan.traffic.moved
+    assert saved == sum(c.bytes for c in of_weights) > 0
+    assert Plan.from_json(cached.plan.to_json()) == cached.plan
+
+
+def test_the_dump_shows_which_parameter_is_read() -> None:
+    cast, cached = pair(CNN)
+    text = autocastfx.dump(cached)
+    assert "working copies: of 4 parameters, made anew when a parameter has changed" in text
+    assert "working copies" not in autocastfx.dump(cast)
+    (row,) = [" ".join(line.split()) for line in text.splitlines() if "of fc.weight" in line]
+    assert row == "+ fc_weight_bfloat16 working copy float32 → bfloat16 of fc.weight for linear"
+    assert "# + working copy of fc.weight: float32 → bfloat16" in autocastfx.dump(cached, format="python")
+    assert '"working copy\\nfloat32 → bfloat16"' in autocastfx.dump(cached, format="dot")
+    assert autocastfx.dump(pickle.loads(pickle.dumps(cached))) == text
+
+
+def test_an_edited_plan_is_obeyed(tmp_path: Path) -> None:
+    _, cached = pair(CNN)
+    path = tmp_path / "plan.json"
+    path.write_text(cached.plan.to_json())
+    again = autocastfx.convert(made(CNN), inputs(CNN), dtype=LOW, weights="cached", plan=path)
+    assert again.plan.copies == cached.plan.copies
+    path.write_text('{"nodes": [{"name": "linear", "op": "linear", "placement": {"run": "float32"}}]}')
+    edited = autocastfx.convert(made(CNN), inputs(CNN), dtype=LOW, weights="cached", plan=path)
+    assert {c.parameter for c in edited.plan.copies} == {"conv.weight", "conv.bias"}
+
+
+# -- views of parameters ----------------------------------------------------------------------------------------------
+
+
+class Views(nn.Module):
+    """Parameters that are read through views: transposed, sliced, through two views, and expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+        self.d, self.row = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.a.t()
+        x = F.linear(x, self.b[:4]) @ self.b[4:] + F.linear(x, self.b)
+        x = x @ self.c.view(4, 2, 8).reshape(8, 8).t()
+        turned = self.d.t()
+        x = torch.softmax(turned, -1) @ (x @ turned).t()
+        return x.t() @ self.row.expand(8, 8)
+
+
+def test_a_view_of_a_parameter_is_one_of_its_copy_where_no_bit_changes() -> None:
+    cast, cached = _views()
+    x = torch.randn(4, 8)
+    results = [m(x) for m in (cast, cached)]
+    for result in results:
+        result.square().mean().backward()
+    assert torch.equal(*results)
+    assert same(cast, cached)
+    read = {c.parameter for c in cached.plan.copies}
+    assert read >= {"a", "b", "c"}
+    assert cached.plan["t"].placement.because == store_weights.VIEW
+    assert cast.plan["t"].dtype == "float32"
+    turned = [n.name for n in cached.plan.nodes if n.op == "t" and n.dtype == "float32"]
+    assert turned  # d's, which the softmax reads too
+    assert not store_weights._is_injective(torch.empty(1, 8).expand(8, 8))  # its gradient is a sum
+
+
+def _views() -> tuple[AmpModule, AmpModule]:
+    x = torch.randn(4, 8)
+    cast, cached = (autocastfx.convert(made(Views), (x,), dtype=LOW, weights=w) for w in ("cast", "cached"))
+    return cast, cached
+
+
+def test_every_read_of_a_copy_is_marked_and_a_second_run_changes_nothing() -> None:
+    _, cached = _views()
+    reads = [n for n in cached.graph.nodes if n.target is working_copy]
+    assert {origin(n).made_by for n in reads} == {"store_weights"}  # pyright: ignore[reportOptionalMemberAccess]
+    before = str(cached.graph)
+    store_weights.read_copies(cached.graph, frozenset(cached.held()), {})
+    assert str(cached.graph) == before
+
+
+# -- distributed ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _group(tmp_path: Path) -> Any:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_data_parallel_training_is_that_with_casts_to_the_bit(options: dict[str, Any]) -> None:
+    models = [DistributedDataParallel(m, **options) for m in pair()]
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, fused=True) for m in models]
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            step(model, *inputs(Language))
+        assert same(*models)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "a part"])
+def test_sharded_it_is_refused(whole: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, amp_model = pair(CNN)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        fully_shard(amp_model if whole else amp_model.fc, mesh=mesh)
+    with pytest.raises(autocastfx.UnsupportedError, match=r'fully_shard.*Convert with weights="cast"'):
+        amp_model(*inputs(CNN))
