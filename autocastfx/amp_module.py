@@ -315,6 +315,7 @@ def _signed(signature: CallSignature) -> Callable[..., Any]:
     def forward(self: AmpModule, *args: Any, **kwargs: Any) -> Any:
         return self.run(args, kwargs)
 
+    forward.__code__ = forward.__code__.replace()  # what torch.compile keeps of a function, it keeps by its code object
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = inspect.Signature([first, *signature.parameters])
     return forward

@@ -28,6 +28,7 @@ __all__ = [
 
 _KERNELS: Any = torch  # its stubs leave the fused kernels out
 _by_device_and_dtype: Any = torch._C._group_tensors_by_device_and_dtype  # its Python wrapper enters no_grad again
+_HAS_GROUPS = dist.is_available()  # as torch was built
 _dtype, _layout = attrgetter("dtype"), attrgetter("layout")
 
 
@@ -87,7 +88,7 @@ def _alike(grads: Sequence[torch.Tensor]) -> list[tuple[torch.device, Sequence[t
 
 def agree(found_inf: torch.Tensor, process_group: dist.ProcessGroup | str | None) -> None:
     """Make ``found_inf`` 1 in all processes of the group if it is in one; ``"world"``: of all there are, if any."""
-    if process_group is None or not dist.is_available() or not dist.is_initialized():
+    if process_group is None or not _HAS_GROUPS or not dist.is_initialized():
         return
     group = None if isinstance(process_group, str) else process_group
     if dist.get_world_size(group) > 1:

@@ -21,31 +21,31 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._pinned: torch.Tensor | None = None
-        self._event: torch.cuda.Event | None = None
+        self.event: torch.cuda.Event | None = None  # of the copy that is under way
         self._age = 0
 
     def start(self, number: torch.Tensor) -> None:
         """Have ``number`` (float32, no dimensions) copied; nothing on a CPU, where it can be read at once."""
-        if not number.is_cuda or self._event is not None:
+        if not number.is_cuda or self.event is not None:
             return
         if self._pinned is None:
             self._pinned = torch.empty((), dtype=torch.float32, pin_memory=True)
         self._pinned.copy_(number, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        self.event = torch.cuda.Event()
+        self.event.record()
         self._age = 0
 
     def arrived(self) -> Seen | None:
         """The number, if its copy is complete."""
         self._age += 1
-        if self._event is None or self._pinned is None or not self._event.query():
+        if self.event is None or self._pinned is None or not self.event.query():
             return None
-        self._event = None
+        self.event = None
         return Seen(float(self._pinned.item()), self._age)
 
     def read(self, number: torch.Tensor) -> Seen:
         """The number as it is now. Waits for the device."""
-        self._event = None
+        self.event = None
         return Seen(float(number.item()), 0)
 
 

@@ -180,19 +180,19 @@ class DynamicLossScale:
 
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
         """Grow, back off or count the step."""
-        if self.hysteresis == 1:
-            self._update(state, found_inf)
-            return
+        backs_off = found_inf if self.hysteresis == 1 else self._tolerate(state, found_inf)
+        _KERNELS._amp_update_scale_(state.scale, state.good_steps, backs_off, self.growth, self.backoff, self.interval)
+        state.scale.clamp_(self.min, self.max)
+        if self.hysteresis > 1:
+            has_grown = (state.good_steps == 0) & (found_inf == 0)
+            state.spare.masked_fill_(has_grown, self.hysteresis)
+
+    @staticmethod
+    def _tolerate(state: ScaleState, found_inf: torch.Tensor) -> torch.Tensor:
         overflow = found_inf.to(torch.int32)
         state.spare.sub_(overflow).clamp_(min=0)
         state.good_steps.mul_(1 - overflow).sub_(overflow)  # -1, so that a tolerated overflow leaves 0 steps counted
-        self._update(state, found_inf * (state.spare == 0))
-        has_grown = (state.good_steps == 0) & (overflow == 0)
-        state.spare.masked_fill_(has_grown, self.hysteresis)
-
-    def _update(self, state: ScaleState, backs_off: torch.Tensor) -> None:
-        _KERNELS._amp_update_scale_(state.scale, state.good_steps, backs_off, self.growth, self.backoff, self.interval)
-        state.scale.clamp_(self.min, self.max)
+        return found_inf * (state.spare == 0)
 
     def overflows_to_floor(self, scale: float) -> float:
         """At least so many overflows bring ``scale`` to the floor."""

@@ -106,11 +106,12 @@ class LossScaler:
 
     def _adjust(self, found_inf: torch.Tensor, known: bool | None) -> bool:
         state = self.state(found_inf.device)
-        is_last = self._is_last(found_inf, known)
+        is_last = self._left <= 0 and self._is_last(found_inf, known)
         self.rule.adjust(state, found_inf.to(state.scale.device))
         if not is_capturing(state.scale):  # a captured graph cannot ask the host
             self._left -= 1
-            self._look(state.scale)
+            if self._left <= _SOON or self._copy.event is not None:
+                self._look(state.scale)
         return is_last
 
     def _look(self, scale: torch.Tensor) -> None:

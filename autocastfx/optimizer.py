@@ -146,21 +146,29 @@ class LossScalingOptimizer(WrappingOptimizer):
         """
         if self._found_inf is not None:
             return
-        self.masters.collect()
+        if self.masters.masters:
+            self.masters.collect()
         if not self.loss_scaler.rule.is_checked:
             self._found_inf, self._scale = _ZERO, _ONE
             return
-        with torch.no_grad():
-            grads = gradients.present(self.optimizer.param_groups)
-            if grads and not self.loss_scaler.has_scaled:
-                raise LossScaleError(
-                    "there are gradients, but no loss was scaled since the last step: call optimizer.backward(loss), "
-                    "or optimizer.scale_loss(loss).backward(), in place of loss.backward()."
-                )
-            self._scale = self.loss_scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
-            self._found_inf = torch.zeros_like(self._scale)
-            gradients.unscale_(grads, self._scale.reciprocal(), self._found_inf)
-            gradients.agree(self._found_inf, self.process_group)
+        is_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # torch.no_grad() takes as long as two of the operators
+        try:
+            self._unscale()
+        finally:
+            torch._C._set_grad_enabled(is_enabled)
+
+    def _unscale(self) -> None:
+        grads = gradients.present(self.optimizer.param_groups)
+        if grads and not self.loss_scaler.has_scaled:
+            raise LossScaleError(
+                "there are gradients, but no loss was scaled since the last step: call optimizer.backward(loss), "
+                "or optimizer.scale_loss(loss).backward(), in place of loss.backward()."
+            )
+        self._scale = self.loss_scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
+        self._found_inf = torch.zeros_like(self._scale)
+        gradients.unscale_(grads, self._scale.reciprocal(), self._found_inf)
+        gradients.agree(self._found_inf, self.process_group)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Unscale the gradients and clip their common norm, as ``torch.nn.utils.clip_grad_norm_``; waits for nothing.
@@ -202,7 +210,7 @@ class LossScalingOptimizer(WrappingOptimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if closure is not None and self._searches:
             return self._search(closure)
-        if closure is None and self._makes_state():
+        if closure is None and not self.optimizer.state and self._makes_state():
             return self.optimizer.step()
         loss = None
         if closure is not None:
@@ -215,7 +223,7 @@ class LossScalingOptimizer(WrappingOptimizer):
     def _makes_state(self) -> bool:
         """Whether it is torch.distributed.checkpoint that steps, with learning rates of 0, to have a state to load."""
         is_between = not self.loss_scaler.has_scaled and self._found_inf is None
-        return is_between and not self.state and all(float(group.get("lr", 1)) == 0 for group in self.param_groups)
+        return is_between and all(float(group.get("lr", 1)) == 0 for group in self.param_groups)
 
     def _step_or_skip(self, found_inf: torch.Tensor) -> Any:
         result, skipped = None, None
@@ -258,7 +266,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         if skipped:
             inner: Any = self.optimizer
             inner._opt_called = True  # else its schedulers warn that it never stepped
-        else:
+        elif self.masters.masters:
             self.masters.publish()
         self._epoch += 1
         self._last = (found_inf, cast("torch.Tensor", self._scale), self._norm, self._epoch)

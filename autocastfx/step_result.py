@@ -46,7 +46,7 @@ class GradientsOf:
 class StepResult:
     """One step of a ``LossScalingOptimizer``.
 
-    Each value waits for the device when it is first read; until then it costs nothing.
+    Reading a value waits for the device; not reading it costs nothing.
     """
 
     _found_inf: torch.Tensor
@@ -54,7 +54,7 @@ class StepResult:
     _norm: torch.Tensor | None
     _groups: GradientsOf
 
-    @cached_property
+    @property  # not cached: the replay of a CUDA graph that holds the step makes them anew
     def found_inf(self) -> bool:
         """Whether a gradient was not finite, in any process; False where the loss scale checks none."""
         return bool(self._found_inf.item())
@@ -64,7 +64,7 @@ class StepResult:
         """Whether the step changed nothing."""
         return self.found_inf
 
-    @cached_property
+    @property
     def scale(self) -> float:
         """What the loss had been multiplied by."""
         return float(self._scale.item())

@@ -200,6 +200,11 @@ def _line(row: Row) -> str:
     )
 
 
+def table(rows: Sequence[Row]) -> str:
+    """What is printed."""
+    return "\n".join([_HEADER, *map(_line, rows)])
+
+
 def failures(rows: Sequence[Row]) -> list[Row]:
     """Rows that are too far from float32; of the mode that does not scale, those that are not."""
     return [row for row in rows if row.passed == (row.mode == UNSCALED)]
@@ -240,9 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     train_all(tasks, modes, runs, report)
     rows = summary(runs)
-    print(_HEADER)
-    for row in rows:
-        print(_line(row))
+    print(table(rows))
     return int(bool(failures(rows)))
 
 

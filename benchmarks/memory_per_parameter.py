@@ -203,14 +203,19 @@ def measure(mode: str, width: int) -> Row:
 
 
 _KINDS = ("weights", "gradients", "masters", "state", "working", "total")
-_HEADER = f"{'mode':<36}" + "".join(f"{kind:>10}" for kind in (*_KINDS, "optimizer+", "step+"))
+_HEADER = f"{'mode':<36}" + "".join(f"{kind:>11}" for kind in (*_KINDS, "optimizer+", "step+"))
 
 
 def _line(row: Row) -> str:
     if row.note:
         return f"{row.mode:<36} {row.note}"
-    peaks = "".join(f"{'-' if found is None else f'{found:.2f}':>10}" for found in (row.optimizer_peak, row.step_peak))
-    return f"{row.mode:<36}" + "".join(f"{getattr(row, kind):>10.2f}" for kind in _KINDS) + peaks
+    peaks = "".join(f"{'-' if found is None else f'{found:.2f}':>11}" for found in (row.optimizer_peak, row.step_peak))
+    return f"{row.mode:<36}" + "".join(f"{getattr(row, kind):>11.2f}" for kind in _KINDS) + peaks
+
+
+def table(rows: Sequence[Row]) -> str:
+    """What is printed."""
+    return "\n".join([_HEADER, *map(_line, rows)])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

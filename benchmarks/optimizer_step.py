@@ -3,12 +3,13 @@
     python -m benchmarks.optimizer_step [--sizes 10,200] [--optimizers SGD] [--rounds 200] [--json PATH]
 
 Measured is one steady step, gradients at hand: scaling the loss, unscaling and checking the gradients, stepping,
-updating the scale. Parameters have 16 elements, so that the host's work is all there is. The three sides take turns,
-round by round, each with parameters of its own, which are made anew six times, in each order. Times are CPU time of the
-one thread, so that other processes count little: medians, with quartiles, of the rounds. Counted besides, for each
-side: ATen calls; host reads; and frames of Python that run in this package, comprehensions' too. The exit status is 1
-where a step takes longer than GradScaler's, where it reads more than once beyond what the bare optimizer reads, or at
-all if that is fused, or where the package's frames grow with the number of parameters.
+updating the scale. Parameters have 16 elements, so that the host's work is all there is. Each optimizer and size has a
+process of its own, in which the three sides take turns, round by round, each with parameters of its own, which are
+made anew six times, in each order. Times are CPU time of the one thread, so that other processes count little:
+medians, with quartiles, of the rounds. Counted besides, for each side: ATen calls; host reads; and frames of Python
+that run in this package, comprehensions' too. The exit status is 1 where a step takes longer than GradScaler's, where
+it reads more than once beyond what the bare optimizer reads, or at all if that is fused, or where the package's frames
+grow with the number of parameters.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from types import FrameType
 from typing import Any
 
@@ -47,7 +49,7 @@ PACKAGE = str(Path(autocastfx.__file__).parent)
 
 @dataclass(frozen=True)
 class Row:
-    """One side; times in microseconds. ``ratio`` is the median over GradScaler's of the same rounds."""
+    """One side; times in microseconds. ``ratio`` is the median of what each round's time is to GradScaler's in it."""
 
     optimizer: str
     parameters: int
@@ -130,6 +132,7 @@ def count_frames(step: Callable[[], None]) -> int:
 
 def measure(optimizer: str, size: int, rounds: int) -> list[Row]:
     """A row for each side."""
+    torch.set_num_threads(1)
     times: dict[str, list[float]] = {name: [] for name in SIDES}
     counts: dict[str, tuple[int, int, int]] = {}
     for order in itertools.permutations(SIDES):  # where in memory a side lies has a part in its times
@@ -152,7 +155,7 @@ def measure(optimizer: str, size: int, rounds: int) -> list[Row]:
             size,
             name,
             *(round(quartile, 2) for quartile in quartiles[name]),
-            round(quartiles[name][1] / quartiles[THEIRS][1], 4),
+            round(median(a / b for a, b in zip(times[name], times[THEIRS], strict=True)), 4),
             *counts[name],
         )
         for name in SIDES
@@ -191,6 +194,11 @@ def _line(row: Row) -> str:
     )
 
 
+def table(rows: Sequence[Row]) -> str:
+    """What is printed."""
+    return "\n".join([_HEADER, *map(_line, rows)])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the optimizers and sizes asked for."""
     parser = argparse.ArgumentParser(
@@ -198,20 +206,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS), help="separated by commas")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of parameters, separated by commas")
-    parser.add_argument("--rounds", type=int, default=1000, help="for 200 parameters or fewer; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=1000, help="for 500 parameters or fewer; default: %(default)s")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args(arguments)
     names, sizes = options.optimizers.split(","), [int(size) for size in options.sizes.split(",")]
     if unknown := [name for name in names if name not in OPTIMIZERS]:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(OPTIMIZERS)}")
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # said in the results
     rows: list[Row] = []
     print(_HEADER)
     for name in names:
         for size in sizes:
             print(f"{name} {size} ...", file=sys.stderr, flush=True)
-            found = measure(name, size, max(4, options.rounds * 200 // max(size, 200)))
+            rounds = max(4, options.rounds * 500 // max(size, 500))
+            with multiprocessing.get_context("spawn").Pool(1) as fresh:  # what was measured before leaves its traces
+                found = fresh.apply(measure, (name, size, rounds))
             rows += found
             for row in found:
                 print(_line(row), flush=True)

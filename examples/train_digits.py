@@ -55,14 +55,14 @@ class DigitsViT(nn.Module):
 
     def __init__(self, width: int = 64, heads: int = 4, layers: int = 3) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(1, width, 2, stride=2)
+        self.patches = nn.Linear(4, width)
         self.positions = nn.Parameter(0.02 * torch.randn(16, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions
-        return self.head(self.norm(self.blocks(tokens)).mean(1))
+        patches = images.reshape(-1, 4, 2, 4, 2).transpose(2, 3).flatten(3).flatten(1, 2)
+        return self.head(self.norm(self.blocks(self.patches(patches) + self.positions)).mean(1))
 
 
 MODELS = {"cnn": DigitsNet, "vit": DigitsViT}

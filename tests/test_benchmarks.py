@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import accuracy, conversion, memory_per_parameter, optimizer_step, placement
+from benchmarks import accuracy, conversion, memory_per_parameter, optimizer_step, page, placement
 from benchmarks.accuracy_tasks import TASKS, CharacterGPT, DigitsCNN, DigitsViT, Underflow
 from benchmarks.graphs import SHAPES
 from benchmarks.models import FullModel, ResNet50
@@ -53,8 +53,8 @@ def test_casts_of_parameters_and_of_the_rest_are_counted_apart(tiny: FullModel) 
     weights = [parameter for module in modules for parameter in module.parameters()]
     assert row.parameter_casts == len(weights)
     assert row.parameter_bytes == 6 * sum(weight.numel() for weight in weights)
-    image, logits = 2 * 3 * 32 * 32, 2 * 10
-    assert (row.activation_casts, row.activation_bytes) == (2, 6 * (image + logits))
+    image = 2 * 3 * 32 * 32
+    assert (row.activation_casts, row.activation_bytes) == (1, 6 * image), "the loss reads the 16-bit logits"
 
 
 def test_what_is_made_of_parameters_alone_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,8 @@ def test_a_step_reads_and_runs_no_more_for_more_parameters(optimizer: str) -> No
     assert bare.aten_calls < ours.aten_calls < theirs.aten_calls
     assert small[ours.side].package_frames == ours.package_frames > 0
     assert theirs.package_frames == bare.package_frames == 0
-    assert ours.ratio == pytest.approx(ours.median / theirs.median, rel=1e-2)
+    assert theirs.ratio == 1
+    assert bare.ratio > 0
 
 
 def test_frames_of_a_generator_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,3 +221,26 @@ def test_a_mean_too_far_away_fails() -> None:
     assert rows[2].difference == pytest.approx(0.02)
     assert accuracy.failures(rows) == [rows[2]]
     assert accuracy.failures([replace(rows[0], mode=accuracy.UNSCALED)]) != [], "it has to be bad"
+
+
+# ---- docs/benchmarks.md ---------------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_the_results_that_are_kept() -> None:
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.updated(text) == text, "run `python -m benchmarks.page` and review what changed"
+    for name in page.TABLES:
+        assert f"<!-- results: {name} -->" in text
+    stale = text.replace("float32 ", "float33 ")
+    assert page.updated(stale).count("float33 ") < stale.count("float33 ")
+
+
+def test_the_results_that_are_kept_hold() -> None:
+    runs = accuracy.read(page.RESULTS / "accuracy-cpu.json")
+    rows = accuracy.summary(runs)
+    assert {(row.task, row.mode) for row in rows} == {
+        (task, mode) for task in TASKS for mode in accuracy.MODES if mode != accuracy.UNSCALED or task == "underflow"
+    }
+    assert accuracy.failures(rows) == []
+    held = json.loads((page.RESULTS / "optimizer-step-cpu.json").read_text())["rows"]
+    assert optimizer_step.failures([optimizer_step.Row(**row) for row in held]) == []

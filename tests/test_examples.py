@@ -123,7 +123,7 @@ def test_a_bad_result_is_a_failed_run(script, monkeypatch, capsys):
 
 def test_a_vit_trains_with_working_copies(train_digits):
     (result,) = train_digits.run(torch.bfloat16, [0], 3, "vit", "cached")
-    assert result.low > 60
+    assert result.low > 20  # by chance 10
     assert abs(result.low - result.float32) < 10
 
 
@@ -180,8 +180,8 @@ def test_fine_tuning(capsys):
     every = fine_tune.sentences()
     assert len(every) == len({text for text, _ in every}) > 300
     assert {label for _, label in every} == set(range(len(fine_tune.MODULES)))
-    result = fine_tune.run(steps=6, tests=24)
-    fine_tune.report(result, 6)
+    result = fine_tune.run(steps=4, tests=24)
+    fine_tune.report(result, 4)
     assert result.low > result.before
     assert abs(result.low - result.float32) < 20
     assert "test accuracy in percent" in capsys.readouterr().out
