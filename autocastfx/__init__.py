@@ -20,6 +20,7 @@ from autocastfx.errors import (
     VariantError,
     VerifyError,
 )
+from autocastfx.explain import explain
 from autocastfx.exponents import Exponents, Shares
 from autocastfx.gradient_histogram import GradientHistogram, gradient_histogram
 from autocastfx.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
@@ -27,6 +28,7 @@ from autocastfx.loss_scaler import LossScaler
 from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
 from autocastfx.optimizer import LossScalingOptimizer
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
+from autocastfx.plan_diff import Difference, PlanDiff, diff
 from autocastfx.ranges import Range, Ranges
 from autocastfx.step_result import StepResult
 
@@ -41,6 +43,7 @@ __all__ = [
     "Category",
     "Change",
     "Decision",
+    "Difference",
     "DynamicLossScale",
     "Exponents",
     "GradientHistogram",
@@ -55,6 +58,7 @@ __all__ = [
     "OpListError",
     "Placement",
     "Plan",
+    "PlanDiff",
     "PlanError",
     "PlannedCast",
     "PlannedCopy",
@@ -75,7 +79,9 @@ __all__ = [
     "__version__",
     "calibrate",
     "convert",
+    "diff",
     "dump",
+    "explain",
     "gradient_histogram",
     "load_op_list",
     "presets",

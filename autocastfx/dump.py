@@ -12,7 +12,7 @@ from autocastfx.report.python import render_python
 from autocastfx.report.text import render_text
 from autocastfx.report.view import View, view
 
-__all__ = ["dump"]
+__all__ = ["dump", "view_of"]
 
 
 def _render_json(view: View) -> str:
@@ -55,13 +55,14 @@ def dump(amp_model: AmpModule, path: str | os.PathLike[str] | None = None, forma
         raise TypeError(
             f"dump shows what convert() returned, not a {type(amp_model).__name__}: convert the model first"
         )
-    text = _FORMATS[format](_view(amp_model))
+    text = _FORMATS[format](view_of(amp_model))
     if path is not None:
         _write(Path(path), text)
     return text
 
 
-def _view(amp_model: AmpModule) -> View:
+def view_of(amp_model: AmpModule) -> View:
+    """The variant that ``amp_model`` shows, for the renderers."""
     plan, graph = amp_model.plan, amp_model.graph
     variants = amp_model.shown
     number, shown = next((i, v) for i, v in enumerate(variants, 1) if v.graph is graph)

@@ -1,0 +1,62 @@
+"""Assertions for tests of your own op lists: that a conversion did what the list was written for."""
+
+from __future__ import annotations
+
+import torch
+
+from autocastfx.amp_module import AmpModule
+from autocastfx.explain import explain
+from autocastfx.plan import PlannedNode, Precision
+from autocastfx.selection import select
+
+__all__ = ["assert_casts", "assert_precision"]
+
+
+def assert_precision(amp_model: AmpModule, what: str, dtype: torch.dtype) -> None:
+    """Check that all nodes that ``what`` names compute in ``dtype``.
+
+    ::
+
+        assert_precision(amp_model, "layers.*.attn.softmax", torch.float32)
+
+    Args:
+        amp_model: what ``convert`` returned. The variant that its ``plan`` shows is looked at.
+        what: a node, an op, a module, or an op inside a module; paths may be patterns.
+        dtype: ``torch.float32`` or the 16-bit dtype of the conversion.
+
+    Raises:
+        AssertionError: a node computes in another; with the explanation of each.
+        KeyError: nothing is called so, or only nodes without float32 values are.
+        ValueError: ``dtype`` is neither.
+    """
+    low: torch.dtype = getattr(torch, amp_model.plan.low)
+    if dtype not in (torch.float32, low):
+        raise ValueError(f"the conversion computes in torch.float32 and {low}, never in {dtype}")
+    found = [node for node in select(amp_model.plan, what) if node.placement.run is not Precision.CAPTURED]
+    if not found:
+        raise KeyError(f"all nodes called {what!r} run as captured: there is no float32 value at stake")
+    wanted = Precision.LOW if dtype == low else Precision.FLOAT32
+    wrong = [node for node in found if node.placement.run is not wanted]
+    if wrong:
+        raise AssertionError(f"{len(wrong)} of {len(found)} do not compute in {dtype}:\n{_explained(amp_model, wrong)}")
+
+
+def assert_casts(amp_model: AmpModule, *, at_most: int, dtype: torch.dtype | None = None) -> None:
+    """Check how many casts the conversion put into the graph.
+
+    Args:
+        amp_model: what ``convert`` returned. The variant that its ``plan`` shows is looked at.
+        at_most: as many are allowed.
+        dtype: only casts to this dtype are counted; None: all.
+
+    Raises:
+        AssertionError: there are more; with their names.
+    """
+    casts = [c for c in amp_model.plan.casts if dtype is None or getattr(torch, c.dtype) == dtype]
+    if len(casts) > at_most:
+        shown = ", ".join(f"{c.name} (of {c.value})" for c in casts)
+        raise AssertionError(f"{len(casts)} casts, at most {at_most} are allowed: {shown}")
+
+
+def _explained(amp_model: AmpModule, nodes: list[PlannedNode]) -> str:
+    return "\n".join(explain(amp_model, node.name) for node in nodes[:5])

@@ -1,0 +1,125 @@
+"""Why a node runs in the precision that it runs in, in words."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autocastfx
+from autocastfx.op_list import preset_folder
+from benchmarks.zoo_models import ZOO
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.a(x)
+        y = torch.relu(torch.softmax(h, -1) + 1) * h
+        self.average.mul_(0.9).add_(y.mean(0) * 0.1)
+        return self.b(y).float().argmax(-1), (h * 1e6).sum(), x > 0
+
+
+AMP_MODEL = autocastfx.convert(Model(), (torch.randn(4, 8),), dtype=torch.float16)
+
+
+def explained(what: str) -> list[str]:
+    return autocastfx.explain(AMP_MODEL, what).splitlines()
+
+
+def test_what_a_list_says_outright() -> None:
+    assert explained("softmax") == [
+        "softmax (softmax) in module (root) runs float32: deny.",
+        "  decided: deny, exponentials, logarithms and what is made of them (op_lists/base.yaml:33:100).",
+        "  to change it: in a list of your own softmax under allow:; or let it run: low in an edited plan, "
+        "convert(plan=...).",
+    ]
+
+
+def test_what_draws_a_node_to_float32_and_through_what() -> None:
+    lines = explained("mul")
+    assert lines[0] == "mul (mul) in module (root) runs float32: after softmax."
+    assert lines[2] == (
+        "  placed: softmax (softmax) is deny, exponentials, logarithms and what is made of them "
+        "(op_lists/base.yaml:33:100); reached through add (infer), relu (clear)."
+    )
+    assert "mul under allow:; or softmax, which draws it to float32, under infer: or allow:" in lines[3]
+
+
+def test_the_neighbours_that_made_it_cheapest() -> None:
+    assert explained("relu")[2:4] == ["  placed: it reads add (float32).", "  placed: it is read by mul (float32)."]
+
+
+def test_forced_nodes_say_what_could_be_done_instead() -> None:
+    assert explained("mul_2")[1:3] == [
+        "  decided: deny, other=1e+06 is beyond float16's range (forced:constant).",
+        "  to change it: the number stands in the model's code: use a smaller one there.",
+    ]
+    assert explained("to")[2] == "  to change it: the model casts here itself: remove the cast in the model."
+    assert "to draws it to float32, and the model casts here itself" in explained("argmax")[3]
+
+
+def test_what_updates_a_buffer() -> None:
+    assert explained("mul_1")[0].endswith("runs float32: after average.")
+    assert explained("mul_1")[2] == "  placed: it computes the next contents of average, which stays float32."
+    assert explained("add_")[2:] == [
+        "  placed: all that shares memory has one precision, and this memory is float32.",
+        "  to change it: give what it writes into 16 bits in the model.",
+    ]
+
+
+def test_a_module_and_a_pattern_explain_what_runs_inside() -> None:
+    assert [line for line in explained("b") if not line.startswith("  ") and line] == [
+        "layer_norm (layer_norm) in module b.0 runs float32: deny.",
+        "linear_1 (linear) in module b.1 runs low: allow.",
+    ]
+    assert explained("b.*") == explained("b")
+    assert "under modules: a rule {path: b.1, category: float32}" in explained("linear_1")[2]
+
+
+def test_an_op_explains_all_its_nodes() -> None:
+    heads = [line for line in explained("mul") if line and not line.startswith("  ")]
+    assert {head.split()[0] for head in heads} >= {"mul", "mul_1", "mul_2"}
+
+
+def test_unknown_names_are_errors_with_the_nearest() -> None:
+    with pytest.raises(
+        KeyError, match=r"no node, op or module of the plan is called 'sofmax' \(did you mean 'softmax'"
+    ):
+        explained("sofmax")
+    with pytest.raises(TypeError, match="convert the model first"):
+        autocastfx.explain(Model(), "mul")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["bert-eager", "gpt2", "resnet"])
+@pytest.mark.filterwarnings("ignore:.*hundreds of times slower")
+def test_every_node_of_real_models_has_a_reason_whose_rule_is_where_it_says(name: str) -> None:
+    zoo_model = next(model for model in ZOO if model.name == name)
+    inputs: Any = zoo_model.inputs(2, 2)
+    amp_model = autocastfx.convert(zoo_model.build(), (), inputs, dtype=torch.float16)
+    known = {node.name for node in amp_model.plan.nodes}
+    for node in amp_model.plan.nodes:
+        paragraphs = autocastfx.explain(amp_model, node.name).split("\n\n")
+        (own,) = [p for p in paragraphs if p.startswith(f"{node.name} (")]
+        if node.placement.run is autocastfx.Precision.CAPTURED:
+            assert re.match(rf"{node.name} \({re.escape(node.op)}\) in module \S+ runs as captured: \S", own)
+            continue
+        assert re.search(r"^  to change it: \S", own, re.MULTILINE)
+        listed = re.search(r"\(op_lists/([\w.]+):(\d+):(\d+)\)", own)
+        if listed is not None:
+            line = (preset_folder() / listed[1]).read_text(encoding="utf-8").splitlines()[int(listed[2]) - 1]
+            assert re.match(r"\w+", line[int(listed[3]) - 1 :])
+        else:
+            assert re.search(r"\((forced:[\w-]+|unlisted|sub-graph|eligibility)\)", own)
+        if node.placement.because.startswith("after "):
+            cause = node.placement.because.removeprefix("after ")
+            assert cause in known or "it computes the next contents of" in own
+            assert "reached directly" in own or "reached through" in own or cause not in known
