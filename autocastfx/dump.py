@@ -8,6 +8,7 @@ from pathlib import Path
 
 from autocastfx.amp_module import AmpModule
 from autocastfx.report.dot import render_dot
+from autocastfx.report.graphml import render_graphml
 from autocastfx.report.python import render_python
 from autocastfx.report.text import render_text
 from autocastfx.report.view import View, view
@@ -23,6 +24,7 @@ _FORMATS: dict[str, Callable[[View], str]] = {
     "text": render_text,
     "json": _render_json,
     "dot": render_dot,
+    "graphml": render_graphml,
     "python": render_python,
 }
 
@@ -37,7 +39,8 @@ def dump(amp_model: AmpModule, path: str | os.PathLike[str] | None = None, forma
         amp_model: what :func:`convert` returned, or such a model unpickled.
         path: also write the text here, as UTF-8; a file that is there already is replaced once the text is complete.
         format: ``"text"``, an aligned table; ``"json"``, the plan, which :meth:`Plan.from_json` reads back; ``"dot"``,
-            for Graphviz; or ``"python"``, the generated code with dtypes and precision as comments.
+            for Graphviz; ``"graphml"``, for graph tools; or ``"python"``, the generated code with dtypes and precision
+            as comments.
 
     Returns:
         The text, which ends with a newline.
