@@ -29,6 +29,7 @@ _INPUTS = (
     "else zeros)"
 )
 _MOST_LINES = 2
+_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,12 +106,15 @@ def _warnings_in_one_line() -> Generator[None]:
 @contextlib.contextmanager
 def _quiet_torch(quiet: bool) -> Generator[None]:
     """Torch logs a traceback for each attempt at a capture that fails; the error says what there is to say."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, logger.disabled or quiet
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [logger.disabled for logger in loggers]
     try:
+        for logger in loggers:
+            logger.disabled = logger.disabled or quiet
         yield
     finally:
-        logger.disabled = before
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from autocastfx import explain as explain_node
 from autocastfx import list_text
 from autocastfx.amp_module import AmpModule
 from autocastfx.convert import convert
-from autocastfx.errors import ModelSpecError, PlanError
+from autocastfx.errors import ModelSpecError, NotCapturedError, PlanError
 from autocastfx.list_check import rule_uses
 from autocastfx.model_spec import load_inputs, load_model
 from autocastfx.op_list import OpList, OpListLike, load_op_list, preset_path
@@ -151,7 +151,12 @@ def _converted(options: Namespace, op_list: OpListLike, model: nn.Module | None 
     lists: OpList = load_op_list(op_list, default=options.dtype)
     model = _model(options, options.model) if model is None else _in_mode(options, model)
     if not options.inputs:
-        return convert(model, dtype=dtype, op_list=lists)
+        draft = convert(model, dtype=dtype, op_list=lists)
+        try:
+            _ = draft.plan
+        except NotCapturedError as error:
+            raise NotCapturedError(f"{error} Here that is --inputs.") from error
+        return draft
     args, kwargs = load_inputs(options.inputs, _device(model))
     return convert(model, args, kwargs, dtype=dtype, op_list=lists)
 

@@ -44,6 +44,11 @@ class Tokens(nn.Module):
         return x if mask is None else x.masked_fill(mask, 0)
 
 
+class Sign(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
 def batch():
     return (torch.ones(4, 32),)
 
@@ -249,6 +254,8 @@ BAD = {
     "a factory that raises": (["dump", "cli_models:raises"], 3, "cli_models:raises raised ValueError: no weights here"),
     "a module that fails": (["dump", "cli_broken:small"], 3, "importing cli_broken raised ModuleNotFoundError"),
     "sizes that do not fit": (["dump", "cli_models:small", "--inputs", "float32[4,33]"], 3, "cannot be captured"),
+    "no trace without inputs": (["dump", "cli_models:Sign"], 3, "Here that is --inputs."),
+    "control flow": (["dump", "cli_models:Sign", "--inputs", "float32[3]"], 3, "depends on tensor values"),
     "too many inputs": (["dump", "cli_models:small", *INPUTS, "float32[1]"], 3, "do not fit Sequential.forward"),
     "an unreadable input": (["dump", "cli_models:small", "--inputs", "4x32"], 2, "cannot read the input '4x32'"),
     "an unknown dtype": (["dump", "cli_models:small", "--inputs", "float23[4]"], 2, "did you mean 'float32'?"),
