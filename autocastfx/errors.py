@@ -11,6 +11,7 @@ __all__ = [
     "CaptureError",
     "KeyPath",
     "MissingExtraError",
+    "ModelSpecError",
     "NotCapturedError",
     "OpListError",
     "Place",
@@ -123,6 +124,10 @@ class NotCapturedError(VariantError):
 
 class MissingExtraError(AutocastFXError, ImportError):
     """An optional dependency is not installed."""
+
+
+class ModelSpecError(AutocastFXError, ValueError):
+    """A command line names a model or inputs that are not there, or in a form that cannot be read."""
 
 
 class UnsupportedError(AutocastFXError, NotImplementedError):

@@ -7,7 +7,7 @@ asks for.
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import torch
@@ -58,10 +58,18 @@ def check_what_it_does() -> float:
     return difference
 
 
+def check_the_command() -> None:
+    """The command line is installed as ``autocastfx``, and finds the op lists."""
+    (command,) = entry_points(group="console_scripts", name="autocastfx")
+    code = command.load()(["lists", "check", "default"])
+    require(code == 0, f"`autocastfx lists check default` exits with {code}")
+
+
 def main() -> None:
     """Run the checks and print one line."""
     package = check_where_it_comes_from()
     check_what_it_carries(package)
+    check_the_command()
     difference = check_what_it_does()
     print(f"wheel_smoke: autocastfx {version('autocastfx')} from its wheel: ok, largest difference {difference:.1e}")
 

@@ -1,0 +1,199 @@
+"""The command line ``autocastfx``: its arguments, its messages and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Generator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from autocastfx import commands
+from autocastfx.dump import _FORMATS
+from autocastfx.errors import AutocastFXError, ModelSpecError, OpListError, PlanError
+
+__all__ = ["main"]
+
+_CODES = (
+    "exit codes: 0 good; 1 the answer is no (a list is wrong, plans or lists differ); 2 usage; 3 the conversion fails"
+)
+_MODEL = "package.module:factory, a callable without arguments that gives an nn.Module"
+_INPUTS = (
+    "the inputs of one call: package.module:factory giving a tuple (by position) or a dict (by keyword), or for "
+    "each its dtype and sizes: 'float32[8,3,32,32]', 'mask=bool[8,128]', 'ids=int64[8,128]<1000' (random below 1000, "
+    "else zeros)"
+)
+_MOST_LINES = 2
+_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; those of this process by default.
+
+    Returns:
+        The exit code: 0 good; 1 the answer is no (an op list is wrong, plans or lists differ); 2 what was given cannot
+        be used; 3 the conversion fails; 130 interrupted.
+
+    Raises:
+        SystemExit: with code 2 for unknown arguments, with 0 after ``--help`` and ``--version``.
+    """
+    options = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # arrows and the like must not end a command
+    try:
+        with _current_directory_importable(), _warnings_in_one_line(), _quiet_torch(not options.traceback):
+            code: int = options.run(options)
+            sys.stdout.flush()
+            return code
+    except KeyboardInterrupt:
+        print("autocastfx: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if options.traceback:
+            traceback.print_exc()
+        else:
+            print(f"autocastfx: error: {_brief(error)}", file=sys.stderr)
+        return _code(error)
+
+
+def _code(error: Exception) -> int:
+    if isinstance(error, OpListError):
+        return 2 if error.source is None else 1  # not found, or wrong
+    return 2 if isinstance(error, (ModelSpecError, PlanError, OSError)) else 3
+
+
+def _brief(error: Exception) -> str:
+    """The first lines of what an error says; of one that was not raised on purpose its kind, too."""
+    expected = isinstance(error, (AutocastFXError, OSError))
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = "\n".join(lines[:_MOST_LINES]) if expected else f"{type(error).__name__}: {' '.join(lines[:1])}"
+    return f"{said} (--traceback shows more)" if len(lines) > _MOST_LINES or not expected else said
+
+
+@contextlib.contextmanager
+def _current_directory_importable() -> Generator[None]:
+    """As ``python -m`` has it; the installed command has its own folder there instead."""
+    here, before = os.getcwd(), list(sys.path)
+    if not {"", here} & set(sys.path):
+        sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+@contextlib.contextmanager
+def _warnings_in_one_line() -> Generator[None]:
+    def show(message: Warning | str, *_: object) -> None:
+        print(f"autocastfx: warning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+@contextlib.contextmanager
+def _quiet_torch(quiet: bool) -> Generator[None]:
+    """Torch logs a traceback for each attempt at a capture that fails; the error says what there is to say."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [logger.disabled for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.disabled = logger.disabled or quiet
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="autocastfx", description="Mixed precision for PyTorch as a graph rewrite.", epilog=_CODES
+    )
+    parser.add_argument("--version", action="version", version=f"autocastfx {version('autocastfx')}")
+    add = parser.add_subparsers(title="commands", required=True, metavar="COMMAND").add_parser
+
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
+    data = argparse.ArgumentParser(add_help=False, parents=[common])
+    data.add_argument("--json", action="store_true", help="give data instead of text")
+    dtype = argparse.ArgumentParser(add_help=False)
+    dtype.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="the 16-bit dtype")
+    inputs = argparse.ArgumentParser(add_help=False, parents=[dtype])
+    inputs.add_argument("--inputs", nargs="+", action="extend", default=[], metavar="INPUT", help=_INPUTS)
+    inputs.add_argument("--mode", choices=("train", "eval"), help="the factory's by default")
+    lists = argparse.ArgumentParser(add_help=False)
+    lists.add_argument(
+        "--op-list", nargs="+", action="extend", metavar="LIST", help="presets or YAML files, of which the later win"
+    )
+
+    dump = add("dump", parents=[common, inputs, lists], help="show what was decided for each node of a model, and why")
+    dump.add_argument("model", metavar="MODEL", help=_MODEL)
+    dump.add_argument("--format", choices=tuple(_FORMATS), default="text")
+    dump.add_argument("-o", "--output", type=Path, metavar="FILE", help="write here, not to standard output")
+    dump.set_defaults(run=commands.dump)
+
+    explain = add(
+        "explain", parents=[data, inputs, lists], help="say why nodes run as they do, and what would change it"
+    )
+    explain.add_argument("model", metavar="MODEL", help=_MODEL)
+    explain.add_argument("what", nargs="+", metavar="WHAT", help="a node, an op, a module, or an op inside a module")
+    explain.set_defaults(run=commands.explain)
+
+    diff = add("diff", parents=[data, inputs], help="compare two plans: of a model with two op lists, or of two files")
+    diff.add_argument("what", nargs="+", metavar="MODEL or PLAN", help=f"{_MODEL}; or two files of dump --format json")
+    diff.add_argument(
+        "--op-list", nargs="+", action="append", default=[], metavar="LIST", help="given twice: before, and after"
+    )
+    diff.set_defaults(run=commands.diff)
+
+    convert = add("convert", parents=[common, inputs, lists], help="convert a model and save the result")
+    convert.add_argument("model", metavar="MODEL", help=_MODEL)
+    convert.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="what torch.save writes")
+    convert.set_defaults(run=commands.convert_model)
+
+    doctor = add("doctor", parents=[data], help="versions, devices, and what these cannot run in 16 bits")
+    doctor.set_defaults(run=commands.doctor)
+    _add_lists(add("lists", help="look at op lists"), data, common, dtype, inputs)
+    return parser
+
+
+def _add_lists(
+    parser: argparse.ArgumentParser,
+    data: argparse.ArgumentParser,
+    common: argparse.ArgumentParser,
+    dtype: argparse.ArgumentParser,
+    inputs: argparse.ArgumentParser,
+) -> None:
+    add = parser.add_subparsers(title="commands", required=True, metavar="COMMAND").add_parser
+    name = "a preset's name or the path of a YAML file"
+
+    show = add("show", parents=[data, dtype], help="write a list out, with all that it extends")
+    show.add_argument("list", metavar="LIST", help=name)
+    show.set_defaults(run=commands.show_list)
+
+    check = add("check", parents=[data, inputs], help="say whether lists are right, and what it does in a model")
+    check.add_argument("list", nargs="+", metavar="LIST", help=f"{name}; of several the later win")
+    check.add_argument("--model", metavar="MODEL", help=f"{_MODEL}; asks for --inputs")
+    check.set_defaults(run=commands.check_list)
+
+    path = add("path", parents=[common], help="where the file of a preset is")
+    path.add_argument("name", metavar="NAME", help="of a preset")
+    path.set_defaults(run=commands.list_path)
+
+    diff = add("diff", parents=[data, dtype], help="what a second list says otherwise")
+    diff.add_argument("before", metavar="BEFORE", help=name)
+    diff.add_argument("after", metavar="AFTER", help=name)
+    diff.set_defaults(run=commands.diff_lists)

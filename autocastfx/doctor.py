@@ -1,0 +1,91 @@
+"""What this machine has for mixed precision: versions, devices, and what they cannot run in 16 bits."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from autocastfx.kernel_facts import KernelFacts, load_kernel_facts
+from autocastfx.op_list import load_op_list
+from autocastfx.rule import Category
+
+__all__ = ["Diagnosis", "examine"]
+
+_PACKAGES = ("torch", "autocastfx", "networkx", "pyyaml")
+_LOW = ("float16", "bfloat16")
+_MAY_BE_LOW = (Category.ALLOW, Category.INFER, Category.CLEAR, Category.PROMOTE)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found. ``str`` gives it as text.
+
+    Attributes:
+        versions: by name.
+        devices: type, and what it is called, of each device that torch can use.
+        no_kernel: per device type and 16-bit dtype, the ops that the default list of that dtype lets run in 16 bits,
+            and that the kernel facts say the device cannot run so: conversions keep them in float32.
+        unmeasured: the device types of this machine of which the kernel facts say nothing for either dtype.
+    """
+
+    versions: Mapping[str, str]
+    devices: tuple[tuple[str, str], ...]
+    no_kernel: Mapping[str, Mapping[str, tuple[str, ...]]]
+    unmeasured: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield from (f"{name}: {found}" for name, found in self.versions.items())
+        yield from (f"device {kind}: {name}" for kind, name in self.devices)
+        for kind, by_dtype in self.no_kernel.items():
+            for dtype, ops in by_dtype.items():
+                yield f"on {kind} these run in float32, for want of a {dtype} kernel: {', '.join(ops) or 'none known'}"
+        for kind in self.unmeasured:
+            yield f"on {kind} no missing kernels are known"
+
+
+def examine() -> Diagnosis:
+    """Look at this machine. Nothing is run on its devices.
+
+    Raises:
+        OpListError: a shipped file is damaged.
+    """
+    facts, devices = load_kernel_facts(), tuple(_devices())
+    kinds = tuple(dict.fromkeys(kind for kind, _ in devices))
+    known = tuple(kind for kind in kinds if any(device == kind for device, _ in facts.no_kernel))
+    return Diagnosis(
+        versions={"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        devices=devices,
+        no_kernel={kind: {dtype: _missing(facts, kind, dtype) for dtype in _LOW} for kind in known},
+        unmeasured=tuple(kind for kind in kinds if kind not in known),
+    )
+
+
+def _missing(facts: KernelFacts, kind: str, dtype: str) -> tuple[str, ...]:
+    op_list = load_op_list("default", default=dtype)
+    rules = {op: op_list.rule(op, kind) for op in facts.no_kernel.get((kind, dtype), frozenset[str]())}
+    return tuple(sorted(op for op, rule in rules.items() if rule is not None and rule.category in _MAY_BE_LOW))
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    yield "cpu", f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        yield "cuda", f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
+    for index in range(torch.xpu.device_count()):
+        yield "xpu", torch.xpu.get_device_name(index)
+    if torch.backends.mps.is_available():
+        yield "mps", platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed as a package"

@@ -1,0 +1,81 @@
+"""What the rules of an op list do in one model: which nodes each decides, and which speak of none."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autocastfx.convert import convert
+from autocastfx.errors import Source, UnmatchedRuleWarning
+from autocastfx.op_list import OpList
+from autocastfx.rule import ModuleRule, Rule
+
+__all__ = ["RuleUse", "rule_uses"]
+
+_MOST = 6
+
+
+@dataclass(frozen=True)
+class RuleUse:
+    """One rule and what it decides.
+
+    Attributes:
+        source: its place.
+        subject: what it speaks of.
+        category: what it says.
+        nodes: names of the nodes that it decides, in all captured variants.
+        unmatched: why it speaks of no node at all; empty if it speaks of some, be it that others decide these.
+    """
+
+    source: str
+    subject: str
+    category: str
+    nodes: tuple[str, ...]
+    unmatched: str = ""
+
+    def __str__(self) -> str:
+        if self.unmatched:
+            return self.unmatched
+        names = ", ".join(self.nodes[:_MOST]) + (f" and {len(self.nodes) - _MOST} more" if self.nodes[_MOST:] else "")
+        what = f"decides {len(self.nodes)}: {names}" if self.nodes else "speaks of nodes that something else decides"
+        return f"{self.source}: {self.subject} ({self.category}) {what}"
+
+
+def rule_uses(
+    op_list: OpList, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[RuleUse, ...]:
+    """What each of the list's own rules does when ``model`` is converted; rules that come with this package left out.
+
+    Rules for other device types than the model's are left out, too.
+
+    Raises:
+        AutocastFXError: the model cannot be converted with this list.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UnmatchedRuleWarning)
+        plans = [v.plan for v in convert(model, args, kwargs, dtype=dtype, op_list=op_list).variants]
+    for other in (w for w in caught if not issubclass(w.category, UnmatchedRuleWarning)):
+        warnings.warn(other.message, other.category, stacklevel=2)
+    said = [str(w.message) for w in caught if issubclass(w.category, UnmatchedRuleWarning)]
+    own = [r for r in op_list.every_rule() if not r.shipped and r.device in ("", plans[0].device)]
+    decided = {
+        source: tuple(dict.fromkeys(n.name for p in plans for n in p.nodes if n.decision.source == source))
+        for source in dict.fromkeys(str(rule.source) for rule in own)
+    }
+    return tuple(_use(rule, decided[str(rule.source)], said) for rule in sorted(own, key=_order))
+
+
+def _use(rule: Rule | ModuleRule, nodes: tuple[str, ...], said: list[str]) -> RuleUse:
+    category = rule.wanted if isinstance(rule, ModuleRule) else str(rule.category)
+    unmatched = "" if nodes else next((text for text in said if text.startswith(f"{rule.source}: ")), "")
+    return RuleUse(str(rule.source), rule.subject, category, nodes, unmatched)
+
+
+def _order(rule: Rule | ModuleRule) -> tuple[str, int, int]:
+    place = rule.source
+    return (place.file, place.line, place.column) if isinstance(place, Source) else (str(place), 0, 0)

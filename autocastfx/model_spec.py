@@ -1,0 +1,138 @@
+"""What a command line names: a model as ``package.module:factory``, and its inputs as such or as dtypes and sizes."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autocastfx.errors import CaptureError, ModelSpecError
+from autocastfx.yaml_tree import nearest
+
+__all__ = ["load_inputs", "load_model"]
+
+_SHAPE = re.compile(
+    r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>[a-z]\w*)\[(?P<sizes>\s*|\s*\d+\s*(?:,\s*\d+\s*)*)\](?:<(?P<below>\d+))?"
+)
+_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+_OTHERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_FLOATING, *_OTHERS)}
+_FORMS = "'x=float32[8,3,224,224]' (by keyword), 'float32[8,3]' (by position) or 'package.module:factory'"
+
+
+def load_model(spec: str) -> nn.Module:
+    """The model that ``package.module:factory`` gives. The module is imported and the factory called, with seed 0.
+
+    Raises:
+        ModelSpecError: there is no such module or factory, or it gives no ``nn.Module``.
+        CaptureError: the module or the factory raises.
+    """
+    made = _called(spec, "a model is package.module:factory")
+    if not isinstance(made, nn.Module):
+        raise ModelSpecError(f"{spec} gave a {type(made).__name__}: the factory of a model returns an nn.Module.")
+    return made
+
+
+def load_inputs(specs: Sequence[str], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword inputs of one call.
+
+    Args:
+        specs: one ``package.module:factory``, which gives a tuple, a dict (keyword inputs) or a tensor; or for each
+            input its dtype and sizes, ``float32[8,3]``, for a keyword input ``x=float32[8,3]``. Floating inputs are
+            normally distributed, integers and booleans zero; ``int64[8,128]<1000`` is random from 0 to 999. Seeds are
+            fixed.
+        device: where inputs given by their sizes are made.
+
+    Raises:
+        ModelSpecError: a text is neither, or what a factory gives is none of these.
+        CaptureError: a factory raises.
+    """
+    if len(specs) == 1 and ":" in specs[0] and "[" not in specs[0]:
+        made = _called(specs[0], f"inputs are {_FORMS}")
+        if isinstance(made, dict):
+            return (), {str(name): value for name, value in made.items()}
+        if isinstance(made, torch.Tensor):
+            return (made,), {}
+        if not isinstance(made, tuple):
+            raise ModelSpecError(f"{specs[0]} gave a {type(made).__name__}: inputs are a tuple, a dict or a tensor.")
+        return made, {}
+    args, kwargs = list[Any](), dict[str, Any]()
+    generator = torch.Generator().manual_seed(0)
+    for spec in specs:
+        found = _SHAPE.fullmatch(spec)
+        if found is None:
+            alone = "; a factory gives all inputs and stands alone" if ":" in spec and "[" not in spec else ""
+            raise ModelSpecError(f"cannot read the input {spec!r}: it is {_FORMS}{alone}.")
+        tensor, name = _tensor(found, generator).to(device), found["name"]
+        if name is None:
+            args.append(tensor)
+        elif name in kwargs:
+            raise ModelSpecError(f"the input {name!r} is given twice.")
+        else:
+            kwargs[name] = tensor
+    return tuple(args), kwargs
+
+
+def _tensor(spec: re.Match[str], generator: torch.Generator) -> torch.Tensor:
+    dtype, below = _DTYPES.get(spec["dtype"]), spec["below"]
+    if dtype is None:
+        hint = nearest(spec["dtype"], _DTYPES)
+        raise ModelSpecError(
+            f"the input {spec[0]!r}: {spec['dtype']!r} is no dtype{hint}. Known: {', '.join(_DTYPES)}."
+        )
+    sizes = [int(size) for size in spec["sizes"].split(",") if size.strip()]
+    if below is None:
+        return (
+            torch.randn(sizes, generator=generator, dtype=dtype)
+            if dtype in _FLOATING
+            else torch.zeros(sizes, dtype=dtype)
+        )
+    if dtype in _FLOATING or dtype is torch.bool:
+        raise ModelSpecError(f"the input {spec[0]!r}: a bound such as <1000 is for integers.")
+    if not 0 < int(below) <= torch.iinfo(dtype).max:
+        raise ModelSpecError(f"the input {spec[0]!r}: the bound is from 1 to {torch.iinfo(dtype).max}.")
+    return torch.randint(int(below), sizes, generator=generator, dtype=dtype)
+
+
+def _called(spec: str, form: str) -> Any:
+    """What the callable that ``spec`` names gives. Whatever the user's code raises is a CaptureError from that."""
+    module_name, colon, path = spec.partition(":")
+    if not (colon and _is_dotted(module_name) and _is_dotted(path)):
+        raise ModelSpecError(f"cannot read {spec!r}: {form}.")
+    try:
+        value: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise ModelSpecError(
+                f"{spec}: there is no module {error.name!r} here. It is looked for in the current directory and where "
+                "Python looks."
+            ) from error
+        raise CaptureError(f"importing {module_name} raised {_said(error)}") from error
+    except Exception as error:
+        raise CaptureError(f"importing {module_name} raised {_said(error)}") from error
+    for name in path.split("."):
+        if not hasattr(value, name):
+            raise ModelSpecError(f"{module_name} has no {path!r}{nearest(name, dir(value))}.")
+        value = getattr(value, name)
+    if not callable(value):
+        raise ModelSpecError(f"{spec} is a {type(value).__name__}: name something to call without arguments.")
+    if isinstance(value, nn.Module):
+        raise ModelSpecError(f"{spec} is a model: name what makes one, such as a function that returns it.")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return value()
+    except Exception as error:
+        raise CaptureError(f"{spec} raised {_said(error)}") from error
+
+
+def _is_dotted(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

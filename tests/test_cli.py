@@ -1,0 +1,377 @@
+"""The command line, driven as a person would, with good and with bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import autocastfx
+from autocastfx.cli import main
+from tests.golden.models import comparable
+from tests.golden.readme import blocks
+
+# The command shows warnings on standard error; here they must not be raised.
+pytestmark = pytest.mark.filterwarnings("always::autocastfx.UnmatchedRuleWarning")
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "command-line.md"
+MODELS = """
+import torch
+from torch import nn
+
+
+def small():
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8), nn.LayerNorm(8), nn.Dropout(0.5))
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 16), nn.Linear(16, 4)
+
+    def forward(self, ids, mask=None):
+        x = self.head(self.table(ids))
+        return x if mask is None else x.masked_fill(mask, 0)
+
+
+class Sign(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def batch():
+    return (torch.ones(4, 32),)
+
+
+def keywords():
+    return {"ids": torch.zeros(2, 5, dtype=torch.int64)}
+
+
+def raises():
+    raise ValueError("no weights here")
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def number():
+    return 3
+
+
+LIMIT = 3
+MODEL = small()
+"""
+INPUTS = ("--inputs", "float32[4,32]")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with models that can be imported from it, and lists."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "cli_models.py").write_text(MODELS)
+    (folder / "cli_broken.py").write_text("import cli_missing\n")
+    (folder / "mine.yaml").write_text("extends: float16\ndeny:\n  - gelu: {reason: measured}\n  - log_softmax\n")
+    (folder / "used.yaml").write_text("deny: [gelu]\nallow: [dropout]\n")
+    (folder / "broken.yaml").write_text("deny: [gelu\n")
+    (folder / "wrong.yaml").write_text("deny:\n  - softmx\n")
+    yield folder
+    for name in ("cli_models", "net"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    code = main(argv)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def model() -> torch.nn.Module:
+    return sys.modules["cli_models"].small()
+
+
+def test_dump_prints_what_dump_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "dump", "cli_models:small", *INPUTS)
+    assert (code, err) == (0, "")
+    assert out == autocastfx.dump(autocastfx.convert(model(), (torch.ones(4, 32),)))
+
+
+def test_dump_takes_dtype_lists_mode_and_format(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    options = ("--dtype", "bfloat16", "--op-list", "default", "used.yaml", "--mode", "eval", "--format", "json")
+    code, out, err = run(
+        capsys, "dump", "cli_models:small", "--inputs", "cli_models:batch", *options, "-o", str(target)
+    )
+    assert (code, out, err) == (0, "", "")
+    plan = autocastfx.Plan.from_json(target.read_text(encoding="utf-8"))
+    assert (plan.low, plan.op_list) == ("bfloat16", "bfloat16+used")
+    assert plan["gelu"].decision.category is autocastfx.Category.DENY
+    assert not [node for node in plan.nodes if node.op == "dropout"]
+
+
+def test_a_draft_is_shown_without_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "dump", "cli_models:small", "--format", "python")
+    assert code == 0
+    assert "# unverified: made without inputs" in out
+
+
+@pytest.mark.parametrize("inputs", [["ids=int64[2,5]<50", "mask=bool[2,5,1]"], ["cli_models:keywords"]])
+def test_inputs_may_be_given_by_keyword(capsys: pytest.CaptureFixture[str], inputs: list[str]) -> None:
+    code, out, err = run(capsys, "dump", "cli_models:Tokens", "--inputs", *inputs)
+    assert (code, err) == (0, "")
+    assert ("masked_fill" in out) == (len(inputs) == 2)
+
+
+def test_explain_says_what_explain_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    amp_model = autocastfx.convert(model(), (torch.ones(4, 32),))
+    code, out, err = run(capsys, "explain", "cli_models:small", "gelu", "3", *INPUTS)
+    assert (code, err) == (0, "")
+    assert out.split("\n\n")[0] == autocastfx.explain(amp_model, "gelu").strip()
+    assert "layer_norm (layer_norm) in module 3 runs float32: deny." in out
+    code, out, _ = run(capsys, "explain", "cli_models:small", "gelu", *INPUTS, "--json")
+    (found,) = json.loads(out)
+    assert (found["what"], [node["name"] for node in found["nodes"]]) == ("gelu", ["gelu"])
+    assert found["nodes"][0]["placement"]["run"] == "low"
+
+
+def test_diff_of_a_model_under_two_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    lists = ("--op-list", "default", "--op-list", "default", "used.yaml")
+    code, out, _ = run(capsys, "diff", "cli_models:small", *INPUTS, *lists, "--json")
+    assert code == 1
+    changed = json.loads(out)["changed"]
+    assert (changed[0]["name"], changed[0]["moved"]) == ("gelu", True)
+    code, out, _ = run(capsys, "diff", "cli_models:small", *INPUTS, "--op-list", "default", "--op-list", "float16")
+    assert code == 0
+    assert "nodes moved: none" in out
+
+
+def test_diff_of_two_plans_in_files(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, lists in {"a.json": ["default"], "b.json": ["mine.yaml"]}.items():
+        options = ("--format", "json", "-o", name, "--op-list", *lists)
+        assert run(capsys, "dump", "cli_models:small", *INPUTS, *options)[0] == 0
+    assert run(capsys, "diff", "a.json", "a.json")[0] == 0
+    code, out, _ = run(capsys, "diff", "a.json", "b.json")
+    assert code == 1
+    assert "nodes moved: 1 from low to float32" in out
+
+
+def test_check_names_the_place_of_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "lists", "check", "wrong.yaml")
+    assert (code, out) == (1, "")
+    assert err.startswith("autocastfx: error: wrong.yaml:2:5: no ATen op is named 'softmx' (did you mean 'softmax'?).")
+
+
+def test_check_says_what_each_rule_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--model", "cli_models:small", *INPUTS)
+    code, out, err = run(capsys, "lists", "check", "mine.yaml", *options)
+    assert (code, err) == (1, "")
+    assert out.splitlines() == [
+        "mine.yaml:3:5: gelu (deny) decides 1: gelu",
+        "mine.yaml:4:5: no node of the model is 'log_softmax'.",
+    ]
+    code, out, _ = run(capsys, "lists", "check", "default", "used.yaml", *options, "--json")
+    assert code == 0
+    assert [(use["subject"], use["nodes"]) for use in json.loads(out)] == [("gelu", ["gelu"]), ("dropout", ["dropout"])]
+
+
+def test_a_rule_that_another_one_overrules_is_told_apart(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    (folder / "two.yaml").write_text("deny: [gelu]\nmodules: [{path: '1', category: low}]\n")
+    code, out, _ = run(capsys, "lists", "check", "default", "two.yaml", "--model", "cli_models:small", *INPUTS)
+    assert code == 0
+    assert out.splitlines() == [
+        "two.yaml:1:8: gelu (deny) speaks of nodes that something else decides",
+        "two.yaml:2:11: modules 1 (low) decides 1: gelu",
+    ]
+
+
+def test_a_list_is_shown_as_one_that_reads_back_equal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "lists", "show", "mine.yaml")
+    (tmp_path / "shown.yaml").write_text(out, encoding="utf-8")
+    assert code == 0
+    assert autocastfx.load_op_list(tmp_path / "shown.yaml") == autocastfx.load_op_list("mine.yaml")
+    code, out, _ = run(capsys, "lists", "show", "used.yaml", "--json")
+    assert [(rule["subject"], rule["source"]) for rule in json.loads(out)] == [
+        ("dropout", "used.yaml:2:9"),
+        ("gelu", "used.yaml:1:8"),
+    ]
+
+
+def test_lists_path_and_diff(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "lists", "path", "float16")
+    assert code == 0
+    assert Path(out.strip()).name == "float16.yaml"
+    assert Path(out.strip()).is_file()
+    code, out, _ = run(capsys, "lists", "diff", "default", "mine.yaml")
+    assert code == 1
+    assert out.startswith("gelu: infer → deny\n")
+    assert run(capsys, "lists", "diff", "float16", "default")[:2] == (0, "both say the same\n")
+
+
+def test_doctor_tells_versions_devices_and_missing_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "doctor", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["devices"][0][0] == "cpu"
+    assert "avg_pool3d" in found["no_kernel"]["cpu"]["float16"]
+    assert "fft_fft" not in found["no_kernel"]["cpu"]["float16"], "no list lets it run in 16 bits anyway"
+    assert "for want of a float16 kernel: " in run(capsys, "doctor")[1]
+
+
+def test_convert_saves_a_model_that_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "model.pt"
+    code, out, err = run(capsys, "convert", "cli_models:small", *INPUTS, "--mode", "eval", "-o", str(target))
+    assert (code, err) == (0, "")
+    assert "weights_only=False" in out
+    assert list(tmp_path.iterdir()) == [target]
+    loaded = torch.load(target, weights_only=False)
+    assert loaded(torch.ones(3, 32)).shape == (3, 8)
+
+
+BAD = {
+    "no such module": (["dump", "cli_nothing:small"], 2, "there is no module 'cli_nothing'"),
+    "no such factory": (["dump", "cli_models:smal"], 2, "cli_models has no 'smal' (did you mean 'small'?)."),
+    "no factory": (["dump", "cli_models"], 2, "a model is package.module:factory"),
+    "no callable": (["dump", "cli_models:LIMIT"], 2, "name something to call without arguments"),
+    "a model itself": (["dump", "cli_models:MODEL"], 2, "name what makes one"),
+    "no model": (["dump", "cli_models:number"], 2, "cli_models:number gave a int"),
+    "a factory that raises": (["dump", "cli_models:raises"], 3, "cli_models:raises raised ValueError: no weights here"),
+    "a module that fails": (["dump", "cli_broken:small"], 3, "importing cli_broken raised ModuleNotFoundError"),
+    "sizes that do not fit": (["dump", "cli_models:small", "--inputs", "float32[4,33]"], 3, "cannot be captured"),
+    "no trace without inputs": (["dump", "cli_models:Sign"], 3, "Here that is --inputs."),
+    "control flow": (["dump", "cli_models:Sign", "--inputs", "float32[3]"], 3, "depends on tensor values"),
+    "too many inputs": (["dump", "cli_models:small", *INPUTS, "float32[1]"], 3, "do not fit Sequential.forward"),
+    "an unreadable input": (["dump", "cli_models:small", "--inputs", "4x32"], 2, "cannot read the input '4x32'"),
+    "an unknown dtype": (["dump", "cli_models:small", "--inputs", "float23[4]"], 2, "did you mean 'float32'?"),
+    "a bound for floats": (["dump", "cli_models:small", "--inputs", "float32[4]<9"], 2, "is for integers"),
+    "a bound of 0": (["dump", "cli_models:Tokens", "--inputs", "int64[4]<0"], 2, "the bound is from 1 to"),
+    "an input twice": (["dump", "cli_models:Tokens", "--inputs", "ids=int64[4]", "ids=int64[4]"], 2, "given twice"),
+    "two factories of inputs": (
+        ["dump", "cli_models:Tokens", "--inputs", *["cli_models:batch"] * 2],
+        2,
+        "stands alone",
+    ),
+    "inputs that are none": (["dump", "cli_models:small", "--inputs", "cli_models:number"], 2, "a tuple, a dict or"),
+    "a list that is wrong": (["dump", "cli_models:small", "--op-list", "wrong.yaml"], 1, "wrong.yaml:2:5: "),
+    "broken YAML": (["lists", "check", "broken.yaml"], 1, "broken.yaml:2:1: this is not YAML"),
+    "no such list": (["lists", "check", "nothing.yaml"], 2, "cannot read the op list nothing.yaml"),
+    "no such preset": (["lists", "path", "float61"], 2, "no preset is named 'float61' (did you mean 'float16'?)"),
+    "a model without inputs": (["lists", "check", "used.yaml", "--model", "cli_models:small"], 2, "give --inputs"),
+    "inputs without a model": (["lists", "check", "used.yaml", *INPUTS], 2, "give --model"),
+    "no such folder": (["dump", "cli_models:raises", "-o", "nowhere/x"], 2, "the folder nowhere does not exist"),
+    "a folder": (["dump", "cli_models:raises", "-o", "."], 2, "it is a folder; name a file in it"),
+    "nothing to save": (["convert", "cli_models:small", "-o", "x.pt"], 2, "give --inputs"),
+    "nothing so called": (["explain", "cli_models:small", "gelo"], 2, "called 'gelo' (did you mean 'gelu'?)."),
+    "one list to compare": (["diff", "cli_models:small", "--op-list", "default"], 2, "diff takes MODEL with"),
+    "files and inputs": (["diff", "a.json", "b.json", *INPUTS], 2, "leave --inputs away"),
+    "no plan": (["diff", "mine.yaml", "mine.yaml"], 2, "mine.yaml is no plan that dump --format json wrote"),
+    "no such plan": (["diff", "x.json", "y.json"], 2, "cannot read the plan x.json: No such file"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_an_error_is_a_line_or_two_and_an_exit_code(capsys: pytest.CaptureFixture[str], what: str) -> None:
+    argv, expected, said = BAD[what]
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (expected, "")
+    assert err.startswith("autocastfx: error: ")
+    assert said in err
+    assert len(err.splitlines()) <= 2
+
+
+def test_the_traceback_is_shown_if_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "dump", "cli_models:raises", "--traceback")
+    assert code == 3
+    assert "Traceback" in err
+    assert 'raise ValueError("no weights here")' in err
+
+
+def test_ctrl_c_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "dump", "cli_models:interrupted") == (130, "", "autocastfx: interrupted\n")
+
+
+@pytest.mark.parametrize("argv", [[], ["dump"], ["dump", "m:f", "--dtype", "float32"], ["lists"], ["dmp"]])
+def test_unknown_arguments_end_with_2(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert "usage: autocastfx" in capsys.readouterr().err
+
+
+def test_the_path_of_imports_and_random_numbers_are_left_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
+    path, state = list(sys.path), torch.get_rng_state()
+    assert run(capsys, "dump", "cli_models:small")[0] == 0
+    assert sys.path == path
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_as_a_process_from_the_current_directory(folder: Path) -> None:
+    def process(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "autocastfx", *argv]
+        environment = {**os.environ, "PYTHONPATH": str(PAGE.parent.parent), "PYTHONUTF8": "1"}
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8")
+
+    done = process("dump", "cli_models:small", *INPUTS)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("autocastfx: float16 on cpu")
+    refused = process("dump", "cli_models:raises")
+    assert refused.returncode == 3
+    assert refused.stderr == "autocastfx: error: cli_models:raises raised ValueError: no weights here\n"
+
+
+def test_the_installed_command_is_main() -> None:
+    text = (PAGE.parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'autocastfx = "autocastfx.cli:main"' in text.partition("[project.scripts]\n")[2].partition("[")[0]
+
+
+def test_the_page_shows_what_its_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = blocks(PAGE.read_text(encoding="utf-8"))
+    for block in found:
+        if block.language in ("python", "yaml"):
+            name = re.findall(r"`([\w.]+\.(?:py|yaml))`", block.before)[-1]
+            Path(name).write_text(block.text, encoding="utf-8")
+    ran = 0
+    for block in (b for b in found if b.language == "console"):
+        for shown in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+            line, _, expected = shown.partition("\n")
+            name, *argv = shlex.split(line)
+            with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+                main(argv)
+            assert name == "autocastfx"
+            assert comparable(said.getvalue()).strip() == comparable(expected).strip(), line
+            ran += 1
+    assert ran == 6
+
+
+def test_the_page_names_every_command_and_is_in_the_index() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for command in (
+        "dump",
+        "explain",
+        "diff",
+        "convert",
+        "doctor",
+        "lists check",
+        "lists show",
+        "lists path",
+        "lists diff",
+    ):
+        assert re.search(rf"`(autocastfx )?{command}\b|\$ autocastfx {command}\b", text), command
+    assert "command-line" in (PAGE.parent / "index.md").read_text(encoding="utf-8").split()
