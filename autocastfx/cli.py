@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from autocastfx import commands
-from autocastfx.dump import _FORMATS
+from autocastfx.dump import FORMATS
 from autocastfx.errors import AutocastFXError, ModelSpecError, OpListError, PlanError
 
 __all__ = ["main"]
@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
 
     dump = add("dump", parents=[common, inputs, lists], help="show what was decided for each node of a model, and why")
     dump.add_argument("model", metavar="MODEL", help=_MODEL)
-    dump.add_argument("--format", choices=tuple(_FORMATS), default="text")
+    dump.add_argument("--format", choices=tuple(FORMATS), default="text")
     dump.add_argument("-o", "--output", type=Path, metavar="FILE", help="write here, not to standard output")
     dump.set_defaults(run=commands.dump)
 

@@ -13,14 +13,14 @@ from autocastfx.report.python import render_python
 from autocastfx.report.text import render_text
 from autocastfx.report.view import View, view
 
-__all__ = ["dump", "view_of"]
+__all__ = ["FORMATS", "dump", "view_of"]
 
 
 def _render_json(view: View) -> str:
     return view.plan.to_json() + "\n"
 
 
-_FORMATS: dict[str, Callable[[View], str]] = {
+FORMATS: dict[str, Callable[[View], str]] = {
     "text": render_text,
     "json": _render_json,
     "dot": render_dot,
@@ -52,13 +52,13 @@ def dump(amp_model: AmpModule, path: str | os.PathLike[str] | None = None, forma
         FileNotFoundError: the folder of ``path`` does not exist.
         OSError: ``path`` cannot be written.
     """
-    if format not in _FORMATS:
-        raise ValueError(f"format is {', '.join(map(repr, _FORMATS))}, not {format!r}")
+    if format not in FORMATS:
+        raise ValueError(f"format is {', '.join(map(repr, FORMATS))}, not {format!r}")
     if not isinstance(amp_model, AmpModule):
         raise TypeError(
             f"dump shows what convert() returned, not a {type(amp_model).__name__}: convert the model first"
         )
-    text = _FORMATS[format](view_of(amp_model))
+    text = FORMATS[format](view_of(amp_model))
     if path is not None:
         _write(Path(path), text)
     return text
