@@ -21,6 +21,7 @@ from pathlib import Path
 README = Path(__file__).resolve().parents[2] / "README.md"
 OP_LISTS = README.parent / "docs" / "op-lists.md"
 WEIGHTS = README.parent / "docs" / "weights.md"
+NUMERICS = README.parent / "docs" / "numerics.md"
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`([\w./]+\.yaml)`")
