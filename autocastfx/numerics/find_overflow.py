@@ -194,7 +194,7 @@ def _because(entry: PlannedNode | None) -> str:
 
 def _advice(in_float32: bool | None, fix: str, guilty: list[PlannedNode]) -> str:
     if in_float32:
-        return "precision is not the cause: the float32 graph gives Inf or NaN here too. Change the model."
+        return "precision is not the cause: float32 gives Inf or NaN here too. Unless it is meant to, change the model."
     if any(entry.placement.because == "folded" for entry in guilty):
         return 'its float32 result is stored in 16 bits: convert(fold="none"), or scale it in the model.'
     if fix:
