@@ -25,6 +25,8 @@ from autocastfx.exponents import Exponents, Shares
 from autocastfx.gradient_histogram import GradientHistogram, gradient_histogram
 from autocastfx.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
 from autocastfx.loss_scaler import LossScaler
+from autocastfx.numerics.compare import ComparedNode, Comparison, compare
+from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
 from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
 from autocastfx.optimizer import LossScalingOptimizer
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
@@ -42,11 +44,14 @@ __all__ = [
     "CaptureError",
     "Category",
     "Change",
+    "ComparedNode",
+    "Comparison",
     "Decision",
     "Difference",
     "DynamicLossScale",
     "Exponents",
     "GradientHistogram",
+    "InputRange",
     "LossScaleError",
     "LossScaler",
     "LossScalingOptimizer",
@@ -56,6 +61,7 @@ __all__ = [
     "NotCapturedError",
     "OpList",
     "OpListError",
+    "Overflow",
     "Placement",
     "Plan",
     "PlanDiff",
@@ -78,10 +84,12 @@ __all__ = [
     "VerifyError",
     "__version__",
     "calibrate",
+    "compare",
     "convert",
     "diff",
     "dump",
     "explain",
+    "find_overflow",
     "gradient_histogram",
     "load_op_list",
     "presets",

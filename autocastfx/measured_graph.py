@@ -21,7 +21,7 @@ from autocastfx.op_name import op_name
 from autocastfx.pipeline import CONVERTED_INSIDE
 from autocastfx.ranges import Key, key_of
 
-__all__ = ["MeasuredGraph", "Seen", "apart", "read_all"]
+__all__ = ["MeasuredGraph", "Seen", "apart", "read_all", "written_outside"]
 
 Seen = tuple[Key, torch.Tensor, torch.Tensor]  # a value, its magnitude, and how many of its elements are not finite
 _Record = Callable[[Seen], None]
@@ -38,7 +38,7 @@ class MeasuredGraph:
     @classmethod
     def of(cls, captured: Captured) -> MeasuredGraph:
         """What was captured, with copies of the constants that it writes into."""
-        written = _written(captured)
+        written = written_outside(captured.graph, captured.attributes)
         tensors = {n: a for n, a in captured.attributes.items() if isinstance(a, torch.Tensor)}
         return cls(captured, written, {**captured.attributes, **apart(tensors, written)})
 
@@ -89,11 +89,16 @@ def read_all(seen: list[Seen]) -> Iterator[tuple[Key, float, int]]:
         yield from zip([entry[0] for entry in here], largest, counts, strict=True)
 
 
-def _written(captured: Captured) -> frozenset[str]:
-    """Names of what a run of the graph may write into: inputs by node, all else by target."""
-    outside = [n for n in captured.graph.nodes if n.op in ("placeholder", "get_attr")]
-    if not any(_writes(held) for held in captured.attributes.values()):
-        shared = alias_sets(captured.graph)
+def written_outside(graph: fx.Graph, attributes: Mapping[str, Any]) -> frozenset[str]:
+    """Names of what a run of ``graph`` may write into: inputs by node, all else by target.
+
+    Args:
+        graph: captured or converted.
+        attributes: what its ``get_attr`` nodes read, of which the sub-graphs are looked into.
+    """
+    outside = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
+    if not any(_writes(held) for held in attributes.values()):
+        shared = alias_sets(graph)
         outside = [n for n in outside if n in shared]
     return frozenset(n.name if n.op == "placeholder" else str(n.target) for n in outside)
 

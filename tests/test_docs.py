@@ -1,4 +1,4 @@
-"""The code of docs/op-lists.md and docs/weights.md runs and prints what is shown; the former names every key."""
+"""The code of pages in docs runs and prints what is shown; docs/op-lists.md names every key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from autocastfx import Category, load_op_list
 from autocastfx.list_tree import DEVICES, KEYS, PLACEMENTS, UNLISTED
-from tests.golden.readme import OP_LISTS, WEIGHTS, outputs, run
+from tests.golden.readme import NUMERICS, OP_LISTS, WEIGHTS, outputs, run
 
 TEXT = OP_LISTS.read_text(encoding="utf-8")
 
@@ -39,8 +39,9 @@ def test_the_lists_shown_are_right(folder: Path) -> None:
     assert len(lists["conditions"].conditional) == 4
 
 
-def test_the_code_of_the_page_on_weights_prints_what_is_shown(tmp_path: Path) -> None:
-    text = WEIGHTS.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", [WEIGHTS, NUMERICS], ids=["weights", "numerics"])
+def test_the_code_of_further_pages_prints_what_is_shown(page: Path, tmp_path: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     printed, shown = run(text, tmp_path), list(outputs(text))
     assert {code.start: output.text for code, output in shown} == {
         start: said for start, said in printed.items() if said

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import autocastfx
 from tests.golden.models import CASES, comparable, kept
-from tests.golden.readme import OP_LISTS, README, REASONS, WEIGHTS, run, updated
+from tests.golden.readme import NUMERICS, OP_LISTS, README, REASONS, WEIGHTS, run, updated
 
 
 def main() -> None:
     for name, make in CASES.items():
         kept(name).write_text(comparable(autocastfx.dump(make())), encoding="utf-8")
         print(kept(name))
-    for page in (README, OP_LISTS, WEIGHTS, REASONS):
+    for page in (README, OP_LISTS, WEIGHTS, REASONS, NUMERICS):
         text = page.read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as folder:
             page.write_text(updated(text, run(text, Path(folder))), encoding="utf-8")

@@ -22,6 +22,7 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 OP_LISTS = README.parent / "docs" / "op-lists.md"
 WEIGHTS = README.parent / "docs" / "weights.md"
 REASONS = README.parent / "docs" / "reasons.md"
+NUMERICS = README.parent / "docs" / "numerics.md"
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`([\w./]+\.yaml)`")

@@ -1,0 +1,254 @@
+"""``find_overflow``: the first node of a converted model that makes Inf or NaN of finite values, and what helps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autocastfx.amp_module import AmpModule
+from autocastfx.graph import module_path, origin
+from autocastfx.numerics.paired_run import Step, floating, is_cast, run_side_by_side
+from autocastfx.op_name import op_name
+from autocastfx.plan import PlannedNode, Precision
+
+__all__ = ["InputRange", "Overflow", "find_overflow"]
+
+
+@dataclass(frozen=True)
+class InputRange:
+    """A floating-point input of a node: its name, dtype, and smallest and largest value."""
+
+    name: str
+    dtype: str
+    lowest: float
+    highest: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}, {self.lowest:.4g} to {self.highest:.4g}"
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """A node that gave Inf or NaN although all its floating-point inputs were finite.
+
+    Attributes:
+        name, op, module: of the node. A cast that the conversion inserted is an ``op`` of ``cast to`` its dtype.
+        dtype: of what it gave.
+        precision: what it ran in, by the plan; empty for casts.
+        infinite, nans: how many elements are so.
+        inputs: what it read.
+        line: ``file:line: code`` of the model's own source; empty where it is not known.
+        because: why it ran so.
+        in_float32: whether the float32 graph gives Inf or NaN here too, so that precision is not the cause; None where
+            the float32 graph is not at hand.
+        fix: an op list that lets it run in float32, in YAML; empty where no list helps.
+        advice: what to do, in words.
+    """
+
+    name: str
+    op: str
+    module: str
+    dtype: str
+    precision: str
+    infinite: int
+    nans: int
+    inputs: tuple[InputRange, ...]
+    line: str
+    because: str
+    in_float32: bool | None
+    fix: str
+    advice: str
+
+    def __str__(self) -> str:
+        found = " and ".join(f"{n} {what}" for n, what in ((self.infinite, "Inf"), (self.nans, "NaN")) if n)
+        lines = [f"{self.name} ({self.op}) in module {self.module or '(root)'} gives {found} in {self.dtype}."]
+        lines += [f"  line: {self.line}"] if self.line else []
+        lines += [f"  reads {one}" for one in self.inputs]
+        lines += [f"  runs {self.precision}: {self.because}" if self.precision else f"  why: {self.because}"]
+        lines += [f"  what to do: {self.advice}"]
+        lines += [f"    {line}" for line in self.fix.splitlines()]
+        return "\n".join(lines)
+
+
+def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow | None:
+    """Run one call node by node and name the first node that makes Inf or NaN of finite values.
+
+    A node counts only if all its floating-point inputs are finite. So inputs that hold Inf are no fault of the node
+    that reads them, nor are masks that are filled with -inf, whose number is written in the model. Where the float32
+    graph is at hand (not after unpickling, nor with ``weights="low"``) it runs alongside, with the same random numbers:
+    a node where only the conversion leaves the finite numbers comes before one where float32 does so too.
+
+    Buffers, inputs and the state of torch's random numbers are afterwards as before. A sub-graph (a region without
+    gradients) is one node.
+
+    Args:
+        amp_model: what ``convert`` returned.
+        *inputs: of the call, by position.
+        **kwargs: of the call, by keyword.
+
+    Returns:
+        The node, which prints as a report; None if there is none.
+
+    Raises:
+        TypeError: the arguments do not fit the forward, or ``amp_model`` is no converted model.
+        VariantError: no variant fits the call, and none can be captured.
+    """
+    run = run_side_by_side(None, amp_model, inputs, kwargs, ask=_ranges)
+    at_hand = run.variant.captured is not None
+    planned = {entry.name: entry for entry in run.variant.plan.nodes}
+    also: Overflow | None = None
+    vanished: dict[str, tuple[PlannedNode, ...]] = {}
+    with closing(run.steps) as steps:
+        for step in steps:
+            if not _is_culprit(step):
+                _note_vanished(step, planned, vanished)
+                continue
+            in_float32 = _in_float32(step, at_hand)
+            if not in_float32:
+                return _overflow(step, in_float32, planned, vanished)
+            if also is None and not _is_written(step.node):
+                also = _overflow(step, in_float32, planned, vanished)
+    return also
+
+
+def _ranges(value: Any) -> tuple[tuple[str, float, float], ...]:
+    return tuple(_range(tensor) for tensor in floating(value) if tensor.numel())
+
+
+def _range(tensor: torch.Tensor) -> tuple[str, float, float]:
+    lowest, highest = torch.aminmax(tensor)
+    return str(tensor.dtype).removeprefix("torch."), float(lowest), float(highest)
+
+
+def _is_culprit(step: Step) -> bool:
+    ranges = [one for read in step.before for one in read]
+    if not ranges or not all(math.isfinite(end) for _, *ends in ranges for end in ends):
+        return False
+    if step.twin is None and _is_written(step.node):
+        return False
+    return any(not bool(t.isfinite().all()) for t in floating(step.value))
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether Inf or NaN is written into the node itself, as by ``masked_fill(mask, -inf)``."""
+    return any(
+        isinstance(arg, float) and not math.isfinite(arg) for arg in pytree.tree_leaves((node.args, node.kwargs))
+    )
+
+
+def _in_float32(step: Step, at_hand: bool) -> bool | None:
+    """Whether float32 is not finite in any element either where the conversion is not."""
+    if step.twin is not None:
+        pairs = zip(floating(step.value), floating(step.reference), strict=True)
+        return not any(bool((~ours.isfinite() & theirs.isfinite()).any()) for ours, theirs in pairs)
+    return False if at_hand and is_cast(step.node) else None
+
+
+def _overflow(
+    step: Step,
+    in_float32: bool | None,
+    planned: Mapping[str, PlannedNode],
+    vanished: Mapping[str, tuple[PlannedNode, ...]],
+) -> Overflow:
+    node, values = step.node, floating(step.value)
+    entry = planned.get(node.name)
+    cast, dtype = is_cast(node), str(values[0].dtype).removeprefix("torch.")
+    names = [read.name for read in node.all_input_nodes]
+    guilty = _readers(node, planned) if cast else [entry] if entry is not None else []
+    because = (
+        f"the conversion casts {_value(node)} for {', '.join(u.name for u in node.users)}" if cast else _because(entry)
+    )
+    fix = "" if in_float32 else _fix([*guilty, *_lost(node, vanished)])
+    return Overflow(
+        name=node.name,
+        op=f"cast to {dtype}" if cast else op_name(node),
+        module=entry.module if entry is not None else module_path(node),
+        dtype=dtype,
+        precision=str(entry.placement.run) if entry is not None else "",
+        infinite=sum(int(t.isinf().sum()) for t in values),
+        nans=sum(int(t.isnan().sum()) for t in values),
+        inputs=tuple(InputRange(name, *one) for name, found in zip(names, step.before, strict=True) for one in found),
+        line=_line(node.all_input_nodes[0] if cast else node),
+        because=because,
+        in_float32=in_float32,
+        fix=fix,
+        advice=_advice(in_float32, fix, guilty),
+    )
+
+
+def _because(entry: PlannedNode | None) -> str:
+    if entry is None:
+        return "the conversion made this node"
+    decision = entry.decision
+    return f"{entry.placement.because}; {decision.category}, {decision.reason or 'no reason given'} ({decision.source})"
+
+
+def _advice(in_float32: bool | None, fix: str, guilty: list[PlannedNode]) -> str:
+    if in_float32:
+        return "precision is not the cause: float32 gives Inf or NaN here too. Unless it is meant to, change the model."
+    if any(entry.placement.because == "folded" for entry in guilty):
+        return 'its float32 result is stored in 16 bits: convert(fold="none"), or scale it in the model.'
+    if fix:
+        return "add this to your op list:"
+    return "scale the values in the model, or convert to torch.bfloat16."
+
+
+def _readers(cast: fx.Node, planned: Mapping[str, PlannedNode]) -> list[PlannedNode]:
+    return [planned[user.name] for user in cast.users if user.name in planned]
+
+
+def _note_vanished(
+    step: Step, planned: Mapping[str, PlannedNode], vanished: dict[str, tuple[PlannedNode, ...]]
+) -> None:
+    """Note of a node whose value became zero, where it is not in float32, all the nodes through which it did."""
+    name, pairs = step.node.name, zip(floating(step.value), floating(step.reference), strict=False)
+    if name in planned and any(bool(((ours == 0) & (theirs != 0)).any()) for ours, theirs in pairs):
+        vanished[name] = (planned[name], *_lost(step.node, vanished))
+
+
+def _lost(node: fx.Node, vanished: Mapping[str, tuple[PlannedNode, ...]]) -> Iterator[PlannedNode]:
+    for read in node.all_input_nodes:
+        yield from vanished.get(_value(read), ())
+
+
+def _value(node: fx.Node) -> str:
+    """Name of the captured value that a node holds, be it cast."""
+    mark = origin(node)
+    return mark.value if mark is not None and is_cast(node) else node.name
+
+
+def _fix(entries: list[PlannedNode]) -> str:
+    """An op list by which these nodes run in float32; nothing where one is made by what no list overrides."""
+    low = [e for e in entries if e.placement.run is Precision.LOW and e.placement.because != "folded"]
+    if not low or len(low) < sum(e.placement.run is not Precision.FLOAT32 for e in entries):
+        return ""
+    ops = list(dict.fromkeys(e.op for e in low if not e.module))
+    modules: dict[str, dict[str, None]] = {}
+    for entry in (e for e in low if e.module):
+        modules.setdefault(entry.module, {})[entry.op] = None
+    lines = [f"deny: [{', '.join(ops)}]"] if ops else []
+    lines += ["modules:"] if modules else []
+    lines += [
+        f'  - {{path: "{path}", category: float32, ops: [{", ".join(found)}]}}' for path, found in modules.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_PACKAGES = tuple(f"{Path(file).resolve().parent}/" for file in (torch.__file__, str(Path(__file__).parent)))
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in .*\n(?! *File) *(.*)$', re.MULTILINE)
+
+
+def _line(node: fx.Node) -> str:
+    """The innermost line of source outside torch and this package that made the node."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [(file, number, code) for file, number, code in frames if not file.startswith(_PACKAGES)]
+    return f"{own[-1][0]}:{own[-1][1]}: {own[-1][2].strip()}" if own else ""

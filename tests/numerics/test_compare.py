@@ -1,0 +1,169 @@
+"""Each value of a converted model against float32's, and what the comparison leaves alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autocastfx import OpList, VariantError, compare, convert
+from autocastfx.numerics import paired_run
+from tests.helpers import Function, relative_error
+
+EPS = torch.finfo(torch.float16).eps
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.GELU(), nn.Linear(16, 4))
+
+
+def test_errors_are_those_of_the_models_outputs() -> None:
+    model, x = network().eval(), torch.randn(16, 8)
+    amp_model = convert(model, (x,))
+    found = compare(None, amp_model, x)
+    with torch.no_grad():
+        assert found["linear_1"].error == pytest.approx(relative_error(amp_model(x), model(x)), rel=1e-6)
+    assert 0 < found["linear"].error < EPS
+    assert [n.name for n in found.nodes] == ["linear", "batch_norm", "gelu", "linear_1"]
+    assert {n.dtype for n in found.nodes} == {"float16"}
+    assert (found.skipped, found.first_non_finite) == (0, None)
+    assert found.worst == max(found.nodes, key=lambda n: n.error)
+    assert compare(model, amp_model, x) == found
+
+
+def test_training_leaves_buffers_inputs_and_random_state_and_drops_the_same() -> None:
+    model, x = network(), torch.randn(16, 8)
+    amp_model = convert(model, (x,))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state, given = torch.get_rng_state(), x.clone()
+    found = compare(None, amp_model, x)
+    assert found["dropout"].error < 4 * EPS, "another mask would make it about 1"
+    assert found["dropout"].underflow == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(x, given)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.set_rng_state(state)
+    assert compare(None, amp_model, x) == found
+
+
+def test_overflow_underflow_and_nan_are_shares() -> None:
+    def faulty(x: Tensor) -> tuple[Tensor, Tensor]:
+        large = torch.exp(x)
+        return large - large, torch.exp(-x)
+
+    x = torch.tensor([0.0, 1.0, 12.0, 13.0])
+    amp_model = convert(Function(faulty), (x,), op_list=["default", OpList.of({"allow": ["exp", "sub"]})])
+    found = compare(None, amp_model, x)
+    assert (found["exp"].overflow, found["exp"].nan) == (0.5, 0.0)
+    assert (found["sub"].overflow, found["sub"].nan) == (0.5, 0.5)
+    assert found["exp_1"].underflow == 0.5, "6.1e-6 is denormal, 2.3e-6 as well"
+    assert found["exp"].severity == math.inf
+    assert found.worst == found.first_non_finite == found["exp"]
+    assert found.table(1).splitlines()[1].split() == [
+        "exp",
+        "exp",
+        "(root)",
+        "low",
+        "float16",
+        *_shown(found["exp"].error),
+    ]
+
+
+def _shown(error: float) -> list[str]:
+    return [f"{error:.2e}", "50.00%", "-", "-"]
+
+
+def test_the_table_and_json() -> None:
+    x = torch.randn(16, 8)
+    found = compare(None, convert(network().eval(), (x,)), x)
+    lines = found.table(2, in_order=True).splitlines()
+    assert [line.split()[0] for line in lines] == ["node", "linear", "batch_norm", "2"]
+    assert lines[-1] == "2 more nodes; 0 nodes that only one of the graphs has"
+    ranked = [line.split()[0] for line in found.table().splitlines()[1:-1]]
+    assert ranked == [n.name for n in sorted(found.nodes, key=lambda n: -n.error)]
+    data = json.loads(found.to_json())
+    assert [n["name"] for n in data["nodes"]] == [n.name for n in found.nodes]
+    assert data["nodes"][0]["error"] == found.nodes[0].error
+    with pytest.raises(KeyError, match="no node 'nothing' was compared"):
+        found["nothing"]
+
+
+def test_what_was_recomposed_is_skipped_and_counted() -> None:
+    def gelu(x: Tensor) -> Tensor:
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+    x = torch.randn(4, 8)
+    model = nn.Sequential(nn.Linear(8, 8), Function(gelu), nn.Linear(8, 8))
+    amp_model = convert(model, (x,))
+    (whole,) = amp_model.plan.recomposed
+    found = compare(None, amp_model, x)
+    assert [n.name for n in found.nodes] == ["linear", "linear_1"]
+    assert found.skipped == len(whole.replaced) + 1
+
+
+def test_only_values_that_are_still_read_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deep(x: Tensor) -> Tensor:
+        for _ in range(50):
+            x = torch.tanh(x + 1)
+        return x
+
+    most, release = [0], paired_run._Side.release  # pyright: ignore[reportPrivateUsage]
+
+    def counted(side: paired_run._Side, node: torch.fx.Node) -> None:  # pyright: ignore[reportPrivateUsage]
+        release(side, node)
+        most[0] = max(most[0], len(side.env))
+
+    monkeypatch.setattr(paired_run._Side, "release", counted)  # pyright: ignore[reportPrivateUsage]
+    x = torch.randn(4)
+    assert len(compare(None, convert(Function(deep), (x,)), x).nodes) == 100
+    assert most[0] == 1
+
+
+def test_weights_stored_low_need_the_original() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(4, 8)
+    low = convert(model, (x,), weights="low")
+    with pytest.raises(VariantError, match="Give compare the float32 model as its first argument"):
+        compare(None, low, x)
+    found = compare(model, low, x)
+    assert [n.name for n in found.nodes] == ["linear", "relu"]
+    assert 0 < found["linear"].error < EPS
+    again = pickle.loads(pickle.dumps(convert(model, (x,))))
+    assert compare(model, again, x)["linear"] == found["linear"]
+
+
+def test_working_copies_and_a_model_that_was_trained_apart() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    amp_model = convert(model, (x,), weights="cached")
+    assert 0 < compare(None, amp_model, x)["linear"].error < EPS
+    other = nn.Linear(8, 8)
+    assert compare(other, amp_model, x)["linear"].error > 0.1
+
+
+def test_a_region_without_gradients_is_one_node() -> None:
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = x * 2
+            return self.layer(y)
+
+    x = torch.randn(4, 8)
+    found = compare(None, convert(Region(), (x,)), x)
+    assert 0 < found["linear"].error < EPS
+
+
+def test_only_converted_models() -> None:
+    with pytest.raises(TypeError, match="convert the model first"):
+        compare(None, nn.Linear(2, 2), torch.ones(2))  # type: ignore[arg-type]
