@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autocastfx.errors import LossScaleError
 from autocastfx.gradients import local
 
 __all__ = ["Masters"]
@@ -89,6 +90,18 @@ class Masters:
     def state(self) -> list[torch.Tensor]:
         """The masters' values, in the order of the groups."""
         return [m.detach() for m in self.masters]
+
+    def check(self, values: Sequence[torch.Tensor]) -> None:
+        """Refuse what ``load`` cannot take.
+
+        Raises:
+            LossScaleError: the values are not those of these masters.
+        """
+        if [value.shape for value in values] != [master.shape for master in self.masters]:
+            raise LossScaleError(
+                f"the state holds {len(values)} masters of 16-bit parameters, this optimizer has {len(self.masters)}, "
+                "or they differ in shape: give the model the dtypes that it was saved with."
+            )
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
         """Take over masters' values, and give their roundings to the 16-bit parameters."""

@@ -322,11 +322,8 @@ class LossScalingOptimizer(WrappingOptimizer):
             self.loss_scaler.load_state_dict(state_dict)
             return
         masters = state_dict.get("masters")
-        if masters is not None and [m.shape for m in masters] != [m.shape for m in self.masters.masters]:
-            raise LossScaleError(
-                f"the state holds {len(masters)} masters of 16-bit parameters, this optimizer has {len(self.masters)}, "
-                "or they differ in shape: give the model the dtypes that it was saved with."
-            )
+        if masters is not None:
+            self.masters.check(masters)
         if "loss_scale" in state_dict:
             numbers_of(state_dict["loss_scale"])  # refuses before anything is loaded
         self.optimizer.load_state_dict({key: held for key, held in state_dict.items() if key not in _OWN})
