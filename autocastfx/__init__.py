@@ -7,6 +7,7 @@ from autocastfx.dump import dump
 from autocastfx.errors import (
     AutocastFXError,
     BannedOpError,
+    BisectError,
     CalibrationError,
     CaptureError,
     LossScaleError,
@@ -25,6 +26,7 @@ from autocastfx.exponents import Exponents, Shares
 from autocastfx.gradient_histogram import GradientHistogram, gradient_histogram
 from autocastfx.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
 from autocastfx.loss_scaler import LossScaler
+from autocastfx.numerics.bisect import Bisection, Place, bisect
 from autocastfx.numerics.compare import ComparedNode, Comparison, compare
 from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
 from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
@@ -40,6 +42,8 @@ __all__ = [
     "AmpModule",
     "AutocastFXError",
     "BannedOpError",
+    "BisectError",
+    "Bisection",
     "CalibrationError",
     "CaptureError",
     "Category",
@@ -62,6 +66,7 @@ __all__ = [
     "OpList",
     "OpListError",
     "Overflow",
+    "Place",
     "Placement",
     "Plan",
     "PlanDiff",
@@ -83,6 +88,7 @@ __all__ = [
     "VariantError",
     "VerifyError",
     "__version__",
+    "bisect",
     "calibrate",
     "compare",
     "convert",

@@ -94,6 +94,10 @@ class LossScaleError(AutocastFXError, RuntimeError):
     """Gradients that are not finite even at the smallest loss scale, or a loss scale used out of order."""
 
 
+class BisectError(AutocastFXError, RuntimeError):
+    """No choice of what runs in float32 makes a metric hold."""
+
+
 class UnmatchedRuleWarning(UserWarning):
     """A rule of the user's own op list matched no node of the model."""
 

@@ -1,0 +1,183 @@
+"""``bisect``: the smallest set of ops to keep in float32 so that a measure of accuracy holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autocastfx.amp_module import AmpModule
+from autocastfx.convert import convert
+from autocastfx.errors import BisectError, UnmatchedRuleWarning
+from autocastfx.op_list import OpList, OpListLike
+from autocastfx.plan import Plan, Precision
+
+__all__ = ["Bisection", "Place", "bisect"]
+
+Metric = Callable[[AmpModule], float]
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """An op inside a module: all its nodes there, which one rule of a list moves. ``module`` is empty at the root."""
+
+    module: str
+    op: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.op}" if self.module else self.op
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What has to be float32.
+
+    Attributes:
+        places: in graph order; without any one of them the metric does not hold.
+        metric: with them in float32.
+        low, float32: the metric with all places in 16 bits, and with all in float32.
+        evaluations: how often the metric was measured, those that a file remembered left out.
+        op_list: to be given after the others: ``convert(model, ..., op_list=["default", found.op_list])``.
+    """
+
+    places: tuple[Place, ...]
+    metric: float
+    low: float
+    float32: float
+    evaluations: int
+    op_list: OpList
+
+    def __str__(self) -> str:
+        kept = ", ".join(map(str, self.places)) or "nothing"
+        return (
+            f"float32 for {kept}: metric {self.metric:.4g}, {self.low:.4g} without, {self.float32:.4g} with all in "
+            f"float32; {self.evaluations} evaluations"
+        )
+
+
+def bisect(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | torch.Tensor,
+    metric: Metric,
+    tolerance: float,
+    *,
+    op_list: OpListLike = "default",
+    state: str | os.PathLike[str] | None = None,
+    report: Report | None = None,
+    **options: Any,
+) -> Bisection:
+    """Find what has to run in float32 for ``metric`` to be at most ``tolerance``.
+
+    Places, ops inside modules, are tried in graph order: by halving, the shortest beginning of the graph is found whose
+    float32 makes the metric hold; its last place is needed, and the search begins anew with that one kept. So ``k``
+    places of ``n`` take about ``k * log2(n)`` evaluations. This supposes that more float32 never makes the metric
+    worse. If it does, what is found still holds, but need not be the smallest set.
+
+    Args:
+        model: as for ``convert``.
+        example_inputs: as for ``convert``.
+        metric: what to measure of a converted model; smaller is better, and NaN never holds. It must give the same for
+            the same model: fix its data and seeds.
+        tolerance: the largest metric that holds.
+        op_list: which ops are 16-bit to begin with.
+        state: a JSON file in which each evaluation is kept at once, so that an interrupted search goes on from there.
+            For another model, metric or list give another file.
+        report: called before each evaluation, with how many were made and how many are still to come at the most for
+            the place that is searched for.
+        options: further arguments of ``convert``.
+
+    Raises:
+        BisectError: the metric does not hold even with all places in float32.
+    """
+    lists: list[Any] = list(op_list) if isinstance(op_list, Sequence) and not isinstance(op_list, str) else [op_list]
+    search = _Search(lambda rules: convert(model, example_inputs, op_list=[*lists, *rules], **options), metric)
+    search.report, search.path = report, Path(state) if state is not None else None
+    places = _places(search.make(()).plan)
+    return search.run(places, tolerance)
+
+
+def _places(plan: Plan) -> tuple[Place, ...]:
+    low = (node for node in plan.nodes if node.placement.run is Precision.LOW)
+    return tuple(dict.fromkeys(Place(node.module, node.op) for node in low))
+
+
+@dataclass
+class _Search:
+    convert: Callable[[Sequence[OpList]], AmpModule]
+    metric: Metric
+    report: Report | None = None
+    path: Path | None = None
+    evaluations: int = 0
+    known: dict[str, float] = field(default_factory=dict[str, float])
+
+    def run(self, places: tuple[Place, ...], tolerance: float) -> Bisection:
+        if self.path is not None and self.path.exists():
+            self.known = json.loads(self.path.read_text(encoding="utf-8"))
+        low, wide = self.measure((), 1), self.measure(places, 0)
+        if not wide <= tolerance:
+            raise BisectError(
+                f"with all {len(places)} places in float32 the metric is {wide:g}, which is beyond the tolerance of "
+                f"{tolerance:g}: precision is not the cause, or the tolerance is too small for what stays in 16 bits."
+            )
+        kept: tuple[Place, ...] = ()
+        now = low
+        while not now <= tolerance:
+            rest = tuple(place for place in places if place not in kept)
+            fails, holds = 0, len(rest)  # lengths of beginnings
+            while holds - fails > 1:
+                middle = (fails + holds) // 2
+                left = math.ceil(math.log2(holds - fails))
+                if self.measure((*kept, *rest[:middle]), left) <= tolerance:
+                    holds = middle
+                else:
+                    fails = middle
+            kept = (*kept, rest[holds - 1])
+            now = self.measure(kept, 0)
+        ordered = tuple(place for place in places if place in kept)
+        return Bisection(ordered, now, low, wide, self.evaluations, _rules(ordered))
+
+    def make(self, places: tuple[Place, ...]) -> AmpModule:
+        if not places:
+            return self.convert([])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnmatchedRuleWarning)  # said of the first conversion
+            return self.convert([_rules(places)])
+
+    def measure(self, places: tuple[Place, ...], left: int) -> float:
+        key = " ".join(sorted(map(str, places)))
+        if key not in self.known:
+            if self.report is not None:
+                self.report(self.evaluations, left)
+            self.known[key] = float(self.metric(self.make(places)))
+            self.evaluations += 1
+            self._keep()
+        return self.known[key]
+
+    def _keep(self) -> None:
+        if self.path is not None:
+            unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+            unfinished.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
+            unfinished.replace(self.path)
+
+
+def _rules(places: Sequence[Place]) -> OpList:
+    """A list by which these places run in float32."""
+    reason = "found by bisection: 16 bits are not accurate enough here"
+    by_module: dict[str, list[str]] = {}
+    for place in places:
+        by_module.setdefault(place.module, []).append(place.op)
+    root = by_module.pop("", [])
+    data: dict[str, Any] = {"deny": [{"reason": reason, "ops": root}]} if root else {}
+    modules: list[Mapping[str, Any]] = [
+        {"path": path, "category": "float32", "ops": ops, "reason": reason} for path, ops in by_module.items()
+    ]
+    return OpList.of({**data, **({"modules": modules} if modules else {})}, name="bisection")

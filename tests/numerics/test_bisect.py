@@ -1,0 +1,137 @@
+"""What has to be float32 is found, nothing more, and in few evaluations."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autocastfx
+from autocastfx import AmpModule, BisectError, OpList, Place, bisect
+
+LISTED = OpList.of({"allow": ["exp"]}, name="mine")  # lets what needs float32 into 16 bits
+LAYERS = 5
+
+
+class Block(nn.Module):
+    """Harmless but for an exponential, where it is planted."""
+
+    def __init__(self, is_faulty: bool) -> None:
+        super().__init__()
+        self.layer, self.is_faulty = nn.Linear(8, 8), is_faulty
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        return torch.log1p(torch.exp(x + 20) * 1e-9) if self.is_faulty else x
+
+
+def planted(*faults: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(i in faults) for i in range(LAYERS)), nn.Linear(8, 8))
+
+
+class Distance:
+    """Largest distance from the float32 model."""
+
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
+        self.x, self.calls = x, 0
+        with torch.no_grad():
+            self.expected = model(x)
+
+    def __call__(self, amp_model: AmpModule) -> float:
+        self.calls += 1
+        with torch.no_grad():
+            return float((amp_model(self.x) - self.expected).abs().max())
+
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+@pytest.mark.filterwarnings("ignore:mine.*no node of the model is 'exp'")
+@pytest.mark.parametrize("faults", [(), (3,), (0, 4)])
+def test_the_planted_places_are_found_and_nothing_more(faults: tuple[int, ...]) -> None:
+    model = planted(*faults)
+    metric = Distance(model, X)
+    found = bisect(model, (X,), metric, 0.02, op_list=["default", LISTED])
+    assert found.places == tuple(Place(str(i), "exp") for i in faults)
+    places = 1 + LAYERS * 3
+    assert metric.calls == found.evaluations <= 2 + len(faults) * (math.ceil(math.log2(places)) + 1)
+    if faults:
+        assert not found.low <= 0.02  # Inf, or NaN
+        amp_model = autocastfx.convert(model, (X,), op_list=["default", LISTED, found.op_list])
+        assert Distance(model, X)(amp_model) == found.metric <= 0.02
+
+
+def test_at_the_root_the_op_is_denied() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.log1p(torch.exp(self.layer(x) + 20) * 1e-9)
+
+    model = Root()
+    found = bisect(model, X, Distance(model, X), 0.05, op_list=["default", LISTED])
+    assert found.places == (Place("", "exp"),)
+    assert str(found).startswith("float32 for exp: metric 0.0")
+
+
+def test_the_list_can_be_saved_and_read(tmp_path: Path) -> None:
+    model = planted(1)
+    found = bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED])
+    found.op_list.save(tmp_path / "found.yaml")
+    assert "found by bisection" in (tmp_path / "found.yaml").read_text()
+    (rule,) = autocastfx.load_op_list(tmp_path / "found.yaml").modules
+    assert (rule.path, rule.wanted) == ("1", "float32")
+
+
+def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
+    model, file = planted(1, 3), tmp_path / "search.json"
+    whole = Distance(model, X)
+    expected = bisect(model, (X,), whole, 0.02, op_list=["default", LISTED])
+
+    class Interrupted(Distance):
+        def __call__(self, amp_model: AmpModule) -> float:
+            if self.calls == 5:
+                raise KeyboardInterrupt
+            return super().__call__(amp_model)
+
+    first, second = Interrupted(model, X), Distance(model, X)
+    with pytest.raises(KeyboardInterrupt):
+        bisect(model, (X,), first, 0.02, op_list=["default", LISTED], state=file)
+    assert len(json.loads(file.read_text())) == 5
+    found = bisect(model, (X,), second, 0.02, op_list=["default", LISTED], state=file)
+    assert (found.places, found.metric) == (expected.places, expected.metric)
+    assert second.calls == found.evaluations == whole.calls - 5
+
+
+def test_progress_is_reported() -> None:
+    seen: list[tuple[int, int]] = []
+    model = planted(4)
+    found = bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED], report=lambda *n: seen.append(n))
+    assert [made for made, _ in seen] == list(range(found.evaluations))
+    assert max(left for _, left in seen) == math.ceil(math.log2(1 + LAYERS * 2 + 2))
+
+
+def test_what_float32_does_not_mend_is_an_error() -> None:
+    model = planted()
+    with pytest.raises(BisectError, match=r"with all \d+ places in float32 the metric is .* tolerance of -1"):
+        bisect(model, (X,), Distance(model, X), -1.0)
+
+
+def test_other_arguments_are_those_of_convert() -> None:
+    seen: list[Any] = []
+    model = planted()
+
+    def metric(amp_model: AmpModule) -> float:
+        seen.append(amp_model.plan.low)
+        return 0.0
+
+    assert bisect(model, (X,), metric, 1.0, dtype=torch.bfloat16).places == ()
+    assert set(seen) == {"bfloat16"}
