@@ -24,6 +24,7 @@ from autocastfx.capture.guard import ShapeGuard, shape_guard
 from autocastfx.capture.intact import intact
 from autocastfx.capture.leaf import whole_calls
 from autocastfx.capture.tidy import tidy
+from autocastfx.capture.truth import Truth
 from autocastfx.capture.watch import Watch
 from autocastfx.errors import CaptureError
 
@@ -143,6 +144,7 @@ def _export(flat: nn.Module, tensors: tuple[torch.Tensor, ...], attempt: str) ->
         )  # a size of 1 is a size like another
         stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(Watch(SLOW if attempt == "all" else float("inf")))
+        stack.enter_context(Truth())
         return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
 
 
