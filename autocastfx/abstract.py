@@ -30,15 +30,15 @@ def concrete_sizes(graph: fx.Graph) -> Callable[[Any], Any]:
     if any(isinstance(leaf, (torch.Tensor, torch.SymInt)) and _depends_on_data(leaf) for leaf in leaves):
         return lambda abstract: abstract
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, Any] = {}
+    made: dict[int, tuple[FakeTensor, Any]] = {}  # the abstract value too: freed, its id would be another's
 
     def concrete(leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):
             if id(leaf) not in made:
                 with mode:
                     sizes = [int(_example(n)) for n in leaf.shape], [int(_example(n)) for n in leaf.stride()]
-                    made[id(leaf)] = torch.empty_strided(*sizes, dtype=leaf.dtype, device=leaf.device)
-            return made[id(leaf)]
+                    made[id(leaf)] = leaf, torch.empty_strided(*sizes, dtype=leaf.dtype, device=leaf.device)
+            return made[id(leaf)][1]
         return _example(leaf)
 
     return lambda abstract: pytree.tree_map(concrete, abstract)
