@@ -335,8 +335,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("optimizer", "loss_scaler", "process_group", "masters")
-        return {name: self.__dict__[name] for name in names}
+        return {name: self.__dict__[name] for name in ("optimizer", "loss_scaler", "process_group", "masters")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
