@@ -16,7 +16,7 @@ from autocastfx.report.view import View
 
 __all__ = ["SCRIPTS", "asset", "render_html"]
 
-SCRIPTS = ("viz-standalone.js", "model.js", "drawing.js", "panel.js", "page.js")
+SCRIPTS = ("viz-standalone.js", "model.js", "drawing.js", "viewport.js", "panel.js", "page.js")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 

@@ -40,6 +40,7 @@ const Drawing = (() => {
       .replace(", stored float32", "→f32").replace("float32", "f32");
     if (node.shade === "given") return "as given";
     const after = node.dtype.split(" → ").pop().split(",")[0];
+    if (node.kind === "made") return "made";
     return after ? short(after) : node.kind === "op" ? "no tensor" : "";
   }
 
@@ -55,11 +56,21 @@ const Drawing = (() => {
       if (options.numerics && item.error !== undefined) lines.push(`largest error ${number(item.error)}`);
       return { title: `▸ ${brief(item.label)}`, chip: "", lines: lines.filter(Boolean), bar: item.ops > 0 };
     }
-    const op = item.kind === "op" || item.kind === "removed" ? item.op : item.kind;
-    const lines = [brief(item.held && item.op ? item.op : item.name)];
+    const op = ["op", "made", "removed"].includes(item.kind) ? item.op : item.kind;
+    const lines = [brief(item.held && item.op ? item.op : item.stands ? `${item.stands} · ${item.name}` : item.name)];
     if (item.heldCasts.length && !options.weights) lines.push(`◆ ${many(item.heldCasts.length, "weight cast")}`);
     if (options.numerics && item.numerics) lines.push(`error ${number(item.numerics.error)}`);
     return { title: brief(op), chip: chip(item, low), lines };
+  }
+
+  /* Of lines that are drawn when their box is selected. */
+  function farLines(item, far) {
+    const into = far.filter((edge) => edge.to === item), out = far.filter((edge) => edge.from === item);
+    const casts = new Set(into.flatMap((edge) => [...edge.casts])).size, lines = [];
+    const name = (end) => brief(end.inner ? end.label : end.name);
+    if (into.length) lines.push(`${casts ? `◆ ${many(casts, "cast")} ` : ""}← ${into.length > 1 ? `${into.length} boxes` : name(into[0].from)}`);
+    if (out.length) lines.push(`→ ${out.length > 1 ? `${out.length} more boxes` : name(out[0].to)}`);
+    return lines;
   }
 
   function number(value) {
@@ -69,7 +80,7 @@ const Drawing = (() => {
 
   function size(box) {
     const title = width(box.title, BOLD) + (box.chip ? width(box.chip, SMALL_BOLD) + 26 : 0);
-    const inner = Math.max(title, ...box.lines.map((line) => width(line, SMALL)));
+    const inner = Math.max(title, ...box.lines.map((line) => width(line, line.startsWith("◆") ? SMALL_BOLD : SMALL)));
     return [Math.max(inner + 24, 96), 30 + 15 * box.lines.length + (box.bar ? 10 : 0)];
   }
 
@@ -86,10 +97,13 @@ const Drawing = (() => {
   /* Places everything. Throws what Graphviz says where it fails. */
   function place(viz, model, open, options) {
     const scene = Model.visible(model, open, options);
-    const looks = new Map(scene.boxes.map((item) => [item.key, content(item, model, options)]));
+    const looks = new Map(scene.boxes.map((item) => {
+      const look = content(item, model, options);
+      return [item.key, { ...look, lines: [...look.lines, ...farLines(item, scene.far)] }];
+    }));
     const lines = ["digraph {", "graph [nodesep=0.28, ranksep=0.42, nslimit=4, nslimit1=4, mclimit=0.5]",
       "node [shape=box, fixedsize=true]", "edge [arrowsize=0.1]"];
-    lines.push(...clusters(model, 0, groupBy(scene.boxes), looks, open));
+    lines.push(...clusters(model, 0, groupBy(scene.boxes), looks, open, options));
     for (const edge of scene.edges) {
       const text = mark(edge);
       const room = text ? `label=<<table border="0" cellborder="0" cellpadding="0" cellspacing="0" fixedsize="true" ` +
@@ -112,16 +126,21 @@ const Drawing = (() => {
     return found;
   }
 
-  function clusters(model, id, inside, looks, open) {
+  function clusters(model, id, inside, looks, open, options) {
     const lines = (inside.get(id) || []).map((item) => {
       const [w, h] = size(looks.get(item.key));
       return `${item.key} [width=${w / 72}, height=${h / 72}]`;
     });
     for (const inner of model.groups[id].inner) {
-      if (!open.has(inner)) continue;
-      const part = clusters(model, inner, inside, looks, open);
+      const group = model.groups[inner];
+      if (!open.has(inner) && !group.single) continue;
+      const part = clusters(model, inner, inside, looks, open, options);
       if (!part.length) continue;
-      const room = width(header(model.groups[inner]), BOLD) + 12;
+      if (group.single && !options.weights) {
+        lines.push(...part);
+        continue;
+      }
+      const room = width(header(group), BOLD) + 12;
       lines.push(`subgraph cluster_g${inner} {`, `label=<<table border="0" fixedsize="true" width="${room}" height="${HEADER}">` +
         "<tr><td></td></tr></table>>", "margin=12", ...part, "}");
     }
@@ -129,7 +148,7 @@ const Drawing = (() => {
   }
 
   function header(group) {
-    return `▾ ${brief(group.bundle || group.runs ? group.label : group.path)}`;
+    return `${group.single ? "" : "▾ "}${brief(group.bundle || group.runs ? group.label : group.path)}`;
   }
 
   function read(placed, scene, looks) {
@@ -174,20 +193,23 @@ const Drawing = (() => {
   /* An SVG group of the scene; every part that can be activated carries data-key. */
   function draw(scene, model, options) {
     const root = el("g", {});
-    for (const frame of scene.frames) root.append(drawFrame(frame, model.groups[frame.group]));
+    for (const frame of scene.frames) {
+      root.append(el("rect", { class: "frame", x: frame.x, y: frame.y, width: frame.w, height: frame.h, rx: 8 }));
+    }
     for (const line of scene.lines) root.append(drawLine(line));
+    for (const frame of scene.frames) root.append(drawHeader(frame, model.groups[frame.group]));
     for (const line of scene.lines) if (line.label) root.append(drawMark(line));
     for (const item of scene.boxes) root.append(drawBox(item, scene.places.get(item.key), scene.looks.get(item.key), model, options));
     return root;
   }
 
-  function drawFrame(frame, group) {
+  function drawHeader(frame, group) {
     const name = header(group);
-    const button = el("g", { class: "header", "data-key": `f${group.id}`, role: "button", tabindex: -1, "aria-expanded": "true",
+    if (group.single) return text(name, frame.x + 12, frame.y + 22, "title");
+    return el("g", { class: "header", "data-key": `f${group.id}`, role: "button", tabindex: -1, "aria-expanded": "true",
       "aria-label": `module ${group.path}, open; activate to close` },
       el("rect", { x: frame.x + 5, y: frame.y + 5, width: width(name, BOLD) + 14, height: HEADER, rx: 5 }),
       text(name, frame.x + 12, frame.y + 22, "title"));
-    return el("g", { class: "frame" }, el("rect", { class: "area", x: frame.x, y: frame.y, width: frame.w, height: frame.h, rx: 8 }), button);
   }
 
   function drawLine(line) {
@@ -255,5 +277,13 @@ const Drawing = (() => {
     });
   }
 
-  return { place, draw, bytes, many, number, short, chip };
+  /* A line straight from box to box. */
+  function straight(a, b, isCast) {
+    const down = b.y > a.y + a.h, from = [a.x + a.w / 2, down ? a.y + a.h : a.y], to = [b.x + b.w / 2, down ? b.y : b.y + b.h];
+    const bend = (to[1] - from[1]) / 3;
+    const d = `M${from}C${from[0]},${from[1] + bend} ${to[0]},${to[1] - bend} ${to}`;
+    return el("g", { class: isCast ? "edge cast over" : "edge over" }, el("path", { class: "line", d }), arrow([to[0], to[1] - bend], to));
+  }
+
+  return { place, draw, straight, bytes, many, number, short, chip };
 })();

@@ -3,8 +3,10 @@
 const Model = (() => {
   const HELD = new Set(["parameter", "buffer", "constant", "copy", "sub-graph"]);
   const SHADES = ["low", "mixed", "float32", "given", "other"];
-  const MOST_OWN = 30; // as many operations of a module are drawn beside its inner modules; more are a box of their own
-  const MOST_AT_FIRST = 60;
+  const MOST_IN_A_ROW = 40; // longer runs of a module's own operations, between its inner modules, are a box of their own
+  const MOST_WITHOUT_FLOAT32 = 8; // as are runs longer than this that mostly compute masks and positions
+  const MOST_AT_FIRST = 60, SMALL_MODEL = 40;
+  const MOST_ENDS = 6; // a box with more lines in or out has them drawn when it is selected
 
   /* Groups are the modules, and the bundles of what a large module computes itself. Group 0 is the root. */
   function build(variant) {
@@ -13,6 +15,7 @@ const Model = (() => {
     for (const node of nodes) {
       node.held = HELD.has(node.kind);
       node.drawn = node.kind !== "cast";
+      node.aside = node.held || (node.shade === "other" && !node.dtype && node.kind === "op"); // weights and sizes
       for (const read of node.reads) nodes[read].readers.push(node.id);
     }
     bundle(groups, nodes);
@@ -25,6 +28,11 @@ const Model = (() => {
     for (const node of nodes) {
       groups[node.group].nodes.push(node.id);
       for (let g = node.group; g >= 0; g = groups[g].around) count(groups[g], node);
+    }
+    for (const group of groups) {
+      const drawn = group.nodes.filter((id) => nodes[id].drawn && !nodes[id].aside);
+      group.single = group.around >= 0 && !group.inner.length && drawn.length === 1; // drawn as what it computes
+      if (group.single && !group.bundle && !group.runs) nodes[drawn[0]].stands = group.label;
     }
     for (const node of nodes) node.heldCasts = node.reads.map((r) => nodes[r]).filter((r) => r.kind === "cast" && source(nodes, r).held);
     const byName = new Map(nodes.map((n) => [n.name, n]));
@@ -44,15 +52,24 @@ const Model = (() => {
   }
 
   function bundle(groups, nodes) {
-    const own = groups.map(() => []);
-    for (const node of nodes) if (node.kind === "op" || node.kind === "made") own[node.group].push(node);
-    const around = new Set(groups.map((g) => g.around));
-    for (const group of groups.slice()) {
-      if (!around.has(group.id) || own[group.id].length <= MOST_OWN) continue;
-      const made = { id: groups.length, key: `g${groups.length}`, name: "own operations", around: group.id, bundle: true };
+    const around = new Set(groups.map((g) => g.around)), runs = [];
+    let last = null;
+    for (const node of nodes) {
+      if ((node.kind !== "op" && node.kind !== "made") || node.aside) continue;
+      if (last === null || last !== node.group) runs.push([]);
+      last = node.group;
+      runs[runs.length - 1].push(node);
+    }
+    for (const run of runs) {
+      const group = run[0].group, without = run.filter((node) => node.shade === "other").length;
+      const long = run.length > MOST_IN_A_ROW || (run.length > MOST_WITHOUT_FLOAT32 && without * 2 > run.length);
+      if (!long || !around.has(group)) continue;
+      const made = { id: groups.length, key: `g${groups.length}`, name: "own operations", around: group, bundle: true };
       groups.push(made);
+      const names = new Set(run.map((node) => node.id));
       for (const node of nodes) {
-        if (node.group === group.id && node.kind !== "input" && node.kind !== "output") node.group = made.id;
+        const reader = node.kind === "cast" && node.group === group && node.readers.some((id) => names.has(id));
+        if (names.has(node.id) || reader) node.group = made.id;
       }
     }
   }
@@ -75,15 +92,14 @@ const Model = (() => {
     return node;
   }
 
-  /* What is open at first: what only holds others, and what holds most of the model. */
+  /* What is open at first: all of a small model, else what holds much of it. */
   function firstOpen(model) {
-    const open = new Set([0]);
+    const open = new Set([0]), all = model.groups[0].ops;
     const queue = [...model.groups[0].inner];
     while (queue.length) {
       const group = model.groups[queue.shift()];
-      const drawn = group.nodes.filter((id) => model.nodes[id].drawn && !model.nodes[id].held).length;
-      const holds = (!drawn && group.inner.length) || group.ops * 2 > model.groups[0].ops;
-      if (!holds || boxes(model, new Set([...open, group.id]), {}).length > MOST_AT_FIRST) continue;
+      if (group.single || (all > SMALL_MODEL && group.ops * 4 <= all)) continue;
+      if (boxes(model, new Set([...open, group.id]), {}).length > MOST_AT_FIRST) continue;
       open.add(group.id);
       queue.push(...group.inner);
     }
@@ -95,7 +111,7 @@ const Model = (() => {
     const found = [];
     const of = (id) => {
       if (id < 0) return undefined;
-      if (!(id in found)) found[id] = of(model.groups[id].around) ?? (open.has(id) ? undefined : id);
+      if (!(id in found)) found[id] = of(model.groups[id].around) ?? (open.has(id) || model.groups[id].single ? undefined : id);
       return found[id];
     };
     model.groups.forEach((g) => of(g.id));
@@ -103,7 +119,7 @@ const Model = (() => {
   }
 
   function shows(node, options) {
-    return node.drawn && (!node.held || options.weights);
+    return node.drawn && (!node.aside || options.weights);
   }
 
   function boxes(model, open, options) {
@@ -134,7 +150,17 @@ const Model = (() => {
         if (read.kind === "cast") edges.get(key).casts.add(read);
       }
     }
-    return { boxes: boxes(model, open, options), edges: [...edges.values()] };
+    const all = [...edges.values()];
+    return { boxes: boxes(model, open, options), edges: all.filter((e) => !far(e, all)), far: all.filter((e) => far(e, all)) };
+  }
+
+  /* Whether an edge is one of very many at an end; the first out of a box and the last into it are drawn all the same. */
+  function far(edge, all) {
+    edge.far ??= ["from", "to"].some((end) => {
+      const same = all.filter((other) => other[end] === edge[end]);
+      return same.length > MOST_ENDS && edge !== (end === "from" ? same[0] : same[same.length - 1]);
+    });
+    return edge.far;
   }
 
   function openTo(model, open, node) {

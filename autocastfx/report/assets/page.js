@@ -3,8 +3,8 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
-  const graph = $("graph"), view = $("view"), { h } = Panel;
-  const state = { model: null, open: new Set(), scene: null, selected: null, current: null, tab: "selection", x: 0, y: 0, zoom: 1, hits: [], hit: -1 };
+  const graph = $("graph"), view = $("view"), { h } = Panel, port = Viewport.of(graph, view);
+  const state = { model: null, open: new Set(), scene: null, selected: null, current: null, tab: "selection", hits: [], hit: -1 };
   const options = { weights: false, numerics: false };
   let viz = null;
 
@@ -28,10 +28,9 @@
     view.replaceChildren(Drawing.draw(state.scene, state.model, options));
     $("status").textContent = "";
     const after = anchor ? spot(anchor) : null;
-    if (before && after) [state.x, state.y] = [state.x + (before.x - after.x) * state.zoom, state.y + (before.y - after.y) * state.zoom];
+    if (before && after) port.shift(before.x - after.x, before.y - after.y);
     setCurrent(state.current && part(state.current) ? state.current : firstKey(), false);
     mark();
-    move();
   }
 
   /* Where the box, the frame or the closed module around it is drawn. */
@@ -66,7 +65,7 @@
     if (!now) return;
     now.setAttribute("tabindex", "0");
     if (focus) {
-      reveal(spot(key));
+      port.reveal(spot(key));
       now.focus({ preventScroll: true });
     }
   }
@@ -76,6 +75,7 @@
       old.classList.remove("selected", "beside");
       if (old.hasAttribute("aria-pressed")) old.setAttribute("aria-pressed", "false");
     }
+    for (const old of view.querySelectorAll(".over")) old.remove();
     const key = state.selected, chosen = item(key);
     if (!chosen) return;
     const cast = chosen.kind === "cast" ? chosen : null;
@@ -88,6 +88,12 @@
       const edge = item(one.dataset.key);
       if (edge && (edge.key === key || (cast && edge.casts.has(cast)))) one.classList.add("selected");
     }
+    for (const edge of state.scene.far) {
+      const ends = [edge.from, edge.to].map((end) => state.scene.places.get(end.key));
+      if (cast ? edge.casts.has(cast) : edge.from.key === key || edge.to.key === key) {
+        view.firstChild.append(Drawing.straight(...ends, edge.casts.size > 0));
+      }
+    }
     const box = part(key);
     if (!box) return;
     box.classList.add("selected");
@@ -95,46 +101,6 @@
   }
 
   /* ---- moving about ---- */
-
-  function move() {
-    view.setAttribute("transform", `translate(${state.x} ${state.y}) scale(${state.zoom})`);
-  }
-
-  function room() {
-    const box = graph.getBoundingClientRect();
-    return [box.width, box.height];
-  }
-
-  function fit(whole) {
-    if (!state.scene) return;
-    const [w, h] = room(), across = state.scene.across + 32, down = state.scene.down + 32;
-    const all = Math.min(w / across, h / down);
-    state.zoom = Math.min(1, whole ? all : Math.max(all, Math.min(w / across, 0.85), 0.45));
-    state.x = Math.max((w - state.scene.across * state.zoom) / 2, 16);
-    state.y = Math.max((h - state.scene.down * state.zoom) / 2, 16);
-    if (!whole && down * state.zoom > h) state.y = 16;
-    move();
-  }
-
-  function zoomBy(factor, at) {
-    const [w, h] = room(), [x, y] = at || [w / 2, h / 2];
-    const next = Math.min(3, Math.max(0.05, state.zoom * factor)), ratio = next / state.zoom;
-    [state.x, state.y, state.zoom] = [x - (x - state.x) * ratio, y - (y - state.y) * ratio, next];
-    move();
-  }
-
-  function reveal(place, centre) {
-    if (!place) return;
-    if (centre && state.zoom < 0.6) state.zoom = 0.85;
-    const [w, h] = room(), edge = 40;
-    const x = state.x + place.x * state.zoom, y = state.y + place.y * state.zoom, pw = place.w * state.zoom, ph = place.h * state.zoom;
-    if (centre) [state.x, state.y] = [state.x + w / 2 - x - pw / 2, state.y + h / 2 - y - ph / 2];
-    else {
-      state.x += Math.max(edge - x, 0) + Math.min(w - edge - x - pw, 0);
-      state.y += Math.max(edge - y, 0) + Math.min(h - edge - y - ph, 0);
-    }
-    move();
-  }
 
   function step(key, [dx, dy]) {
     const from = spot(key);
@@ -195,7 +161,7 @@
     select(node.key);
     if (!viz) return;
     setCurrent(part(target.key) ? target.key : state.current, false);
-    reveal(spot(target.key), true);
+    port.reveal(spot(target.key), true);
   }
 
   function setChoice(name, on) {
@@ -268,7 +234,7 @@
     lookUp();
     if (!viz) return;
     redraw();
-    fit(false);
+    port.fit(state.scene, false);
   }
 
   function legend() {
@@ -296,41 +262,12 @@
     if (around > 0) activate(`f${around}`, true);
   }
 
-  let drag = null;
-  graph.addEventListener("pointerdown", (event) => {
-    if (event.button === 0) drag = { x: event.clientX, y: event.clientY, moved: false };
-  });
-  window.addEventListener("pointermove", (event) => {
-    if (!drag) return;
-    const [dx, dy] = [event.clientX - drag.x, event.clientY - drag.y];
-    if (!drag.moved && Math.hypot(dx, dy) < 4) return;
-    [state.x, state.y] = [state.x + dx, state.y + dy];
-    drag = { x: event.clientX, y: event.clientY, moved: true };
-    graph.classList.add("dragged");
-    move();
-  });
-  window.addEventListener("pointerup", () => {
-    graph.classList.remove("dragged");
-    const moved = drag?.moved;
-    drag = null;
-    if (moved) graph.addEventListener("click", (event) => event.stopPropagation(), { capture: true, once: true });
-    if (moved) setTimeout(() => graph.dispatchEvent(new MouseEvent("click")), 0);
-  });
   graph.addEventListener("click", (event) => {
+    if (graph.classList.contains("dragged")) return;
     const key = event.target.closest?.("[data-key]")?.dataset.key;
     if (key) activate(key, !key.startsWith("e"));
     else select(null);
   });
-  graph.addEventListener("wheel", (event) => {
-    event.preventDefault();
-    const box = graph.getBoundingClientRect();
-    if (event.ctrlKey || event.metaKey) zoomBy(Math.exp(-event.deltaY / 300), [event.clientX - box.left, event.clientY - box.top]);
-    else {
-      [state.x, state.y] = [state.x - event.deltaX, state.y - event.deltaY];
-      move();
-    }
-  }, { passive: false });
-
   document.addEventListener("keydown", (event) => {
     const typing = event.target.matches?.("input, select, textarea");
     if (event.ctrlKey || event.metaKey || event.altKey) return;
@@ -339,9 +276,9 @@
       if (state.scene) setCurrent(state.current, true);
     } else if (typing && event.target.type !== "checkbox") return;
     else if (event.key === "/") $("query").select();
-    else if (event.key === "+") zoomBy(1.25);
-    else if (event.key === "-") zoomBy(0.8);
-    else if (event.key === "0") fit(true);
+    else if (event.key === "+") port.zoomBy(1.25);
+    else if (event.key === "-") port.zoomBy(0.8);
+    else if (event.key === "0") port.fit(state.scene, true);
     else return;
     event.preventDefault();
   });
@@ -364,9 +301,9 @@
     next(-1);
   });
   $("query").addEventListener("input", lookUp);
-  $("closer").addEventListener("click", () => zoomBy(1.25));
-  $("farther").addEventListener("click", () => zoomBy(0.8));
-  $("fit").addEventListener("click", () => fit(true));
+  $("closer").addEventListener("click", () => port.zoomBy(1.25));
+  $("farther").addEventListener("click", () => port.zoomBy(0.8));
+  $("fit").addEventListener("click", () => port.fit(state.scene, true));
   $("reset").addEventListener("click", () => start(Number($("variant").value)));
   for (const name of ["weights", "numerics"]) $(name).addEventListener("change", (event) => setChoice(name, event.target.checked));
 
@@ -385,7 +322,7 @@
   Viz.instance().then((made) => {
     viz = made;
     redraw();
-    fit(false);
+    port.fit(state.scene, false);
     document.documentElement.dataset.drawn = String(Math.round(performance.now()));
   }).catch((error) => {
     $("status").textContent = `Graphviz cannot be started: ${error.message}. The tables beside this are complete.`;

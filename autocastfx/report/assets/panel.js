@@ -21,7 +21,12 @@ const Panel = (() => {
   }
 
   function link(node, go, said) {
-    return h("button", { type: "button", class: "link", on: () => go(node) }, said || node.name);
+    return h("button", { type: "button", class: "link", on: () => go(node) }, breakable(said || (node.held && node.op) || node.name));
+  }
+
+  /* A name that may go on in the next line after a dot, a slash or an underscore. */
+  function breakable(name) {
+    return name.split(/(?<=[._/])/).flatMap((piece, i) => (i ? [document.createElement("wbr"), piece] : [piece]));
   }
 
   function facts(pairs) {
@@ -57,11 +62,11 @@ const Panel = (() => {
     const reads = node.reads.map((id) => model.nodes[id]), readers = node.readers.map((id) => model.nodes[id]);
     const casts = reads.filter((n) => n.kind === "cast"), after = readers.filter((n) => n.kind === "cast");
     return [
-      h("h2", {}, node.name),
+      h("h2", {}, breakable(node.name)),
       facts([
         ["what", node.kind === "op" ? "operation" : node.kind === "removed" ? "in the captured graph only" : node.kind],
         [node.held ? "path" : "op", shown],
-        ["module", node.module ?? (node.kind === "op" ? "(root)" : null)],
+        ["module", node.module ? h("span", {}, breakable(node.module)) : node.kind === "op" ? "(root)" : null],
         ["dtype", node.dtype],
         ["precision", node.runs],
         ["category", node.category],
@@ -92,6 +97,11 @@ const Panel = (() => {
     if (!once.length) return null;
     const shown = list(once.slice(0, 12), go, (node) => (node.runs ? `(${node.runs})` : `(${node.kind})`));
     return [h("h3", {}, title), shown, once.length > 12 ? h("p", { class: "none" }, `and ${once.length - 12} more`) : null];
+  }
+
+  function path(model, name) {
+    const node = model.byName.get(name);
+    return node && node.held ? node.op : name;
   }
 
   function named(model, name, go) {
@@ -127,7 +137,7 @@ const Panel = (() => {
 
   function ofCast(model, cast, go) {
     return [
-      h("h2", {}, cast.name),
+      h("h2", {}, breakable(cast.name)),
       facts([
         ["what", "cast, made by the conversion"],
         ["dtype", cast.dtype],
@@ -154,7 +164,7 @@ const Panel = (() => {
     const low = Drawing.short(model.variant.low);
     const words = { low: `16 bits (${low})`, float32: "float32", mixed: "mixed", given: "as given", other: "no float32 value" };
     return [
-      h("h2", {}, group.path || "(root)"),
+      h("h2", {}, breakable(group.path || "(root)")),
       facts([
         ["operations", String(group.ops)],
         ...Model.SHADES.map((shade) => [words[shade], group.counts[shade] ? String(group.counts[shade]) : ""]),
@@ -189,7 +199,7 @@ const Panel = (() => {
 
   function casts(model, go) {
     const all = model.nodes.filter((n) => n.kind === "cast").sort((a, b) => (b.bytes || 0) - (a.bytes || 0));
-    const rows = all.map((cast) => [link(cast, go, cast.of), cast.dtype.split(" → ").map(Drawing.short).join(" → "), bytes(cast.bytes || 0)]);
+    const rows = all.map((cast) => [link(cast, go, path(model, cast.of)), cast.dtype.split(" → ").map(Drawing.short).join(" → "), bytes(cast.bytes || 0)]);
     return [h("h2", {}, "Casts, the costliest first"), h("p", { class: "none" }, `${many(all.length, "cast")}, ${bytes(total(all))} in each call`),
       table(["value", "dtype", "bytes"], rows, "There is no cast.")];
   }
