@@ -42,8 +42,8 @@ def dump(
     """What was decided for a converted model: every node, its precision and why, and every cast.
 
     Shows the variant that ``amp_model.graph`` and ``amp_model.plan`` show: the first that was captured for the model's
-    present mode; ``"html"`` shows that one first, and the others on demand. Sizes and values are not shown, and the text
-    is the same on every machine.
+    present mode; ``"html"`` shows that one first, and the others on demand. Sizes and values are not shown, and the
+    text is the same on every machine.
 
     Args:
         amp_model: what :func:`convert` returned, or such a model unpickled.

@@ -42,7 +42,9 @@ class Compared(Protocol):
     """A comparison with the float32 graph."""
 
     @property
-    def nodes(self) -> Sequence[ComparedValue]: ...
+    def nodes(self) -> Sequence[ComparedValue]:
+        """The nodes that were compared."""
+        ...
 
 
 def page_data(views: Sequence[View], shown: int, comparison: Compared | None = None) -> dict[str, Any]:

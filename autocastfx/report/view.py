@@ -39,9 +39,7 @@ class View:
     codes: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def view(
-    owner: nn.Module, graph: fx.Graph, code: str, plan: Plan, inputs: Sequence[torch.dtype], variant: str
-) -> View:
+def view(owner: nn.Module, graph: fx.Graph, code: str, plan: Plan, inputs: Sequence[torch.dtype], variant: str) -> View:
     """Join a graph and its plan. Needs no abstract values, so that unpickled graphs do as well.
 
     Args:

@@ -81,7 +81,7 @@ const Drawing = (() => {
   function size(box) {
     const title = width(box.title, BOLD) + (box.chip ? width(box.chip, SMALL_BOLD) + 26 : 0);
     const inner = Math.max(title, ...box.lines.map((line) => width(line, line.startsWith("◆") ? SMALL_BOLD : SMALL)));
-    return [Math.max(inner + 24, 96), 30 + 15 * box.lines.length + (box.bar ? 10 : 0)];
+    return [Math.max(inner + 24, 96), 32 + 15 * box.lines.length + (box.bar ? 10 : 0)];
   }
 
   function mark(edge) {

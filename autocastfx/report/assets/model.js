@@ -5,6 +5,7 @@ const Model = (() => {
   const SHADES = ["low", "mixed", "float32", "given", "other"];
   const MOST_IN_A_ROW = 40; // longer runs of a module's own operations, between its inner modules, are a box of their own
   const MOST_WITHOUT_FLOAT32 = 8; // as are runs longer than this that mostly compute masks and positions
+  const MOST_AT_ONCE = 120, PIECE = 50; // longer runs yet are cut into pieces
   const MOST_AT_FIRST = 60, SMALL_MODEL = 40;
   const MOST_ENDS = 6; // a box with more lines in or out has them drawn when it is selected
 
@@ -61,16 +62,21 @@ const Model = (() => {
       runs[runs.length - 1].push(node);
     }
     for (const run of runs) {
-      const group = run[0].group, without = run.filter((node) => node.shade === "other").length;
+      const without = run.filter((node) => node.shade === "other").length, count = Math.ceil(run.length / PIECE);
       const long = run.length > MOST_IN_A_ROW || (run.length > MOST_WITHOUT_FLOAT32 && without * 2 > run.length);
-      if (!long || !around.has(group)) continue;
-      const made = { id: groups.length, key: `g${groups.length}`, name: "own operations", around: group, bundle: true };
-      groups.push(made);
-      const names = new Set(run.map((node) => node.id));
-      for (const node of nodes) {
-        const reader = node.kind === "cast" && node.group === group && node.readers.some((id) => names.has(id));
-        if (names.has(node.id) || reader) node.group = made.id;
-      }
+      if (run.length > MOST_AT_ONCE) {
+        for (let i = 0; i < count; i++) gather(groups, nodes, run.slice(i * PIECE, (i + 1) * PIECE), `operations, part ${i + 1} of ${count}`);
+      } else if (long && around.has(run[0].group)) gather(groups, nodes, run, "own operations");
+    }
+  }
+
+  function gather(groups, nodes, run, name) {
+    const made = { id: groups.length, key: `g${groups.length}`, name, around: run[0].group, bundle: true };
+    groups.push(made);
+    const members = new Set(run.map((node) => node.id));
+    for (const node of nodes) {
+      const isTheirs = node.kind === "cast" && node.group === made.around && node.readers.some((id) => members.has(id));
+      if (members.has(node.id) || isTheirs) node.group = made.id;
     }
   }
 
@@ -81,7 +87,7 @@ const Model = (() => {
   }
 
   function labelOf(groups, group) {
-    if (group.bundle) return `${groups[group.around].name || "model"}: own operations`;
+    if (group.bundle) return `${groups[group.around].name || "model"}: ${group.name}`;
     if (group.runs) return `sub-graph ${group.name}`;
     return /^\d+$/.test(group.name) ? `${groups[group.around].name}.${group.name}` : group.name || "model";
   }

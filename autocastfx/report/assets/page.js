@@ -258,7 +258,8 @@
 
   function closeAround(key) {
     const one = item(key);
-    const around = key[0] === "f" ? one.id : key[0] === "g" ? one.around : key[0] === "n" ? one.group : 0;
+    let around = key[0] === "f" ? one.id : key[0] === "g" ? one.around : key[0] === "n" ? one.group : 0;
+    while (around > 0 && state.model.groups[around].single) around = state.model.groups[around].around;
     if (around > 0) activate(`f${around}`, true);
   }
 
