@@ -56,7 +56,7 @@ const Drawing = (() => {
       if (options.numerics && item.error !== undefined) lines.push(`largest error ${number(item.error)}`);
       return { title: `▸ ${brief(item.label)}`, chip: "", lines: lines.filter(Boolean), bar: item.ops > 0 };
     }
-    const op = ["op", "made", "removed"].includes(item.kind) ? item.op : item.kind;
+    const op = ["op", "made", "removed"].includes(item.kind) ? item.op : item.kind === "copy" ? "working copy" : item.kind;
     const lines = [brief(item.held && item.op ? item.op : item.stands ? `${item.stands} · ${item.name}` : item.name)];
     if (item.heldCasts.length && !options.weights) lines.push(`◆ ${many(item.heldCasts.length, "weight cast")}`);
     if (options.numerics && item.numerics) lines.push(`error ${number(item.numerics.error)}`);

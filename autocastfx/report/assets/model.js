@@ -7,7 +7,7 @@ const Model = (() => {
   const MOST_WITHOUT_FLOAT32 = 8; // as are runs longer than this that mostly compute masks and positions
   const MOST_AT_ONCE = 120, PIECE = 50; // longer runs yet are cut into pieces
   const MOST_AT_FIRST = 60, SMALL_MODEL = 40;
-  const MOST_ENDS = 6; // a box with more lines in or out has them drawn when it is selected
+  const MOST_ENDS = 4; // a box with more lines in or out has them drawn when it is selected
 
   /* Groups are the modules, and the bundles of what a large module computes itself. Group 0 is the root. */
   function build(variant) {
