@@ -23,7 +23,7 @@ EXTRAS := dev,docs,demo,plot
 # $(call step,what it does) { commands; } prints what it does and then how long it took.
 step = @echo "==> $(1)"; TIMEFORMAT="    %1R s"; time
 
-.PHONY: help test demo env lint types unit docs wheel format clean distclean
+.PHONY: help test demo env lint types browser unit docs wheel format clean distclean
 
 help:
 	@echo "make test    everything that continuous integration checks: lint, types, unit, docs, wheel"
@@ -31,6 +31,7 @@ help:
 	@echo "make env     only create .venv with the pinned environment"
 	@echo "make lint    ruff: rules and formatting"
 	@echo "make types   basedpyright, strict, on autocastfx/"
+	@echo "make browser install Debian's chromium for the tests of the HTML page, as root where apt-get exists"
 	@echo "make unit    pytest; options go in PYTEST_ARGS, for example PYTEST_ARGS='-k place -x'"
 	@echo "make docs    the documentation, into docs/_build/html; a warning is an error"
 	@echo "make wheel   build the sdist and the wheel, install the wheel in a clean environment, use it there"
@@ -62,7 +63,19 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(call step,types: basedpyright) { $(BIN)/basedpyright; }
 
-unit: $(INSTALLED)
+# Never fails: without a browser the tests of the page are skipped.
+browser:
+	@if [ -x /usr/bin/chromium ] && [ -x /usr/bin/chromedriver ]; then exit 0; fi; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+	  echo "==> browser: no chromium and chromium-driver here: the browser tests will be skipped"; exit 0; \
+	fi; \
+	echo "==> browser: install chromium and chromium-driver"; \
+	install="timeout 300 apt-get -o DPkg::Lock::Timeout=60 install -y -qq --no-install-recommends chromium chromium-driver"; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	$$install >/dev/null 2>&1 || { timeout 120 apt-get update -qq >/dev/null 2>&1 && $$install >/dev/null 2>&1; } || \
+	  echo "    not possible: the browser tests will be skipped"
+
+unit: $(INSTALLED) browser
 	$(call step,unit: pytest on $(WORKERS) workers) { \
 	  $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS); \
 	}

@@ -32,7 +32,7 @@ __all__ = ["check_list", "convert_model", "diff", "diff_lists", "doctor", "dump"
 
 
 def dump(options: Namespace) -> int:
-    """``dump MODEL``: as text, Python, JSON or DOT, to standard output or a file."""
+    """``dump MODEL``: in one of its formats, to standard output or a file."""
     _check_output(options.output)
     text = dump_model(_converted(options, options.op_list or "default"), options.output, options.format)
     if options.output is None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from autocastfx.amp_module import AmpModule
 from autocastfx.report.dot import render_dot
 from autocastfx.report.graphml import render_graphml
+from autocastfx.report.html import render_html
+from autocastfx.report.page_data import Compared
 from autocastfx.report.python import render_python
 from autocastfx.report.text import render_text
 from autocastfx.report.view import View, view
@@ -20,33 +22,44 @@ def _render_json(view: View) -> str:
     return view.plan.to_json() + "\n"
 
 
-FORMATS: dict[str, Callable[[View], str]] = {
+_OF_ONE_VARIANT: dict[str, Callable[[View], str]] = {
     "text": render_text,
     "json": _render_json,
     "dot": render_dot,
     "graphml": render_graphml,
     "python": render_python,
 }
+FORMATS = (*_OF_ONE_VARIANT, "html")
 
 
-def dump(amp_model: AmpModule, path: str | os.PathLike[str] | None = None, format: str = "text") -> str:
+def dump(
+    amp_model: AmpModule,
+    path: str | os.PathLike[str] | None = None,
+    format: str = "text",
+    *,
+    comparison: Compared | None = None,
+) -> str:
     """What was decided for a converted model: every node, its precision and why, and every cast.
 
     Shows the variant that ``amp_model.graph`` and ``amp_model.plan`` show: the first that was captured for the model's
-    present mode. Sizes and values are not shown, and the text is the same on every machine.
+    present mode; ``"html"`` shows that one first, and the others on demand. Sizes and values are not shown, and the
+    text is the same on every machine.
 
     Args:
         amp_model: what :func:`convert` returned, or such a model unpickled.
         path: also write the text here, as UTF-8; a file that is there already is replaced once the text is complete.
         format: ``"text"``, an aligned table; ``"json"``, the plan, which :meth:`Plan.from_json` reads back; ``"dot"``,
-            for Graphviz; ``"graphml"``, for graph tools; or ``"python"``, the generated code with dtypes and precision
-            as comments.
+            for Graphviz; ``"graphml"``, for graph tools; ``"python"``, the generated code with dtypes and precision
+            as comments; or ``"html"``, a page for a browser, which needs no other file and no network: the graph by
+            module, to open, search and read.
+        comparison: what :func:`compare` returned for ``amp_model`` in its present mode; the page shows its numbers.
 
     Returns:
         The text, which ends with a newline.
 
     Raises:
-        ValueError: the format is unknown.
+        ValueError: the format is unknown; or it is not ``"html"`` and there is a ``comparison``; or that is of another
+            model.
         TypeError: ``amp_model`` is no converted model.
         VariantError: nothing is captured yet.
         FileNotFoundError: the folder of ``path`` does not exist.
@@ -58,7 +71,13 @@ def dump(amp_model: AmpModule, path: str | os.PathLike[str] | None = None, forma
         raise TypeError(
             f"dump shows what convert() returned, not a {type(amp_model).__name__}: convert the model first"
         )
-    text = FORMATS[format](view_of(amp_model))
+    if comparison is not None and format != "html":
+        raise ValueError(f"comparison= goes into format='html', not {format!r}: leave it away, or print it by itself")
+    if format == "html":
+        views = [_view(amp_model, number) for number in range(len(amp_model.shown))]
+        text = render_html(views, _shown(amp_model), comparison)
+    else:
+        text = _OF_ONE_VARIANT[format](view_of(amp_model))
     if path is not None:
         _write(Path(path), text)
     return text
@@ -66,14 +85,23 @@ def dump(amp_model: AmpModule, path: str | os.PathLike[str] | None = None, forma
 
 def view_of(amp_model: AmpModule) -> View:
     """The variant that ``amp_model`` shows, for the renderers."""
-    plan, graph = amp_model.plan, amp_model.graph
+    return _view(amp_model, _shown(amp_model))
+
+
+def _shown(amp_model: AmpModule) -> int:
+    """The position of the variant that ``amp_model`` shows."""
+    graph = amp_model.graph
+    return next(i for i, variant in enumerate(amp_model.shown) if variant.graph is graph)
+
+
+def _view(amp_model: AmpModule, number: int) -> View:
     variants = amp_model.shown
-    number, shown = next((i, v) for i, v in enumerate(variants, 1) if v.graph is graph)
-    mode = "train mode" if all(shown.modes) else "mixed modes" if any(shown.modes) else "eval mode"
-    inputs = [leaf[1] for leaf in shown.structure.leaves if leaf[0] == "tensor"]
-    what = "draft " if plan.unverified else ""
-    words = f"{what}{number} of {len(variants)}, {mode}, called with {shown.structure}"
-    return view(amp_model, plan, inputs, words)
+    variant = variants[number]
+    mode = "train mode" if all(variant.modes) else "mixed modes" if any(variant.modes) else "eval mode"
+    inputs = [leaf[1] for leaf in variant.structure.leaves if leaf[0] == "tensor"]
+    what = "draft " if variant.plan.unverified else ""
+    words = f"{what}{number + 1} of {len(variants)}, {mode}, called with {variant.structure}"
+    return view(amp_model, variant.graph, variant.code, variant.plan, inputs, words)
 
 
 def _write(path: Path, text: str) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "origin",
     "set_argument",
     "set_origin",
+    "stack_trace",
     "subgraphs",
     "tensors",
     "uses",
@@ -61,6 +62,11 @@ def set_origin(node: fx.Node, mark: Origin) -> None:
 def kept_meta(node: fx.Node) -> dict[str, Any]:
     """What of ``node.meta`` is plain data and outlives pickling."""
     return {key: node.meta[key] for key in (_ORIGIN, "stack_trace") if key in node.meta}
+
+
+def stack_trace(node: fx.Node) -> str:
+    """Where in the model's code the node was made; empty if capture did not say."""
+    return str(node.meta.get("stack_trace") or "")
 
 
 def value(node: fx.Node) -> Any:

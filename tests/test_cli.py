@@ -102,6 +102,12 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     return code, out, err
 
 
+def test_dump_writes_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "dump", "cli_models:small", "--format", "html", "-o", "model.html")
+    assert (code, out, err) == (0, "", "")
+    assert Path("model.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>\n")
+
+
 def model() -> torch.nn.Module:
     return sys.modules["cli_models"].small()
 

@@ -11,7 +11,7 @@ import autocastfx
 from autocastfx import Plan
 from tests.golden.models import CASES, converted
 
-FORMATS = ("text", "json", "dot", "graphml", "python")
+FORMATS = ("text", "json", "dot", "graphml", "python", "html")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -62,8 +62,8 @@ def test_the_model_is_left_alone() -> None:
 
 
 def test_an_unknown_format_is_refused_and_nothing_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="format is 'text', 'json', 'dot', 'graphml', 'python', not 'html'"):
-        autocastfx.dump(converted("cnn"), tmp_path / "dump.html", "html")
+    with pytest.raises(ValueError, match="format is 'text', 'json', 'dot', 'graphml', 'python', 'html', not 'pdf'"):
+        autocastfx.dump(converted("cnn"), tmp_path / "dump.pdf", "pdf")
     assert os.listdir(tmp_path) == []
 
 

@@ -58,6 +58,13 @@ def check_what_it_does() -> float:
     return difference
 
 
+def check_the_page() -> None:
+    """The page's scripts, styles and the notices of what it carries are inside the package."""
+    text = autocastfx.dump(autocastfx.convert(nn.Linear(4, 4), (torch.randn(2, 4),)), format="html")
+    for words in ("Viz.instance", "Eclipse Public License", "color-scheme: light dark", '"variants":['):
+        require(words in text, f"the HTML dump lacks {words!r}")
+
+
 def check_the_command() -> None:
     """The command line is installed as ``autocastfx``, and finds the op lists."""
     (command,) = entry_points(group="console_scripts", name="autocastfx")
@@ -70,6 +77,7 @@ def main() -> None:
     package = check_where_it_comes_from()
     check_what_it_carries(package)
     check_the_command()
+    check_the_page()
     difference = check_what_it_does()
     print(f"wheel_smoke: autocastfx {version('autocastfx')} from its wheel: ok, largest difference {difference:.1e}")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PureWindowsPath
 
 from autocastfx.graph import Origin
 from autocastfx.plan import PlannedCast, PlannedCopy, PlannedNode, Precision
+from autocastfx.report.source_line import SourceLine
 
 __all__ = ["Row"]
 
@@ -27,6 +29,7 @@ class Row:
         reads: names of the rows that it reads, each once.
         runs: names of the sub-graphs that it runs, for which there are rows.
         planned, cast, copy, mark: what the plan and the node itself say, where they say anything.
+        line: of the model's code that made it, where that is known.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Row:
     cast: PlannedCast | None = None
     copy: PlannedCopy | None = None
     mark: Origin | None = None
+    line: SourceLine | None = None
 
     @property
     def precision(self) -> Precision:
@@ -53,6 +57,16 @@ class Row:
             return ""
         run, store = self.planned.placement.run, self.planned.placement.store
         return str(run) if run is store else f"{run}, stored {store}"
+
+    @property
+    def source(self) -> str:
+        """Where its rule stands; of an absolute path the file's name alone, so that it is the same on every machine."""
+        if self.planned is None:
+            return ""
+        source = self.planned.decision.source
+        file, colon, place = source.partition(".yaml:")
+        path = PureWindowsPath(file)  # splits at both kinds of slash
+        return f"{path.name}{colon}{place}" if path.root else source
 
     @property
     def is_own_cast(self) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PureWindowsPath
 
-from autocastfx.plan import PlannedNode, Precision
+from autocastfx.plan import Precision
 from autocastfx.report.row import Row
 from autocastfx.report.summary import summary
 from autocastfx.report.view import View
@@ -49,16 +48,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     cells = (name, row.op, planned.module or "(root)", row.dtype)
     if placement.run is Precision.CAPTURED:
         return *cells, "captured"
-    why = f"{planned.decision.reason} ({_source(planned)})".lstrip()
+    why = f"{planned.decision.reason} ({row.source})".lstrip()
     return *cells, row.precisions, str(planned.decision.category), placement.because, why
-
-
-def _source(planned: PlannedNode) -> str:
-    """Where the rule stands; of an absolute path only the file's name, so that a dump is the same on every machine."""
-    source = planned.decision.source
-    file, colon, place = source.partition(".yaml:")
-    path = PureWindowsPath(file)  # splits at both kinds of slash
-    return f"{path.name}{colon}{place}" if path.root else source
 
 
 def _listed(names: Sequence[str], most: int = _MOST_READERS) -> str:

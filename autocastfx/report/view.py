@@ -10,10 +10,11 @@ from itertools import groupby
 import torch
 from torch import fx, nn
 
-from autocastfx.graph import attribute, origin, subgraphs
+from autocastfx.graph import attribute, origin, stack_trace, subgraphs
 from autocastfx.op_name import op_name
 from autocastfx.plan import Plan, PlannedNode
 from autocastfx.report.row import Row
+from autocastfx.report.source_line import source_line
 from autocastfx.weights import ATTRIBUTE
 
 __all__ = ["View", "view"]
@@ -38,17 +39,19 @@ class View:
     codes: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def view(module: fx.GraphModule, plan: Plan, inputs: Sequence[torch.dtype], variant: str) -> View:
+def view(owner: nn.Module, graph: fx.Graph, code: str, plan: Plan, inputs: Sequence[torch.dtype], variant: str) -> View:
     """Join a graph and its plan. Needs no abstract values, so that unpickled graphs do as well.
 
     Args:
-        module: the converted graph with all that its ``get_attr`` nodes read.
-        plan: of ``module.graph``.
+        owner: has all that the graph's ``get_attr`` nodes read.
+        graph: a converted one.
+        code: generated from ``graph``.
+        plan: of ``graph``.
         inputs: dtypes of its placeholders, in order.
         variant: in words.
     """
     join = _Join(plan, inputs)
-    rows = tuple(join.rows(module, ""))
+    rows = tuple(join.rows(owner, graph, code, ""))
     return View(plan, variant, tuple(_with_removed(rows, plan)), join.codes)
 
 
@@ -63,10 +66,10 @@ class _Join:
         self.inputs = iter(inputs)
         self.codes: dict[str, str] = {}
 
-    def rows(self, module: fx.GraphModule, prefix: str) -> Iterator[Row]:
-        self.codes[prefix] = module.code
-        held = {str(n.target): attribute(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"}
-        for node in (n for n in module.graph.nodes if not _holds_copies(n)):
+    def rows(self, owner: nn.Module, graph: fx.Graph, code: str, prefix: str) -> Iterator[Row]:
+        self.codes[prefix] = code
+        held = {str(n.target): attribute(owner, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
+        for node in (n for n in graph.nodes if not _holds_copies(n)):
             name, depth = prefix + node.name, prefix.count("/")
             reads = tuple(prefix + read.name for read in node.all_input_nodes if not _holds_copies(read))
             if node.op == "placeholder":
@@ -78,12 +81,13 @@ class _Join:
             elif node.op == "output":
                 yield Row(name, "output", depth=depth, reads=reads)
             else:
-                inner = {f"{prefix}{_MOUNTED.sub('', t)}/": graph for t, graph in subgraphs(node, held).items()}
-                inner = {p: graph for p, graph in inner.items() if self._knows(p)}
+                inner = {f"{prefix}{_MOUNTED.sub('', t)}/": part for t, part in subgraphs(node, held).items()}
+                inner = {p: part for p, part in inner.items() if self._knows(p)}
                 runs = tuple(p.removesuffix("/") for p in inner)
-                yield replace(self._row(node, name), depth=depth, reads=reads, runs=runs)
-                for inner_prefix, graph in inner.items():
-                    yield from self.rows(graph, inner_prefix)
+                line = source_line(stack_trace(node))
+                yield replace(self._row(node, name), depth=depth, reads=reads, runs=runs, line=line)
+                for inner_prefix, part in inner.items():
+                    yield from self.rows(part, part.graph, part.code, inner_prefix)
 
     def _knows(self, prefix: str) -> bool:
         """Whether the plan holds nodes of a sub-graph: it does unless the sub-graph stays whole."""

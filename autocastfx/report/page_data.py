@@ -1,0 +1,194 @@
+"""What the page shows, as plain data: the variants of a model, their nodes, and the modules that hold these."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from autocastfx.plan import Precision
+from autocastfx.report.reason import Reasons
+from autocastfx.report.row import Row
+from autocastfx.report.summary import summary
+from autocastfx.report.view import View
+
+__all__ = ["Compared", "page_data"]
+
+_HELD = ("parameter", "buffer")
+
+
+class ComparedValue(Protocol):
+    """The numbers of one node: relative error, and shares of elements."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def error(self) -> float: ...
+
+    @property
+    def overflow(self) -> float: ...
+
+    @property
+    def underflow(self) -> float: ...
+
+    @property
+    def nan(self) -> float: ...
+
+
+class Compared(Protocol):
+    """A comparison with the float32 graph."""
+
+    @property
+    def nodes(self) -> Sequence[ComparedValue]:
+        """The nodes that were compared."""
+        ...
+
+
+def page_data(views: Sequence[View], shown: int, comparison: Compared | None = None) -> dict[str, Any]:
+    """The data of the page: ``{"format": 1, "shown": …, "variants": […]}``. Fields that would be empty are left out.
+
+    A variant holds its ``title``, the ``summary``, ``low``, the ``unlisted`` ops, the ``modules`` (name and number of
+    the module around, the root first) and the ``nodes``, which refer to each other and to modules by number.
+
+    Args:
+        views: of all variants.
+        shown: which of them is shown first; its nodes get the numbers of ``comparison``.
+        comparison: what ``compare`` returned.
+
+    Raises:
+        ValueError: no compared node is in the variant that is shown first.
+    """
+    numbers = {node.name: _numerics(node) for node in comparison.nodes} if comparison is not None else {}
+    names = {row.name for row in views[shown].rows}
+    if numbers and not names & numbers.keys():
+        raise ValueError(
+            f"the comparison is of another model: this one has no node {next(iter(numbers))!r}. Give what compare() "
+            "returned for this model in its present mode."
+        )
+    return {
+        "format": 1,
+        "shown": shown,
+        "variants": [_variant(view, numbers if i == shown else {}) for i, view in enumerate(views)],
+    }
+
+
+def _variant(view: View, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    rows = [_portable(row) for row in view.rows]
+    reasons, homes = Reasons(rows), _Homes(rows)
+    places = {row.name: i for i, row in enumerate(rows)}
+    nodes = [_present({**_node(row, reasons), "numerics": numbers.get(row.name)}) for row in rows]
+    for row, node in zip(rows, nodes, strict=True):
+        node["in"] = homes.of(row)
+        reads = [*row.reads, *(f"{inner}/output" for inner in row.runs)]
+        node["reads"] = [places[read] for read in reads if read in places]
+    return {
+        "title": view.variant,
+        "low": view.plan.low,
+        "summary": summary(view),
+        "unlisted": view.plan.unlisted,
+        "modules": homes.table,
+        "nodes": nodes,
+    }
+
+
+def _portable(row: Row) -> Row:
+    if row.planned is None:
+        return row
+    return replace(row, planned=replace(row.planned, decision=replace(row.planned.decision, source=row.source)))
+
+
+def _node(row: Row, reasons: Reasons) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": row.name, "kind": row.kind, "op": row.op, "dtype": row.dtype, "shade": _shade(row)}
+    if row.line is not None:
+        data["line"] = f"{row.line.file}:{row.line.number}"
+        data["code"] = row.line.code
+    if row.planned is not None:
+        decision, reason = row.planned.decision, reasons.of(row.planned)
+        data |= {"module": row.planned.module, "own": row.is_own_cast, "runs": row.precisions, "says": reason.runs}
+        data |= {"because": row.planned.placement.because, "category": str(decision.category)}
+        data |= {"reason": decision.reason, "source": decision.source}
+        data |= {"placed": reason.placed, "change": reason.change}
+    if row.cast is not None:
+        data |= {"of": row.cast.value, "bytes": row.cast.bytes, "saturates": row.cast.saturates, "to": row.cast.dtype}
+    if row.copy is not None:
+        data |= {"of": row.copy.parameter, "to": row.copy.dtype}
+    if row.mark is not None and row.kind == "made":
+        data["says"] = f"made by {row.mark.made_by} ({row.mark.rule}), for {row.mark.value}"
+    return data
+
+
+def _shade(row: Row) -> str:
+    """How a node is drawn: by the precision of an op, where that is at stake."""
+    if row.planned is None:
+        return ""
+    run, store = row.planned.placement.run, row.planned.placement.store
+    if run is Precision.CAPTURED:
+        return "other"
+    return str(run) if run is store else "mixed"
+
+
+def _present(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if value not in ("", None, False, ())}
+
+
+def _numerics(node: ComparedValue) -> dict[str, float | str]:
+    numbers = {name: getattr(node, name) for name in ("error", "overflow", "underflow", "nan")}
+    return {name: number if math.isfinite(number) else str(number) for name, number in numbers.items()}
+
+
+class _Homes:
+    """Which module each row stands in; a sub-graph stands as one in the module that runs it."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.table: list[dict[str, Any]] = [{"name": "", "around": -1}]
+        self._numbers: dict[tuple[int, str, bool], int] = {}
+        self._around: dict[str, tuple[int, str]] = {"": (0, "")}  # of a graph: its number, and the path of its runner
+        self._known: dict[str, int] = {}
+        readers: dict[str, list[Row]] = {}
+        for row in rows:
+            for read in row.reads:
+                readers.setdefault(read, []).append(row)
+        for row in rows:
+            if row.planned is not None or row.kind in ("input", "output", "sub-graph"):
+                self._known[row.name] = home = self._planned(row)
+                for inner in row.runs:
+                    path = row.planned.module if row.planned is not None else ""
+                    self._around[inner] = (self._child(home, inner.rpartition("/")[2], runs=True), path)
+        for row in reversed(rows):  # from readers back to what they read
+            if row.name not in self._known:
+                self._known[row.name] = self._beside(row, readers.get(row.name, ()))
+
+    def of(self, row: Row) -> int:
+        return self._known[row.name]
+
+    def _planned(self, row: Row) -> int:
+        return self._path(row.name.rpartition("/")[0], row.planned.module if row.planned is not None else "")
+
+    def _path(self, graph: str, module: str) -> int:
+        number, runner = self._around.get(graph, (0, ""))
+        inside = module.removeprefix(runner) if runner and f"{module}.".startswith(f"{runner}.") else module
+        for name in filter(None, inside.split(".")):
+            number = self._child(number, name)
+        return number
+
+    def _child(self, around: int, name: str, *, runs: bool = False) -> int:
+        key = (around, name, runs)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.table)
+            self.table.append({"name": name, "around": around, **({"runs": True} if runs else {})})
+        return self._numbers[key]
+
+    def _beside(self, row: Row, readers: Iterable[Row]) -> int:
+        """A parameter stands in its own module if that computes, else where it is read, as do constants and casts."""
+        graph = row.name.rpartition("/")[0]
+        if row.kind in _HELD and not graph:
+            number = 0
+            for name in row.op.split(".")[:-1]:
+                number = self._numbers.get((number, name, False), -1)
+            if number > 0:
+                return number
+        homes = Counter(self._known[reader.name] for reader in readers if reader.kind != "output")
+        return min(homes) if homes else self._around.get(graph, (0, ""))[0]

@@ -1,0 +1,41 @@
+"""The line of source that made a node, read from the stack trace that capture kept."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+
+import torch
+
+__all__ = ["SourceLine", "source_line"]
+
+_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
+_PACKAGES = tuple(f"{path}{os.sep}" for folder in _FOLDERS for path in (folder, folder.resolve()))
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in .*\n(?! *File) *(.*)$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of a model's code.
+
+    Attributes:
+        file: its name and that of its folder, without what is before, which differs from machine to machine.
+        number: of the line.
+        code: its text.
+    """
+
+    file: str
+    number: int
+    code: str
+
+
+def source_line(trace: str) -> SourceLine | None:
+    """The innermost line outside torch and this package; None if the trace names none."""
+    own = [frame for frame in _FRAME.findall(trace) if not frame[0].startswith(_PACKAGES)]
+    if not own:
+        return None
+    file, number, code = own[-1]
+    parts = PureWindowsPath(file).parts[-2:]  # splits at both kinds of slash
+    return SourceLine("/".join(part for part in parts if part != "/" and part != "\\"), int(number), code.strip())

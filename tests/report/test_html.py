@@ -1,0 +1,205 @@
+"""The page as text: what is inside, what is escaped, and what it may load."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autocastfx
+from autocastfx.report.html import SCRIPTS, asset
+from tests.golden.models import CASES, converted
+from tests.golden.readme import run
+from tests.report.test_page_data import Numbers, Value
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+HOSTILE = "</script><script>window.stolen = 1</script><!-- & \"'"
+
+
+class Parsed(HTMLParser):
+    """Tags with their attributes; the text of scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {"script": [], "style": []}
+        self.comments: list[str] = []
+        self._inside = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag if tag in self.texts else ""
+        if self._inside:
+            self.texts[tag].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.texts[self._inside][-1] += data
+
+    def handle_comment(self, data: str) -> None:
+        self.comments.append(data)
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for found, attributes in self.tags if found == tag]
+
+
+def page(amp_model: autocastfx.AmpModule, **options: Any) -> str:
+    return autocastfx.dump(amp_model, format="html", **options)
+
+
+def data(text: str) -> dict[str, Any]:
+    return json.loads(Parsed(text).texts["script"][0])
+
+
+def hostile() -> autocastfx.AmpModule:
+    """A model whose list says what would end the page's script."""
+    rule = {"deny": [{"reason": HOSTILE, "ops": ["linear"]}]}
+    mine = autocastfx.OpList.of(rule, name="mine")
+    return autocastfx.convert(nn.Linear(4, 4), (torch.ones(2, 4),), op_list=["default", mine])
+
+
+def test_all_variants_are_there_and_the_present_one_is_shown_first() -> None:
+    amp_model = CASES["encoder_layer"]()
+    assert data(page(amp_model))["shown"] == 0
+    shown = data(page(amp_model.eval()))
+    assert shown["shown"] == 1
+    assert [v["title"].split(",")[0] for v in shown["variants"]] == ["1 of 2", "2 of 2"]
+    assert shown["variants"][1]["summary"] == autocastfx.dump(amp_model).split("first column")[0].splitlines()
+
+
+def test_a_draft_is_shown() -> None:
+    amp_model = autocastfx.convert(nn.Linear(4, 4))
+    assert data(page(amp_model))["variants"][0]["title"].startswith("draft 1 of ")
+
+
+def test_nothing_in_the_data_ends_its_script() -> None:
+    text = page(hostile())
+    parsed = Parsed(text)
+    assert len(parsed.of("script")) == 1 + len(SCRIPTS)
+    linear = next(n for n in data(text)["variants"][0]["nodes"] if n.get("op") == "linear")
+    assert linear["reason"] == HOSTILE
+    assert "<" not in parsed.texts["script"][0]
+
+
+def test_the_policy_admits_the_scripts_and_styles_of_the_page_and_nothing_else() -> None:
+    parsed = Parsed(page(converted("cnn")))
+    policy = next(a["content"] for a in parsed.of("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    rules = dict(part.strip().split(" ", 1) for part in (policy or "").split(";"))
+    assert rules["default-src"] == "'none'"
+    scripts = [_hash(text) for text in parsed.texts["script"][1:]]
+    assert rules["script-src"].split() == ["'wasm-unsafe-eval'", *scripts]
+    assert rules["style-src"].split() == [_hash(text) for text in parsed.texts["style"]]
+    assert rules["img-src"] == "data:"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def test_it_asks_for_no_other_file() -> None:
+    for tag, attributes in Parsed(page(converted("cnn"))).tags:
+        asked = [attributes[name] for name in ("src", "href", "data", "action", "srcset") if name in attributes]
+        assert all(target == "data:," for target in asked), (tag, attributes)
+        assert "style" not in attributes
+        assert not any(name.startswith("on") for name in attributes)
+    own = "".join(asset(name) for name in (*SCRIPTS[1:], "page.css"))
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|url\(|@import|innerHTML|eval\(", own)
+
+
+def test_notices_of_third_parties_are_in_a_comment() -> None:
+    (comment,) = Parsed(page(converted("cnn"))).comments
+    for words in ("Michael Daines", "Eclipse Public License - v 1.0", "Expat maintainers", "Emscripten authors"):
+        assert words in comment
+    assert "viz-js/viz 3.31.0" in asset("viz-standalone.LICENSES.txt")
+    assert asset("viz-standalone.js").startswith("/*!\nViz.js 3.31.0\n")
+
+
+def test_no_place_of_the_template_is_left() -> None:
+    text = page(converted("cnn"))
+    for name in re.findall(r"\{\{\w+\}\}", asset("page.html")):
+        assert name not in text
+
+
+def test_the_library_survives_what_browsers_do_to_text() -> None:
+    text = asset("viz-standalone.js")
+    assert "\r" not in text
+    assert "\0" not in text
+    assert "</script" not in text.lower()
+    assert "<!--" not in text
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_twice_the_same(name: str) -> None:
+    assert page(CASES[name]()) == page(converted(name))
+
+
+def test_measured_numbers_are_shown() -> None:
+    shown = data(page(converted("cnn"), comparison=Numbers((Value("conv2d", 0.5),))))
+    assert [n["numerics"]["error"] for n in shown["variants"][0]["nodes"] if "numerics" in n] == [0.5]
+
+
+def test_a_comparison_as_it_is_measured_is_taken() -> None:
+    amp_model = CASES["cnn"]()
+    compared = autocastfx.compare(None, amp_model, torch.randn(2, 3, 8, 8))
+    shown = data(page(amp_model, comparison=compared))
+    measured = {n["name"]: n["numerics"]["error"] for n in shown["variants"][0]["nodes"] if "numerics" in n}
+    assert measured == {n.name: n.error for n in compared.nodes}
+
+
+def test_only_the_page_takes_a_comparison() -> None:
+    with pytest.raises(ValueError, match="comparison= goes into format='html', not 'text': leave it away, or print it"):
+        autocastfx.dump(converted("cnn"), comparison=Numbers(()))
+
+
+def colours(theme: int) -> dict[str, tuple[float, ...]]:
+    """The named colours of the style sheet, in light (0) or dark (1)."""
+    found = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", asset("page.css"))
+    return {name: tuple(int(pair[theme][i : i + 2], 16) / 255 for i in (1, 3, 5)) for name, *pair in found}
+
+
+def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """The contrast ratio of WCAG 2."""
+
+    def luminance(colour: tuple[float, ...]) -> float:
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_text_and_outlines_have_the_contrast_of_wcag_aa(theme: int) -> None:
+    named = colours(theme)
+    shades = ("low", "float32", "mixed", "given", "other")
+    texts = [("text", f"{shade}-fill") for shade in shades] + [(shade, "page") for shade in shades]  # chips
+    texts += [(name, "page") for name in ("text", "muted", "accent")]
+    texts += [("text", "stage"), ("muted", "stage"), ("text", "group-fill"), ("cast", "cast-fill")]
+    texts += [("cast", f"{shade}-fill") for shade in shades]
+    outlines = [(shade, "stage") for shade in shades] + [("edge", "stage"), ("cast", "stage"), ("accent", "stage")]
+    for front, back in texts:
+        assert contrast(named[front], named[back]) >= 4.5, (front, back)
+    for front, back in outlines:
+        assert contrast(named[front], named[back]) >= 3, (front, back)
+
+
+def test_the_code_of_its_documentation_runs(tmp_path: Path) -> None:
+    text = (DOCS / "page.md").read_text(encoding="utf-8")
+    assert not any(run(text, tmp_path).values())
+    assert data((tmp_path / "model.html").read_text(encoding="utf-8"))["variants"]
+    assert "page" in (DOCS / "index.md").read_text(encoding="utf-8").split()
+    for image in re.findall(r"\]\((images/[\w-]+\.png)\)", text):
+        assert (DOCS / image).stat().st_size < 300_000
