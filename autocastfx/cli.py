@@ -23,7 +23,10 @@ __all__ = ["main"]
 _CODES = (
     "exit codes: 0 good; 1 the answer is no (a list is wrong, plans or lists differ); 2 usage; 3 the conversion fails"
 )
-_MODEL = "package.module:factory, a callable without arguments that gives an nn.Module"
+_MODEL = (
+    "package.module:factory, a callable without arguments that gives an nn.Module; or, with --trust, a .pt or .pth "
+    "file of one"
+)
 _INPUTS = (
     "the inputs of one call: package.module:factory giving a tuple (by position) or a dict (by keyword), or for "
     "each its dtype and sizes: 'float32[8,3,32,32]', 'mask=bool[8,128]', 'ids=int64[8,128]<1000' (random below 1000, "
@@ -134,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     inputs = argparse.ArgumentParser(add_help=False, parents=[dtype])
     inputs.add_argument("--inputs", nargs="+", action="extend", default=[], metavar="INPUT", help=_INPUTS)
     inputs.add_argument("--mode", choices=("train", "eval"), help="the factory's by default")
+    inputs.add_argument("--weights", type=Path, metavar="FILE", help="a state_dict for the model; nothing in it runs")
+    inputs.add_argument("--trust", action="store_true", help="read a MODEL that is a file, which runs what it says")
     lists = argparse.ArgumentParser(add_help=False)
     lists.add_argument(
         "--op-list", nargs="+", action="extend", metavar="LIST", help="presets or YAML files, of which the later win"
