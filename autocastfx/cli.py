@@ -17,6 +17,7 @@ from pathlib import Path
 from autocastfx import commands
 from autocastfx.dump import FORMATS
 from autocastfx.errors import AutocastFXError, ModelSpecError, OpListError, PlanError
+from autocastfx.hardware import command as lint_command
 
 __all__ = ["main"]
 
@@ -169,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="what torch.save writes")
     convert.set_defaults(run=commands.convert_model)
 
+    lint_command.add_to(add, [data, inputs, lists], _MODEL)
     doctor = add("doctor", parents=[data], help="versions, devices, and what these cannot run in 16 bits")
     doctor.set_defaults(run=commands.doctor)
     _add_lists(add("lists", help="look at op lists"), data, common, dtype, inputs)

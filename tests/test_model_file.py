@@ -87,6 +87,7 @@ def test_weights_decide_what_is_decided_by_weights(capsys: pytest.CaptureFixture
         ["explain", "MODEL", "relu", *INPUTS],
         ["diff", "MODEL", *INPUTS, "--op-list", "default", "--op-list", "default"],
         ["convert", "MODEL", *INPUTS, "-o", "amp.pt"],
+        ["lint", "MODEL", *INPUTS],
         ["lists", "check", "default", "--model", "MODEL", *INPUTS],
     ],
     ids=lambda command: command[0],

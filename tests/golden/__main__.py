@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import autocastfx
-from tests.golden.models import CASES, comparable, kept
+from tests.golden.models import CASES, LINTS, comparable, kept, kept_lint
 from tests.golden.readme import NUMERICS, OP_LISTS, README, REASONS, WEIGHTS, run, updated
 
 
@@ -14,6 +14,9 @@ def main() -> None:
     for name, make in CASES.items():
         kept(name).write_text(comparable(autocastfx.dump(make())), encoding="utf-8")
         print(kept(name))
+    for name in LINTS:
+        kept_lint(name).write_text(f"{autocastfx.lint(CASES[name]())}\n", encoding="utf-8")
+        print(kept_lint(name))
     for page in (README, OP_LISTS, WEIGHTS, REASONS, NUMERICS):
         text = page.read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as folder:
