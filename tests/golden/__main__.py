@@ -7,7 +7,7 @@ from pathlib import Path
 
 import autocastfx
 from tests.golden.models import CASES, LINTS, comparable, kept, kept_lint
-from tests.golden.readme import NUMERICS, OP_LISTS, README, REASONS, WEIGHTS, run, updated
+from tests.golden.readme import LINT, NUMERICS, OP_LISTS, README, REASONS, WEIGHTS, run, updated
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     for name in LINTS:
         kept_lint(name).write_text(f"{autocastfx.lint(CASES[name]())}\n", encoding="utf-8")
         print(kept_lint(name))
-    for page in (README, OP_LISTS, WEIGHTS, REASONS, NUMERICS):
+    for page in (README, OP_LISTS, WEIGHTS, REASONS, NUMERICS, LINT):
         text = page.read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as folder:
             page.write_text(updated(text, run(text, Path(folder))), encoding="utf-8")

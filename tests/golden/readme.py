@@ -23,6 +23,7 @@ OP_LISTS = README.parent / "docs" / "op-lists.md"
 WEIGHTS = README.parent / "docs" / "weights.md"
 REASONS = README.parent / "docs" / "reasons.md"
 NUMERICS = README.parent / "docs" / "numerics.md"
+LINT = README.parent / "docs" / "lint.md"
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`([\w./]+\.yaml)`")

@@ -73,3 +73,10 @@ def test_what_is_wrong_is_a_line_or_two(
     assert err.startswith("autocastfx: error: ")
     assert said in err
     assert len(err.splitlines()) <= 2
+
+
+def test_the_pages_name_the_command() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    assert "`autocastfx lint MODEL" in (docs / "command-line.md").read_text(encoding="utf-8")
+    for gpu in ("V100", "A100", "A100-80GB", "H100"):
+        assert f"`{gpu}`" in (docs / "lint.md").read_text(encoding="utf-8")
