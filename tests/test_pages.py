@@ -10,7 +10,17 @@ import pytest
 from tests.golden.readme import blocks, outputs, run
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = ("reasons", "training", "lint", "migrate-autocast", "migrate-apex", "migrate-callbacks")
+PAGES = (
+    "tutorial",
+    "how-to",
+    "when-not",
+    "reasons",
+    "training",
+    "lint",
+    "migrate-autocast",
+    "migrate-apex",
+    "migrate-callbacks",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)

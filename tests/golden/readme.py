@@ -24,6 +24,9 @@ WEIGHTS = README.parent / "docs" / "weights.md"
 REASONS = README.parent / "docs" / "reasons.md"
 NUMERICS = README.parent / "docs" / "numerics.md"
 LINT = README.parent / "docs" / "lint.md"
+TUTORIAL = README.parent / "docs" / "tutorial.md"
+HOW_TO = README.parent / "docs" / "how-to.md"
+WHEN_NOT = README.parent / "docs" / "when-not.md"
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`([\w./]+\.yaml)`")
