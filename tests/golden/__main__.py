@@ -12,6 +12,7 @@ from tests.golden.readme import (
     LINT,
     NUMERICS,
     OP_LISTS,
+    PLACEMENT,
     README,
     REASONS,
     TUTORIAL,
@@ -33,7 +34,7 @@ def main() -> None:
         print(kept_lint(name))
     PAGE.write_text(yaml_reference(), encoding="utf-8")
     print(PAGE)
-    for page in (README, OP_LISTS, WEIGHTS, REASONS, NUMERICS, LINT, TUTORIAL, HOW_TO, WHEN_NOT):
+    for page in (README, OP_LISTS, WEIGHTS, REASONS, NUMERICS, LINT, TUTORIAL, HOW_TO, WHEN_NOT, PLACEMENT):
         text = page.read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as folder:
             page.write_text(updated(text, run(text, Path(folder))), encoding="utf-8")
