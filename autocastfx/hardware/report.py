@@ -87,8 +87,9 @@ class Lint:
         return tuple(op.node for op in self.ops if op.flops is None)
 
     def to_json(self) -> str:
-        """Everything as JSON text; an infinite limit is written ``Infinity``, as Python's ``json`` reads it."""
-        derived = {"speedup": self.speedup, "limit": self.limit, "uncounted": self.uncounted}
+        """Everything as JSON text; ``limit`` is null where it is infinite."""
+        limit = self.limit if math.isfinite(self.limit) else None
+        derived = {"speedup": self.speedup, "limit": limit, "uncounted": self.uncounted}
         return json.dumps({**asdict(self), **derived}, indent=1, ensure_ascii=False)
 
     def __str__(self) -> str:

@@ -55,7 +55,7 @@ def test_ops_are_told_with_their_bound() -> None:
     assert (ops["x_bfloat16"].op, ops["x_bfloat16"].module) == ("cast", "for x")
 
 
-def test_odd_sizes_are_those_of_products_in_16_bits(tmp_path: object) -> None:
+def test_odd_sizes_are_those_of_products_in_16_bits() -> None:
     (odd,) = lint(made()).odd_sizes
     assert (odd.name, odd.operand, odd.size, odd.padded) == ("N", "linear.weight", 100, 104)
     assert odd.wasted == pytest.approx(4 / 104)
@@ -112,6 +112,12 @@ def test_json_holds_everything() -> None:
     assert data["before"] == {"seconds": found.before.seconds, "in_products": found.before.in_products}
     assert data["speedup"] == found.speedup
     assert len(data["ops"]) == len(found.ops)
+
+
+def test_a_limit_without_end_is_null_in_json() -> None:
+    found = lint(autocastfx.convert(nn.Linear(8, 8), torch.ones(8, 8)))
+    assert found.limit == float("inf")
+    assert json.loads(found.to_json(), parse_constant=pytest.fail)["limit"] is None
 
 
 def test_what_cannot_be_linted_is_refused() -> None:
