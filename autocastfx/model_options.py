@@ -30,8 +30,12 @@ def given_model(options: Namespace, spec: str) -> nn.Module:
     return model if options.mode is None else model.train(options.mode == "train")
 
 
-def converted(options: Namespace, op_list: OpListLike, model: nn.Module | None = None) -> AmpModule:
+def converted(
+    options: Namespace, op_list: OpListLike, model: nn.Module | None = None, device: str | None = None
+) -> AmpModule:
     """``options.model``, or ``model``, converted as the arguments say; a draft where they name no inputs.
+
+    ``device`` is whose kernels are decided for; those of the model's own by default.
 
     Raises:
         AutocastFXError: the model or the inputs are not there, or cannot be converted.
@@ -40,14 +44,14 @@ def converted(options: Namespace, op_list: OpListLike, model: nn.Module | None =
     lists: OpList = load_op_list(op_list, default=options.dtype)
     model = given_model(options, options.model) if model is None else model
     if not options.inputs:
-        draft = convert(model, dtype=dtype, op_list=lists)
+        draft = convert(model, dtype=dtype, op_list=lists, device=device)
         try:
             _ = draft.plan
         except NotCapturedError as error:
             raise NotCapturedError(f"{error} Here that is --inputs.") from error
         return draft
     args, kwargs = load_inputs(options.inputs, device_of(model))
-    return convert(model, args, kwargs, dtype=dtype, op_list=lists)
+    return convert(model, args, kwargs, dtype=dtype, op_list=lists, device=device)
 
 
 def device_of(model: nn.Module) -> torch.device:

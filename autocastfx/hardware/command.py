@@ -27,7 +27,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ModelSpecError("lint reads sizes: give --inputs.")
     try:
         find_gpu(options.gpu)  # before work that may take minutes
-        found = lint(converted(options, options.op_list or "default"), options.gpu)
+        found = lint(converted(options, options.op_list or "default", device="cuda"), options.gpu)
     except GpuError as error:
         raise ModelSpecError(str(error)) from error
     print(found.to_json() if options.json else found)

@@ -28,7 +28,8 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
     of a product is two products of the same sizes, so what is odd forwards is odd backwards.
 
     Args:
-        amp_model: what :func:`convert` made from example inputs, or after its first call.
+        amp_model: what :func:`convert` made from example inputs, or after its first call. ``device="cuda"`` given to
+            that decides for the kernels of a GPU, where the model is not on one.
         gpu: a GPU's name (``"V100"``, ``"A100"``, ``"A100-80GB"``, ``"H100"``) or its rates.
 
     Raises:
@@ -60,6 +61,7 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
     return Lint(
         gpu=rates,
         low=plan.low,
+        device=plan.device,
         variant=view_of(amp_model).variant,
         odd_sizes=tuple(odd_sizes(located, low, amp_model.held())),
         float32_products=tuple(name for name in products if name not in low),

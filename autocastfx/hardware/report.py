@@ -54,6 +54,7 @@ class Lint:
     Attributes:
         gpu: whose peak rates were taken.
         low: the 16-bit dtype.
+        device: for whose kernels the plan was decided.
         variant: of the model, in words.
         odd_sizes: those that tensor cores would have to pad, in graph order.
         float32_products: names of the matrix products and convolutions that stay in float32.
@@ -64,6 +65,7 @@ class Lint:
 
     gpu: Gpu
     low: str
+    device: str
     variant: str
     odd_sizes: tuple[OddSize, ...]
     float32_products: tuple[str, ...]
@@ -102,6 +104,8 @@ class Lint:
             f"rates: {gpu.tensor_tflops:g} TFLOP/s in tensor cores, {gpu.float32_tflops:g} in float32, "
             f"{gpu.bandwidth_gb_s:,g} GB/s ({gpu.source})"
         )
+        if self.device != "cuda":
+            yield f'the plan was decided for kernels of {self.device}: convert(..., device="cuda") decides for a GPU\'s'
         yield ""
         yield from self._sizes()
         yield ""

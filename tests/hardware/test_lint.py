@@ -8,13 +8,17 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import autocastfx
 from autocastfx import Gpu, GpuError, NotCapturedError, UnsupportedError, lint
-from tests.golden.models import converted
+from tests.golden.models import CNN, EncoderLayer, converted
 
 # One operation a second a byte a second: nothing but what is written here decides.
 SLOW = Gpu("slow", tensor_tflops=1e-6, float32_tflops=1e-7, bandwidth_gb_s=1e-2)  # 1e6, 1e5 FLOP/s and 1e7 bytes/s
+
+
+MODELS = {"cnn": CNN, "encoder_layer": EncoderLayer}
 
 
 class Net(nn.Module):
@@ -43,6 +47,15 @@ def test_times_by_hand() -> None:
     assert found.after.seconds == pytest.approx(flops / 1e6 + (casts + softmax) / 1e7)
     assert found.speedup == found.before.seconds / found.after.seconds
     assert found.limit == pytest.approx(found.before.seconds / (2 * 3200 * 4 / 1e7))
+
+
+@pytest.mark.parametrize("name", ["cnn", "encoder_layer"])
+def test_operations_are_those_that_torch_counts_in_a_run(name: str) -> None:
+    amp_model = converted(name)
+    inputs = {"cnn": (torch.ones(2, 3, 8, 8),), "encoder_layer": (torch.ones(2, 5, 16), torch.zeros(2, 1, 5, 5))}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        MODELS[name]()(*inputs[name])
+    assert sum(op.flops or 0 for op in lint(amp_model).ops) == counter.get_total_flops() > 0
 
 
 def test_ops_are_told_with_their_bound() -> None:
@@ -76,6 +89,18 @@ def test_a_list_that_follows_torch_autocast_is_linted_too() -> None:
     found = lint(made(op_list="torch_autocast_cuda"))
     assert [odd.node for odd in found.odd_sizes] == ["linear"]
     assert found.speedup > 0
+
+
+def test_the_report_says_for_whose_kernels_the_plan_was_decided() -> None:
+    model = nn.Sequential(nn.Conv1d(8, 8, 1), nn.Flatten(), nn.Unflatten(1, (8, 2, 2, 2)), nn.AvgPool3d(2))
+    x, advice = torch.ones(2, 8, 8), 'decided for kernels of cpu: convert(..., device="cuda")'
+    here = lint(autocastfx.convert(model, x, dtype=torch.bfloat16))
+    there = lint(autocastfx.convert(model, x, dtype=torch.bfloat16, device="cuda"))
+    assert (here.device, there.device) == ("cpu", "cuda")
+    assert advice in str(here)
+    assert advice not in str(there)
+    assert {op.node: op.reads for op in here.ops}["avg_pool3d"] == ("float32",), "for want of a kernel"
+    assert {op.node: op.reads for op in there.ops}["avg_pool3d"] == ("bfloat16",)
 
 
 def test_nothing_is_run_and_nothing_is_changed() -> None:
