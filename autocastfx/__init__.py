@@ -10,6 +10,7 @@ from autocastfx.errors import (
     BisectError,
     CalibrationError,
     CaptureError,
+    GpuError,
     LossScaleError,
     MissingExtraError,
     NotCapturedError,
@@ -24,6 +25,11 @@ from autocastfx.errors import (
 from autocastfx.explain import explain
 from autocastfx.exponents import Exponents, Shares
 from autocastfx.gradient_histogram import GradientHistogram, gradient_histogram
+from autocastfx.hardware.gpu import Gpu
+from autocastfx.hardware.lint import lint
+from autocastfx.hardware.odd_size import OddSize
+from autocastfx.hardware.report import Lint, OpEstimate
+from autocastfx.hardware.roofline import Total
 from autocastfx.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
 from autocastfx.loss_scaler import LossScaler
 from autocastfx.numerics.bisect import Bisection, Place, bisect
@@ -54,8 +60,11 @@ __all__ = [
     "Difference",
     "DynamicLossScale",
     "Exponents",
+    "Gpu",
+    "GpuError",
     "GradientHistogram",
     "InputRange",
+    "Lint",
     "LossScaleError",
     "LossScaler",
     "LossScalingOptimizer",
@@ -63,6 +72,8 @@ __all__ = [
     "ModuleRule",
     "NoLossScale",
     "NotCapturedError",
+    "OddSize",
+    "OpEstimate",
     "OpList",
     "OpListError",
     "Overflow",
@@ -82,6 +93,7 @@ __all__ = [
     "Shares",
     "StaticLossScale",
     "StepResult",
+    "Total",
     "UnmatchedPlanWarning",
     "UnmatchedRuleWarning",
     "UnsupportedError",
@@ -97,6 +109,7 @@ __all__ = [
     "explain",
     "find_overflow",
     "gradient_histogram",
+    "lint",
     "load_op_list",
     "presets",
     "suggest_loss_scale",

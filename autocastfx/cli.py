@@ -17,13 +17,17 @@ from pathlib import Path
 from autocastfx import commands
 from autocastfx.dump import FORMATS
 from autocastfx.errors import AutocastFXError, ModelSpecError, OpListError, PlanError
+from autocastfx.hardware import command as lint_command
 
 __all__ = ["main"]
 
 _CODES = (
     "exit codes: 0 good; 1 the answer is no (a list is wrong, plans or lists differ); 2 usage; 3 the conversion fails"
 )
-_MODEL = "package.module:factory, a callable without arguments that gives an nn.Module"
+_MODEL = (
+    "package.module:factory, a callable without arguments that gives an nn.Module; or, with --trust, a .pt or .pth "
+    "file of one"
+)
 _INPUTS = (
     "the inputs of one call: package.module:factory giving a tuple (by position) or a dict (by keyword), or for "
     "each its dtype and sizes: 'float32[8,3,32,32]', 'mask=bool[8,128]', 'ids=int64[8,128]<1000' (random below 1000, "
@@ -134,6 +138,8 @@ def _parser() -> argparse.ArgumentParser:
     inputs = argparse.ArgumentParser(add_help=False, parents=[dtype])
     inputs.add_argument("--inputs", nargs="+", action="extend", default=[], metavar="INPUT", help=_INPUTS)
     inputs.add_argument("--mode", choices=("train", "eval"), help="the factory's by default")
+    inputs.add_argument("--weights", type=Path, metavar="FILE", help="a state_dict for the model; nothing in it runs")
+    inputs.add_argument("--trust", action="store_true", help="read a MODEL that is a file, which runs what it says")
     lists = argparse.ArgumentParser(add_help=False)
     lists.add_argument(
         "--op-list", nargs="+", action="extend", metavar="LIST", help="presets or YAML files, of which the later win"
@@ -164,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="what torch.save writes")
     convert.set_defaults(run=commands.convert_model)
 
+    lint_command.add_to(add, [data, inputs, lists], _MODEL)
     doctor = add("doctor", parents=[data], help="versions, devices, and what these cannot run in 16 bits")
     doctor.set_defaults(run=commands.doctor)
     _add_lists(add("lists", help="look at op lists"), data, common, dtype, inputs)

@@ -11,30 +11,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from autocastfx import doctor as machine
 from autocastfx import dump as dump_model
 from autocastfx import explain as explain_node
 from autocastfx import list_text
-from autocastfx.amp_module import AmpModule
-from autocastfx.convert import convert
-from autocastfx.errors import ModelSpecError, NotCapturedError, PlanError
+from autocastfx.errors import ModelSpecError, PlanError
 from autocastfx.list_check import rule_uses
-from autocastfx.model_spec import load_inputs, load_model
-from autocastfx.op_list import OpList, OpListLike, load_op_list, preset_path
+from autocastfx.model_options import converted, device_of, given_model
+from autocastfx.model_spec import load_inputs
+from autocastfx.op_list import load_op_list, preset_path
 from autocastfx.plan import Plan
 from autocastfx.plan_diff import PlanDiff
 from autocastfx.plan_diff import diff as diff_plans
 from autocastfx.selection import select
 
-__all__ = ["check_list", "convert_model", "diff", "diff_lists", "doctor", "dump", "explain", "list_path", "show_list"]
+__all__ = [
+    "check_list",
+    "convert_model",
+    "diff",
+    "diff_lists",
+    "doctor",
+    "dump",
+    "explain",
+    "list_path",
+    "print_json",
+    "show_list",
+]
 
 
 def dump(options: Namespace) -> int:
     """``dump MODEL``: in one of its formats, to standard output or a file."""
     _check_output(options.output)
-    text = dump_model(_converted(options, options.op_list or "default"), options.output, options.format)
+    text = dump_model(converted(options, options.op_list or "default"), options.output, options.format)
     if options.output is None:
         sys.stdout.write(text)
     return 0
@@ -42,13 +51,13 @@ def dump(options: Namespace) -> int:
 
 def explain(options: Namespace) -> int:
     """``explain MODEL WHAT …``."""
-    amp_model = _converted(options, options.op_list or "default")
+    amp_model = converted(options, options.op_list or "default")
     try:
         found = {what: (select(amp_model.plan, what), explain_node(amp_model, what)) for what in options.what}
     except KeyError as error:
         raise ModelSpecError(f"{error.args[0]}.") from error
     if options.json:
-        return _json([{"what": what, "nodes": nodes, "text": text} for what, (nodes, text) in found.items()])
+        return print_json([{"what": what, "nodes": nodes, "text": text} for what, (nodes, text) in found.items()])
     print("\n".join(text for _, text in found.values()), end="")
     return 0
 
@@ -56,17 +65,17 @@ def explain(options: Namespace) -> int:
 def diff(options: Namespace) -> int:
     """``diff MODEL --op-list A --op-list B``, or ``diff A.json B.json``. 1 if the plans differ."""
     if len(options.what) == 2 and not options.op_list:
-        if options.inputs:
-            raise ModelSpecError("two plan files are compared as they are: leave --inputs away.")
+        if options.inputs or options.weights:
+            raise ModelSpecError("two plan files are compared as they are: leave --inputs and --weights away.")
         before, after = (_read_plan(Path(file)) for file in options.what)
     elif len(options.what) == 1 and len(options.op_list) == 2:
-        model = load_model(options.what[0])
-        before, after = (_converted(options, op_list, model).plan for op_list in options.op_list)
+        model = given_model(options, options.what[0])
+        before, after = (converted(options, op_list, model).plan for op_list in options.op_list)
     else:
         raise ModelSpecError("diff takes MODEL with --op-list A --op-list B, or two plan files of dump --format json.")
     found = diff_plans(before, after)
     if options.json:
-        _json(_of_diff(found))
+        print_json(_of_diff(found))
     else:
         print(found)
     return int(bool(found))
@@ -77,7 +86,7 @@ def convert_model(options: Namespace) -> int:
     if not options.inputs:
         raise ModelSpecError("convert saves captured graphs: give --inputs.")
     _check_output(options.output)
-    amp_model = _converted(options, options.op_list or "default")
+    amp_model = converted(options, options.op_list or "default")
     unfinished = options.output.with_name(f".{options.output.name}.{os.getpid()}.tmp")
     try:
         torch.save(amp_model, unfinished)
@@ -92,7 +101,7 @@ def doctor(options: Namespace) -> int:
     """``doctor``."""
     found = machine.examine()
     if options.json:
-        return _json(found)
+        return print_json(found)
     print(found)
     return 0
 
@@ -101,7 +110,7 @@ def show_list(options: Namespace) -> int:
     """``lists show LIST``."""
     op_list = load_op_list(options.list, default=options.dtype)
     if options.json:
-        return _json([_of_rule(rule) for rule in op_list.every_rule()])
+        return print_json([_of_rule(rule) for rule in op_list.every_rule()])
     sys.stdout.write(list_text.text(op_list))
     return 0
 
@@ -110,20 +119,20 @@ def check_list(options: Namespace) -> int:
     """``lists check LIST …``. 1 if a list is wrong (an OpListError) or a rule speaks of no node of the model."""
     op_list = load_op_list(options.list, default=options.dtype)
     if options.model is None:
-        if options.inputs:
-            raise ModelSpecError("--inputs are those of a model: give --model.")
+        if options.inputs or options.weights:
+            raise ModelSpecError("--inputs and --weights are those of a model: give --model.")
         own = [rule for rule in op_list.every_rule() if not rule.shipped]
         if options.json:
-            return _json([_of_rule(rule) for rule in own])
+            return print_json([_of_rule(rule) for rule in own])
         rest = len(op_list.every_rule()) - len(own)
         print(f"{' '.join(options.list)}: good; {len(own)} rules, and {rest} that come with this package")
         return 0
     if not options.inputs:
         raise ModelSpecError("what rules match is known of a captured model: give --inputs.")
-    model = _model(options, options.model)
-    uses = rule_uses(op_list, model, *load_inputs(options.inputs, _device(model)), getattr(torch, options.dtype))
+    model = given_model(options, options.model)
+    uses = rule_uses(op_list, model, *load_inputs(options.inputs, device_of(model)), getattr(torch, options.dtype))
     if options.json:
-        _json(list(uses))
+        print_json(list(uses))
     else:
         print("\n".join(map(str, uses)) or f"{' '.join(options.list)}: no rules but those that come with this package")
     return int(any(use.unmatched for use in uses))
@@ -140,37 +149,10 @@ def diff_lists(options: Namespace) -> int:
     before, after = (load_op_list(name, default=options.dtype) for name in (options.before, options.after))
     changes = before.diff(after)
     if options.json:
-        _json(list(changes))
+        print_json(list(changes))
     else:
         print("\n".join(map(str, changes)) or "both say the same")
     return int(bool(changes))
-
-
-def _converted(options: Namespace, op_list: OpListLike, model: nn.Module | None = None) -> AmpModule:
-    dtype: torch.dtype = getattr(torch, options.dtype)
-    lists: OpList = load_op_list(op_list, default=options.dtype)
-    model = _model(options, options.model) if model is None else _in_mode(options, model)
-    if not options.inputs:
-        draft = convert(model, dtype=dtype, op_list=lists)
-        try:
-            _ = draft.plan
-        except NotCapturedError as error:
-            raise NotCapturedError(f"{error} Here that is --inputs.") from error
-        return draft
-    args, kwargs = load_inputs(options.inputs, _device(model))
-    return convert(model, args, kwargs, dtype=dtype, op_list=lists)
-
-
-def _model(options: Namespace, spec: str) -> nn.Module:
-    return _in_mode(options, load_model(spec))
-
-
-def _in_mode(options: Namespace, model: nn.Module) -> nn.Module:
-    return model if options.mode is None else model.train(options.mode == "train")
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 def _check_output(path: Path | None) -> None:
@@ -203,7 +185,8 @@ def _of_rule(rule: Any) -> dict[str, Any]:
     return {"subject": rule.subject, "category": wanted, "reason": rule.reason, "source": source}
 
 
-def _json(value: Any) -> int:
+def print_json(value: Any) -> int:
+    """Print ``value`` as JSON text; exit code 0."""
     print(json.dumps(value, indent=1, ensure_ascii=False, default=_plain))
     return 0
 

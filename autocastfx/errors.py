@@ -9,6 +9,7 @@ __all__ = [
     "BannedOpError",
     "CalibrationError",
     "CaptureError",
+    "GpuError",
     "KeyPath",
     "MissingExtraError",
     "ModelSpecError",
@@ -96,6 +97,10 @@ class LossScaleError(AutocastFXError, RuntimeError):
 
 class BisectError(AutocastFXError, RuntimeError):
     """No choice of what runs in float32 makes a metric hold."""
+
+
+class GpuError(AutocastFXError, ValueError):
+    """A GPU is not known, its rates are none, or its tensor cores cannot take the dtype."""
 
 
 class UnmatchedRuleWarning(UserWarning):

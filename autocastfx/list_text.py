@@ -38,7 +38,8 @@ def diff(first: OpList, second: OpList) -> tuple[Change, ...]:
         if was[0] != now[0]:
             changes.append(Change(subject, was[0], now[0]))
         elif was != now:
-            changes.append(Change(subject, f"{was[0]} ({was[1]})", f"{now[0]} ({now[1]})"))
+            old, new = (f"{word} ({reason or 'no reason given'})" for word, reason in (was, now))
+            changes.append(Change(subject, old, new))
     return tuple(changes)
 
 

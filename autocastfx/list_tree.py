@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from autocastfx import list_keys
+from autocastfx.list_keys import DEVICES, VALUES
 from autocastfx.op_name import located
 from autocastfx.rule import ANY_REDUCTION, Category, Condition, DepthLimit, ModuleRule, Rule, Scalar, module_pattern
 from autocastfx.signature import ArgumentType, argument_types
@@ -27,16 +29,11 @@ __all__ = [
 ]
 
 UNLISTED = {"keep": Category.KEEP, "deny": Category.DENY, "error": Category.BAN}
-PLACEMENTS = ("cut", "simple", "follow")
-_CATEGORIES = tuple(c.value for c in Category)
-KEYS = (
-    *(*_CATEGORIES, "modules", "keep_args", "set_dtype", "reduction_depth"),
-    *("aliases", "unlisted", "extends", "placement"),
-)
-_RULE_KEYS = ("reason", "when", "devices")
-_MODULE_KEYS = ("path", "category", "reason", "ops", "devices", "rank")
-_MODULE_WORDS = ("low", "float32", *_CATEGORIES)
-DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "meta")
+PLACEMENTS = tuple(list_keys.PLACEMENTS)
+KEYS = (*list_keys.CATEGORIES, *list_keys.LIST_KEYS)
+_RULE_KEYS = tuple(list_keys.ENTRY_KEYS)
+_MODULE_KEYS = tuple(list_keys.MODULE_KEYS)
+_MODULE_WORDS = (*list_keys.MODULE_CATEGORIES, *list_keys.CATEGORIES)
 
 
 def op_rules(tree: Tree, *, shipped: bool) -> Iterator[Rule]:
@@ -114,7 +111,7 @@ def _value(op: str, argument: str, tree: Tree) -> Scalar:
     types = (argument_types(op) or {}).get(argument, ())
     if not types or any(_fits(value, t) for t in types):
         return value
-    words = dict.fromkeys(_WORDS[t.base] for t in types if t.base in _WORDS)
+    words = dict.fromkeys(VALUES[t.base] for t in types if t.base in VALUES)
     if not words:
         raise tree.error(f"no condition can be on {argument!r} of {op}, whose type is {types[0].name}")
     wanted = " or ".join([*words, *(["null"] if any(t.is_optional for t in types) else [])])
@@ -125,24 +122,10 @@ def _value(op: str, argument: str, tree: Tree) -> Scalar:
     raise tree.error(f"{argument!r} of {op} is {wanted}: {tree.found(wanted)}{hint}{quotes}")
 
 
-_WORDS = {
-    "str": "text",
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "number": "a number",
-    "Tensor": "a number in place of a tensor",
-    "ScalarType": "a dtype",
-    "Layout": "text",
-    "MemoryFormat": "text",
-    "Device": "text",
-}
-
-
 def _fits(value: Scalar, declared: ArgumentType) -> bool:
     if value is None:
         return declared.is_optional
-    word = _WORDS.get(declared.base)
+    word = VALUES.get(declared.base)
     if isinstance(value, bool):
         return word == "true or false"
     if isinstance(value, str):

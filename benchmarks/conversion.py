@@ -76,6 +76,18 @@ def _median(run: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
+_HEADER = f"{'shape':<10} {'nodes':>6} {'classify s':>10} {'place s':>10} {'low nodes':>10}"
+
+
+def _line(row: Row) -> str:
+    return f"{row.shape:<10} {row.nodes:>6} {row.classify:>10.3f} {row.place:>10.3f} {row.low:>10}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """What is printed."""
+    return "\n".join([_HEADER, *map(_line, rows)])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the graphs asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conversion", description=(__doc__ or "").split("\n")[0])
@@ -89,13 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(1)
     rows = []
-    print(f"{'shape':<10} {'nodes':>6} {'classify s':>10} {'place s':>10} {'low nodes':>10}")
+    print(_HEADER)
     for shape in shapes:
         for size in sizes:
             print(f"{shape} {size} ...", file=sys.stderr, flush=True)
             row = measure(shape, size)
             rows.append(row)
-            print(f"{row.shape:<10} {row.nodes:>6} {row.classify:>10.3f} {row.place:>10.3f} {row.low:>10}", flush=True)
+            print(_line(row), flush=True)
     slow = [row for row in rows if row.nodes >= SIZES[-1] and row.place > LIMIT]
     for row in slow:
         print(f"{row.shape}: {row.nodes} nodes placed in {row.place:.1f} s, the limit is {LIMIT:.0f} s")

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/benchmarks.md from the results that are kept.
+"""Writes the tables of docs/benchmarks.md and docs/placement.md from the results that are kept.
 
     python -m benchmarks.page
 
@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy, memory_per_parameter, optimizer_step
+from benchmarks import accuracy, conversion, memory_per_parameter, optimizer_step, placement
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = (DOCS / "benchmarks.md", DOCS / "placement.md")
 RESULTS = Path(__file__).resolve().parent / "results"
 # By file: its table, as the benchmark prints it.
 TABLES: dict[str, Callable[[Any], str]] = {
@@ -25,6 +26,8 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "memory-per-parameter-cpu.json": lambda held: memory_per_parameter.table(
         [memory_per_parameter.Row(**row) for row in held["rows"]]
     ),
+    "conversion-cpu.json": lambda held: conversion.table([conversion.Row(**row) for row in held["rows"]]),
+    "placement.json": lambda held: placement.table([placement.Row(**row) for row in held["rows"]]),
 }
 _TABLE = re.compile(r"(<!-- results: (\S+) -->\n).*?\n```text\n.*?```\n", re.DOTALL)
 
@@ -34,12 +37,19 @@ def updated(page: str) -> str:
 
     def fresh(match: re.Match[str]) -> str:
         held = json.loads((RESULTS / match[2]).read_text(encoding="utf-8"))
-        where = f"{held['device']}; torch {held['torch']}, Python {held['python']}, commit {held['commit']}."
-        return f"{match[1]}\n{where}\n\n```text\n{TABLES[match[2]](held)}\n```\n"
+        return f"{match[1]}\n{_where(held)}\n\n```text\n{TABLES[match[2]](held)}\n```\n"
 
     return _TABLE.sub(fresh, page)
 
 
+def _where(held: dict[str, Any]) -> str:
+    """Where and with what it was measured, as far as the file says."""
+    named = {"torch": "torch", "networkx": "networkx", "transformers": "transformers", "python": "Python"}
+    said = [f"{name} {held[key]}" for key, name in {**named, "commit": "commit"}.items() if key in held]
+    return f"{f'{device}; ' if (device := held.get('device')) else ''}{', '.join(said)}."
+
+
 if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(updated(page.read_text(encoding="utf-8")), encoding="utf-8")
     sys.exit(0)

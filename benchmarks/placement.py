@@ -112,6 +112,11 @@ def _line(row: Row) -> str:
     )
 
 
+def table(rows: Sequence[Row]) -> str:
+    """What is printed; policies that are not there yet left out."""
+    return "\n".join([_HEADER, *(_line(row) for row in rows if not row.note)])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the models asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=(__doc__ or "").split("\n")[0])

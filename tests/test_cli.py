@@ -285,7 +285,9 @@ BAD = {
     "nothing to save": (["convert", "cli_models:small", "-o", "x.pt"], 2, "give --inputs"),
     "nothing so called": (["explain", "cli_models:small", "gelo"], 2, "called 'gelo' (did you mean 'gelu'?)."),
     "one list to compare": (["diff", "cli_models:small", "--op-list", "default"], 2, "diff takes MODEL with"),
-    "files and inputs": (["diff", "a.json", "b.json", *INPUTS], 2, "leave --inputs away"),
+    "weights without a model": (["lists", "check", "used.yaml", "--weights", "w.pt"], 2, "give --model"),
+    "files and weights": (["diff", "a.json", "b.json", "--weights", "w.pt"], 2, "leave --inputs and --weights away"),
+    "files and inputs": (["diff", "a.json", "b.json", *INPUTS], 2, "leave --inputs and --weights away"),
     "no plan": (["diff", "mine.yaml", "mine.yaml"], 2, "mine.yaml is no plan that dump --format json wrote"),
     "no such plan": (["diff", "x.json", "y.json"], 2, "cannot read the plan x.json: No such file"),
 }

@@ -9,7 +9,7 @@ import pytest
 
 from autocastfx import Category, load_op_list
 from autocastfx.list_tree import DEVICES, KEYS, PLACEMENTS, UNLISTED
-from tests.golden.readme import NUMERICS, OP_LISTS, WEIGHTS, outputs, run
+from tests.golden.readme import NUMERICS, OP_LISTS, PLACEMENT, WEIGHTS, outputs, run
 
 TEXT = OP_LISTS.read_text(encoding="utf-8")
 
@@ -39,7 +39,7 @@ def test_the_lists_shown_are_right(folder: Path) -> None:
     assert len(lists["conditions"].conditional) == 4
 
 
-@pytest.mark.parametrize("page", [WEIGHTS, NUMERICS], ids=["weights", "numerics"])
+@pytest.mark.parametrize("page", [WEIGHTS, NUMERICS, PLACEMENT], ids=lambda page: page.stem)
 def test_the_code_of_further_pages_prints_what_is_shown(page: Path, tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     printed, shown = run(text, tmp_path), list(outputs(text))

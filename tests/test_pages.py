@@ -1,4 +1,4 @@
-"""The code of the pages on reasons, training and migrating runs, and prints what is shown."""
+"""The code of pages without tests of their own runs, and prints what is shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import pytest
 from tests.golden.readme import blocks, outputs, run
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = ("reasons", "training", "migrate-autocast", "migrate-apex", "migrate-callbacks")
+PAGES = (
+    "tutorial",
+    "how-to",
+    "when-not",
+    "reasons",
+    "training",
+    "lint",
+    "migrate-autocast",
+    "migrate-apex",
+    "migrate-callbacks",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)

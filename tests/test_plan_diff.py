@@ -58,3 +58,8 @@ def test_nodes_of_one_plan_alone_are_listed() -> None:
 
 def test_plans_compare_after_a_round_trip_through_json() -> None:
     assert not autocastfx.diff(plan(), autocastfx.Plan.from_json(plan().to_json()))
+
+
+def test_a_missing_reason_is_said() -> None:
+    text = str(autocastfx.diff(plan(), plan({"deny": ["gelu"]})))
+    assert "deny: no reason given (mine:deny[0]), before: " in text

@@ -1,4 +1,4 @@
-"""``python -m tests.golden`` writes the kept dumps and the outputs in README.md and pages of docs anew."""
+"""``python -m tests.golden`` writes the kept texts, the outputs in README.md and docs, and docs/yaml-reference.md."""
 
 from __future__ import annotations
 
@@ -6,15 +6,35 @@ import tempfile
 from pathlib import Path
 
 import autocastfx
-from tests.golden.models import CASES, comparable, kept
-from tests.golden.readme import NUMERICS, OP_LISTS, README, REASONS, WEIGHTS, run, updated
+from tests.golden.models import CASES, LINTS, comparable, kept, kept_lint
+from tests.golden.readme import (
+    HOW_TO,
+    LINT,
+    NUMERICS,
+    OP_LISTS,
+    PLACEMENT,
+    README,
+    REASONS,
+    TUTORIAL,
+    WEIGHTS,
+    WHEN_NOT,
+    run,
+    updated,
+)
+from tests.golden.yaml_reference import PAGE
+from tests.golden.yaml_reference import page as yaml_reference
 
 
 def main() -> None:
     for name, make in CASES.items():
         kept(name).write_text(comparable(autocastfx.dump(make())), encoding="utf-8")
         print(kept(name))
-    for page in (README, OP_LISTS, WEIGHTS, REASONS, NUMERICS):
+    for name in LINTS:
+        kept_lint(name).write_text(f"{autocastfx.lint(CASES[name]())}\n", encoding="utf-8")
+        print(kept_lint(name))
+    PAGE.write_text(yaml_reference(), encoding="utf-8")
+    print(PAGE)
+    for page in (README, OP_LISTS, WEIGHTS, REASONS, NUMERICS, LINT, TUTORIAL, HOW_TO, WHEN_NOT, PLACEMENT):
         text = page.read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as folder:
             page.write_text(updated(text, run(text, Path(folder))), encoding="utf-8")

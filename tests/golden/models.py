@@ -89,6 +89,9 @@ CASES: dict[str, Callable[[], autocastfx.AmpModule]] = {
 }
 
 
+LINTS = ("cnn", "encoder_layer")
+
+
 @functools.cache
 def converted(name: str) -> autocastfx.AmpModule:
     """The model of a case, in train mode, made once. Leave it as it is."""
@@ -98,6 +101,11 @@ def converted(name: str) -> autocastfx.AmpModule:
 def kept(name: str) -> Path:
     """Where the dump of a case is kept."""
     return FOLDER / f"{name}.txt"
+
+
+def kept_lint(name: str) -> Path:
+    """Where the lint of a case is kept."""
+    return FOLDER / f"lint_{name}.txt"
 
 
 def comparable(dump: str) -> str:

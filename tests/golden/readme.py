@@ -23,6 +23,11 @@ OP_LISTS = README.parent / "docs" / "op-lists.md"
 WEIGHTS = README.parent / "docs" / "weights.md"
 REASONS = README.parent / "docs" / "reasons.md"
 NUMERICS = README.parent / "docs" / "numerics.md"
+LINT = README.parent / "docs" / "lint.md"
+TUTORIAL = README.parent / "docs" / "tutorial.md"
+HOW_TO = README.parent / "docs" / "how-to.md"
+PLACEMENT = README.parent / "docs" / "placement.md"
+WHEN_NOT = README.parent / "docs" / "when-not.md"
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`([\w./]+\.yaml)`")

@@ -1,0 +1,34 @@
+"""``autocastfx lint``: its arguments, and from these to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from autocastfx.errors import GpuError, ModelSpecError
+from autocastfx.hardware.gpu import find_gpu, gpus
+from autocastfx.hardware.lint import lint
+from autocastfx.model_options import converted
+
+__all__ = ["add_to"]
+
+
+def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser], model: str) -> None:
+    """Add the command, by the ``add`` of the subcommands; ``model`` says what a MODEL is."""
+    parser = add("lint", parents=parents, help="sizes that tensor cores would pad, and where time would go on a GPU")
+    parser.add_argument("model", metavar="MODEL", help=model)
+    names = ", ".join(gpu.name for gpu in gpus())
+    parser.add_argument("--gpu", default="A100", metavar="GPU", help=f"{names}; A100 by default. It need not be here")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if not options.inputs:
+        raise ModelSpecError("lint reads sizes: give --inputs.")
+    try:
+        find_gpu(options.gpu)  # before work that may take minutes
+        found = lint(converted(options, options.op_list or "default", device="cuda"), options.gpu)
+    except GpuError as error:
+        raise ModelSpecError(str(error)) from error
+    print(found.to_json() if options.json else found)
+    return 0

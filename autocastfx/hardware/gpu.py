@@ -1,0 +1,93 @@
+"""The peak rates of a GPU, from a table of some or as given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from autocastfx.errors import GpuError
+from autocastfx.yaml_tree import Tree, nearest, parse_file
+
+__all__ = ["Gpu", "find_gpu", "gpus"]
+
+_RATES = ("tensor_tflops", "float32_tflops", "bandwidth_gb_s")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peak rates of a GPU.
+
+    Attributes:
+        name: what reports call it.
+        tensor_tflops: of its tensor cores on 16-bit inputs, without sparsity, in 10^12 operations a second.
+        float32_tflops: in float32, in 10^12 operations a second.
+        bandwidth_gb_s: of its memory, in 10^9 bytes a second.
+        dtypes: the 16-bit dtypes that its tensor cores take.
+        source: where the numbers are from.
+
+    Raises:
+        GpuError: a rate is no finite number above 0.
+    """
+
+    name: str
+    tensor_tflops: float
+    float32_tflops: float
+    bandwidth_gb_s: float
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    source: str = "as given"
+
+    def __post_init__(self) -> None:
+        for rate in _RATES:
+            given = getattr(self, rate)
+            if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
+                raise GpuError(f"{rate} of the GPU {self.name!r} is a finite number above 0, not {given!r}.")
+
+    def peak(self, *, tensor_cores: bool) -> float:
+        """Operations a second, in tensor cores or in float32."""
+        return 1e12 * (self.tensor_tflops if tensor_cores else self.float32_tflops)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second."""
+        return 1e9 * self.bandwidth_gb_s
+
+    def balance(self, *, tensor_cores: bool) -> float:
+        """Operations a byte above which computing takes longer than moving."""
+        return self.peak(tensor_cores=tensor_cores) / self.bandwidth
+
+
+@lru_cache(maxsize=1)
+def gpus() -> tuple[Gpu, ...]:
+    """The GPUs of the shipped table.
+
+    Raises:
+        OpListError: the file is damaged.
+    """
+    tree = parse_file(Path(__file__).parent / "gpus.yaml", shown="autocastfx/hardware/gpus.yaml")
+    return tuple(_gpu(name.text, entry) for name, entry in tree.items())
+
+
+def _gpu(name: str, entry: Tree) -> Gpu:
+    entry.check_keys((*_RATES, "dtypes", "source"), what="number of a GPU")
+    tensor, float32, bandwidth = (entry.child(rate).as_number() for rate in _RATES)
+    dtypes = tuple(dtype.text for dtype in entry.child("dtypes").as_strings())
+    return Gpu(name, tensor, float32, bandwidth, dtypes, entry.child("source").text)
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of the table that is called ``name``, in letters of either case.
+
+    Raises:
+        GpuError: there is none; with the nearest name.
+    """
+    known = {gpu.name.lower(): gpu for gpu in gpus()}
+    if name.lower() not in known:
+        names = [gpu.name for gpu in known.values()]
+        hint = nearest(name.upper(), names)
+        raise GpuError(
+            f"no GPU is known as {name!r}{hint}. Known: {', '.join(names)}; for another give its rates, "
+            "autocastfx.Gpu(name, tensor_tflops, float32_tflops, bandwidth_gb_s)."
+        )
+    return known[name.lower()]

@@ -1,0 +1,72 @@
+"""Which sizes of the products that run in 16 bits are no multiples of what tensor cores take at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autocastfx.graph import module_path, uses
+from autocastfx.hardware.tensor_core_shapes import sizes_of
+from autocastfx.hardware.walk import Located
+from autocastfx.op_name import op_name
+
+__all__ = ["OddSize", "odd_sizes"]
+
+
+@dataclass(frozen=True)
+class OddSize:
+    """A size of an op in 16 bits that is no multiple of 8.
+
+    Attributes:
+        node, op, module: where.
+        name: ``M``, ``N`` or ``K`` of the product of an M x K and a K x N matrix; ``channels in`` or ``channels out``
+            of each group of a convolution; ``head`` of an attention.
+        operand: path of the weight that has the size: the model's choice. ``input``: it changes with the inputs.
+            ``activation``: computed, and the same whatever the inputs.
+        size: for the example inputs.
+        padded: the next multiple of 8.
+        wasted: share of the padded size that holds nothing, as if this size alone were padded.
+        flops: of the node, in one forward pass.
+        table_of: path of the embedding that has the weight as its table, so that N is the vocabulary; else empty.
+    """
+
+    node: str
+    op: str
+    module: str
+    name: str
+    operand: str
+    size: int
+    padded: int
+    wasted: float
+    flops: int
+    table_of: str = ""
+
+
+def odd_sizes(
+    located: Sequence[Located], flops: Mapping[str, int], held: Mapping[str, torch.Tensor]
+) -> Iterator[OddSize]:
+    """The odd sizes, in graph order.
+
+    Args:
+        located: all nodes of the captured graph.
+        flops: by name, of the nodes that run in 16 bits.
+        held: parameters and buffers by name, tied ones under each of their names.
+    """
+    tables = dict(_tables(located, held))
+    for one in (one for one in located if one.name in flops):
+        for size in sizes_of(one):
+            if size.size != size.padded:
+                tied = tables.get(id(held.get(size.operand)), "") if size.name == "N" else ""
+                place = (one.name, op_name(one.node), module_path(one.node))
+                numbers = (size.size, size.padded, size.wasted, flops[one.name])
+                yield OddSize(*place, size.name, size.operand, *numbers, table_of=tied)
+
+
+def _tables(located: Sequence[Located], held: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, str]]:
+    """Identities of the tables of embeddings, with the embeddings' module paths."""
+    for one in (one for one in located if op_name(one.node) == "embedding"):
+        path = next((one.stored_as(use.node) for use in uses(one.node) if use.argument == "weight"), "")
+        if path in held:
+            yield id(held[path]), module_path(one.node) or "(root)"

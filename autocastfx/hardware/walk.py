@@ -1,0 +1,67 @@
+"""All computing nodes of a graph, and of the graphs that it runs, under the names that a plan has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autocastfx.alias import aliased
+from autocastfx.graph import attribute, subgraphs
+from autocastfx.op_name import op_name
+from autocastfx.pipeline import CONVERTED_INSIDE
+
+__all__ = ["Located", "walk"]
+
+
+@dataclass(frozen=True)
+class Located:
+    """A computing node; ``name`` is the plan's, and ``outer`` says what the inputs of its graph are outside of it."""
+
+    name: str
+    node: fx.Node
+    outer: Mapping[fx.Node, fx.Node]
+
+    def stored_as(self, read: fx.Node) -> str:
+        """The path of the parameter or buffer that ``read`` is, or is a view of; empty for a computed value."""
+        while (source := self._behind(read)) is not None:
+            read = source
+        return str(read.target) if read.op == "get_attr" else ""
+
+    def _behind(self, read: fx.Node) -> fx.Node | None:
+        if read.op != "call_function":
+            return self.outer.get(read)
+        shared = tuple(dict.fromkeys(aliased(read)))
+        return shared[0] if len(shared) == 1 else None
+
+
+def walk(
+    graph: fx.Graph,
+    attributes: Mapping[str, Any],
+    prefix: str = "",
+    outer: Mapping[fx.Node, fx.Node] | None = None,
+) -> Iterator[Located]:
+    """The computing nodes in order; in place of a node that runs sub-graphs, theirs.
+
+    Args:
+        graph: captured or converted.
+        attributes: what its ``get_attr`` nodes read, parameters and buffers apart.
+        prefix: of the names.
+        outer: what the graph's own inputs are outside of it.
+    """
+    outer = outer or {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        inner = subgraphs(node, attributes) if op_name(node) in CONVERTED_INSIDE else {}
+        if not inner:
+            yield Located(prefix + node.name, node, outer)
+        for target, module in inner.items():
+            held = {str(n.target): attribute(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"}
+            inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+            given = node.args[-len(inputs) :] if inputs else ()
+            pairs = zip(inputs, given, strict=False)
+            sources = {**outer, **{placeholder: arg for placeholder, arg in pairs if isinstance(arg, fx.Node)}}
+            yield from walk(module.graph, held, f"{prefix}{target.rpartition('.')[2]}/", sources)

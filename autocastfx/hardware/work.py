@@ -1,0 +1,108 @@
+"""What an op computes and moves: operations by torch's own formulas, bytes by sizes and dtypes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from autocastfx.alias import aliased
+from autocastfx.graph import dtypes, is_member, tensors, uses, value
+from autocastfx.op_name import op_name
+from autocastfx.traffic import moves
+
+__all__ = ["Work", "example", "work_of"]
+
+_LOW = {"float16", "bfloat16"}
+_GATHERS = ("embedding", "gather", "index", "index_select", "take", "take_along_dim")  # they read what they give
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one op does.
+
+    Attributes:
+        flops: multiplications and additions of its matrix products and convolutions; 0 for all other ops, which the
+            bytes bound. None where torch has no formula because the op is no ATen op, or cannot run on abstract values.
+        bytes: its inputs read once, and its outputs written; 0 of a view.
+        reads: names of the dtypes that it reads, each once; of what it gives, if it reads nothing.
+    """
+
+    flops: int | None
+    bytes: int
+    reads: tuple[str, ...]
+
+    @property
+    def low(self) -> bool:
+        """Whether tensor cores take what it reads."""
+        return not _LOW.isdisjoint(self.reads)
+
+
+def work_of(node: fx.Node) -> Work:
+    """What ``node`` does, at the sizes of the example inputs. A size that depends on data counts as 1."""
+    read = [t for source in node.all_input_nodes for t in tensors(source)]
+    names = tuple(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in read or tensors(node)))
+    if not _moves(node):
+        return Work(0, 0, names)
+    return Work(_flops(node), _bytes(node, read), names)
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether elements are read and written. What may be a view counts as one, unless it is a cast."""
+    return not is_member(node) and (
+        moves(node) or any(set(dtypes(node)) != set(dtypes(read)) for read in aliased(node))
+    )
+
+
+def example(number: Any) -> Any:
+    """A size, or another symbolic number, for the example inputs; 1 for a size that depends on data."""
+    if isinstance(number, torch.SymInt):
+        return int(number.node.hint) if number.node.hint is not None else 1
+    if isinstance(number, (torch.SymFloat, torch.SymBool)):
+        return number.node.hint
+    return number
+
+
+def _bytes(node: fx.Node, read: list[torch.Tensor]) -> int:
+    written = sum(map(_size, tensors(node)))
+    if op_name(node) in _GATHERS:
+        read = [t for t in read if not t.is_floating_point()]
+        return 2 * written + sum(map(_size, read))
+    return sum(map(_size, read)) + written
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return math.prod(map(example, tensor.shape)) * tensor.itemsize
+
+
+def _flops(node: fx.Node) -> int | None:
+    matrices = [t for use in uses(node) for t in tensors(use.node) if t.is_floating_point() and t.dim() >= 2]
+    if len(matrices) < 2 and isinstance(node.target, OpOverload):
+        return 0
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return None
+    args, kwargs = map_aggregate((node.args, node.kwargs), _meta)
+    try:
+        with torch.no_grad(), torch._C._DisableAutocast(), FlopCounterMode(display=False) as counter:
+            node.target(*args, **kwargs)
+    except Exception:  # an op that gives sizes by its data, or has no abstract kernel
+        return None
+    return counter.get_total_flops()
+
+
+def _meta(leaf: Any) -> Any:
+    """An argument without storage, at the sizes of the example inputs."""
+    return pytree.tree_map(_without_storage, value(leaf)) if isinstance(leaf, fx.Node) else example(leaf)
+
+
+def _without_storage(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty([example(n) for n in leaf.shape], dtype=leaf.dtype, device="meta")
+    return example(leaf)

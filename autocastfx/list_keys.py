@@ -1,0 +1,81 @@
+"""The words of an op list's YAML, each with what it means: the parser takes these and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = [
+    "CATEGORIES",
+    "DEVICES",
+    "ENTRY_KEYS",
+    "LIST_KEYS",
+    "MODULE_CATEGORIES",
+    "MODULE_KEYS",
+    "PLACEMENTS",
+    "UNLISTED",
+    "VALUES",
+]
+
+CATEGORIES: Mapping[str, str] = {
+    "allow": "runs in 16 bits",
+    "deny": "float32, and what follows it through `infer` and `clear` ops is drawn to float32 as well",
+    "infer": "safe in 16 bits: after an `allow` op, where that moves fewer bytes; float32 after a `deny` op",
+    "clear": "moves, selects or compares values: as its neighbours",
+    "promote": "in 16 bits only if all its floating inputs already are",
+    "keep": "runs exactly as captured",
+    "ban": "the conversion is refused, with the reason",
+}
+LIST_KEYS: Mapping[str, str] = {
+    "modules": "a list of entries for the modules inside which ops run",
+    "keep_args": "per op, the argument or arguments that stay float32 while it runs in 16 bits",
+    "set_dtype": "under `placement: follow`, the `deny` ops that are asked for float32 by their dtype argument",
+    "reduction_depth": "per op, how many elements it may reduce into one in 16 bits; a number alone, or `*`, is for "
+    "all reductions, and `null` lifts a limit",
+    "aliases": "per further name, the listed name whose rules it takes",
+    "unlisted": "what becomes of an op that has no rule",
+    "extends": "the preset, or the file beside this one, on which this list builds; or a list of these",
+    "placement": "how the precision of what the categories leave free is chosen",
+}
+ENTRY_KEYS: Mapping[str, str] = {
+    "reason": "text that plans, dumps and errors show",
+    "when": "the rule holds for calls whose arguments have these values: for each argument a value, or a list of which "
+    "one must fit",
+    "devices": "the type, or types, of device that the rule is for; all if it is left out",
+}
+MODULE_KEYS: Mapping[str, str] = {
+    "path": "a glob of module paths (`*` and `?` inside a name, `**` for any number of names), or `re:` and a regular "
+    "expression; it has to match the whole path, and covers all that runs inside the module",
+    "category": "a category, `low` or `float32`",
+    "reason": "text that plans, dumps and errors show",
+    "ops": "only these ops; all if it is left out",
+    "devices": "the type, or types, of device that the rule is for; all if it is left out",
+    "rank": "a whole number: of two rules that fit a node equally well, the higher rank wins",
+}
+MODULE_CATEGORIES: Mapping[str, str] = {
+    "low": "16 bits, even for ops that the list denies; what 16 bits cannot hold stays float32",
+    "float32": "the same as `deny`",
+}
+UNLISTED: Mapping[str, str] = {
+    "keep": "it runs as captured",
+    "deny": "it runs in float32",
+    "error": "the conversion is refused",
+}
+PLACEMENTS: Mapping[str, str] = {
+    "cut": "so that the fewest bytes are moved",
+    "simple": "by TensorFlow's rule: float32 spreads forwards from `deny` ops, then 16 bits between `allow` ops",
+    "follow": "as torch.autocast dispatches: each call by the dtypes that its inputs have",
+}
+DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "meta")
+# How the value of an argument is written, by the argument's type in the op's schema.
+VALUES: Mapping[str, str] = {
+    "str": "text",
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "number": "a number",
+    "Tensor": "a number in place of a tensor",
+    "ScalarType": "a dtype",
+    "Layout": "text",
+    "MemoryFormat": "text",
+    "Device": "text",
+}

@@ -1,0 +1,35 @@
+"""The lint as text: kept for two models, and what long reports leave out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import autocastfx
+from tests.golden.models import LINTS, converted, kept_lint
+
+
+@pytest.mark.parametrize("name", LINTS)
+def test_the_text_is_as_kept(name: str) -> None:
+    assert f"{autocastfx.lint(converted(name))}\n" == kept_lint(name).read_text(encoding="utf-8"), (
+        "run `python -m tests.golden` and review what changed"
+    )
+
+
+def test_long_tables_are_cut() -> None:
+    model = nn.Sequential(*(nn.Linear(7 + n, 8 + n) for n in range(30)))
+    text = str(autocastfx.lint(autocastfx.convert(model, torch.ones(8, 7), dtype=torch.bfloat16)))
+    assert text.count("\nN ") + text.count("\nK ") == 20
+    assert "\nand 32 more\n" in text
+    assert " more ops and casts: " in text
+
+
+def test_what_is_not_known_is_said() -> None:
+    found = autocastfx.lint(converted("cnn"))
+    some = (dataclasses.replace(found.ops[0], flops=None),)
+    text = str(dataclasses.replace(found, ops=some, float32_products=tuple("abcdefghijkl")))
+    assert f"FLOP not known of: {some[0].node}" in text
+    assert "without tensor cores: a, b, c, d, e, f, g, h, i, j and 2 more\n" in text

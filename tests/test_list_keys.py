@@ -1,0 +1,77 @@
+"""The words of op lists: each is taken by the parser, and the page that lists them is up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from autocastfx import list_keys
+from autocastfx.errors import OpListError
+from autocastfx.list_tree import KEYS, PLACEMENTS, UNLISTED
+from autocastfx.op_list import Category, OpList
+from tests.golden.yaml_reference import PAGE, page
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tests.golden` and review what changed"
+    assert "yaml-reference" in (PAGE.parent / "index.md").read_text(encoding="utf-8").split()
+
+
+def test_the_words_are_those_of_the_parser() -> None:
+    assert tuple(list_keys.CATEGORIES) == tuple(str(category) for category in Category)
+    assert tuple(list_keys.UNLISTED) == tuple(UNLISTED)
+    assert (*list_keys.CATEGORIES, *list_keys.LIST_KEYS) == KEYS
+    assert tuple(list_keys.PLACEMENTS) == PLACEMENTS
+
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    **{category: {category: ["softmax"]} for category in list_keys.CATEGORIES},
+    "modules": {"modules": [{"path": "head", "category": "low"}]},
+    "keep_args": {"keep_args": {"batch_norm": "weight"}},
+    "set_dtype": {"placement": "follow", "deny": ["softmax"], "set_dtype": ["softmax"]},
+    "reduction_depth": {"reduction_depth": {"mean": 4096, "*": None}},
+    "aliases": {"aliases": {"my_lib::gelu": "gelu"}},
+    "unlisted": {"unlisted": "deny"},
+    "extends": {"extends": "float16"},
+    "placement": {"placement": "simple"},
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_of_a_list_is_taken(key: str) -> None:
+    assert OpList.of(EXAMPLES[key]) != OpList()
+
+
+ENTRIES = {"reason": "measured", "when": {"dim": -1}, "devices": "cuda"}
+MODULES = {"path": "head", "category": "low", "reason": "measured", "ops": ["linear"], "devices": "cuda", "rank": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "entry", "under"),
+    [
+        (list_keys.ENTRY_KEYS, {"softmax": ENTRIES}, "deny"),
+        (list_keys.ENTRY_KEYS, {"ops": ["softmax"], **ENTRIES}, "deny"),
+        (list_keys.MODULE_KEYS, MODULES, "modules"),
+    ],
+)
+def test_each_key_of_an_entry_is_taken(words: Mapping[str, str], entry: dict[str, Any], under: str) -> None:
+    body = entry.get("softmax", entry)
+    assert set(words) <= set(body)
+    OpList.of({under: [entry]})
+    body["whne"] = 1
+    with pytest.raises(OpListError, match="'whne' is no key of"):
+        OpList.of({under: [entry]})
+    del body["whne"]
+
+
+@pytest.mark.parametrize("word", [*list_keys.MODULE_CATEGORIES, *list_keys.CATEGORIES])
+def test_each_category_of_a_module_is_taken(word: str) -> None:
+    assert OpList.of({"modules": [{"path": "head", "category": word}]}).modules[0].wanted == word
+
+
+@pytest.mark.parametrize("device", list_keys.DEVICES)
+def test_each_device_is_taken(device: str) -> None:
+    (rule,) = OpList.of({"deny": [{"softmax": {"devices": device}}]}).every_rule()
+    assert rule.device == device
