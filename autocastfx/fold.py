@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autocastfx.graph import is_float32, tensors, uses
+from autocastfx.graph import argument, is_float32, tensors, uses
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.mask import takes_mask
 from autocastfx.op_list import Category
@@ -75,7 +75,7 @@ class Folding:
             masks = [u for u in asked if u.node in wide]
             is_masked = all(takes_mask(node, u) for u in masks) and all(reader in later for reader in node.users)
             return tuple(u.node for u in asked if u not in masks) if is_masked else ()
-        if decision.source.startswith("forced:"):
+        if decision.source.startswith("forced:") or argument(node, "dtype") is not None:  # the call asks for float32
             return ()
         folds = self.facts.may_fold(op_name(node), self.low, self.device, self.level)
         return tuple(u.node for u in asked if u.node.op != "get_attr") if folds else ()
