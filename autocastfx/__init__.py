@@ -27,7 +27,9 @@ from autocastfx.gradient_histogram import GradientHistogram, gradient_histogram
 from autocastfx.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
 from autocastfx.loss_scaler import LossScaler
 from autocastfx.numerics.bisect import Bisection, Place, bisect
-from autocastfx.numerics.compare import ComparedNode, Comparison, compare
+from autocastfx.numerics.compare import compare
+from autocastfx.numerics.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
+from autocastfx.numerics.deviation import Deviation
 from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
 from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
 from autocastfx.optimizer import LossScalingOptimizer
@@ -49,8 +51,11 @@ __all__ = [
     "Category",
     "Change",
     "ComparedNode",
+    "ComparedParameter",
+    "ComparedVariant",
     "Comparison",
     "Decision",
+    "Deviation",
     "Difference",
     "DynamicLossScale",
     "Exponents",
