@@ -12,6 +12,7 @@ __all__ = [
     "KeyPath",
     "MissingExtraError",
     "ModelSpecError",
+    "NodeError",
     "NotCapturedError",
     "OpListError",
     "Place",
@@ -120,6 +121,10 @@ class VerifyError(AutocastFXError, RuntimeError):
 
 class VariantError(AutocastFXError, RuntimeError):
     """A call fits none of the captured variants, and no further one can be captured."""
+
+
+class NodeError(AutocastFXError, RuntimeError):
+    """A node of a graph raises when it runs, as does a kernel that does not take 16 bits."""
 
 
 class NotCapturedError(VariantError):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autocastfx.amp_module import AmpModule
 from autocastfx.errors import VariantError
@@ -57,6 +57,7 @@ def compare(
             and with ``weights="low"``.
         CaptureError: ``model`` cannot be captured.
         CalibrationError: the loss depends on nothing that asks for a gradient.
+        NodeError: a node raises; with its line, and the list by which it runs in float32.
         ValueError: ``loss`` gives no single number; or it or ``scale`` is given without ``gradients``.
     """
     if not gradients and (loss is not None or scale != 1.0):
@@ -68,8 +69,14 @@ def compare(
             "compare the float32 model as its first argument."
         )
     planned = {node.name: str(node.placement.run) for node in run.variant.plan.nodes}
-    steps = (_compared(step, planned.get(step.name, "")) for step in run.steps())
-    nodes = {node.name: node for node in steps if node is not None}
+    nodes: dict[str, ComparedNode] = {}
+    inherited: dict[fx.Node, float] = {}
+    for step in run.steps():
+        reads = max((inherited.get(read, 0.0) for read in step.node.all_input_nodes), default=0.0)
+        node = _compared(step, planned.get(step.name, ""), reads)
+        inherited[step.node] = node.severity if node is not None else reads
+        if node is not None:
+            nodes[node.name] = node
     parameters: list[ComparedParameter] = []
     if gradients:
         for found in run_backwards(run, loss, scale):
@@ -90,7 +97,7 @@ def compare(
     )
 
 
-def _compared(step: Step, precision: str) -> ComparedNode | None:
+def _compared(step: Step, precision: str, inherited: float) -> ComparedNode | None:
     """The deviation of a node's values; None where there are none in both graphs."""
     ours, theirs = floating(step.value), floating(step.reference)
     if step.twin is None or not ours or [t.shape for t in ours] != [t.shape for t in theirs]:
@@ -101,6 +108,7 @@ def _compared(step: Step, precision: str) -> ComparedNode | None:
         op=op_name(step.twin),
         module=module_path(step.twin),
         precision=precision,
+        inherited=inherited,
     )
 
 

@@ -14,7 +14,7 @@ from autocastfx.variant import Variant
 __all__ = ["ComparedNode", "ComparedParameter", "ComparedVariant", "Comparison"]
 
 _FORMAT = 1
-_SHARES = ("error", "overflow", "underflow", "zeros", "nan")
+_NUMBERS = ("error", "inherited", "overflow", "underflow", "zeros", "nan")
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class ComparedNode(Deviation):
     Attributes:
         name, op, module: of the node; of one in a sub-graph the name is ``subgraph/name``, as in the plan.
         precision: what it ran in, by the plan.
+        inherited: the largest error of what it reads, infinite where that overflowed.
         gradient: the deviation of the gradient with respect to its value; None where there is none, and where the node
             only passes on what another one made, such as a cast that changes nothing.
     """
@@ -32,7 +33,13 @@ class ComparedNode(Deviation):
     op: str
     module: str
     precision: str
+    inherited: float = 0.0
     gradient: Deviation | None = None
+
+    @property
+    def added(self) -> float:
+        """By how much its error is larger than what it inherits; 0 where it is smaller."""
+        return max(self.severity - self.inherited, 0.0) if math.isfinite(self.inherited) else 0.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,11 @@ class Comparison:
         return max(self.nodes, key=lambda node: node.severity, default=None)
 
     @property
+    def source(self) -> ComparedNode | None:
+        """Where the error begins: the first node that overflowed, else the one that adds most to what it inherits."""
+        return max(self.nodes, key=lambda node: node.added, default=None)
+
+    @property
     def first_non_finite(self) -> ComparedNode | None:
         """The first node with Inf or NaN where float32 is finite; None if there is none."""
         return next((node for node in self.nodes if node.overflow), None)
@@ -144,7 +156,17 @@ class Comparison:
         if gradients:
             ranked = sorted(self.parameters, key=lambda parameter: -parameter.severity)
             lines += ["", *_lines(("parameter",), [((p.name,), p) for p in ranked], most, "parameters")]
-        return "\n".join([*lines, self._rest()])
+        return "\n".join([*lines, *self._begins(gradients=gradients), self._rest()])
+
+    def _begins(self, *, gradients: bool) -> Iterator[str]:
+        first, source = self.first_non_finite_gradient, self.source
+        if gradients:
+            if first is not None:
+                yield f"on the way back, Inf and NaN begin with the gradient of {_place(first)}"
+        elif source is not None and source.overflow:
+            yield f"Inf and NaN begin at {_place(source)}"
+        elif source is not None and source.added:
+            yield f"the error begins at {_place(source)}: {source.error:.2e}, {source.inherited:.2e} in what it reads"
 
     def _rest(self) -> str:
         whole = f"; not looked into: {', '.join(self.whole)}" if self.whole else ""
@@ -184,6 +206,10 @@ def _names(node: ComparedNode) -> tuple[str, ...]:
     return node.name, node.op, node.module or "(root)", node.precision
 
 
+def _place(node: ComparedNode) -> str:
+    return f"{node.name} ({node.op}) in module {node.module or '(root)'}"
+
+
 def _lines(
     titles: tuple[str, ...], found: Sequence[tuple[tuple[str, ...], Deviation]], most: int, what: str
 ) -> Iterator[str]:
@@ -211,7 +237,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: float(held) if key in _SHARES else held for key, held in data.items()}
+    return {key: float(held) if key in _NUMBERS else held for key, held in data.items()}
 
 
 def _node(data: Mapping[str, Any]) -> ComparedNode:

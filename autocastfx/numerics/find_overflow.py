@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +16,9 @@ from torch.utils import _pytree as pytree
 from autocastfx.amp_module import AmpModule
 from autocastfx.graph import module_path
 from autocastfx.numerics.paired_run import Step, floating, is_cast, run_side_by_side
+from autocastfx.numerics.remedy import because_of, op_list_for, source_line
 from autocastfx.op_name import op_name
-from autocastfx.plan import PlannedNode, Precision
+from autocastfx.plan import PlannedNode
 
 __all__ = ["InputRange", "Overflow", "find_overflow"]
 
@@ -102,6 +101,7 @@ def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow
     Raises:
         TypeError: the arguments do not fit the forward, or ``amp_model`` is no converted model.
         VariantError: no variant fits the call, and none can be captured.
+        NodeError: a node raises; with its line, and the list by which it runs in float32.
     """
     run = run_side_by_side(None, amp_model, inputs, kwargs, ask=_ranges)
     known = _Known({entry.name: entry for entry in run.variant.plan.nodes}, run.names)
@@ -183,11 +183,11 @@ def _overflow(step: Step, in_float32: bool | None, known: _Known) -> Overflow:
     entry = known.entry(node)
     cast, dtype = is_cast(node), str(values[0].dtype).removeprefix("torch.")
     guilty = known.readers(node) if cast else [entry] if entry is not None else []
-    because = _because(entry)
+    because = because_of(entry)
     if cast:
         readers = ", ".join(known.names.get(user, user.name) for user in node.users)
         because = f"the conversion casts {known.names[_uncast(node)]} for {readers}"
-    fix = "" if in_float32 else _fix([*guilty, *known.lost(node)])
+    fix = "" if in_float32 else op_list_for([*guilty, *known.lost(node)])
     names = [known.names[read] for read in node.all_input_nodes]
     return Overflow(
         name=step.name,
@@ -198,19 +198,12 @@ def _overflow(step: Step, in_float32: bool | None, known: _Known) -> Overflow:
         infinite=sum(int(t.isinf().sum()) for t in values),
         nans=sum(int(t.isnan().sum()) for t in values),
         inputs=tuple(InputRange(name, *one) for name, found in zip(names, step.before, strict=True) for one in found),
-        line=_line(node.all_input_nodes[0] if cast else node),
+        line=source_line(node.all_input_nodes[0] if cast else node),
         because=because,
         in_float32=in_float32,
         fix=fix,
         advice=_advice(in_float32, fix, guilty, node),
     )
-
-
-def _because(entry: PlannedNode | None) -> str:
-    if entry is None:
-        return "the conversion made this node"
-    decision = entry.decision
-    return f"{entry.placement.because}; {decision.category}, {decision.reason or 'no reason given'} ({decision.source})"
 
 
 def _advice(in_float32: bool | None, fix: str, guilty: list[PlannedNode], node: fx.Node) -> str:
@@ -230,31 +223,3 @@ def _uncast(node: fx.Node) -> fx.Node:
     while is_cast(node):
         node = node.all_input_nodes[-1]
     return node
-
-
-def _fix(entries: list[PlannedNode]) -> str:
-    """An op list by which these nodes run in float32; nothing where one is made by what no list overrides."""
-    low = [e for e in entries if e.placement.run is Precision.LOW and e.placement.because != "folded"]
-    if not low or len(low) < sum(e.placement.run is not Precision.FLOAT32 for e in entries):
-        return ""
-    ops = list(dict.fromkeys(e.op for e in low if not e.module))
-    modules: dict[str, dict[str, None]] = {}
-    for entry in (e for e in low if e.module):
-        modules.setdefault(entry.module, {})[entry.op] = None
-    lines = [f"deny: [{', '.join(ops)}]"] if ops else []
-    lines += ["modules:"] if modules else []
-    lines += [
-        f'  - {{path: "{path}", category: float32, ops: [{", ".join(found)}]}}' for path, found in modules.items()
-    ]
-    return "\n".join(lines) + "\n"
-
-
-_PACKAGES = tuple(f"{Path(file).resolve().parent}/" for file in (torch.__file__, str(Path(__file__).parent)))
-_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in .*\n(?! *File) *(.*)$', re.MULTILINE)
-
-
-def _line(node: fx.Node) -> str:
-    """The innermost line of source outside torch and this package that made the node."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [(file, number, code) for file, number, code in frames if not file.startswith(_PACKAGES)]
-    return f"{own[-1][0]}:{own[-1][1]}: {own[-1][2].strip()}" if own else ""

@@ -15,8 +15,10 @@ from autocastfx.amp_module import AmpModule, Variant
 from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.cross_entropy import PART
-from autocastfx.graph import attribute, origin
+from autocastfx.errors import NodeError
+from autocastfx.graph import attribute, module_path, origin
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
+from autocastfx.numerics.remedy import because_of, op_list_for, source_line
 from autocastfx.numerics.side import Side, random_state, set_random_state
 from autocastfx.numerics.tape import Tape
 from autocastfx.op_name import op_name
@@ -99,11 +101,27 @@ class PairedRun:
         with self.modes():
             asked = tuple(self.ask(self.low.env[read]) for read in node.all_input_nodes)
             with self.low.random():
-                value = self.low.run_one(node)
+                value = self._run(node)
             if self.full is not None and twin is not None:
                 self.full.run_up_to(twin)
         reference = self.full.env[twin] if self.full is not None and twin is not None else None
         return Step(self.names[node], node, value, asked, twin, reference)
+
+    def _run(self, node: fx.Node) -> Any:
+        try:
+            return self.low.run_one(node)
+        except Exception as error:  # whatever a kernel raises
+            raise NodeError(self._raised(node, error)) from error
+
+    def _raised(self, node: fx.Node, error: Exception) -> str:
+        name, line = self.names[node], source_line(node)
+        entry = next((entry for entry in self.variant.plan.nodes if entry.name == name), None)
+        where = f"in module {module_path(node) or '(root)'}"
+        runs = f"It runs {entry.placement.run}: {because_of(entry)}. " if entry is not None else ""
+        fix = op_list_for([entry]) if entry is not None else ""
+        advice = f"If it does not take 16 bits, add this to your op list:\n{fix}" if fix else ""
+        said = f"{name} ({op_name(node)}) {where} raised {type(error).__name__}: {error}".rstrip(".")
+        return f"{said}. {f'Its line is {line}. ' if line else ''}{runs}{advice}".rstrip()
 
     def outputs(self) -> Iterator[Any]:
         """What both graphs give, nested as the model's output, after all steps; the graphs forget it."""
@@ -153,6 +171,8 @@ def run_side_by_side(
         TypeError: the arguments do not fit the forward, or ``amp_model`` is no converted model.
         VariantError: no variant fits, and none can be captured.
         CaptureError: ``model`` cannot be captured.
+
+    The steps raise a NodeError where a node of the converted graph raises.
     """
     if not isinstance(amp_model, AmpModule):
         raise TypeError(f"this needs what convert() returned, not {type(amp_model).__name__}: convert the model first")

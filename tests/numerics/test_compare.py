@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autocastfx import OpList, VariantError, compare, convert
 from autocastfx.numerics.side import Side
 from tests.helpers import Function, relative_error
+from tests.numerics.faults import ERRORS, Fault, Inside
 
 EPS = torch.finfo(torch.float16).eps
 
@@ -67,7 +68,8 @@ def test_overflow_underflow_and_nan_are_shares() -> None:
     assert (found["sub"].overflow, found["sub"].nan) == (0.5, 0.5)
     assert (found["exp_1"].underflow, found["exp_1"].zeros) == (0.5, 0.0), "6.1e-6 is denormal, 2.3e-6 as well"
     assert found["exp"].severity == math.inf
-    assert found.worst == found.first_non_finite == found["exp"]
+    assert found.worst == found.first_non_finite == found.source == found["exp"]
+    assert found.table().splitlines()[-2] == "Inf and NaN begin at exp (exp) in module (root)"
     assert found.table(1).splitlines()[1].split() == [
         "exp",
         "exp",
@@ -82,13 +84,31 @@ def _shown(error: float) -> list[str]:
     return [f"{error:.2e}", "50.00%", "-", "-", "-"]
 
 
+@pytest.mark.parametrize("fault", ERRORS, ids=str)
+def test_where_a_wrong_number_begins_is_named(fault: Fault) -> None:
+    x = torch.randn(4, 8)
+    model = Inside(fault.function).eval()
+    amp_model = convert(model, (x,), op_list=["default", OpList.of(fault.listed)])
+    found = compare(None, amp_model, x)
+    assert found.first_non_finite is None
+    assert found.source is not None
+    assert (found.source.name, found.source.module, found.source.precision) == (fault.node, "inner", "low")
+    assert found.source.error > 0.02 > 10 * found.source.inherited
+    mended = OpList.of({"modules": [{"path": "inner", "category": "float32"}]})
+    again = compare(None, convert(model, (x,), op_list=["default", OpList.of(fault.listed), mended]), x)
+    assert again.worst is not None
+    assert again.worst.error < found.source.error / 10
+
+
 def test_the_table_and_json() -> None:
     x = torch.randn(16, 8)
     found = compare(None, convert(network().eval(), (x,)), x)
     lines = found.table(2, in_order=True).splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["node", "linear", "batch_norm"]
-    assert lines[3:] == ["2 more nodes", "0 nodes that only one of the graphs has"]
-    ranked = [line.split()[0] for line in found.table().splitlines()[1:-1]]
+    assert lines[3] == "2 more nodes"
+    assert lines[4].startswith("the error begins at linear (linear) in module 0: ")
+    assert lines[5:] == ["0 nodes that only one of the graphs has"]
+    ranked = [line.split()[0] for line in found.table().splitlines()[1:-2]]
     assert ranked == [n.name for n in sorted(found.nodes, key=lambda n: -n.error)]
     data = json.loads(found.to_json())
     assert [n["name"] for n in data["nodes"]] == [n.name for n in found.nodes]

@@ -44,7 +44,7 @@ def test_json_reads_back_equal_and_any_reader_takes_it(found: Comparison) -> Non
     assert found.variant.op_list.endswith("mine")
     assert set(data) == {"format", "nodes", "skipped", "whole", "parameters", "scale", "variant"}
     numbers = {"dtype", "error", "overflow", "underflow", "zeros", "nan"}
-    assert set(data["nodes"][0]) == {"name", "op", "module", "precision", "gradient", *numbers}
+    assert set(data["nodes"][0]) == {"name", "op", "module", "precision", "inherited", "gradient", *numbers}
     assert set(data["nodes"][0]["gradient"]) == numbers
     assert set(data["parameters"][0]) == {"name", *numbers}
     assert [node["name"] for node in data["nodes"]] == ["matmul", "exp", "mul"]
@@ -72,6 +72,7 @@ def test_gradients_as_text(found: Comparison) -> None:
     assert lines[3] == "1 more nodes"
     assert lines[5].split() == ["parameter", "dtype", "error", "overflow", "underflow", "zeros", "nan"]
     assert lines[6].startswith("args_1")
+    assert lines[-2] == "on the way back, Inf and NaN begin with the gradient of matmul (matmul) in module (root)"
     assert lines[-1] == "0 nodes that only one of the graphs has"
     assert "parameter" not in found.table()
 
