@@ -9,6 +9,7 @@ __all__ = [
     "BannedOpError",
     "CalibrationError",
     "CaptureError",
+    "EvaluationsError",
     "KeyPath",
     "MissingExtraError",
     "ModelSpecError",
@@ -97,6 +98,10 @@ class LossScaleError(AutocastFXError, RuntimeError):
 
 class BisectError(AutocastFXError, RuntimeError):
     """No choice of what runs in float32 makes a metric hold."""
+
+
+class EvaluationsError(BisectError):
+    """A file of evaluations cannot be read, or is that of another search."""
 
 
 class UnmatchedRuleWarning(UserWarning):

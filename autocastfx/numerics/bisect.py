@@ -104,7 +104,8 @@ def bisect(
         options: further arguments of ``convert``.
 
     Raises:
-        BisectError: the metric does not hold even with all places in float32; or ``state`` is no file of this search.
+        BisectError: the metric does not hold even with all places in float32.
+        EvaluationsError: ``state`` is no file of this search.
         OSError: ``state`` cannot be read or written.
     """
     lists: list[Any] = list(op_list) if isinstance(op_list, Sequence) and not isinstance(op_list, str) else [op_list]

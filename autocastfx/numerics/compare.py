@@ -15,7 +15,7 @@ from autocastfx.graph import module_path
 from autocastfx.numerics.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
 from autocastfx.numerics.deviation import Deviation
 from autocastfx.numerics.paired_backward import Loss, run_backwards
-from autocastfx.numerics.paired_run import Step, floating, run_side_by_side
+from autocastfx.numerics.paired_run import PairedRun, Step, floating, run_side_by_side
 from autocastfx.op_name import op_name
 
 __all__ = ["compare"]
@@ -68,15 +68,7 @@ def compare(
             "the float32 graph is not at hand: the model was unpickled, or its weights are stored in 16 bits. Give "
             "compare the float32 model as its first argument."
         )
-    planned = {node.name: str(node.placement.run) for node in run.variant.plan.nodes}
-    nodes: dict[str, ComparedNode] = {}
-    inherited: dict[fx.Node, float] = {}
-    for step in run.steps():
-        reads = max((inherited.get(read, 0.0) for read in step.node.all_input_nodes), default=0.0)
-        node = _compared(step, planned.get(step.name, ""), reads)
-        inherited[step.node] = node.severity if node is not None else reads
-        if node is not None:
-            nodes[node.name] = node
+    nodes = _values(run)
     parameters: list[ComparedParameter] = []
     if gradients:
         for found in run_backwards(run, loss, scale):
@@ -95,6 +87,20 @@ def compare(
         scale=scale if gradients else None,
         variant=ComparedVariant.of(run.variant),
     )
+
+
+def _values(run: PairedRun) -> dict[str, ComparedNode]:
+    """The deviation of each node's values, by name. When this returns, none of the values is referred to."""
+    planned = {node.name: str(node.placement.run) for node in run.variant.plan.nodes}
+    nodes: dict[str, ComparedNode] = {}
+    inherited: dict[fx.Node, float] = {}
+    for step in run.steps():
+        reads = max((inherited.get(read, 0.0) for read in step.node.all_input_nodes), default=0.0)
+        node = _compared(step, planned.get(step.name, ""), reads)
+        inherited[step.node] = node.severity if node is not None else reads
+        if node is not None:
+            nodes[node.name] = node
+    return nodes
 
 
 def _compared(step: Step, precision: str, inherited: float) -> ComparedNode | None:

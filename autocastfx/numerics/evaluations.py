@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autocastfx.errors import BisectError
+from autocastfx.errors import EvaluationsError
 
 __all__ = ["Evaluations"]
 
@@ -35,7 +35,7 @@ class Evaluations:
         """Those in the file, if there is one.
 
         Raises:
-            BisectError: it is no such file, or that of another search.
+            EvaluationsError: it is no such file, or that of another search.
             OSError: it cannot be read.
         """
         if path is None or not path.exists():
@@ -45,10 +45,10 @@ class Evaluations:
             written, known = data["search"], {str(key): float(value) for key, value in data["known"].items()}
             fits = data["format"] == _FORMAT
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BisectError(f"{path} holds no evaluations of a search: {error!r}. Give another file.") from error
+            raise EvaluationsError(f"{path} holds no evaluations of a search: {error!r}. Give another file.") from error
         if not fits or written != search:
             other = [key for key, value in search.items() if not fits or written.get(key) != value]
-            raise BisectError(
+            raise EvaluationsError(
                 f"{path} holds the evaluations of another search: its {' and '.join(other)} differ. Give "
                 "another file, or remove this one."
             )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import AmpModule, BisectError, OpList, Place, bisect
+from autocastfx import AmpModule, BisectError, EvaluationsError, OpList, Place, bisect
 from autocastfx.numerics import bisect as bisect_module
 
 LISTED = OpList.of({"allow": ["exp"]}, name="mine")  # lets what needs float32 into 16 bits
@@ -156,14 +156,16 @@ def test_the_file_of_another_search_is_refused(tmp_path: Path) -> None:
     metric = Distance(model, X)
     bisect(model, (X,), metric, 0.02, state=file)
     with pytest.raises(
-        BisectError, match=r"search.json holds the evaluations of another search: its .*op list.* differ"
+        EvaluationsError, match=r"search.json holds the evaluations of another search: its .*op list.* differ"
     ):
         bisect(model, (X,), metric, 0.02, op_list=["default", OpList.of({"allow": ["tanh"]}, name="mine")], state=file)
-    with pytest.raises(BisectError, match="its label differ"):
+    with pytest.raises(EvaluationsError, match="its label differ"):
         bisect(model, (X,), metric, 0.02, state=file, label="accuracy")
     for text in ("[]", "{", "{}"):
         file.write_text(text)
-        with pytest.raises(BisectError, match=r"search.json holds no evaluations of a search: .* Give another file"):
+        with pytest.raises(
+            EvaluationsError, match=r"search.json holds no evaluations of a search: .* Give another file"
+        ):
             bisect(model, (X,), metric, 0.02, state=file)
 
 

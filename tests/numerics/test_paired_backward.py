@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from autocastfx import AmpModule, CalibrationError, Comparison, OpList, compare, convert
 from autocastfx.numerics import paired_backward
+from autocastfx.numerics.paired_backward import run_backwards
+from autocastfx.numerics.paired_run import run_side_by_side
 from autocastfx.numerics.tape import Backward
 from tests.helpers import Function, relative_error
 
@@ -76,6 +78,12 @@ def test_parameters_have_the_gradients_of_a_training_step(name: str, weights: st
         (loss(trained(x)) * 8).backward()
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
     low, full = gradients
+    torch.set_rng_state(state)
+    run = run_side_by_side(None, amp_model, (x,), {}, gradients=True)
+    assert list(run.steps())
+    back = {found.name: found.low[0] for found in run_backwards(run, loss, 8.0) if found.is_leaf}
+    assert set(back) & set(low)
+    assert all(torch.equal(back[name], low[name]) for name in set(back) & set(low)), "to the bit"
     assert [p.name for p in found.parameters] == list(low)
     for parameter in found.parameters:
         expected = relative_error(low[parameter.name], full[parameter.name])
