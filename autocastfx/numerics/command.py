@@ -70,12 +70,16 @@ def _compare(options: argparse.Namespace) -> int:
     if not options.gradients and (options.loss is not None or options.scale != 1.0):
         raise ModelSpecError("--loss and --scale are those of gradients: give --gradients.")
     _check(options, "compare runs the model")
-    how: dict[str, Any] = {"gradients": True, "scale": options.scale} if options.gradients else {}
+    how: dict[str, Any] = {"gradients": True} if options.gradients else {}
+    if options.scale != 1.0:
+        how["scale"] = options.scale
     if options.loss is not None:
         how["loss"] = load_function(options.loss, "a loss")
     model = given_model(options, options.model)
     amp_model = converted(options, options.op_list or "default", model)
     args, kwargs = load_inputs(options.inputs, device_of(model))
+    if taken := sorted(how.keys() & kwargs.keys()):
+        raise ModelSpecError(f"the model has an input called {taken[0]!r} itself: leave --{taken[0]} away.")
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(options.seed)
         found = compare(None, amp_model, *args, **how, **kwargs)

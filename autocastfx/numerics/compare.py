@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from autocastfx.amp_module import AmpModule
+from autocastfx.call import CallSignature
 from autocastfx.errors import VariantError
 from autocastfx.graph import module_path
 from autocastfx.numerics.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
@@ -27,7 +28,7 @@ def compare(
     *inputs: Any,
     gradients: bool = False,
     loss: Loss | None = None,
-    scale: float = 1.0,
+    scale: float | None = None,
     **kwargs: Any,
 ) -> Comparison:
     """Run a converted model and the float32 graph on one call, with the same random numbers, and compare each value.
@@ -48,8 +49,9 @@ def compare(
         *inputs: of the call, by position.
         gradients: compare the gradients of the loss with respect to each value and parameter, too.
         loss: of the model's output, one number; by default the sum of all floating-point numbers in it, in float32.
-        scale: a loss scale, by which the gradients of both are multiplied.
-        **kwargs: of the call, by keyword. Those of the names above cannot be given so.
+        scale: a loss scale, by which the gradients of both are multiplied; 1 by default.
+        **kwargs: of the call, by keyword. Where the model's forward has a parameter called ``loss`` or ``scale``, that
+            is meant by it.
 
     Raises:
         TypeError: the arguments do not fit the forward, or ``amp_model`` is no converted model.
@@ -60,8 +62,13 @@ def compare(
         NodeError: a node raises; with its line, and the list by which it runs in float32.
         ValueError: ``loss`` gives no single number; or it or ``scale`` is given without ``gradients``.
     """
-    if not gradients and (loss is not None or scale != 1.0):
+    if isinstance(amp_model, AmpModule):
+        parameters = {parameter.name for parameter in CallSignature.of(amp_model.forward).parameters}
+        kwargs.update({n: v for n, v in (("loss", loss), ("scale", scale)) if n in parameters and v is not None})
+        loss, scale = (None if "loss" in parameters else loss), (None if "scale" in parameters else scale)
+    if not gradients and (loss is not None or scale is not None):
         raise ValueError("loss and scale are those of gradients: give gradients=True as well, or leave them away")
+    factor = 1.0 if scale is None else scale
     run = run_side_by_side(model, amp_model, inputs, kwargs, gradients=gradients)
     if run.full is None:
         raise VariantError(
@@ -69,22 +76,22 @@ def compare(
             "compare the float32 model as its first argument."
         )
     nodes = _values(run)
-    parameters: list[ComparedParameter] = []
+    leaves: list[ComparedParameter] = []
     if gradients:
-        for found in run_backwards(run, loss, scale):
+        for found in run_backwards(run, loss, factor):
             if not found.low:
                 continue
             deviation = Deviation.of(found.low, found.full)
             if found.is_leaf:
-                parameters.append(ComparedParameter(**vars(deviation), name=found.name))
+                leaves.append(ComparedParameter(**vars(deviation), name=found.name))
             elif found.name in nodes:
                 nodes[found.name] = replace(nodes[found.name], gradient=deviation)
     return Comparison(
         nodes=tuple(nodes.values()),
         skipped=run.unmatched,
         whole=run.whole,
-        parameters=_named(parameters, amp_model.held()),
-        scale=scale if gradients else None,
+        parameters=_named(leaves, amp_model.held()),
+        scale=factor if gradients else None,
         variant=ComparedVariant.of(run.variant),
     )
 

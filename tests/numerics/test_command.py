@@ -198,6 +198,14 @@ BAD = {
         2,
         "numerics_models:number gave a int: the factory of a loss returns a function.",
     ),
+    "a scale twice": (
+        [
+            *("compare", "numerics_models:Named", "--inputs", "ids=int64[4]", "scale=float32[4]"),
+            *("--gradients", "--scale", "2"),
+        ],
+        2,
+        "the model has an input called 'scale' itself: leave --scale away.",
+    ),
     "nothing to train": (["compare", "numerics_models:frozen", *INPUTS, "--gradients"], 3, "unfreeze a parameter"),
     "no tolerance": ([*_BISECT, "nan"], 2, "--tolerance is a finite number from 0 on, not nan."),
     "a negative one": ([*_BISECT, "-1"], 2, "not -1.0"),

@@ -180,6 +180,21 @@ def test_a_loss_whose_part_was_separated_is_compared() -> None:
     assert found.skipped == 1
 
 
+def test_what_the_model_calls_so_goes_to_the_model() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, *, scale: float) -> Tensor:
+            return self.layer(x) * scale
+
+    model, x = Scaled(), torch.randn(2, 4)
+    amp_model = convert(model, (x,), {"scale": 3.0})
+    assert compare(None, amp_model, x, scale=3.0)["mul"].error < 4 * EPS
+    assert compare(None, amp_model, x, scale=3.0, gradients=True).scale == 1.0
+
+
 def test_only_converted_models() -> None:
     with pytest.raises(TypeError, match="convert the model first"):
         compare(None, nn.Linear(2, 2), torch.ones(2))  # type: ignore[arg-type]
