@@ -38,8 +38,8 @@ def compare(
     ``amp_model``. Regions without gradients and of ``torch.autocast`` are looked into; what ``torch.cond`` and loops
     run is one node.
 
-    With ``gradients`` both graphs then run backwards side by side. Memory is that of a training step of the converted
-    model and of one in float32, at most, together: what each forward pass saves for its backward pass, which frees it
+    With ``gradients`` both graphs then run backwards side by side. Memory is about that of a training step of the
+    converted model and of one in float32 together: what each forward pass saves for its backward pass, which frees it
     on its way, and of gradients those that are still to be read.
 
     Args:

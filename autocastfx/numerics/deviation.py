@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 __all__ = ["Deviation"]
+
+_PIECE = 1 << 20  # elements
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Deviation:
     @classmethod
     def of(cls, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> Deviation:
         """The deviation of ``ours`` from ``theirs``, which are as many and of the same shapes."""
-        sums = sum(_sums(a, b) for a, b in zip(ours, theirs, strict=True))
+        sums = sum(_sums(a, b) for pair in zip(ours, theirs, strict=True) for a, b in _parts(*pair))
         far, norm, overflow, underflow, zeros, nan = torch.as_tensor(sums).tolist()
         count = max(sum(t.numel() for t in ours), 1)
         error = math.sqrt(far / norm) if norm else (math.inf if far else 0.0)
@@ -47,9 +49,15 @@ class Deviation:
         return cls(dtype, error, overflow / count, underflow / count, zeros / count, nan / count)
 
 
+def _parts(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both in pieces, for what is computed of them takes several times their memory."""
+    pieces = (_plain(tensor).reshape(-1).split(_PIECE) for tensor in (ours, theirs))
+    return zip(*pieces, strict=True)
+
+
 def _sums(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     """Squares of the distance and of the reference, and numbers of overflows, underflows, zeros and NaN."""
-    ours, theirs = _plain(ours).to(theirs.device), _plain(theirs)
+    ours = ours.to(theirs.device)
     finite, expected = ours.isfinite(), theirs.isfinite()
     both, zero = finite & expected, torch.zeros((), dtype=torch.float64, device=theirs.device)
     wide = torch.where(both, theirs.double(), zero)
