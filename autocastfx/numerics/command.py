@@ -19,6 +19,7 @@ from autocastfx.model_options import converted, device_of, given_model
 from autocastfx.model_spec import load_function, load_inputs
 from autocastfx.numerics.bisect import Bisection, bisect
 from autocastfx.numerics.compare import compare
+from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.output_error import METRICS, OutputError
 from autocastfx.op_list import load_op_list
 
@@ -81,14 +82,17 @@ def _compare(options: argparse.Namespace) -> int:
     if taken := sorted(how.keys() & kwargs.keys()):
         raise ModelSpecError(f"the model has an input called {taken[0]!r} itself: leave --{taken[0]} away.")
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(options.seed)
+        torch.manual_seed(options.seed)  # of which neither of these two takes any
         found = compare(None, amp_model, *args, **how, **kwargs)
+        overflow = None if options.json or found.first_non_finite is None else find_overflow(amp_model, *args, **kwargs)
     if options.json:
         print(found.to_json())
         return int(not found.is_finite)
     print(found.table(options.most, in_order=options.in_order))
     if options.gradients:
         print("\ngradients", found.table(options.most, in_order=options.in_order, gradients=True), sep="\n")
+    if overflow is not None:
+        print(f"\n{overflow}")
     return int(not found.is_finite)
 
 

@@ -131,6 +131,8 @@ def test_compare_of_a_fault_ends_with_1_and_says_where(capsys: pytest.CaptureFix
     assert values.splitlines()[1].startswith("linear ")
     assert gradients.splitlines()[1].startswith("linear_2 ")
     assert "2.layer.weight" in gradients
+    assert "exp (exp) in module 2 gives 32 Inf in float16." in gradients
+    assert gradients.endswith('  - {path: "2", category: float32, ops: [exp]}\n')
 
 
 def test_compare_as_json_with_a_loss_and_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
