@@ -100,10 +100,6 @@ class BisectError(AutocastFXError, RuntimeError):
     """No choice of what runs in float32 makes a metric hold."""
 
 
-class EvaluationsError(BisectError):
-    """A file of evaluations cannot be read, or is that of another search."""
-
-
 class UnmatchedRuleWarning(UserWarning):
     """A rule of the user's own op list matched no node of the model."""
 
@@ -130,6 +126,10 @@ class VariantError(AutocastFXError, RuntimeError):
 
 class NodeError(AutocastFXError, RuntimeError):
     """A node of a graph raises when it runs, as does a kernel that does not take 16 bits."""
+
+
+class EvaluationsError(BisectError):
+    """A file of evaluations cannot be read, or is that of another search."""
 
 
 class NotCapturedError(VariantError):
