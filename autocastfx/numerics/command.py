@@ -25,6 +25,8 @@ from autocastfx.op_list import load_op_list
 
 __all__ = ["add_to"]
 
+_OF_A_SEARCH = ("model", "inputs", "weights", "mode", "metric", "seed")  # other arguments change no evaluation, or show
+
 
 def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser], model: str) -> None:
     """Add the commands, by the ``add`` of the subcommands; ``model`` says what a MODEL is."""
@@ -117,7 +119,7 @@ def _bisect(options: argparse.Namespace) -> int:
                 dtype=getattr(torch, options.dtype),
                 op_list=lists,
                 state=options.resume,
-                label=f"{options.metric} of {options.model}, inputs {options.inputs}, {options.mode}, {options.seed}",
+                label=", ".join(f"{name} {given}" for name, given in vars(options).items() if name in _OF_A_SEARCH),
                 report=show,
             )
     except KeyboardInterrupt:
