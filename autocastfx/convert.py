@@ -21,7 +21,7 @@ from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.capture.symbolic import capture_symbolically
 from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleWarning, UnsupportedError
-from autocastfx.kernel_facts import load_kernel_facts
+from autocastfx.kernel_facts import LEVELS, load_kernel_facts
 from autocastfx.match import all_nodes, unmatched
 from autocastfx.op_list import OpList, OpListLike, load_op_list
 from autocastfx.pattern import chosen
@@ -66,8 +66,10 @@ def convert(
             writes into ``parameter.data`` call :meth:`AmpModule.refresh_weights`). Results are the same to the bit.
             ``"low"``: for inference alone, a model of its own that shares nothing with ``model``: parameters that
             every op reads in 16 bits are stored so. It takes calls of the structure of the example inputs.
-        fold: ``"exact"``: a ``deny`` op may take and give 16 bits between low neighbours, where the table of kernel
-            facts says that this changes no more than an ulp; ``"none"``: never. ``"kernel"`` is reserved.
+        fold: whether a ``deny`` op may take and give 16 bits between low neighbours, by the table of kernel facts.
+            ``"exact"``: where that changes no more than an ulp. ``"kernel"``: also where the kernel computes in float32
+            inside but rounds what it stores (norms, softmax), as a model does that is 16-bit throughout; it moves fewer
+            bytes, and gradients pass through the rounded results. ``"none"``: never.
         calibrate: what the model's values reach: ranges that :func:`calibrate` measured, the path of a file of them,
             or batches to measure now, of which the first stands in for example inputs that are not given. A node
             whose output or input reaches too far for ``dtype`` is float32.
@@ -244,13 +246,10 @@ def _check_arguments(dtype: torch.dtype, weights: str, fold: str, headroom: floa
         raise ValueError(f"dtype is torch.float16 or torch.bfloat16, not {dtype!r}")
     if not (math.isfinite(headroom) and headroom >= 1):
         raise ValueError(f"headroom is a finite factor of at least 1, not {headroom!r}")
-    reserved = {
-        "weights": (weights, ("cast", "cached", "low")),
-        "fold": (fold, ("exact", "none")),
-    }
-    for name, (given, built) in reserved.items():
-        if not any(given is one or given == one for one in built):
-            raise UnsupportedError(f"{name}={given!r} is reserved and not built yet; leave it at {built[0]!r}.")
+    choices = {"weights": (weights, ("cast", "cached", "low")), "fold": (fold, tuple(LEVELS))}
+    for name, (given, known) in choices.items():
+        if given not in known:
+            raise ValueError(f"{name} is one of {', '.join(map(repr, known))}, not {given!r}")
 
 
 def _warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None) -> None:

@@ -10,7 +10,10 @@ from autocastfx.op_list import preset_folder
 from autocastfx.op_name import base_name
 from autocastfx.yaml_tree import Tree, parse_file
 
-__all__ = ["KernelFacts", "load_kernel_facts"]
+__all__ = ["LEVELS", "KernelFacts", "load_kernel_facts"]
+
+# Levels of folding: which tables of ops each takes.
+LEVELS: Mapping[str, tuple[str, ...]] = {"none": (), "exact": ("exact",), "kernel": ("exact", "kernel")}
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,9 @@ class KernelFacts:
         mixed_args: the kernel takes operands of several precisions and computes in the widest of those with dimensions.
         takes_dtype: a dtype argument makes the kernel widen its input itself.
         no_kernel: per (device type, dtype name), what the device cannot run in that dtype.
-        folds: per (device type, dtype name), what takes and gives 16 bits as exactly as with casts around it.
+        folds: per (level, device type, dtype name), what may take and give 16 bits where its list asks for float32:
+            ``"exact"``, as exactly as with casts around it; ``"kernel"``, computed in float32 inside, from rounded
+            arguments to rounded results.
         expands_range: finite inputs can give results beyond their range.
         reduces: for ops that reduce many elements into one, what tells how many.
     """
@@ -31,7 +36,7 @@ class KernelFacts:
     mixed_args: frozenset[str]
     takes_dtype: frozenset[str]
     no_kernel: Mapping[tuple[str, str], frozenset[str]]
-    folds: Mapping[tuple[str, str], frozenset[str]]
+    folds: Mapping[tuple[str, str, str], frozenset[str]]
     expands_range: frozenset[str]
     reduces: Mapping[str, str] = field(default_factory=dict)
 
@@ -39,10 +44,12 @@ class KernelFacts:
         """Whether ``device`` has a kernel of ``op`` for ``dtype``, as far as the table knows."""
         return base_name(op) not in self.no_kernel.get((device, dtype), frozenset())
 
-    def may_fold(self, op: str, dtype: str, device: str) -> bool:
-        """Whether ``op`` may take and give ``dtype`` where its list asks for float32."""
-        fits = dtype != "float16" or base_name(op) not in self.expands_range
-        return fits and base_name(op) in self.folds.get((device, dtype), frozenset())
+    def may_fold(self, op: str, dtype: str, device: str, level: str) -> bool:
+        """Whether ``op`` may take and give ``dtype`` where its list asks for float32, at ``level`` of folding."""
+        name = base_name(op)
+        if dtype == "float16" and name in self.expands_range:
+            return False
+        return any(name in self.folds.get((each, device, dtype), frozenset()) for each in LEVELS[level])
 
 
 def load_kernel_facts() -> KernelFacts:
@@ -54,13 +61,14 @@ def load_kernel_facts() -> KernelFacts:
     tree = parse_file(preset_folder() / "kernel_facts.yaml", shown="op_lists/kernel_facts.yaml")
     keys = ("computes_in_float32", "mixed_args", "takes_dtype", "no_kernel", "folds", "expands_range", "reduces")
     tree.check_keys(keys, what="kernel fact")
+    tree.child("folds").check_keys(LEVELS["kernel"], what="level of folding")
     tree.child("reduces").check_keys(KINDS, what="kind of reduction")
     return KernelFacts(
         computes_in_float32=_ops(tree.child("computes_in_float32")),
         mixed_args=_ops(tree.child("mixed_args")),
         takes_dtype=_ops(tree.child("takes_dtype")),
         no_kernel=_by_device(tree.child("no_kernel")),
-        folds=_by_device(tree.child("folds")),
+        folds=_by_level(tree.child("folds")),
         expands_range=_ops(tree.child("expands_range")),
         reduces={op: kind.text for kind, ops in tree.child("reduces").items() for op in _ops(ops)},
     )
@@ -68,6 +76,10 @@ def load_kernel_facts() -> KernelFacts:
 
 def _by_device(tree: Tree) -> dict[tuple[str, str], frozenset[str]]:
     return {(device.text, dtype.text): _ops(ops) for device, dtypes in tree.items() for dtype, ops in dtypes.items()}
+
+
+def _by_level(tree: Tree) -> dict[tuple[str, str, str], frozenset[str]]:
+    return {(level.text, *key): ops for level, devices in tree.items() for key, ops in _by_device(devices).items()}
 
 
 def _ops(tree: Tree) -> frozenset[str]:

@@ -13,6 +13,7 @@ from autocastfx.capture.export import Captured
 from autocastfx.capture.guard import shape_guard
 from autocastfx.dispatch import Dispatch
 from autocastfx.edited_plan import EditedPlan
+from autocastfx.fold import Folding
 from autocastfx.graph import (
     copy_graph,
     dtypes,
@@ -72,11 +73,6 @@ class Converter:
     def ports(self) -> Ports:
         """Which inputs of a low node are not cast."""
         return Ports(self.op_list, self.facts)
-
-    def may_fold(self, node: fx.Node, decision: Decision, device: torch.device) -> bool:
-        """Whether ``node``, which its list denies, may yet run low between low neighbours."""
-        listed = decision.category is Category.DENY and not decision.source.startswith("forced:")
-        return listed and self.fold != "none" and self.facts.may_fold(op_name(node), LOW[self.low], device.type)
 
     def dispatch(self, graph: fx.Graph) -> Dispatch:
         """How torch.autocast dispatches the ops of ``graph``, on the device that it was captured on."""
@@ -218,7 +214,8 @@ def _place(converter: Converter, state: State, device: torch.device) -> State:
 
 def _cut(converter: Converter, state: State, units: Units, device: torch.device) -> dict[fx.Node, Placement]:
     decisions = state.classification.decisions
-    folds = frozenset(n for n, d in decisions.items() if converter.may_fold(n, d, device))
+    folding = Folding(converter.facts, converter.fold, LOW[converter.low], device.type)
+    folds = folding(state.graph, decisions, state.classification.wide)
     placed = place(state.graph, decisions, units, folds=folds, keep_output_dtype=converter.keep_output_dtype)
     return _with_views(converter, state, decisions, placed)
 

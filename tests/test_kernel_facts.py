@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import autocastfx
 from autocastfx.kernel_facts import load_kernel_facts
 from benchmarks.kernel_calls import KernelCall, kernel_calls
 from benchmarks.kernel_facts import DTYPES, FACTS, LISTED, differences, in_dtype, rounds_once, ulps, without_kernel
-from tests.helpers import Function
+from tests.helpers import Function, relative_error
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = ["cpu", CUDA]
@@ -209,9 +209,27 @@ def test_a_dtype_argument_is_as_good_as_a_cast(op: str, dtype: str) -> None:
 
 FOLDS = [
     pytest.param(device, dtype, op, marks=[pytest.mark.gpu] if device == "cuda" else [])
-    for (device, dtype), ops in FACTS.folds.items()
+    for (level, device, dtype), ops in FACTS.folds.items()
     for op in sorted(ops)
+    if level == "exact"
 ]
+ROUNDING = [
+    pytest.param(device, dtype, op, marks=[pytest.mark.gpu] if device == "cuda" else [])
+    for (level, device, dtype), ops in FACTS.folds.items()
+    for op in sorted(ops)
+    if level == "kernel"
+]
+_aten = torch.ops.aten
+# A call of each op that folds at level "kernel", of an input of 64 rows and of a weight and a bias of 512 numbers.
+_ROUNDING: dict[str, Callable[..., torch.Tensor]] = {
+    "layer_norm": lambda x, w, b: _aten.layer_norm(x, [512], w, b),
+    "group_norm": lambda x, w, b: _aten.group_norm(x, 8, w, b),
+    "rms_norm": lambda x, w, b: _aten.rms_norm(x, [512], w) + 0 * b,
+    "softmax": lambda x, w, b: _aten.softmax(x, -1) + 0 * (w + b),
+    "log_softmax": lambda x, w, b: _aten.log_softmax(x, -1) + 0 * (w + b),
+    "log_sigmoid": lambda x, w, b: _aten.log_sigmoid(x) + 0 * (w + b),
+    "softplus": lambda x, w, b: _aten.softplus(x) + 0 * (w + b),
+}
 
 
 def _result_and_gradient(call: KernelCall, low: torch.dtype, *, folded: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,9 +254,45 @@ def test_what_folds_gives_what_the_op_gives_between_casts(device: str, dtype: st
         assert ulps(got[1], wanted[1]) <= 2, call
 
 
+@pytest.mark.parametrize(("device", "dtype", "op"), ROUNDING)
+def test_what_folds_with_rounding_computes_in_float32_inside(device: str, dtype: str, op: str) -> None:
+    """The output to an ulp, and each gradient to two roundings in the norm, of the float32 op on the same arguments."""
+    low, generator = DTYPES[dtype], torch.Generator().manual_seed(0)
+    given = [torch.randn(*shape, generator=generator) for shape in ((64, 512), (512,), (512,), (64, 512))]
+    x, scale, shift, out = (t.to(device, low) for t in given)
+
+    def run(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        arguments = [t.to(dtype).requires_grad_() for t in (x, 1 + scale / 8, shift / 8)]
+        result = _ROUNDING[op](*arguments)
+        assert result.dtype == dtype
+        return result.detach(), *torch.autograd.grad(result, arguments, out.to(dtype))
+
+    (got, *gradients), (wanted, *expected) = run(low), run(torch.float32)
+    assert ulps(got, wanted.to(low)) <= 1
+    for found, reference in zip(gradients, expected, strict=True):
+        assert relative_error(found, reference) <= 2 * torch.finfo(low).eps
+
+
+def test_what_rounds_in_between_does_not_fold() -> None:
+    """The measure above tells: instance_norm has no kernel of its own."""
+    x = torch.randn(4, 16, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    norm = functools.partial(torch.instance_norm, weight=None, bias=None, running_mean=None, running_var=None)
+    got, wanted = (norm(t, use_input_stats=True, momentum=0, eps=1e-5, cudnn_enabled=False) for t in (x, x.float()))
+    assert ulps(got, wanted.bfloat16()) > 1
+    assert not any("instance_norm" in ops for ops in FACTS.folds.values())
+
+
+def test_levels_of_folding_hold_the_lower_ones() -> None:
+    def folded(level: str) -> set[str]:
+        return {op for ops in FACTS.folds.values() for op in ops if FACTS.may_fold(op, "bfloat16", "cpu", level)}
+
+    assert folded("none") == set()
+    assert folded("none") < folded("exact") < folded("kernel")
+
+
 def test_the_measure_tells_a_backward_that_uses_a_rounded_result() -> None:
     """softmax folds at no such level: its gradient is computed from the result as it is stored."""
-    assert not any("softmax" in ops for ops in FACTS.folds.values())
+    assert not any("softmax" in ops for (level, _, _), ops in FACTS.folds.items() if level == "exact")
     call = KernelCall(torch.ops.aten.softmax.int, (_operands(64, 64), -1), {})
     got = _result_and_gradient(call, torch.bfloat16, folded=True)
     assert ulps(got[1], _result_and_gradient(call, torch.bfloat16, folded=False)[1]) > 2

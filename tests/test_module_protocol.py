@@ -230,8 +230,8 @@ def test_slow_convolutions_are_warned_of_once_and_only_in_float16() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"weights": "half"}, autocastfx.UnsupportedError, "weights='half' is reserved"),
-        ({"fold": "kernel"}, autocastfx.UnsupportedError, "fold='kernel' is reserved"),
+        ({"weights": "half"}, ValueError, "weights is one of 'cast', 'cached', 'low', not 'half'"),
+        ({"fold": "all"}, ValueError, "fold is one of 'none', 'exact', 'kernel', not 'all'"),
         ({"calibrate": []}, autocastfx.CalibrationError, "there are no batches to calibrate on"),
         ({"calibrate": False}, TypeError, "batches is an iterable of batches, not a bool"),
         ({"headroom": 0.5}, ValueError, r"headroom is a finite factor of at least 1, not 0\.5"),

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autocastfx.cut import Label, Term, cheapest
+from autocastfx.fold import Fold
 from autocastfx.graph import elements, has_float32, is_float32, is_member, tensors, uses
 from autocastfx.op_list import Category
 from autocastfx.plan import Decision, Placement, Precision
@@ -41,7 +42,7 @@ def place(
     decisions: Mapping[fx.Node, Decision],
     units: Units,
     *,
-    folds: frozenset[fx.Node] = frozenset(),
+    folds: Mapping[fx.Node, Fold] | None = None,
     keep_output_dtype: bool = True,
 ) -> dict[fx.Node, Placement]:
     """A placement for each computing node of ``graph``.
@@ -50,10 +51,10 @@ def place(
         graph: captured, with abstract values.
         decisions: one for every ``call_*`` node.
         units: of the same graph and decisions.
-        folds: ``deny`` nodes that may run low between low neighbours.
+        folds: ``deny`` nodes that may run low between low neighbours, and what each asks of them.
         keep_output_dtype: whether the graph's outputs are read in float32.
     """
-    folding = {u for u in units if u.category is Category.DENY and len(u.nodes) == 1 and u.nodes[0] in folds}
+    folding = _folding(units, folds or {})
     float32 = _forced(units, folding)
     low = {u: "allow" for u in units if u.category is Category.ALLOW}
     readers = {u: _readers(u, units, keep_output_dtype) for u in units}
@@ -70,7 +71,12 @@ def place(
     return units.placements(decisions, low, float32)
 
 
-def _forced(units: Units, folding: set[Unit]) -> dict[Unit, str]:
+def _folding(units: Units, folds: Mapping[fx.Node, Fold]) -> dict[Unit, Fold]:
+    alone = (u for u in units if u.category is Category.DENY and len(u.nodes) == 1)
+    return {u: folds[u.nodes[0]] for u in alone if u.nodes[0] in folds}
+
+
+def _forced(units: Units, folding: Mapping[Unit, Fold]) -> dict[Unit, str]:
     """The units that are float32 wherever the rest is placed, with the reasons."""
     denied = [u for u in units if u.category in (Category.DENY, Category.KEEP)]
     found = {u: str(u.category) for u in denied if u not in folding}
@@ -88,7 +94,7 @@ def _forced(units: Units, folding: set[Unit]) -> dict[Unit, str]:
     return found
 
 
-def _because(unit: Unit, folding: set[Unit], units: Units, found: frozenset[Label]) -> str:
+def _because(unit: Unit, folding: Mapping[Unit, Fold], units: Units, found: frozenset[Label]) -> str:
     if unit in folding:
         return str(unit.category)
     if unit.category is Category.PROMOTE and not found.issuperset(_sources(unit, units)):
@@ -190,7 +196,7 @@ def _readers(unit: Unit, units: Units, keep_output_dtype: bool) -> tuple[Label, 
 
 
 def _rules(
-    units: Units, folding: set[Unit], float32: Mapping[Unit, str], readers: Mapping[Unit, tuple[Label, ...]]
+    units: Units, folding: Mapping[Unit, Fold], float32: Mapping[Unit, str], readers: Mapping[Unit, tuple[Label, ...]]
 ) -> Iterator[Term]:
     """What a unit that is low asks of its neighbours."""
     allow = [u for u in units if u.category is Category.ALLOW]
@@ -201,7 +207,10 @@ def _rules(
             only_for_low.add(unit)
     for unit in units:
         rounds = unit.category is Category.CLEAR and unit not in only_for_low
-        if unit in folding or unit.category is Category.PROMOTE or (rounds and unit in after_allow):
+        if unit in folding:
+            reads = dict.fromkeys(folding[unit].reads)
+            yield from (Term(None, (unit,), (units.stored(read) or _OUTSIDE,)) for read in reads)
+        elif unit.category is Category.PROMOTE or (rounds and unit in after_allow):
             yield from (Term(None, (unit,), (source,)) for source in _sources(unit, units))
         if unit.category is Category.INFER:  # what was computed from outside in float32 may not fit
             free = (s for s in _sources(unit, units) if isinstance(s, Unit) and s.is_free and s not in after_allow)
@@ -222,12 +231,13 @@ def _sources(unit: Unit, units: Units) -> Iterator[Label]:
                 yield units.stored(use.node) or _OUTSIDE
 
 
-def _taints(folding: set[Unit], float32: Mapping[Unit, str]) -> Iterator[Term]:
-    """Where a ``deny`` that folds is float32 after all, it taints what follows."""
-    reached = reach(folding, lambda u: u.after, lambda u: u.is_free and u not in float32, {})
-    for unit in (u for u in reached if u not in folding):
+def _taints(folding: Mapping[Unit, Fold], float32: Mapping[Unit, str]) -> Iterator[Term]:
+    """Where a ``deny`` that folds is float32 after all, it may taint what follows."""
+    tainting = {unit for unit, fold in folding.items() if fold.taints}
+    reached = reach(tainting, lambda u: u.after, lambda u: u.is_free and u not in float32, {})
+    for unit in (u for u in reached if u not in tainting):
         for before in dict.fromkeys(unit.before):
-            if before in folding:
+            if before in tainting:
                 yield Term(None, (_Taint(unit),), (before,))
             elif before in reached:
                 yield Term(None, (_Taint(unit),), (_Taint(before),))

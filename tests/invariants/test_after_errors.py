@@ -33,7 +33,7 @@ FAILURES: dict[str, tuple[str, type[Exception], Callable[[Path], dict[str, Any]]
         lambda folder: {"op_list": ["default", _ban(folder)], "example_inputs": None},
     ),
     "missing list": ("", autocastfx.OpListError, lambda _: {"op_list": "nowhere.yaml"}),
-    "reserved": ("", autocastfx.UnsupportedError, lambda _: {"fold": "kernel"}),
+    "unknown choice": ("", ValueError, lambda _: {"fold": "all"}),
     "dtype": ("", ValueError, lambda _: {"dtype": torch.float64}),
 }
 

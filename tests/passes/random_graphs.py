@@ -20,6 +20,7 @@ aten = torch.ops.aten
 UNARY = {
     "deny": aten.exp.default,
     "fold": aten.softplus.default,
+    "rounding fold": aten.log_sigmoid.default,
     "infer": aten.tanh.default,
     "clear": aten.relu.default,
     "keep": aten.sinh.default,
@@ -29,6 +30,7 @@ CATEGORIES = {
     aten.linear.default: Category.ALLOW,
     aten.exp.default: Category.DENY,
     aten.softplus.default: Category.DENY,
+    aten.log_sigmoid.default: Category.DENY,
     aten.tanh.default: Category.INFER,
     aten.add.Tensor: Category.INFER,
     aten.add_.Tensor: Category.INFER,

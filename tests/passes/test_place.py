@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 import autocastfx
+from autocastfx.fold import Fold
 from autocastfx.graph import dtypes, has_float32, origin, producer, uses
 from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.op_list import Category
@@ -35,11 +36,13 @@ MIXED = Ports(autocastfx.OpList(), FACTS)
 many = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def folding(graph: fx.Graph) -> frozenset[fx.Node]:
-    return frozenset(n for n in graph.nodes if op_name(n) == "softplus")
+def folding(graph: fx.Graph) -> dict[fx.Node, Fold]:
+    """Of a softplus, which taints where it does not fold, and of a log_sigmoid, which does not."""
+    folds = [n for n in graph.nodes if op_name(n) in ("softplus", "log_sigmoid")]
+    return {n: Fold(tuple(n.all_input_nodes), taints=op_name(n) == "softplus") for n in folds}
 
 
-def obeys(low: set[Unit], units: Units, folds: frozenset[fx.Node], keeps: bool) -> bool:
+def obeys(low: set[Unit], units: Units, folds: Mapping[fx.Node, Fold], keeps: bool) -> bool:
     """The rules of placement, written down again, node by node."""
     foldable = {u for u in units if u.nodes[0] in folds and len(u.nodes) == 1 and u.category is Category.DENY}
     for unit in units:
@@ -56,7 +59,8 @@ def obeys(low: set[Unit], units: Units, folds: frozenset[fx.Node], keeps: bool) 
         if unit in low and unit in foldable and not low.issuperset(read_by):
             return False
     surely = {u for u in units if (u.category is Category.DENY and u not in foldable) or u in units.updates}
-    tainted = spread({u for u in units if u.category is Category.DENY and u not in low} | surely, set())
+    quiet = {u for u in foldable if not folds[u.nodes[0]].taints}
+    tainted = spread({u for u in units if u.category is Category.DENY and u not in low} - quiet | surely, set())
     forced = spread(surely, set()) | {u for u in units if u.category is Category.KEEP}
     forced -= {u for u in forced if u.category is Category.CLEAR and u not in units.updates}
     reached = spread({u for u in units if u.category is Category.ALLOW} | foldable, forced)
@@ -112,7 +116,7 @@ def only_for_allow(unit: Unit, units: Units, keeps: bool) -> bool:
 
 
 def least(
-    graph: fx.Graph, decisions: dict[fx.Node, Decision], units: Units, folds: frozenset[fx.Node], keeps: bool
+    graph: fx.Graph, decisions: dict[fx.Node, Decision], units: Units, folds: Mapping[fx.Node, Fold], keeps: bool
 ) -> int:
     every = list(units)
     costs = []

@@ -1,0 +1,81 @@
+"""Folding: which ``deny`` nodes may yet take and give 16 bits, for their kernels compute in float32 inside. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autocastfx.graph import argument, is_float32, tensors, uses
+from autocastfx.kernel_facts import KernelFacts
+from autocastfx.mask import takes_mask
+from autocastfx.op_list import Category
+from autocastfx.op_name import op_name
+from autocastfx.plan import Decision
+
+__all__ = ["Fold", "Folding"]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What folding a node asks of its neighbours; all that read it are low in any case.
+
+    Attributes:
+        reads: the values that must be low for it to be low. Not what the model holds: a norm reads its parameters in
+            16 bits.
+        taints: whether the node, where it is float32 after all, draws what follows it to float32. Not where its result
+            may be rounded anyway.
+    """
+
+    reads: tuple[fx.Node, ...]
+    taints: bool = True
+
+
+@dataclass(frozen=True)
+class Folding:
+    """The rules of one conversion.
+
+    Attributes:
+        facts: which ops fold.
+        level: ``"none"``, ``"exact"`` or ``"kernel"``.
+        low: name of the 16-bit dtype.
+        device: device type.
+    """
+
+    facts: KernelFacts
+    level: str
+    low: str
+    device: str
+
+    def __call__(
+        self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision], wide: frozenset[fx.Node]
+    ) -> dict[fx.Node, Fold]:
+        """The folds of ``graph``.
+
+        Args:
+            graph: captured, with abstract values.
+            decisions: one for every computing node.
+            wide: values that hold finite numbers beyond the low dtype's range.
+        """
+        found: dict[fx.Node, Fold] = {}
+        for node in reversed(graph.nodes):
+            if node in decisions and decisions[node].category is Category.DENY:
+                reads = self._reads(node, decisions[node], wide, found)
+                if reads:
+                    found[node] = Fold(reads, taints=self.facts.may_fold(op_name(node), self.low, self.device, "exact"))
+        return found
+
+    def _reads(
+        self, node: fx.Node, decision: Decision, wide: frozenset[fx.Node], later: Mapping[fx.Node, Fold]
+    ) -> tuple[fx.Node, ...]:
+        """What ``node`` must read in 16 bits to fold; nothing if it does not fold."""
+        asked = tuple(u for u in uses(node) if is_float32(u.node) and any(t.ndim for t in tensors(u.node)))
+        if decision.source == "forced:wide" and self.level == "kernel":
+            masks = [u for u in asked if u.node in wide]
+            is_masked = all(takes_mask(node, u) for u in masks) and all(reader in later for reader in node.users)
+            return tuple(u.node for u in asked if u not in masks) if is_masked else ()
+        if decision.source.startswith("forced:") or argument(node, "dtype") is not None:  # the call asks for float32
+            return ()
+        folds = self.facts.may_fold(op_name(node), self.low, self.device, self.level)
+        return tuple(u.node for u in asked if u.node.op != "get_attr") if folds else ()
