@@ -10,9 +10,11 @@ from autocastfx.errors import (
     BisectError,
     CalibrationError,
     CaptureError,
+    EvaluationsError,
     GpuError,
     LossScaleError,
     MissingExtraError,
+    NodeError,
     NotCapturedError,
     OpListError,
     PlanError,
@@ -33,7 +35,9 @@ from autocastfx.hardware.roofline import Total
 from autocastfx.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
 from autocastfx.loss_scaler import LossScaler
 from autocastfx.numerics.bisect import Bisection, Place, bisect
-from autocastfx.numerics.compare import ComparedNode, Comparison, compare
+from autocastfx.numerics.compare import compare
+from autocastfx.numerics.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
+from autocastfx.numerics.deviation import Deviation
 from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
 from autocastfx.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
 from autocastfx.optimizer import LossScalingOptimizer
@@ -55,10 +59,14 @@ __all__ = [
     "Category",
     "Change",
     "ComparedNode",
+    "ComparedParameter",
+    "ComparedVariant",
     "Comparison",
     "Decision",
+    "Deviation",
     "Difference",
     "DynamicLossScale",
+    "EvaluationsError",
     "Exponents",
     "Gpu",
     "GpuError",
@@ -71,6 +79,7 @@ __all__ = [
     "MissingExtraError",
     "ModuleRule",
     "NoLossScale",
+    "NodeError",
     "NotCapturedError",
     "OddSize",
     "OpEstimate",

@@ -16,13 +16,15 @@ from pathlib import Path
 
 from autocastfx import commands
 from autocastfx.dump import FORMATS
-from autocastfx.errors import AutocastFXError, ModelSpecError, OpListError, PlanError
+from autocastfx.errors import AutocastFXError, EvaluationsError, ModelSpecError, OpListError, PlanError
 from autocastfx.hardware import command as lint_command
+from autocastfx.numerics import command as numerics_command
 
 __all__ = ["main"]
 
 _CODES = (
-    "exit codes: 0 good; 1 the answer is no (a list is wrong, plans or lists differ); 2 usage; 3 the conversion fails"
+    "exit codes: 0 good; 1 the answer is no (a list is wrong, plans or lists differ, values overflow); 2 usage; 3 the "
+    "conversion fails"
 )
 _MODEL = (
     "package.module:factory, a callable without arguments that gives an nn.Module; or, with --trust, a .pt or .pth "
@@ -44,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; those of this process by default.
 
     Returns:
-        The exit code: 0 good; 1 the answer is no (an op list is wrong, plans or lists differ); 2 what was given cannot
-        be used; 3 the conversion fails; 130 interrupted.
+        The exit code: 0 good; 1 the answer is no (an op list is wrong, plans or lists differ, values overflow); 2 what
+        was given cannot be used; 3 the conversion fails; 130 interrupted.
 
     Raises:
         SystemExit: with code 2 for unknown arguments, with 0 after ``--help`` and ``--version``.
@@ -75,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _code(error: Exception) -> int:
     if isinstance(error, OpListError):
         return 2 if error.source is None else 1  # not found, or wrong
-    return 2 if isinstance(error, (ModelSpecError, PlanError, OSError)) else 3
+    return 2 if isinstance(error, (EvaluationsError, ModelSpecError, PlanError, OSError)) else 3
 
 
 def _brief(error: Exception) -> str:
@@ -165,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     diff.set_defaults(run=commands.diff)
 
+    numerics_command.add_to(add, [data, inputs, lists], _MODEL)
     convert = add("convert", parents=[common, inputs, lists], help="convert a model and save the result")
     convert.add_argument("model", metavar="MODEL", help=_MODEL)
     convert.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="what torch.save writes")

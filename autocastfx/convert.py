@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -30,7 +30,7 @@ from autocastfx.plan import Plan, Precision
 from autocastfx.plan_file import read_plan
 from autocastfx.ranges import Ranges
 
-__all__ = ["convert"]
+__all__ = ["convert", "convert_again"]
 
 
 def convert(
@@ -156,6 +156,28 @@ def convert(
     if weights == "low":
         amp_model.store_low(dtype)
     return amp_model
+
+
+def convert_again(amp_model: AmpModule, op_list: OpList) -> AmpModule | None:
+    """What ``amp_model`` would be if ``op_list`` had been given after its lists, made from what was captured for it.
+
+    It shares parameters and buffers with ``amp_model``. Rules that match no node are not warned of. None where what was
+    captured is not at hand, as with ``weights="low"``.
+
+    Raises:
+        BannedOpError: the list bans an op of the model.
+    """
+    maker = cast("_Maker", amp_model._maker)
+    captured = [variant.captured for variant in amp_model.variants]
+    if maker.model is None or None in captured:
+        return None
+    converter = replace(maker.converter, op_list=maker.converter.op_list.merged(op_list))
+    again = AmpModule(maker.model, maker.signature, replace(maker, converter=converter))
+    held = amp_model.held()
+    for found in captured:
+        if found is not None:
+            again.add_variant(converter(found, held, maker.device or found.device))
+    return again
 
 
 def _check_parameters(model: nn.Module) -> None:

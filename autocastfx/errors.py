@@ -9,10 +9,12 @@ __all__ = [
     "BannedOpError",
     "CalibrationError",
     "CaptureError",
+    "EvaluationsError",
     "GpuError",
     "KeyPath",
     "MissingExtraError",
     "ModelSpecError",
+    "NodeError",
     "NotCapturedError",
     "OpListError",
     "Place",
@@ -125,6 +127,14 @@ class VerifyError(AutocastFXError, RuntimeError):
 
 class VariantError(AutocastFXError, RuntimeError):
     """A call fits none of the captured variants, and no further one can be captured."""
+
+
+class NodeError(AutocastFXError, RuntimeError):
+    """A node of a graph raises when it runs, as does a kernel that does not take 16 bits."""
+
+
+class EvaluationsError(BisectError):
+    """A file of evaluations cannot be read, or is that of another search."""
 
 
 class NotCapturedError(VariantError):

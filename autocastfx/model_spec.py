@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from autocastfx.errors import CaptureError, ModelSpecError
 from autocastfx.yaml_tree import nearest
 
-__all__ = ["load_inputs", "load_model"]
+__all__ = ["load_function", "load_inputs", "load_model"]
 
 _SHAPE = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>[a-z]\w*)\[(?P<sizes>\s*|\s*\d+\s*(?:,\s*\d+\s*)*)\](?:<(?P<below>\d+))?"
@@ -34,6 +34,23 @@ def load_model(spec: str) -> nn.Module:
     made = _called(spec, "a model is package.module:factory")
     if not isinstance(made, nn.Module):
         raise ModelSpecError(f"{spec} gave a {type(made).__name__}: the factory of a model returns an nn.Module.")
+    return made
+
+
+def load_function(spec: str, what: str) -> Callable[..., Any]:
+    """The function that ``package.module:factory`` gives.
+
+    Args:
+        spec: as for a model.
+        what: such as ``"a metric"``, for messages.
+
+    Raises:
+        ModelSpecError: there is no such module or factory, or it gives nothing that can be called.
+        CaptureError: the module or the factory raises.
+    """
+    made = _called(spec, f"{what} is package.module:factory")
+    if not callable(made):
+        raise ModelSpecError(f"{spec} gave a {type(made).__name__}: the factory of {what} returns a function.")
     return made
 
 

@@ -374,6 +374,8 @@ def test_the_page_names_every_command_and_is_in_the_index() -> None:
         "dump",
         "explain",
         "diff",
+        "compare",
+        "bisect",
         "convert",
         "doctor",
         "lists check",

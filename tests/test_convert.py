@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 import autocastfx
 from autocastfx import AmpModule, CaptureError, Precision, UnsupportedError
 from autocastfx import pipeline as pipeline_module
+from autocastfx.convert import convert_again
 from autocastfx.graph import dtypes, origin
 from autocastfx.op_name import op_name
 from autocastfx.pipeline import PIPELINE, Converter
@@ -399,3 +400,18 @@ def test_a_converter_pickles(x: Tensor) -> None:
     assert converter == amp_model._maker.converter
     variant = converter(amp_model.variants[0].captured, amp_model.held(), torch.device("cpu"))
     assert variant.plan == amp_model.plan
+
+
+def test_what_was_captured_is_decided_again_by_a_further_list() -> None:
+    model, x = Net(), torch.randn(3, 4)
+    amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)
+    further = autocastfx.OpList.of({"modules": [{"path": "a", "category": "float32"}]})
+    again = convert_again(amp_model, further)
+    assert again is not None
+    expected = autocastfx.convert(model, (x,), dtype=torch.bfloat16, op_list=["default", further])
+    assert [v.plan.nodes for v in again.variants] == [v.plan.nodes for v in expected.variants]
+    assert amp_model.plan["linear"].placement.run is Precision.LOW, "it stays as it was"
+    assert all(a is b for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    assert torch.equal(again.eval()(x), expected.eval()(x))
+    assert convert_again(autocastfx.convert(model.eval(), (x,), weights="low"), further) is None
+    assert convert_again(pickle.loads(pickle.dumps(amp_model)), further) is None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autocastfx.errors import ModelSpecError
-from autocastfx.model_spec import load_inputs, load_model
+from autocastfx.model_spec import load_function, load_inputs, load_model
 
 CPU = torch.device("cpu")
 
@@ -58,3 +58,14 @@ def test_a_model_has_the_same_weights_each_time(monkeypatch: pytest.MonkeyPatch)
     first, second = load_model("spec_models:Nested.make"), load_model("spec_models:Nested.make")
     assert first is not second
     assert torch.equal(first.weight, second.weight)  # type: ignore[arg-type]
+
+
+def test_a_function_is_what_its_factory_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("spec_models")
+    module.__dict__.update(metric=lambda: len, limit=lambda: 3)
+    monkeypatch.setitem(sys.modules, "spec_models", module)
+    assert load_function("spec_models:metric", "a metric") is len
+    with pytest.raises(
+        ModelSpecError, match="spec_models:limit gave a int: the factory of a metric returns a function"
+    ):
+        load_function("spec_models:limit", "a metric")

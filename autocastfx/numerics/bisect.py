@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ import torch
 from torch import nn
 
 from autocastfx.amp_module import AmpModule
-from autocastfx.convert import convert
+from autocastfx.convert import convert, convert_again
 from autocastfx.errors import BisectError, UnmatchedRuleWarning
+from autocastfx.numerics.evaluations import Evaluations
 from autocastfx.op_list import OpList, OpListLike
 from autocastfx.plan import Plan, Precision
 
@@ -28,7 +28,10 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """An op inside a module: all its nodes there, which one rule of a list moves. ``module`` is empty at the root."""
+    """An op inside a module: all its nodes there, which one rule of a list moves.
+
+    ``module`` is empty at the root, where that rule is one for the op in all modules.
+    """
 
     module: str
     op: str
@@ -66,12 +69,13 @@ class Bisection:
 
 def bisect(
     model: nn.Module,
-    example_inputs: tuple[Any, ...] | torch.Tensor,
+    example_inputs: tuple[Any, ...] | torch.Tensor | None,
     metric: Metric,
     tolerance: float,
     *,
     op_list: OpListLike = "default",
     state: str | os.PathLike[str] | None = None,
+    label: str = "",
     report: Report | None = None,
     **options: Any,
 ) -> Bisection:
@@ -82,6 +86,8 @@ def bisect(
     places of ``n`` take about ``k * log2(n)`` evaluations. This supposes that more float32 never makes the metric
     worse. If it does, what is found still holds, but need not be the smallest set.
 
+    The model is captured once; each evaluation decides anew what was captured.
+
     Args:
         model: as for ``convert``.
         example_inputs: as for ``convert``.
@@ -90,19 +96,36 @@ def bisect(
         tolerance: the largest metric that holds.
         op_list: which ops are 16-bit to begin with.
         state: a JSON file in which each evaluation is kept at once, so that an interrupted search goes on from there.
-            For another model, metric or list give another file.
+            For another metric, other weights or data give another file; that of another graph, list or label is
+            refused.
+        label: what else tells this search from others, such as a name for the metric and its data.
         report: called before each evaluation, with how many were made and how many are still to come at the most for
             the place that is searched for.
         options: further arguments of ``convert``.
 
     Raises:
         BisectError: the metric does not hold even with all places in float32.
+        EvaluationsError: ``state`` is no file of this search.
+        OSError: ``state`` cannot be read or written.
     """
     lists: list[Any] = list(op_list) if isinstance(op_list, Sequence) and not isinstance(op_list, str) else [op_list]
-    search = _Search(lambda rules: convert(model, example_inputs, op_list=[*lists, *rules], **options), metric)
-    search.report, search.path = report, Path(state) if state is not None else None
-    places = _places(search.make(()).plan)
-    return search.run(places, tolerance)
+    first = convert(model, example_inputs, op_list=lists, **options)
+
+    def make(places: Sequence[Place]) -> AmpModule:
+        rules = op_list_of(places) if places else OpList()
+        again = convert_again(first, rules)
+        if again is not None:
+            return again
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnmatchedRuleWarning)  # said of the first conversion
+            return convert(model, example_inputs, op_list=[*lists, rules], **options)
+
+    plan, places = first.plan, _places(first.plan)
+    kind = {"op list": plan.op_list, "dtype": plan.low, "device": plan.device, "label": label}
+    evaluations = Evaluations.of(
+        Path(state) if state is not None else None, {**kind, "places": [str(place) for place in places]}
+    )
+    return _Search(make, metric, evaluations, report).run(places, tolerance)
 
 
 def _places(plan: Plan) -> tuple[Place, ...]:
@@ -112,16 +135,13 @@ def _places(plan: Plan) -> tuple[Place, ...]:
 
 @dataclass
 class _Search:
-    convert: Callable[[Sequence[OpList]], AmpModule]
+    make: Callable[[Sequence[Place]], AmpModule]
     metric: Metric
-    report: Report | None = None
-    path: Path | None = None
-    evaluations: int = 0
-    known: dict[str, float] = field(default_factory=dict[str, float])
+    evaluations: Evaluations
+    report: Report | None
+    made: int = 0
 
     def run(self, places: tuple[Place, ...], tolerance: float) -> Bisection:
-        if self.path is not None and self.path.exists():
-            self.known = json.loads(self.path.read_text(encoding="utf-8"))
         low, wide = self.measure((), 1), self.measure(places, 0)
         if not wide <= tolerance:
             raise BisectError(
@@ -143,35 +163,26 @@ class _Search:
             kept = (*kept, rest[holds - 1])
             now = self.measure(kept, 0)
         ordered = tuple(place for place in places if place in kept)
-        return Bisection(ordered, now, low, wide, self.evaluations, _rules(ordered))
-
-    def make(self, places: tuple[Place, ...]) -> AmpModule:
-        if not places:
-            return self.convert([])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UnmatchedRuleWarning)  # said of the first conversion
-            return self.convert([_rules(places)])
+        reason = f"found by bisection: {now:.4g} with this list, {low:.4g} without, where {tolerance:.4g} is tolerated"
+        return Bisection(ordered, now, low, wide, self.made, op_list_of(ordered, reason))
 
     def measure(self, places: tuple[Place, ...], left: int) -> float:
         key = " ".join(sorted(map(str, places)))
-        if key not in self.known:
+        if key not in self.evaluations.known:
             if self.report is not None:
-                self.report(self.evaluations, left)
-            self.known[key] = float(self.metric(self.make(places)))
-            self.evaluations += 1
-            self._keep()
-        return self.known[key]
-
-    def _keep(self) -> None:
-        if self.path is not None:
-            unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-            unfinished.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
-            unfinished.replace(self.path)
+                self.report(self.made, left)
+            self.evaluations.keep(key, float(self.metric(self.make(places))))
+            self.made += 1
+        return self.evaluations.known[key]
 
 
-def _rules(places: Sequence[Place]) -> OpList:
-    """A list by which these places run in float32."""
-    reason = "found by bisection: 16 bits are not accurate enough here"
+def op_list_of(places: Sequence[Place], reason: str = "tried by bisection") -> OpList:
+    """A list by which these places run in float32.
+
+    Args:
+        places: any.
+        reason: to be written beside them.
+    """
     by_module: dict[str, list[str]] = {}
     for place in places:
         by_module.setdefault(place.module, []).append(place.op)

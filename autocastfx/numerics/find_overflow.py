@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from autocastfx.amp_module import AmpModule
-from autocastfx.graph import module_path, origin
+from autocastfx.graph import module_path
 from autocastfx.numerics.paired_run import Step, floating, is_cast, run_side_by_side
+from autocastfx.numerics.remedy import because_of, op_list_for, source_line
 from autocastfx.op_name import op_name
-from autocastfx.plan import PlannedNode, Precision
+from autocastfx.plan import PlannedNode
 
 __all__ = ["InputRange", "Overflow", "find_overflow"]
 
@@ -87,8 +87,8 @@ def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow
     graph is at hand (not after unpickling, nor with ``weights="low"``) it runs alongside, with the same random numbers:
     a node where only the conversion leaves the finite numbers comes before one where float32 does so too.
 
-    Buffers, inputs and the state of torch's random numbers are afterwards as before. A sub-graph (a region without
-    gradients) is one node.
+    Buffers, inputs and the state of torch's random numbers are afterwards as before. Regions without gradients
+    and of ``torch.autocast`` are looked into; what ``torch.cond`` and loops run is one node.
 
     Args:
         amp_model: what ``convert`` returned.
@@ -101,23 +101,48 @@ def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow
     Raises:
         TypeError: the arguments do not fit the forward, or ``amp_model`` is no converted model.
         VariantError: no variant fits the call, and none can be captured.
+        NodeError: a node raises; with its line, and the list by which it runs in float32.
     """
     run = run_side_by_side(None, amp_model, inputs, kwargs, ask=_ranges)
-    at_hand = run.variant.captured is not None
-    planned = {entry.name: entry for entry in run.variant.plan.nodes}
+    known = _Known({entry.name: entry for entry in run.variant.plan.nodes}, run.names)
     also: Overflow | None = None
-    vanished: dict[str, tuple[PlannedNode, ...]] = {}
-    with closing(run.steps) as steps:
+    with closing(run.steps()) as steps:
         for step in steps:
             if not _is_culprit(step):
-                _note_vanished(step, planned, vanished)
+                known.note_vanished(step)
                 continue
-            in_float32 = _in_float32(step, at_hand)
+            in_float32 = _in_float32(step, run.full is not None)
             if not in_float32:
-                return _overflow(step, in_float32, planned, vanished)
+                return _overflow(step, in_float32, known)
             if also is None and not _is_written(step.node):
-                also = _overflow(step, in_float32, planned, vanished)
+                also = _overflow(step, in_float32, known)
     return also
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The plan of what runs, the names of its nodes, and through which nodes values became zero."""
+
+    planned: Mapping[str, PlannedNode]
+    names: Mapping[fx.Node, str]
+    vanished: dict[fx.Node, tuple[PlannedNode, ...]] = field(default_factory=dict[fx.Node, tuple[PlannedNode, ...]])
+
+    def entry(self, node: fx.Node) -> PlannedNode | None:
+        return self.planned.get(self.names.get(node, ""))
+
+    def readers(self, cast: fx.Node) -> list[PlannedNode]:
+        return [entry for user in cast.users if (entry := self.entry(user)) is not None]
+
+    def note_vanished(self, step: Step) -> None:
+        """Note of a node whose value became zero, where it is not in float32, all the nodes through which it did."""
+        entry, pairs = self.entry(step.node), zip(floating(step.value), floating(step.reference), strict=False)
+        if entry is not None and any(bool(((ours == 0) & (theirs != 0)).any()) for ours, theirs in pairs):
+            self.vanished[step.node] = (entry, *self.lost(step.node))
+
+    def lost(self, node: fx.Node) -> Iterator[PlannedNode]:
+        """The nodes in which what ``node`` reads became zero."""
+        for read in node.all_input_nodes:
+            yield from self.vanished.get(_uncast(read), ())
 
 
 def _ranges(value: Any) -> tuple[tuple[str, float, float], ...]:
@@ -153,23 +178,19 @@ def _in_float32(step: Step, at_hand: bool) -> bool | None:
     return False if at_hand and is_cast(step.node) else None
 
 
-def _overflow(
-    step: Step,
-    in_float32: bool | None,
-    planned: Mapping[str, PlannedNode],
-    vanished: Mapping[str, tuple[PlannedNode, ...]],
-) -> Overflow:
+def _overflow(step: Step, in_float32: bool | None, known: _Known) -> Overflow:
     node, values = step.node, floating(step.value)
-    entry = planned.get(node.name)
+    entry = known.entry(node)
     cast, dtype = is_cast(node), str(values[0].dtype).removeprefix("torch.")
-    names = [read.name for read in node.all_input_nodes]
-    guilty = _readers(node, planned) if cast else [entry] if entry is not None else []
-    because = (
-        f"the conversion casts {_value(node)} for {', '.join(u.name for u in node.users)}" if cast else _because(entry)
-    )
-    fix = "" if in_float32 else _fix([*guilty, *_lost(node, vanished)])
+    guilty = known.readers(node) if cast else [entry] if entry is not None else []
+    because = because_of(entry)
+    if cast:
+        readers = ", ".join(known.names.get(user, user.name) for user in node.users)
+        because = f"the conversion casts {known.names[_uncast(node)]} for {readers}"
+    fix = "" if in_float32 else op_list_for([*guilty, *known.lost(node)])
+    names = [known.names[read] for read in node.all_input_nodes]
     return Overflow(
-        name=node.name,
+        name=step.name,
         op=f"cast to {dtype}" if cast else op_name(node),
         module=entry.module if entry is not None else module_path(node),
         dtype=dtype,
@@ -177,22 +198,17 @@ def _overflow(
         infinite=sum(int(t.isinf().sum()) for t in values),
         nans=sum(int(t.isnan().sum()) for t in values),
         inputs=tuple(InputRange(name, *one) for name, found in zip(names, step.before, strict=True) for one in found),
-        line=_line(node.all_input_nodes[0] if cast else node),
+        line=source_line(node.all_input_nodes[0] if cast else node),
         because=because,
         in_float32=in_float32,
         fix=fix,
-        advice=_advice(in_float32, fix, guilty),
+        advice=_advice(in_float32, fix, guilty, node),
     )
 
 
-def _because(entry: PlannedNode | None) -> str:
-    if entry is None:
-        return "the conversion made this node"
-    decision = entry.decision
-    return f"{entry.placement.because}; {decision.category}, {decision.reason or 'no reason given'} ({decision.source})"
-
-
-def _advice(in_float32: bool | None, fix: str, guilty: list[PlannedNode]) -> str:
+def _advice(in_float32: bool | None, fix: str, guilty: list[PlannedNode], node: fx.Node) -> str:
+    if isinstance(node.target, HigherOrderOperator):
+        return "it holds sub-graphs, which are not looked into: call what they compute by itself, and look there."
     if in_float32:
         return "precision is not the cause: float32 gives Inf or NaN here too. Unless it is meant to, change the model."
     if any(entry.placement.because == "folded" for entry in guilty):
@@ -202,53 +218,8 @@ def _advice(in_float32: bool | None, fix: str, guilty: list[PlannedNode]) -> str
     return "scale the values in the model, or convert to torch.bfloat16."
 
 
-def _readers(cast: fx.Node, planned: Mapping[str, PlannedNode]) -> list[PlannedNode]:
-    return [planned[user.name] for user in cast.users if user.name in planned]
-
-
-def _note_vanished(
-    step: Step, planned: Mapping[str, PlannedNode], vanished: dict[str, tuple[PlannedNode, ...]]
-) -> None:
-    """Note of a node whose value became zero, where it is not in float32, all the nodes through which it did."""
-    name, pairs = step.node.name, zip(floating(step.value), floating(step.reference), strict=False)
-    if name in planned and any(bool(((ours == 0) & (theirs != 0)).any()) for ours, theirs in pairs):
-        vanished[name] = (planned[name], *_lost(step.node, vanished))
-
-
-def _lost(node: fx.Node, vanished: Mapping[str, tuple[PlannedNode, ...]]) -> Iterator[PlannedNode]:
-    for read in node.all_input_nodes:
-        yield from vanished.get(_value(read), ())
-
-
-def _value(node: fx.Node) -> str:
-    """Name of the captured value that a node holds, be it cast."""
-    mark = origin(node)
-    return mark.value if mark is not None and is_cast(node) else node.name
-
-
-def _fix(entries: list[PlannedNode]) -> str:
-    """An op list by which these nodes run in float32; nothing where one is made by what no list overrides."""
-    low = [e for e in entries if e.placement.run is Precision.LOW and e.placement.because != "folded"]
-    if not low or len(low) < sum(e.placement.run is not Precision.FLOAT32 for e in entries):
-        return ""
-    ops = list(dict.fromkeys(e.op for e in low if not e.module))
-    modules: dict[str, dict[str, None]] = {}
-    for entry in (e for e in low if e.module):
-        modules.setdefault(entry.module, {})[entry.op] = None
-    lines = [f"deny: [{', '.join(ops)}]"] if ops else []
-    lines += ["modules:"] if modules else []
-    lines += [
-        f'  - {{path: "{path}", category: float32, ops: [{", ".join(found)}]}}' for path, found in modules.items()
-    ]
-    return "\n".join(lines) + "\n"
-
-
-_PACKAGES = tuple(f"{Path(file).resolve().parent}/" for file in (torch.__file__, str(Path(__file__).parent)))
-_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in .*\n(?! *File) *(.*)$', re.MULTILINE)
-
-
-def _line(node: fx.Node) -> str:
-    """The innermost line of source outside torch and this package that made the node."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [(file, number, code) for file, number, code in frames if not file.startswith(_PACKAGES)]
-    return f"{own[-1][0]}:{own[-1][1]}: {own[-1][2].strip()}" if own else ""
+def _uncast(node: fx.Node) -> fx.Node:
+    """What a node holds, be it cast."""
+    while is_cast(node):
+        node = node.all_input_nodes[-1]
+    return node

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,13 @@ from torch.utils import _pytree as pytree
 from autocastfx.amp_module import AmpModule, Variant
 from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
-from autocastfx.graph import attribute, origin
-from autocastfx.measured_graph import apart, written_outside
+from autocastfx.cross_entropy import PART
+from autocastfx.errors import NodeError
+from autocastfx.graph import attribute, module_path, origin
+from autocastfx.numerics.flat_graph import FlatGraph, flatten
+from autocastfx.numerics.remedy import because_of, op_list_for, source_line
+from autocastfx.numerics.side import Side, random_state, set_random_state
+from autocastfx.numerics.tape import Tape
 from autocastfx.op_name import op_name
 
 __all__ = ["PairedRun", "Step", "floating", "is_cast", "run_side_by_side"]
@@ -26,30 +31,117 @@ class Step:
     """A node of the converted graph that has just run.
 
     Attributes:
-        node: of the converted graph.
+        name: as in the plan.
+        node: of the converted graph, sub-graphs written out.
         value: what it gave.
         before: what was asked of its inputs before it ran, for it may write into them.
         twin: the node of the captured graph that it stands for; None if there is none, or no captured graph.
         reference: what ``twin`` gave.
-        values, references: the values of each graph that are alive now.
     """
 
+    name: str
     node: fx.Node
     value: Any
     before: tuple[Any, ...]
     twin: fx.Node | None
     reference: Any
-    values: Mapping[fx.Node, Any]
-    references: Mapping[fx.Node, Any]
 
 
 @dataclass(frozen=True)
 class PairedRun:
-    """The steps of one call, and how many computing nodes have no counterpart in the other graph."""
+    """One call.
+
+    Attributes:
+        variant: what runs.
+        low: the converted graph.
+        full: the captured one; None where it is not at hand.
+        twins: node of the captured graph by node of the converted one, in the order of both.
+        unmatched: how many computing nodes have no counterpart in the other graph.
+        ask: see ``Step.before``.
+    """
 
     variant: Variant
-    steps: Generator[Step]
+    low: Side
+    full: Side | None
+    twins: Mapping[fx.Node, fx.Node]
     unmatched: int
+    ask: Callable[[Any], Any]
+
+    @property
+    def names(self) -> Mapping[fx.Node, str]:
+        """Names of the nodes of the converted graph, as in the plan."""
+        return self.low.flat.names
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Names of the nodes of the converted graph that hold sub-graphs."""
+        return self.low.flat.whole
+
+    @property
+    def tapes(self) -> tuple[Tape, ...]:
+        """Of the converted graph and of the captured one; none of a run without gradients."""
+        return tuple(side.tape for side in (self.low, self.full) if side is not None and side.tape is not None)
+
+    def steps(self) -> Generator[Step]:
+        """Run both graphs, once; outputs are kept. Random numbers are left as they were."""
+        before_all = random_state()
+        try:
+            for node in self.low.ahead:
+                if node.op == "output":
+                    break
+                yield self._step(node)
+                self.low.release(node)
+                if node in self.twins and self.full is not None:
+                    self.full.release(self.twins[node])
+        finally:
+            set_random_state(before_all)
+
+    def _step(self, node: fx.Node) -> Step:
+        twin = self.twins.get(node)
+        with self.modes():
+            asked = tuple(self.ask(self.low.env[read]) for read in node.all_input_nodes)
+            with self.low.random():
+                value = self._run(node)
+            if self.full is not None and twin is not None:
+                self.full.run_up_to(twin)
+        reference = self.full.env[twin] if self.full is not None and twin is not None else None
+        return Step(self.names[node], node, value, asked, twin, reference)
+
+    def _run(self, node: fx.Node) -> Any:
+        try:
+            return self.low.run_one(node)
+        except Exception as error:  # whatever a kernel raises
+            raise NodeError(self._raised(node, error)) from error
+
+    def _raised(self, node: fx.Node, error: Exception) -> str:
+        name, line = self.names[node], source_line(node)
+        entry = next((entry for entry in self.variant.plan.nodes if entry.name == name), None)
+        where = f"in module {module_path(node) or '(root)'}"
+        runs = f"It runs {entry.placement.run}: {because_of(entry)}. " if entry is not None else ""
+        fix = op_list_for([entry]) if entry is not None else ""
+        advice = f"If it does not take 16 bits, add this to your op list:\n{fix}" if fix else ""
+        said = f"{name} ({op_name(node)}) {where} raised {type(error).__name__}: {error}".rstrip(".")
+        return f"{said}. {f'Its line is {line}. ' if line else ''}{runs}{advice}".rstrip()
+
+    def outputs(self) -> Iterator[Any]:
+        """What both graphs give, nested as the model's output, after all steps; the graphs forget it."""
+        for side in (self.low, self.full):
+            if side is None:
+                continue
+            before_all = random_state()
+            try:
+                with self.modes():
+                    given = side.outputs()
+            finally:
+                set_random_state(before_all)
+            yield pytree.tree_unflatten(given, self.variant.out_spec)
+
+    @contextmanager
+    def modes(self) -> Generator[None]:
+        """In which the graphs run."""
+        gradients = self.low.tape is not None
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch._C._DisableAutocast():
+            yield
 
 
 def run_side_by_side(
@@ -58,8 +150,10 @@ def run_side_by_side(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     ask: Callable[[Any], Any] = lambda value: None,
+    *,
+    gradients: bool = False,
 ) -> PairedRun:
-    """Run the variant that fits the call, one node a step, and with it the graph that it was made from.
+    """Make ready to run the variant that fits the call, one node a step, and with it the graph that it was made from.
 
     Each graph starts from the present random state. Of both, only the values that are still to be read are kept.
     Neither the call's tensors nor parameters and buffers are written into: what would be is copied first.
@@ -71,32 +165,36 @@ def run_side_by_side(
         args: of the call, by position.
         kwargs: of the call, by keyword.
         ask: of each input of a node of the converted graph, before that runs; see ``Step.before``.
+        gradients: keep what a backward pass needs.
 
     Raises:
         TypeError: the arguments do not fit the forward, or ``amp_model`` is no converted model.
         VariantError: no variant fits, and none can be captured.
         CaptureError: ``model`` cannot be captured.
+
+    The steps raise a NodeError where a node of the converted graph raises.
     """
     if not isinstance(amp_model, AmpModule):
         raise TypeError(f"this needs what convert() returned, not {type(amp_model).__name__}: convert the model first")
     call = CallSignature.of(amp_model.forward).bind(tuple(args), dict(kwargs))
     variant = amp_model.variant_for(tuple(args), kwargs)
-    held: dict[str, torch.Tensor] = amp_model.held()
-    low = _Side(variant.graph, lambda name: held[name] if name in held else attribute(amp_model, name), call)
-    captured = variant.captured
+    ours: dict[str, torch.Tensor] = amp_model.held()
+    low = flatten(variant.graph, lambda name: ours[name] if name in ours else attribute(amp_model, name))
+    captured, theirs = variant.captured, ours
     if model is not None:
-        held = {
+        theirs = {
             n: t for named in (model.named_parameters, model.named_buffers) for n, t in named(remove_duplicate=False)
         }
-        captured = captured or _capture(model, variant, call, held)
+        captured = captured or _capture(model, variant, call, theirs)
     if captured is None:
-        return PairedRun(variant, _steps(low, None, {}, ask), 0)
-    attributes, own = captured.attributes, held
-    full = _Side(captured.graph, lambda name: own[name] if name in own else attributes[name], call)
-    twins = _twins(variant.graph, captured.graph)
-    made = sum(node not in twins for node in variant.graph.nodes if _computes(node) and not is_cast(node))
-    gone = sum(map(_computes, captured.graph.nodes)) - len(twins)
-    return PairedRun(variant, _steps(low, full, twins, ask), made + gone)
+        return PairedRun(variant, Side.of(low, call, gradients), None, {}, 0, ask)
+    given = {**captured.attributes, **theirs}
+    full = flatten(captured.graph, given.__getitem__)
+    twins = _twins(low, full)
+    made = sum(node not in twins for node in low.graph.nodes if _computes(node) and not is_cast(node))
+    gone = sum(map(_computes, full.graph.nodes)) - len(twins)
+    run, beside = (Side.of(flat, call, gradients) for flat in (low, full))
+    return PairedRun(variant, run, beside, twins, made + gone, ask)
 
 
 def _capture(model: nn.Module, variant: Variant, call: Call, held: Mapping[str, torch.Tensor]) -> Captured:
@@ -111,102 +209,27 @@ def floating(value: Any) -> list[torch.Tensor]:
 def is_cast(node: fx.Node) -> bool:
     """Whether the conversion inserted ``node`` to bring a value to another precision."""
     mark = origin(node)
-    return mark is not None and mark.made_by in ("rewrite", "recast", "store_weights")
+    return mark is not None and mark.made_by in ("rewrite", "recast", "store_weights") and mark.rule != PART
 
 
 def _computes(node: fx.Node) -> bool:
     return node.op.startswith("call_")
 
 
-def _twins(converted: fx.Graph, captured: fx.Graph) -> dict[fx.Node, fx.Node]:
+def _twins(converted: FlatGraph, captured: FlatGraph) -> dict[fx.Node, fx.Node]:
     """Node of the captured graph by node of the converted one, in the order of both."""
-    places = {node.name: (i, node) for i, node in enumerate(captured.nodes) if _computes(node)}
+    nodes = [node for node in captured.graph.nodes if _computes(node)]
+    places = {captured.names[node]: (i, node) for i, node in enumerate(nodes)}
     twins: dict[fx.Node, fx.Node] = {}
     last = -1
-    for node in converted.nodes:
-        place, twin = places.get(node.name, (-1, node))
-        if place > last and origin(node) is None and op_name(node) == op_name(twin):
+    for node in converted.graph.nodes:
+        place, twin = places.get(converted.names.get(node, ""), (-1, node))
+        if place > last and origin(node) is None and (op_name(node) == op_name(twin) or _is_rest(node)):
             twins[node], last = twin, place
     return twins
 
 
-class _Side(fx.Interpreter):
-    """One graph: runs a node at a time, with random numbers of its own, and forgets values after their last use."""
-
-    def __init__(self, graph: fx.Graph, read: Callable[[str], Any], call: Call) -> None:
-        super().__init__(nn.Module(), graph=graph)
-        self.extra_traceback = False
-        held = {str(n.target): read(str(n.target)) for n in graph.nodes if n.op == "get_attr"}
-        tensors = {name: one for name, one in held.items() if isinstance(one, torch.Tensor)}
-        written = written_outside(graph, held)
-        buffers = {name for name, one in tensors.items() if not isinstance(one, nn.Parameter)}
-        self._held = {**held, **apart(tensors, written | buffers)}  # batch_norm's schema hides that it writes
-        names = [n.name for n in graph.nodes if n.op == "placeholder"]
-        inputs = dict(zip(names, call.tensors, strict=True))
-        self.args_iter = iter({**inputs, **apart(inputs, written)}.values())
-        self.ahead = iter(list(graph.nodes))
-        self._random = _random_state()
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self._held[str(target)]
-
-    def run_one(self, node: fx.Node) -> Any:
-        self.env[node] = self.run_node(node)
-        return self.env[node]
-
-    def release(self, node: fx.Node) -> None:
-        """Forget what ``node`` was the last to read, and its own value if none reads it."""
-        for read in (*self.user_to_last_uses.get(node, ()), *(() if node.users else (node,))):
-            self.env.pop(read, None)
-
-    @contextmanager
-    def random(self) -> Generator[None]:
-        """While open, random numbers go on from where this graph's were."""
-        _set_random_state(self._random)
-        yield
-        self._random = _random_state()
-
-
-def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-
-def _set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
-
-
-def _steps(
-    low: _Side, full: _Side | None, twins: Mapping[fx.Node, fx.Node], ask: Callable[[Any], Any]
-) -> Generator[Step]:
-    before_all = _random_state()
-    try:
-        for node in low.ahead:
-            if node.op == "output":
-                return
-            with torch.no_grad(), torch._C._DisableAutocast():
-                asked = tuple(ask(low.env[read]) for read in node.all_input_nodes)
-                with low.random():
-                    value = low.run_one(node)
-                twin = twins.get(node)
-                if full is not None and twin is not None:
-                    _run_up_to(full, twin)
-            reference, references = (full.env[twin], full.env) if full is not None and twin is not None else (None, {})
-            yield Step(node, value, asked, twin, reference, low.env, references)
-            del value, reference
-            low.release(node)
-            if full is not None and twin is not None:
-                full.release(twin)
-    finally:
-        _set_random_state(before_all)
-
-
-def _run_up_to(full: _Side, last: fx.Node) -> None:
-    """Run the nodes up to ``last``; what ``last`` reads is kept for now."""
-    with full.random():
-        for node in full.ahead:
-            full.run_one(node)
-            if node is last:
-                return
-            full.release(node)
+def _is_rest(node: fx.Node) -> bool:
+    """Whether the conversion took a part out of ``node``, which gives the same yet."""
+    marks = [origin(read) for read in node.all_input_nodes]
+    return any(mark is not None and mark.rule == PART and mark.value == node.name for mark in marks)

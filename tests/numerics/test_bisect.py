@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import AmpModule, BisectError, OpList, Place, bisect
+from autocastfx import AmpModule, BisectError, EvaluationsError, OpList, Place, bisect
+from autocastfx.numerics import bisect as bisect_module
 
 LISTED = OpList.of({"allow": ["exp"]}, name="mine")  # lets what needs float32 into 16 bits
 LAYERS = 5
@@ -67,6 +68,44 @@ def test_the_planted_places_are_found_and_nothing_more(faults: tuple[int, ...]) 
         assert Distance(model, X)(amp_model) == found.metric <= 0.02
 
 
+class Small(nn.Module):
+    """Four places, of which one may be at fault; nothing to learn, so that a hundred are captured quickly."""
+
+    def __init__(self, is_faulty: bool) -> None:
+        super().__init__()
+        self.is_faulty = is_faulty
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        y = torch.log1p(torch.exp(y + 20) / 1e9) if self.is_faulty else torch.sin(y)
+        return x * 0.9 + y
+
+
+@pytest.mark.parametrize("faults", [(17,), (0, 25), (5, 6, 20)], ids=["1", "2", "3"])
+def test_among_a_hundred_places_it_needs_few_evaluations(faults: tuple[int, ...]) -> None:
+    model = nn.Sequential(*(Small(i in faults) for i in range(26)))
+    listed = OpList.of({"allow": ["exp", "tanh", "sin", "mul", "add"]}, name="mine")
+    metric, places = Distance(model, X), list[int]()
+
+    def counted(amp_model: AmpModule) -> float:
+        low = [node for node in amp_model.plan.nodes if str(node.placement.run) == "low"]
+        places.append(len({(node.module, node.op) for node in low}))
+        return metric(amp_model)
+
+    found = bisect(model, (X,), counted, 0.2, op_list=["default", listed])
+    assert found.places == tuple(Place(str(i), "exp") for i in faults)
+    assert places[0] >= 100
+    assert found.evaluations == metric.calls <= 3 * len(faults) * math.log2(places[0])
+
+
+def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = planted(2)
+    once = bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED])
+    monkeypatch.setattr(bisect_module, "convert_again", lambda amp_model, op_list: None)
+    each = bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED])
+    assert str(once) == str(each)
+
+
 def test_at_the_root_the_op_is_denied() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -86,7 +125,7 @@ def test_the_list_can_be_saved_and_read(tmp_path: Path) -> None:
     model = planted(1)
     found = bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED])
     found.op_list.save(tmp_path / "found.yaml")
-    assert "found by bisection" in (tmp_path / "found.yaml").read_text()
+    assert f"found by bisection: {found.metric:.4g} with this list" in (tmp_path / "found.yaml").read_text()
     (rule,) = autocastfx.load_op_list(tmp_path / "found.yaml").modules
     assert (rule.path, rule.wanted) == ("1", "float32")
 
@@ -105,10 +144,29 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     first, second = Interrupted(model, X), Distance(model, X)
     with pytest.raises(KeyboardInterrupt):
         bisect(model, (X,), first, 0.02, op_list=["default", LISTED], state=file)
-    assert len(json.loads(file.read_text())) == 5
+    assert len(json.loads(file.read_text())["known"]) == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["search.json"]
     found = bisect(model, (X,), second, 0.02, op_list=["default", LISTED], state=file)
     assert (found.places, found.metric) == (expected.places, expected.metric)
     assert second.calls == found.evaluations == whole.calls - 5
+
+
+def test_the_file_of_another_search_is_refused(tmp_path: Path) -> None:
+    model, file = planted(), tmp_path / "search.json"
+    metric = Distance(model, X)
+    bisect(model, (X,), metric, 0.02, state=file)
+    with pytest.raises(
+        EvaluationsError, match=r"search.json holds the evaluations of another search: its .*op list.* differ"
+    ):
+        bisect(model, (X,), metric, 0.02, op_list=["default", OpList.of({"allow": ["tanh"]}, name="mine")], state=file)
+    with pytest.raises(EvaluationsError, match="its label differ"):
+        bisect(model, (X,), metric, 0.02, state=file, label="accuracy")
+    for text in ("[]", "{", "{}"):
+        file.write_text(text)
+        with pytest.raises(
+            EvaluationsError, match=r"search.json holds no evaluations of a search: .* Give another file"
+        ):
+            bisect(model, (X,), metric, 0.02, state=file)
 
 
 def test_progress_is_reported() -> None:

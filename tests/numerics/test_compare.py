@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from autocastfx import OpList, VariantError, compare, convert
-from autocastfx.numerics import paired_run
+from autocastfx.numerics.side import Side
 from tests.helpers import Function, relative_error
+from tests.numerics.faults import ERRORS, Fault, Inside
 
 EPS = torch.finfo(torch.float16).eps
 
@@ -65,9 +66,10 @@ def test_overflow_underflow_and_nan_are_shares() -> None:
     found = compare(None, amp_model, x)
     assert (found["exp"].overflow, found["exp"].nan) == (0.5, 0.0)
     assert (found["sub"].overflow, found["sub"].nan) == (0.5, 0.5)
-    assert found["exp_1"].underflow == 0.5, "6.1e-6 is denormal, 2.3e-6 as well"
+    assert (found["exp_1"].underflow, found["exp_1"].zeros) == (0.5, 0.0), "6.1e-6 is denormal, 2.3e-6 as well"
     assert found["exp"].severity == math.inf
-    assert found.worst == found.first_non_finite == found["exp"]
+    assert found.worst == found.first_non_finite == found.source == found["exp"]
+    assert found.table().splitlines()[-2] == "Inf and NaN begin at exp (exp) in module (root)"
     assert found.table(1).splitlines()[1].split() == [
         "exp",
         "exp",
@@ -79,16 +81,34 @@ def test_overflow_underflow_and_nan_are_shares() -> None:
 
 
 def _shown(error: float) -> list[str]:
-    return [f"{error:.2e}", "50.00%", "-", "-"]
+    return [f"{error:.2e}", "50.00%", "-", "-", "-"]
+
+
+@pytest.mark.parametrize("fault", ERRORS, ids=str)
+def test_where_a_wrong_number_begins_is_named(fault: Fault) -> None:
+    x = torch.randn(4, 8)
+    model = Inside(fault.function).eval()
+    amp_model = convert(model, (x,), op_list=["default", OpList.of(fault.listed)])
+    found = compare(None, amp_model, x)
+    assert found.first_non_finite is None
+    assert found.source is not None
+    assert (found.source.name, found.source.module, found.source.precision) == (fault.node, "inner", "low")
+    assert found.source.error > 0.02 > 10 * found.source.inherited
+    mended = OpList.of({"modules": [{"path": "inner", "category": "float32"}]})
+    again = compare(None, convert(model, (x,), op_list=["default", OpList.of(fault.listed), mended]), x)
+    assert again.worst is not None
+    assert again.worst.error < found.source.error / 10
 
 
 def test_the_table_and_json() -> None:
     x = torch.randn(16, 8)
     found = compare(None, convert(network().eval(), (x,)), x)
     lines = found.table(2, in_order=True).splitlines()
-    assert [line.split()[0] for line in lines] == ["node", "linear", "batch_norm", "2"]
-    assert lines[-1] == "2 more nodes; 0 nodes that only one of the graphs has"
-    ranked = [line.split()[0] for line in found.table().splitlines()[1:-1]]
+    assert [line.split()[0] for line in lines[:3]] == ["node", "linear", "batch_norm"]
+    assert lines[3] == "2 more nodes"
+    assert lines[4].startswith("the error begins at linear (linear) in module 0: ")
+    assert lines[5:] == ["0 nodes that only one of the graphs has"]
+    ranked = [line.split()[0] for line in found.table().splitlines()[1:-2]]
     assert ranked == [n.name for n in sorted(found.nodes, key=lambda n: -n.error)]
     data = json.loads(found.to_json())
     assert [n["name"] for n in data["nodes"]] == [n.name for n in found.nodes]
@@ -116,13 +136,13 @@ def test_only_values_that_are_still_read_are_kept(monkeypatch: pytest.MonkeyPatc
             x = torch.tanh(x + 1)
         return x
 
-    most, release = [0], paired_run._Side.release  # pyright: ignore[reportPrivateUsage]
+    most, release = [0], Side.release
 
-    def counted(side: paired_run._Side, node: torch.fx.Node) -> None:  # pyright: ignore[reportPrivateUsage]
+    def counted(side: Side, node: torch.fx.Node) -> None:
         release(side, node)
         most[0] = max(most[0], len(side.env))
 
-    monkeypatch.setattr(paired_run._Side, "release", counted)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(Side, "release", counted)
     x = torch.randn(4)
     assert len(compare(None, convert(Function(deep), (x,)), x).nodes) == 100
     assert most[0] == 1
@@ -148,20 +168,31 @@ def test_working_copies_and_a_model_that_was_trained_apart() -> None:
     assert compare(other, amp_model, x)["linear"].error > 0.1
 
 
-def test_a_region_without_gradients_is_one_node() -> None:
-    class Region(nn.Module):
+def test_a_loss_whose_part_was_separated_is_compared() -> None:
+    def loss(x: Tensor, target: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(x @ x.t(), target)
+
+    x, target = torch.randn(8, 8), torch.arange(8)
+    amp_model = convert(Function(loss), (x, target))
+    found = compare(None, amp_model, x, target)
+    assert found.nodes[-1].op == "cross_entropy_loss"
+    assert 0 < found.nodes[-1].error < 8 * EPS
+    assert found.skipped == 1
+
+
+def test_what_the_model_calls_so_goes_to_the_model() -> None:
+    class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(8, 8)
+            self.layer = nn.Linear(4, 4)
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                y = x * 2
-            return self.layer(y)
+        def forward(self, x: Tensor, *, scale: float) -> Tensor:
+            return self.layer(x) * scale
 
-    x = torch.randn(4, 8)
-    found = compare(None, convert(Region(), (x,)), x)
-    assert 0 < found["linear"].error < EPS
+    model, x = Scaled(), torch.randn(2, 4)
+    amp_model = convert(model, (x,), {"scale": 3.0})
+    assert compare(None, amp_model, x, scale=3.0)["mul"].error < 4 * EPS
+    assert compare(None, amp_model, x, scale=3.0, gradients=True).scale == 1.0
 
 
 def test_only_converted_models() -> None:

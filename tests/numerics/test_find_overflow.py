@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
-from autocastfx import AmpModule, OpList, Overflow, convert, find_overflow
+from autocastfx import AmpModule, NodeError, OpList, Overflow, convert, find_overflow
 from tests.helpers import Function
+from tests.numerics.faults import OVERFLOWS, Fault, Inside, refused
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -23,83 +22,41 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-class Inside(nn.Module):
-    """A fault inside a module, after a layer."""
-
-    def __init__(self, fault: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.inner = Function(fault)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.layer(x)) * 1.0
-
-
-def softly(x: Tensor) -> Tensor:
-    return torch.exp(x * 20)
-
-
-def squared_norm(x: Tensor) -> Tensor:
-    return (x * 300).square().sum(-1)
-
-
-def gated(x: Tensor) -> Tensor:
-    return (x * 300) * (x * 300) * 1e-3
-
-
-def normalized(x: Tensor) -> Tensor:
-    x = x * 1e-4
-    return x / ((x * x).mean(-1, keepdim=True) + 1e-12)
-
-
-def rooted(x: Tensor) -> Tensor:
-    return torch.relu(x * 0) / torch.sqrt(x.abs() * 0 + 1e-12)
-
-
-def long_sum(x: Tensor) -> Tensor:
-    return (x.abs() + 1).reshape(-1).repeat(100_000 // 32).sum()
-
-
-def loss(x: Tensor) -> Tensor:
-    return F.mse_loss(x * 300, x * 0)
-
-
-FAULTS: list[tuple[Callable[[Tensor], Tensor], dict[str, Any], str]] = [
-    (softly, {"allow": ["exp"]}, "exp"),
-    (squared_norm, {"allow": ["square", "sum"]}, "square"),
-    (gated, {"allow": ["mul"]}, "mul_2"),
-    (normalized, {"allow": ["add", "div", "mul", "mean"]}, "div"),
-    (rooted, {"allow": ["add", "sqrt", "div", "mul"]}, "div"),
-    (long_sum, {"allow": ["sum"], "reduction_depth": {"sum": None}}, "sum_1"),
-    (loss, {"allow": ["mse_loss"]}, "mse_loss"),
-]
-
-
 def planted(model: nn.Module, *inputs: Any, data: dict[str, Any]) -> AmpModule:
     return convert(model, inputs, op_list=["default", OpList.of(data)])
 
 
-@pytest.mark.parametrize(("fault", "data", "culprit"), FAULTS, ids=[fault.__name__ for fault, _, _ in FAULTS])
+@pytest.mark.parametrize("fault", OVERFLOWS, ids=str)
 @pytest.mark.parametrize("inside", [False, True], ids=["root", "module"])
-def test_a_fault_is_named_and_the_proposed_list_mends_it(
-    fault: Callable[[Tensor], Tensor], data: dict[str, Any], culprit: str, inside: bool
-) -> None:
-    model = Inside(fault).eval() if inside else Function(fault)
+def test_a_fault_is_named_and_the_proposed_list_mends_it(fault: Fault, inside: bool) -> None:
+    model = Inside(fault.function).eval() if inside else Function(fault.function)
     x = torch.randn(4, 8)
-    found = find_overflow(planted(model, x, data=data), x)
+    found = find_overflow(planted(model, x, data=fault.listed), x)
     assert found is not None
-    assert (found.name, found.dtype, found.precision) == (culprit, "float16", "low")
+    assert (found.name, found.dtype, found.precision) == (fault.node, "float16", "low")
     assert found.module == ("inner" if inside else "")
     assert found.infinite + found.nans > 0
     assert found.in_float32 is False
     assert found.inputs
-    lists, named = [OpList.of(data)], list[str]()
+    lists, named = [OpList.of(fault.listed)], list[str]()
     while found is not None:  # what a fault hid comes to light
         assert found.name not in named, str(found)
         assert len(named) < 3
         named.append(found.name)
         lists.append(OpList.of(yaml.safe_load(found.fix)))
         found = find_overflow(convert(model, (x,), op_list=["default", *lists]), x)
+
+
+def test_a_kernel_that_takes_no_16_bits_is_named() -> None:
+    x = torch.randn(4, 8)
+    amp_model = planted(Inside(refused).eval(), x, data={"allow": ["faults::exact"]})
+    with pytest.raises(NodeError) as raised:
+        find_overflow(amp_model, x)
+    said = str(raised.value)
+    assert said.startswith("exact (faults::exact) in module inner raised RuntimeError: exact takes float32 alone. ")
+    assert ": return self.function(*args). It runs low: allow; allow, no reason given (OpList:allow[0])." in said
+    fix = OpList.of(yaml.safe_load(said.partition("add this to your op list:\n")[2]))
+    assert find_overflow(convert(Inside(refused).eval(), (x,), op_list=["default", fix]), x) is None
 
 
 class Exponential(nn.Module):

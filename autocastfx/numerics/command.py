@@ -1,0 +1,181 @@
+"""``autocastfx compare`` and ``autocastfx bisect``: their arguments, and from these to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError
+from autocastfx.model_options import converted, device_of, given_model
+from autocastfx.model_spec import load_function, load_inputs
+from autocastfx.numerics.bisect import Bisection, bisect
+from autocastfx.numerics.compare import compare
+from autocastfx.numerics.find_overflow import find_overflow
+from autocastfx.numerics.output_error import METRICS, OutputError
+from autocastfx.op_list import load_op_list
+
+__all__ = ["add_to"]
+
+_OF_A_SEARCH = ("model", "inputs", "weights", "mode", "metric", "seed")  # other arguments change no evaluation, or show
+
+
+def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser], model: str) -> None:
+    """Add the commands, by the ``add`` of the subcommands; ``model`` says what a MODEL is."""
+    seeded = argparse.ArgumentParser(add_help=False)
+    seeded.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers of each run; 0")
+
+    parser = add(
+        "compare", parents=[*parents, seeded], help="run a model in 16 bits and in float32, and compare each value"
+    )
+    parser.add_argument("model", metavar="MODEL", help=model)
+    parser.add_argument("--gradients", action="store_true", help="compare gradients as well")
+    parser.add_argument(
+        "--loss",
+        metavar="LOSS",
+        help="package.module:factory, giving a function of the output, for gradients; by default the output's sum",
+    )
+    parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="a loss scale, for gradients; 1")
+    parser.add_argument("--most", type=int, default=20, metavar="N", help="show as many; 20")
+    parser.add_argument("--in-order", action="store_true", help="show the first ones, not the worst")
+    parser.set_defaults(run=_compare)
+
+    parser = add(
+        "bisect", parents=[*parents, seeded], help="find the ops that have to run in float32, and write a list"
+    )
+    parser.add_argument("model", metavar="MODEL", help=model)
+    parser.add_argument(
+        "--tolerance", type=float, required=True, metavar="T", help="the largest value of the metric that holds"
+    )
+    parser.add_argument(
+        "--metric",
+        default="error",
+        metavar="METRIC",
+        help="error (of the output, relative to its norm in float32; default), difference (the largest one of an "
+        "element of the output), or package.module:factory, giving a function of a converted model, where less is "
+        "better",
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="the op list, in YAML")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="keep evaluations here, and go on from them")
+    parser.set_defaults(run=_bisect)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    """1 if a value or gradient is Inf or NaN where that of float32 is finite."""
+    if not options.gradients and (options.loss is not None or options.scale != 1.0):
+        raise ModelSpecError("--loss and --scale are those of gradients: give --gradients.")
+    _check(options, "compare runs the model")
+    how: dict[str, Any] = {"gradients": True} if options.gradients else {}
+    if options.scale != 1.0:
+        how["scale"] = options.scale
+    if options.loss is not None:
+        how["loss"] = load_function(options.loss, "a loss")
+    model = given_model(options, options.model)
+    amp_model = converted(options, options.op_list or "default", model)
+    args, kwargs = load_inputs(options.inputs, device_of(model))
+    if taken := sorted(how.keys() & kwargs.keys()):
+        raise ModelSpecError(f"the model has an input called {taken[0]!r} itself: leave --{taken[0]} away.")
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(options.seed)  # of which neither of these two takes any
+        found = compare(None, amp_model, *args, **how, **kwargs)
+        overflow = None if options.json or found.first_non_finite is None else find_overflow(amp_model, *args, **kwargs)
+    if options.json:
+        print(found.to_json())
+        return int(not found.is_finite)
+    print(found.table(options.most, in_order=options.in_order))
+    if options.gradients:
+        print("\ngradients", found.table(options.most, in_order=options.in_order, gradients=True), sep="\n")
+    if overflow is not None:
+        print(f"\n{overflow}")
+    return int(not found.is_finite)
+
+
+def _bisect(options: argparse.Namespace) -> int:
+    """1 if the metric does not hold even in float32."""
+    if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
+        raise ModelSpecError(f"--tolerance is a finite number from 0 on, not {options.tolerance}.")
+    _check(options, "bisect runs the model")
+    own = load_function(options.metric, "a metric") if options.metric not in METRICS else None
+    lists = load_op_list(options.op_list or "default", default=options.dtype)
+    model = given_model(options, options.model)
+    args, kwargs = load_inputs(options.inputs, device_of(model))
+    metric = own or OutputError(model, args, kwargs, options.metric, options.seed)
+    try:
+        with _shown() as show:
+            found = bisect(
+                model,
+                args,
+                metric,
+                options.tolerance,
+                example_kwargs=kwargs,
+                dtype=getattr(torch, options.dtype),
+                op_list=lists,
+                state=options.resume,
+                label=", ".join(f"{name} {given}" for name, given in vars(options).items() if name in _OF_A_SEARCH),
+                report=show,
+            )
+    except KeyboardInterrupt:
+        if options.resume is not None and options.resume.exists():
+            print(f"autocastfx: the same command goes on from {options.resume}", file=sys.stderr)
+        raise
+    except EvaluationsError:
+        raise
+    except BisectError as error:
+        print(f"autocastfx: error: {error}", file=sys.stderr)
+        return 1
+    _write(found, options.output)
+    if options.json:
+        places = [vars(place) for place in found.places]
+        numbers = {name: getattr(found, name) for name in ("metric", "low", "float32", "evaluations")}
+        plain = {name: one if math.isfinite(one) else str(one) for name, one in numbers.items()}
+        print(json.dumps({"places": places, **plain}, indent=1))
+        return 0
+    print(found)
+    print(f"{options.output}: give it after the others, as in --op-list default {options.output}")
+    return 0
+
+
+def _check(options: argparse.Namespace, why: str) -> None:
+    """Before work that may take minutes."""
+    if not options.inputs:
+        raise ModelSpecError(f"{why}: give --inputs.")
+    for path in (getattr(options, "output", None), getattr(options, "resume", None)):
+        if path is not None and path.is_dir():
+            raise IsADirectoryError(f"cannot write {path}: it is a folder; name a file in it")
+        if path is not None and not path.parent.is_dir():
+            raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
+
+
+@contextmanager
+def _shown() -> Generator[Callable[[int, int], None]]:
+    """A line on standard error that says how far a search is."""
+    shown = False
+
+    def show(made: int, left: int) -> None:
+        nonlocal shown
+        shown = True
+        still = f"at most {left} more for the place searched for" if left else "checking"
+        print(f"\rautocastfx: {made} evaluations made, {still:<45}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if shown:
+            print(file=sys.stderr)
+
+
+def _write(found: Bisection, path: Path) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        found.op_list.save(unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,246 @@
+"""What ``compare`` found: every node, its gradient and the parameters' gradients, as values, text and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from autocastfx.numerics.deviation import Deviation
+from autocastfx.variant import Variant
+
+__all__ = ["ComparedNode", "ComparedParameter", "ComparedVariant", "Comparison"]
+
+_FORMAT = 1
+_NUMBERS = ("error", "inherited", "overflow", "underflow", "zeros", "nan")
+
+
+@dataclass(frozen=True)
+class ComparedNode(Deviation):
+    """One node, by the floating-point values that it gave in both graphs.
+
+    Attributes:
+        name, op, module: of the node; of one in a sub-graph the name is ``subgraph/name``, as in the plan.
+        precision: what it ran in, by the plan.
+        inherited: the largest error of what it reads, infinite where that overflowed.
+        gradient: the deviation of the gradient with respect to its value; None where there is none, and where the node
+            only passes on what another one made, such as a cast that changes nothing.
+    """
+
+    name: str
+    op: str
+    module: str
+    precision: str
+    inherited: float = 0.0
+    gradient: Deviation | None = None
+
+    @property
+    def added(self) -> float:
+        """By how much its error is larger than what it inherits; 0 where it is smaller."""
+        return max(self.severity - self.inherited, 0.0) if math.isfinite(self.inherited) else 0.0
+
+
+@dataclass(frozen=True)
+class ComparedParameter(Deviation):
+    """The gradient of a parameter, or of an input of the call, in both graphs."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class ComparedVariant:
+    """Which variant of the model ran.
+
+    Attributes:
+        mode: ``"train"``, ``"eval"`` or ``"mixed"``.
+        call: the arguments of the call, with their dtypes and numbers of dimensions.
+        low, device, op_list: as its plan says.
+    """
+
+    mode: str
+    call: str
+    low: str
+    device: str
+    op_list: str
+
+    @classmethod
+    def of(cls, variant: Variant) -> ComparedVariant:
+        """The key of ``variant``."""
+        mode = "train" if all(variant.modes) else "mixed" if any(variant.modes) else "eval"
+        return cls(mode, str(variant.structure), variant.plan.low, variant.plan.device, variant.plan.op_list)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All nodes that both graphs have, in graph order.
+
+    Attributes:
+        nodes: those with floating-point values.
+        skipped: how many computing nodes only one of the two graphs has, casts of the conversion left out: those that
+            were recomposed or taken apart, and what they became.
+        whole: names of the nodes that hold sub-graphs which were not looked into: ``cond`` and loops.
+        parameters: the gradients of the parameters and of inputs that ask for one; empty without gradients.
+        scale: by what the gradients are multiplied; None without gradients.
+        variant: which one ran.
+    """
+
+    nodes: tuple[ComparedNode, ...]
+    skipped: int
+    whole: tuple[str, ...]
+    parameters: tuple[ComparedParameter, ...]
+    scale: float | None
+    variant: ComparedVariant
+
+    def __getitem__(self, name: str) -> ComparedNode:
+        """The node called ``name``.
+
+        Raises:
+            KeyError: it was not compared.
+        """
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(f"no node {name!r} was compared")
+
+    @property
+    def worst(self) -> ComparedNode | None:
+        """The first node that overflowed, else the one with the largest error; None if nothing was compared."""
+        return max(self.nodes, key=lambda node: node.severity, default=None)
+
+    @property
+    def source(self) -> ComparedNode | None:
+        """Where the error begins: the first node that overflowed, else the one that adds most to what it inherits."""
+        return max(self.nodes, key=lambda node: node.added, default=None)
+
+    @property
+    def first_non_finite(self) -> ComparedNode | None:
+        """The first node with Inf or NaN where float32 is finite; None if there is none."""
+        return next((node for node in self.nodes if node.overflow), None)
+
+    @property
+    def worst_gradient(self) -> ComparedNode | None:
+        """As ``worst``, by gradients, in the order in which they are computed; None if none was compared."""
+        return max(self._backwards(), key=lambda node: node.gradient.severity if node.gradient else 0.0, default=None)
+
+    @property
+    def first_non_finite_gradient(self) -> ComparedNode | None:
+        """The first node, backwards, whose gradient is Inf or NaN where float32's is finite; None if there is none."""
+        return next((node for node in self._backwards() if node.gradient and node.gradient.overflow), None)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all values and gradients are finite where those of float32 are."""
+        gradients = (*(node.gradient for node in self._backwards()), *self.parameters)
+        return not any(found is not None and found.overflow for found in (*self.nodes, *gradients))
+
+    def _backwards(self) -> list[ComparedNode]:
+        return [node for node in reversed(self.nodes) if node.gradient is not None]
+
+    def table(self, most: int = 20, *, in_order: bool = False, gradients: bool = False) -> str:
+        """The nodes as text, the worst first.
+
+        Args:
+            most: as many are shown.
+            in_order: the first ones in graph order instead.
+            gradients: show the gradients instead of the values, those of the parameters after them; ``in_order`` is
+                then the order in which they are computed.
+        """
+        nodes = self._backwards() if gradients else list(self.nodes)
+        rows = [(_names(node), node.gradient if gradients else node) for node in nodes]
+        found = [(names, deviation) for names, deviation in rows if deviation is not None]
+        if not in_order:
+            found.sort(key=lambda row: -row[1].severity)
+        lines = [*_lines(("node", "op", "module", "runs"), found, most, "nodes")]
+        if gradients:
+            ranked = sorted(self.parameters, key=lambda parameter: -parameter.severity)
+            lines += ["", *_lines(("parameter",), [((p.name,), p) for p in ranked], most, "parameters")]
+        return "\n".join([*lines, *self._begins(gradients=gradients), self._rest()])
+
+    def _begins(self, *, gradients: bool) -> Iterator[str]:
+        first, source = self.first_non_finite_gradient, self.source
+        if gradients:
+            if first is not None:
+                yield f"on the way back, Inf and NaN begin with the gradient of {_place(first)}"
+        elif source is not None and source.overflow:
+            yield f"Inf and NaN begin at {_place(source)}"
+        elif source is not None and source.added:
+            yield f"the error begins at {_place(source)}: {source.error:.2e}, {source.inherited:.2e} in what it reads"
+
+    def _rest(self) -> str:
+        whole = f"; not looked into: {', '.join(self.whole)}" if self.whole else ""
+        return f"{self.skipped} nodes that only one of the graphs has{whole}"
+
+    def to_json(self) -> str:
+        """Everything as JSON text, in graph order; :meth:`from_json` reads it back.
+
+        Infinity and NaN are written as the texts ``"inf"`` and ``"nan"``, which JSON has no numbers for.
+        """
+        return json.dumps({"format": _FORMAT, **_plain(asdict(self))}, indent=1, ensure_ascii=False, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Comparison:
+        """The comparison that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: the text is no such JSON.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise ValueError(f"this comparison has format {data['format']!r}, and this version reads {_FORMAT}")
+            return cls(
+                nodes=tuple(_node(node) for node in data["nodes"]),
+                skipped=data["skipped"],
+                whole=tuple(data["whole"]),
+                parameters=tuple(ComparedParameter(**_read(found)) for found in data["parameters"]),
+                scale=data["scale"],
+                variant=ComparedVariant(**data["variant"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is not a comparison written by to_json: {error!r}") from error
+
+
+def _names(node: ComparedNode) -> tuple[str, ...]:
+    return node.name, node.op, node.module or "(root)", node.precision
+
+
+def _place(node: ComparedNode) -> str:
+    return f"{node.name} ({node.op}) in module {node.module or '(root)'}"
+
+
+def _lines(
+    titles: tuple[str, ...], found: Sequence[tuple[tuple[str, ...], Deviation]], most: int, what: str
+) -> Iterator[str]:
+    rows = [(*titles, "dtype", "error", "overflow", "underflow", "zeros", "nan")]
+    rows += [(*names, *_cells(deviation)) for names, deviation in found[:most]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    if len(found) > most:
+        yield f"{len(found) - most} more {what}"
+
+
+def _cells(found: Deviation) -> tuple[str, ...]:
+    shares = (found.overflow, found.underflow, found.zeros, found.nan)
+    return (found.dtype, f"{found.error:.2e}", *(f"{share:.2%}" if share else "-" for share in shares))
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in what JSON has."""
+    if isinstance(value, dict):
+        return {key: _plain(held) for key, held in cast("dict[str, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(held) for held in cast("list[Any]", value)]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: float(held) if key in _NUMBERS else held for key, held in data.items()}
+
+
+def _node(data: Mapping[str, Any]) -> ComparedNode:
+    gradient = data["gradient"]
+    fields: dict[str, Any] = {**_read(data), "gradient": Deviation(**_read(gradient)) if gradient is not None else None}
+    return ComparedNode(**fields)

@@ -1,0 +1,72 @@
+"""How far 16-bit values are from those of float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Deviation"]
+
+_PIECE = 1 << 20  # elements
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Values against those of float32.
+
+    Attributes:
+        dtype: of the values; several are joined by commas.
+        error: distance from float32 in the 2-norm, relative to the norm of float32, over what is finite in both.
+        overflow: share of elements that are Inf or NaN where float32 is finite.
+        underflow: share that are zero or denormal in ``dtype`` where float32 is neither.
+        zeros: share that are zero where float32 is not.
+        nan: share that are NaN where float32 is not.
+    """
+
+    dtype: str
+    error: float
+    overflow: float
+    underflow: float
+    zeros: float
+    nan: float
+
+    @property
+    def severity(self) -> float:
+        """By what values are ranked: the error; infinite where they overflowed."""
+        return math.inf if self.overflow or self.nan else self.error
+
+    @classmethod
+    def of(cls, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> Deviation:
+        """The deviation of ``ours`` from ``theirs``, which are as many and of the same shapes."""
+        sums = sum(_sums(a, b) for pair in zip(ours, theirs, strict=True) for a, b in _parts(*pair))
+        far, norm, overflow, underflow, zeros, nan = torch.as_tensor(sums).tolist()
+        count = max(sum(t.numel() for t in ours), 1)
+        error = math.sqrt(far / norm) if norm else (math.inf if far else 0.0)
+        dtype = ",".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in ours))
+        return cls(dtype, error, overflow / count, underflow / count, zeros / count, nan / count)
+
+
+def _parts(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both in pieces, for what is computed of them takes several times their memory."""
+    pieces = (_plain(tensor).reshape(-1).split(_PIECE) for tensor in (ours, theirs))
+    return zip(*pieces, strict=True)
+
+
+def _sums(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Squares of the distance and of the reference, and numbers of overflows, underflows, zeros and NaN."""
+    ours = ours.to(theirs.device)
+    finite, expected = ours.isfinite(), theirs.isfinite()
+    both, zero = finite & expected, torch.zeros((), dtype=torch.float64, device=theirs.device)
+    wide = torch.where(both, theirs.double(), zero)
+    distance = torch.where(both, ours.double(), zero) - wide
+    small = (ours.abs() < torch.finfo(ours.dtype).tiny) & (theirs.abs() >= torch.finfo(theirs.dtype).tiny)
+    counts = (expected & ~finite, small, (ours == 0) & (theirs != 0), ours.isnan() & ~theirs.isnan())
+    return torch.stack([distance.square().sum(), wide.square().sum(), *(c.sum().double() for c in counts)])
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()

@@ -1,0 +1,133 @@
+"""A graph in one straight line: the sub-graphs that it runs once in any case are written out in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch.fx.node import map_arg
+
+from autocastfx.graph import attribute
+from autocastfx.op_name import op_name
+
+__all__ = ["FlatGraph", "flatten"]
+
+Region = Callable[[], AbstractContextManager[Any]]
+_Read = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class FlatGraph:
+    """A copy of a graph.
+
+    Attributes:
+        graph: the copy.
+        names: of its nodes, as in a plan: ``subgraph/name`` for those of a sub-graph.
+        regions: the modes that a node runs in, outermost first, for those that are not in the caller's.
+        held: what ``get_attr`` nodes read, by target.
+    """
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    names: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
+    regions: dict[fx.Node, tuple[Region, ...]] = field(default_factory=dict[fx.Node, tuple[Region, ...]])
+    held: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Names of the nodes that hold sub-graphs still: those that may run not at all, or several times."""
+        return tuple(self.names[n] for n in self.graph.nodes if isinstance(n.target, HigherOrderOperator))
+
+
+def flatten(graph: fx.Graph, read: _Read) -> FlatGraph:
+    """``graph`` with its regions without gradients and of ``torch.autocast`` written out.
+
+    Args:
+        graph: captured or converted; stays as it is.
+        read: what its ``get_attr`` nodes read, by target.
+    """
+    flat = FlatGraph()
+    flat.graph.output(_Writer(flat, read, "", ()).write(graph))
+    return flat
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Writes the nodes of one graph at the end of a flat one."""
+
+    flat: FlatGraph
+    read: _Read
+    prefix: str
+    around: tuple[Region, ...]
+
+    def write(self, graph: fx.Graph, inputs: Sequence[Any] | None = None) -> Any:
+        """What ``graph`` gives, of the inputs of a sub-graph."""
+        made: dict[fx.Node, Any] = {}
+        given = iter(inputs or ())
+        for node in graph.nodes:
+            if node.op == "output":
+                return map_arg(node.args[0], made.__getitem__)
+            if node.op == "placeholder" and inputs is not None:
+                made[node] = next(given)
+            elif (kind := _kind(node)) is not None:
+                made[node] = self._inside(node, kind, made)
+            elif _is_member(node, made):
+                made[node] = made[cast("fx.Node", node.args[0])][cast("int", node.args[1])]
+            elif not _is_holder(node):
+                made[node] = self._copy(node, made)
+        return None
+
+    def _inside(self, node: fx.Node, kind: _Kind, made: Mapping[fx.Node, Any]) -> Any:
+        holder, *operands = node.args[kind.before :]
+        target = str(cast("fx.Node", holder).target)
+        module = self.read(target)
+        enclosing = (*self.around, partial(kind.mode, *node.args[: kind.before]))
+        inner = _Writer(self.flat, partial(attribute, module), f"{self.prefix}{target.rpartition('.')[2]}/", enclosing)
+        return inner.write(module.graph, [map_arg(operand, made.__getitem__) for operand in operands])
+
+    def _copy(self, node: fx.Node, made: Mapping[fx.Node, Any]) -> fx.Node:
+        copied = self.flat.graph.node_copy(node, made.__getitem__)
+        if node.op == "get_attr":
+            copied.target = f"{self.prefix}{node.target}"
+            self.flat.held[copied.target] = self.read(str(node.target))
+        self.flat.names[copied] = f"{self.prefix}{node.name}"
+        if self.around:
+            self.flat.regions[copied] = self.around
+        return copied
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A higher-order operator that runs its graph once: how many arguments come before the graph, and the mode."""
+
+    before: int
+    mode: Callable[..., AbstractContextManager[Any]]
+
+
+def _autocast(device: str, dtype: torch.dtype, enabled: bool, cache: bool) -> AbstractContextManager[Any]:
+    return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+
+
+_KINDS = {"wrap_with_set_grad_enabled": _Kind(1, torch.set_grad_enabled), "wrap_with_autocast": _Kind(4, _autocast)}
+
+
+def _kind(node: fx.Node) -> _Kind | None:
+    return _KINDS.get(op_name(node)) if isinstance(node.target, HigherOrderOperator) else None
+
+
+def _is_member(node: fx.Node, made: Mapping[fx.Node, Any]) -> bool:
+    """Whether ``node`` takes a value out of what a sub-graph gave."""
+    if node.op != "call_function" or op_name(node) != "getitem" or not isinstance(node.args[0], fx.Node):
+        return False
+    return isinstance(made[node.args[0]], (tuple, list))
+
+
+def _is_holder(node: fx.Node) -> bool:
+    """Whether ``node`` reads the graph of a region."""
+    users = [(user, _kind(user)) for user in node.users]
+    return any(kind is not None and user.args[kind.before] is node for user, kind in users)

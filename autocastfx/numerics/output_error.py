@@ -1,0 +1,84 @@
+"""How far a converted model's output is from float32's: what ``bisect`` holds small if nothing else is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autocastfx.errors import BisectError
+from autocastfx.numerics.deviation import Deviation
+
+__all__ = ["METRICS", "OutputError"]
+
+
+def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return Deviation.of([ours], [theirs]).severity
+
+
+def _absolute(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.double() - theirs.double()).abs().max()) if ours.numel() else 0.0
+
+
+METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor], float]] = {"error": _relative, "difference": _absolute}
+
+
+class OutputError:
+    """A metric: the largest distance of a floating-point tensor in the output of one call from that of float32.
+
+    Buffers, inputs and the state of torch's random numbers are as before after each call.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], kind: str = "error", seed: int = 0
+    ) -> None:
+        """Run the float32 ``model``.
+
+        Args:
+            model: in the mode to be measured.
+            args: of the call, by position.
+            kwargs: of the call, by keyword.
+            kind: ``"error"``, the distance in the 2-norm relative to the norm of float32, infinite where values
+                overflow; or ``"difference"``, the largest difference of an element.
+            seed: of the random numbers of each call.
+
+        Raises:
+            BisectError: the output holds no floating-point tensor.
+        """
+        self._args, self._kwargs, self._seed, self._distance = args, kwargs, seed, METRICS[kind]
+        self._expected = self._run(model)
+        if not self._expected:
+            raise BisectError("the model's output holds no floating-point tensor: give a metric of your own.")
+
+    def __call__(self, amp_model: nn.Module) -> float:
+        """The distance of what a converted model gives."""
+        found = zip(self._run(amp_model), self._expected, strict=True)
+        distances = [self._distance(ours, theirs) for ours, theirs in found]
+        return max(distances, key=lambda distance: (distance != distance, distance))  # NaN is worst
+
+    def _run(self, model: nn.Module) -> list[torch.Tensor]:
+        with torch.no_grad(), _left_as_it_is(model, self._seed):
+            args, kwargs = pytree.tree_map(_apart, (tuple(self._args), dict(self._kwargs)))
+            output = model(*args, **kwargs)
+        leaves = pytree.tree_leaves(output)
+        return [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def _apart(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+@contextmanager
+def _left_as_it_is(model: nn.Module, seed: int) -> Generator[None]:
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)

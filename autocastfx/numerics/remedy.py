@@ -1,0 +1,49 @@
+"""What is to be said of a node that 16 bits do not suit: why it runs so, where it is, and which list changes that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from autocastfx.plan import PlannedNode, Precision
+
+__all__ = ["because_of", "op_list_for", "source_line"]
+
+_PACKAGES = tuple(f"{Path(file).resolve().parent}/" for file in (torch.__file__, str(Path(__file__).parent)))
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in .*\n(?! *File) *(.*)$', re.MULTILINE)
+
+
+def because_of(entry: PlannedNode | None) -> str:
+    """Why a node runs in the precision that it runs in; None is for one that the conversion made."""
+    if entry is None:
+        return "the conversion made this node"
+    decision = entry.decision
+    return f"{entry.placement.because}; {decision.category}, {decision.reason or 'no reason given'} ({decision.source})"
+
+
+def op_list_for(entries: Sequence[PlannedNode]) -> str:
+    """An op list, in YAML, by which nodes run in float32; empty where one is made by what no list overrides."""
+    low = [e for e in entries if e.placement.run is Precision.LOW and e.placement.because != "folded"]
+    if not low or len(low) < sum(e.placement.run is not Precision.FLOAT32 for e in entries):
+        return ""
+    ops = list(dict.fromkeys(e.op for e in low if not e.module))
+    modules: dict[str, dict[str, None]] = {}
+    for entry in (e for e in low if e.module):
+        modules.setdefault(entry.module, {})[entry.op] = None
+    lines = [f"deny: [{', '.join(ops)}]"] if ops else []
+    lines += ["modules:"] if modules else []
+    lines += [
+        f'  - {{path: "{path}", category: float32, ops: [{", ".join(found)}]}}' for path, found in modules.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def source_line(node: fx.Node) -> str:
+    """The innermost line of source outside torch and this package that made a node: ``file:line: code``; or empty."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [(file, number, code) for file, number, code in frames if not file.startswith(_PACKAGES)]
+    return f"{own[-1][0]}:{own[-1][1]}: {own[-1][2].strip()}" if own else ""

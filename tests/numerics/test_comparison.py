@@ -1,0 +1,86 @@
+"""A comparison as text, and as JSON that reads back equal."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autocastfx import ComparedNode, ComparedVariant, Comparison, OpList, compare, convert
+from tests.helpers import Function
+
+
+def faulty(x: Tensor, w: Tensor) -> Tensor:
+    return torch.exp(x @ w) * 0
+
+
+@pytest.fixture(scope="module")
+def found() -> Comparison:
+    torch.manual_seed(0)
+    x, w = torch.full((4, 8), 2.0), torch.full((8, 8), 1.0).requires_grad_()
+    listed = OpList.of({"allow": ["exp", "mul"]}, name="mine")
+    amp_model = convert(Function(faulty).eval(), (x, w), op_list=["default", listed])
+    return compare(None, amp_model, x, w, gradients=True, scale=2.0)
+
+
+def test_json_reads_back_equal_and_any_reader_takes_it(found: Comparison) -> None:
+    assert Comparison.from_json(found.to_json()) == found
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not in JSON")
+
+    data = json.loads(found.to_json(), parse_constant=refuse)
+    assert data["format"] == 1
+    assert data["variant"] == {
+        "mode": "eval",
+        "call": "args=(float32[2d], float32[2d])",
+        "low": "float16",
+        "device": "cpu",
+        "op_list": found.variant.op_list,
+    }
+    assert found.variant.op_list.endswith("mine")
+    assert set(data) == {"format", "nodes", "skipped", "whole", "parameters", "scale", "variant"}
+    numbers = {"dtype", "error", "overflow", "underflow", "zeros", "nan"}
+    assert set(data["nodes"][0]) == {"name", "op", "module", "precision", "inherited", "gradient", *numbers}
+    assert set(data["nodes"][0]["gradient"]) == numbers
+    assert set(data["parameters"][0]) == {"name", *numbers}
+    assert [node["name"] for node in data["nodes"]] == ["matmul", "exp", "mul"]
+    assert data["nodes"][2]["nan"] == 1.0
+
+
+def test_infinite_errors_are_texts_in_json() -> None:
+    infinite = ComparedNode("float16", math.inf, 0.0, 0.0, 0.0, 0.0, "a", "add", "", "low")
+    comparison = Comparison(
+        (infinite,), 0, (), (), None, ComparedVariant("eval", "x=float32[1d]", "float16", "cpu", "x")
+    )
+    assert '"error": "inf"' in comparison.to_json()
+    assert Comparison.from_json(comparison.to_json()) == comparison
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"format": 1, "nodes": [{}]}', "nonsense", '{"format": 2}'])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"format 2|not a comparison|Expecting value"):
+        Comparison.from_json(text)
+
+
+def test_gradients_as_text(found: Comparison) -> None:
+    lines = found.table(2, gradients=True, in_order=True).splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["node", "mul", "exp", "1"]
+    assert lines[3] == "1 more nodes"
+    assert lines[5].split() == ["parameter", "dtype", "error", "overflow", "underflow", "zeros", "nan"]
+    assert lines[6].startswith("args_1")
+    assert lines[-2] == "on the way back, Inf and NaN begin with the gradient of matmul (matmul) in module (root)"
+    assert lines[-1] == "0 nodes that only one of the graphs has"
+    assert "parameter" not in found.table()
+
+
+def test_without_gradients_there_are_none() -> None:
+    x = torch.randn(2, 4)
+    comparison = compare(None, convert(nn.Linear(4, 4), (x,)), x)
+    assert (comparison.scale, comparison.parameters, comparison["linear"].gradient) == (None, (), None)
+    assert (comparison.worst_gradient, comparison.first_non_finite_gradient) == (None, None)
+    assert comparison.variant.mode == "train"
+    assert Comparison.from_json(comparison.to_json()) == comparison
