@@ -1,13 +1,15 @@
-"""A cross entropy over classes as the two ops that it is made of, the first of which widens 16-bit logits itself."""
+"""A cross entropy over classes that widens 16-bit logits itself: as the two ops that it is made of, or as one."""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autocastfx.graph import Origin, argument, dtypes, set_origin, tensors
+from autocastfx.recomputed_cross_entropy import recomputed_cross_entropy
 
-__all__ = ["PART", "is_separable", "separate"]
+__all__ = ["PART", "is_separable", "recompute", "separate"]
 
 PART = "part"  # the rule that marks the node made for one
 
@@ -38,6 +40,15 @@ def separate(node: fx.Node) -> None:
         )
     part.meta.update({key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta})
     set_origin(part, Origin("rewrite", PART, node.name))
+    _become(node, torch.ops.aten.nll_loss_nd.default, part, target)
+
+
+def recompute(node: fx.Node) -> None:
+    """Make of ``node``, in place, the operator that keeps the logits alone for backward. The numbers are the same."""
+    _become(node, recomputed_cross_entropy, argument(node, "self"), argument(node, "target"))
+
+
+def _become(node: fx.Node, op: OpOverload, logits: fx.Node, target: fx.Node) -> None:
     given = {key: argument(node, key) for key in ("weight", "reduction", "ignore_index")}
-    node.target = torch.ops.aten.nll_loss_nd.default
-    node.args, node.kwargs = (part, target), {key: held for key, held in given.items() if held is not None}
+    node.target = op
+    node.args, node.kwargs = (logits, target), {key: held for key, held in given.items() if held is not None}
