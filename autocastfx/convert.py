@@ -69,8 +69,8 @@ def convert(
         fold: whether a ``deny`` op may take and give 16 bits between low neighbours, by the table of kernel facts.
             ``"exact"``: where that changes no more than an ulp. ``"kernel"``: also where the kernel computes in float32
             inside but rounds what it stores (norms, softmax), as a model does that is 16-bit throughout; it moves fewer
-            bytes, and gradients pass through the rounded results. A cross entropy then keeps its 16-bit logits alone
-            for backward, and computes again what it made of them, to the same bits. ``"none"``: never.
+            bytes, and gradients pass through the rounded results. A cross entropy of 16-bit logits stays float32, but
+            keeps 16 bits for backward. ``"none"``: never.
         calibrate: what the model's values reach: ranges that :func:`calibrate` measured, the path of a file of them,
             or batches to measure now, of which the first stands in for example inputs that are not given. A node
             whose output or input reaches too far for ``dtype`` is float32.

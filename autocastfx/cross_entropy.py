@@ -7,9 +7,9 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autocastfx.graph import Origin, argument, dtypes, set_origin, tensors
-from autocastfx.recomputed_cross_entropy import recomputed_cross_entropy
+from autocastfx.narrow_cross_entropy import DIMENSIONS, narrow_cross_entropy
 
-__all__ = ["PART", "is_separable", "recompute", "separate"]
+__all__ = ["PART", "is_separable", "narrow", "separate"]
 
 PART = "part"  # the rule that marks the node made for one
 
@@ -43,9 +43,14 @@ def separate(node: fx.Node) -> None:
     _become(node, torch.ops.aten.nll_loss_nd.default, part, target)
 
 
-def recompute(node: fx.Node) -> None:
-    """Make of ``node``, in place, the operator that keeps the logits alone for backward. The numbers are the same."""
-    _become(node, recomputed_cross_entropy, argument(node, "self"), argument(node, "target"))
+def narrow(node: fx.Node) -> None:
+    """Make of ``node``, in place, the operator that keeps 16 bits for backward; its parts where that takes no such
+    sizes.
+    """
+    if tensors(argument(node, "self"))[0].ndim in DIMENSIONS:
+        _become(node, narrow_cross_entropy, argument(node, "self"), argument(node, "target"))
+    else:
+        separate(node)
 
 
 def _become(node: fx.Node, op: OpOverload, logits: fx.Node, target: fx.Node) -> None:

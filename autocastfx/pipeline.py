@@ -240,9 +240,7 @@ def _uncast(converter: Converter, state: State, placements: Mapping[fx.Node, Pla
 
 
 def _rewrite(converter: Converter, state: State, device: torch.device) -> State:
-    rewriter = Rewriter(
-        converter.low, converter.ports, converter.keep_output_dtype, recomputes=converter.fold == "kernel"
-    )
+    rewriter = Rewriter(converter.low, converter.ports, converter.keep_output_dtype, narrows=converter.fold == "kernel")
     rewriter(state.graph, state.placements, state.classification.wide, state.parameters)
     return state
 

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.fx.node import Argument
 
 from autocastfx.alias import alias_sets
-from autocastfx.cross_entropy import is_separable, recompute, separate
+from autocastfx.cross_entropy import is_separable, narrow, separate
 from autocastfx.graph import (
     Origin,
     Use,
@@ -38,13 +38,13 @@ class Rewriter:
         low: the 16-bit dtype.
         ports: which inputs of a low node are not cast.
         keep_output_dtype: cast the graph's outputs back to their captured dtype.
-        recomputes: a cross entropy keeps 16-bit logits for backward and computes again what it made of them.
+        narrows: a cross entropy of 16-bit logits keeps 16 bits for backward.
     """
 
     low: torch.dtype
     ports: Ports
     keep_output_dtype: bool = True
-    recomputes: bool = False
+    narrows: bool = False
 
     def __call__(
         self,
@@ -101,7 +101,7 @@ class _Run:
         if as_stored and not runs_low and ports.asks_dtype(node):
             set_argument(node, "dtype", torch.float32)
         elif as_stored and not runs_low and is_separable(node):
-            (recompute if self.policy.recomputes else separate)(node)
+            (narrow if self.policy.narrows else separate)(node)
         if placement is None or not is_float32(node):
             return
         if placement.run is not placement.store:
