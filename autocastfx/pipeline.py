@@ -35,7 +35,7 @@ from autocastfx.passes.simple import place_simply
 from autocastfx.passes.soften import soften
 from autocastfx.passes.store_weights import LowReads, lower_views, read_copies, store_low
 from autocastfx.passes.verify import verify
-from autocastfx.pattern import PATTERNS, chosen
+from autocastfx.patterns import PATTERNS, chosen
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Recomposed, Traffic
 from autocastfx.ports import Ports
 from autocastfx.ranges import Key, Ranges, key_of, mode_of
