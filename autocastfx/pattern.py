@@ -39,6 +39,10 @@ class Pattern:
             same of these.
         numbers: those parameters that stand for what is written into the graph, and not for a value.
         owns_casts: whether a cast of an input to float32 belongs to the function: norms are defined in float32.
+        own_layout: whether the operator lays its result out in its own way, and not as the formula does.
+        needs_range: whether it computes the same only in a dtype of float32's range. A row of scores that are masked
+            whole gives equal weights where each is lost in finfo.min, and others where a smaller number stands for it.
+        by_default: whether ``recompose=True`` asks for it.
     """
 
     name: str
@@ -47,6 +51,9 @@ class Pattern:
     arguments: Callable[[Found], Arguments | None]
     numbers: frozenset[str] = frozenset()
     owns_casts: bool = False
+    own_layout: bool = False
+    needs_range: bool = False
+    by_default: bool = True
 
     @property
     def op(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autocastfx import attention
 from autocastfx.graph import tensors
 from autocastfx.pattern import Arguments, Found, Pattern
 from autocastfx.quick_gelu import SLOPE, quick_gelu
@@ -111,7 +112,7 @@ def _norm(count: int) -> Callable[[Found], Arguments | None]:
 def _dimension(x: fx.Node, dims: Any) -> int | None:
     """The only one of ``dims`` of ``x``, counted from the first."""
     one = dims[0] if isinstance(dims, (list, tuple)) and len(dims) == 1 else dims
-    return one % tensors(x)[0].ndim if isinstance(one, int) else None
+    return one % max(tensors(x)[0].ndim, 1) if isinstance(one, int) else None
 
 
 # -- softmax ----------------------------------------------------------------------------------------------------------
@@ -170,20 +171,34 @@ PATTERNS = (
         _norm(2),
         _SIZES,
         owns_casts=True,
+        own_layout=True,
     ),
-    Pattern("softmax", tuple(_softmax()), _aten.softmax.int, _along, _SIZES),
+    Pattern("softmax", tuple(_softmax()), _aten.softmax.int, _along, _SIZES, own_layout=True),
+    *(
+        Pattern(
+            name,
+            attention.formulas(masked=masked),
+            _aten.scaled_dot_product_attention.default,
+            attention.arguments,
+            attention.NUMBERS,
+            own_layout=True,
+            needs_range=masked,
+            by_default=False,
+        )
+        for name, masked in (("attention", False), ("masked_attention", True))
+    ),
 )
 
 
 def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
-    """The names of the patterns that ``convert``'s argument asks for.
+    """The names of the patterns that ``convert``'s argument asks for; ``True`` is all but those on demand.
 
     Raises:
         ValueError: there is no pattern of a name, or the argument is no such choice.
     """
     known = tuple(pattern.name for pattern in PATTERNS)
     if isinstance(recompose, bool):
-        return known if recompose else ()
+        return tuple(pattern.name for pattern in PATTERNS if pattern.by_default and recompose)
     if isinstance(recompose, str):
         raise ValueError(f"recompose is True, False or a sequence of names: give ({recompose!r},), not {recompose!r}")
     if unknown := [name for name in recompose if name not in known]:

@@ -171,6 +171,7 @@ class Converter:
 def _recompose(converter: Converter, state: State, device: torch.device) -> State:
     rule = converter.op_list.rule
     wanted = [p for p in PATTERNS if p.name in converter.recompose]
+    wanted = [p for p in wanted if converter.low == torch.bfloat16 or not p.needs_range]
     banned = [p for p in wanted if (found := rule(p.op)) is not None and found.category is Category.BAN]
 
     def ruled(node: fx.Node) -> list[str]:

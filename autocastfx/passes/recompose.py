@@ -19,6 +19,9 @@ from autocastfx.plan import Recomposed
 
 __all__ = ["recompose"]
 
+_READS_LAYOUT = ("view", "view_as", "_unsafe_view", "unflatten", "as_strided")
+_PASSES_LAYOUT = ("transpose", "permute", "t", "mT", "swapaxes", "swapdims", "movedim", "slice", "select", "expand",
+                  "unsqueeze", "squeeze", "split", "chunk", "getitem", "unbind", "dropout", "to")  # fmt: skip
 _KEPT_META = ("nn_module_stack", "stack_trace")
 
 
@@ -27,8 +30,9 @@ def recompose(
 ) -> tuple[Recomposed, ...]:
     """Replace each occurrence of a pattern in ``graph``, in place, where no other value can change.
 
-    An occurrence stays as it is if anything else reads a value inside it, if a value of it is not float32, or if
-    something writes into the storage of an input. Of two that overlap the longer is taken.
+    An occurrence stays as it is if anything else reads a value inside it, if a value of it is not float32, if something
+    writes into the storage of an input, or if the result is viewed and would be laid out in another way. Of two that
+    overlap the longer is taken.
 
     Args:
         graph: captured, with abstract values.
@@ -65,6 +69,8 @@ def _occurrence(
     for found, arguments in pattern.occurrences(node):
         sources = [held for held in found.values() if isinstance(held, fx.Node)]
         inside = _between(sources, node)
+        if pattern.own_layout and _layout_is_read(node):
+            return None
         is_closed = all(user in inside for n in inside if n is not node for user in n.users)
         is_plain = mutated.isdisjoint(sources) and all(_is_plain(n) for n in sources) and all(map(_is_wide, inside))
         is_one = is_plain and all(_device(n) == _device(node) for n in (*sources, *inside))
@@ -82,6 +88,18 @@ def _between(sources: Sequence[fx.Node], end: fx.Node) -> set[fx.Node]:
                 found.add(read)
                 queue.append(read)
     return found
+
+
+def _layout_is_read(node: fx.Node) -> bool:
+    """Whether anything reads the result as memory: a ``view`` of other strides may fail."""
+    queue = list(node.users)
+    while queue:
+        user = queue.pop()
+        if op_name(user) in _READS_LAYOUT:
+            return True
+        if op_name(user) in _PASSES_LAYOUT:
+            queue.extend(user.users)
+    return False
 
 
 def _is_plain(node: fx.Node) -> bool:
