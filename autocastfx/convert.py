@@ -24,7 +24,7 @@ from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleW
 from autocastfx.kernel_facts import LEVELS, load_kernel_facts
 from autocastfx.match import all_nodes, unmatched
 from autocastfx.op_list import OpList, OpListLike, load_op_list
-from autocastfx.pattern import chosen
+from autocastfx.patterns import chosen
 from autocastfx.pipeline import LOW, Converter
 from autocastfx.plan import Plan, Precision
 from autocastfx.plan_file import read_plan
@@ -80,9 +80,10 @@ def convert(
         plan: decisions given by hand, which win over the lists: a ``Plan``, or the path of its JSON text, edited. The
             lines of one plan apply to the nodes of their names in all variants (:mod:`autocastfx.edited_plan`).
         recompose: replace what the model writes out in several ops by the one operator that computes it, which may run
-            in 16 bits where the parts may not: ``True``, all patterns; ``False``, none; or the names of those wanted.
-            ``"tanh_gelu"`` is ``0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))``. Rules for ops no longer
-            see the parts. A list with ``placement: follow`` recomposes nothing.
+            in 16 bits where the parts may not: ``True``, ``"tanh_gelu"``, ``"erf_gelu"``, ``"quick_gelu"``, ``"silu"``,
+            ``"rms_norm"``, ``"layer_norm"`` and ``"softmax"``; ``False``, none; or the names of those wanted, among
+            which may be ``"attention"`` and ``"masked_attention"``. Rules for ops no longer see the parts. A list with
+            ``placement: follow`` recomposes nothing.
 
     Returns:
         A ``torch.fx.GraphModule`` that is called like ``model``.

@@ -58,12 +58,16 @@ def _has_aten(name: str) -> bool:
 
 
 def of_function(function: Any) -> str:
-    """Name of a callable: the ATen base name if torch has an operator of that name, else its dotted path."""
+    """Name of a callable: the ATen base name if torch has an operator of that name, else its dotted path.
+
+    An operator of this package that stands for one of ATen's has the name of that.
+    """
     if isinstance(function, OpOverload):
         function = function.overloadpacket
     if isinstance(function, OpOverloadPacket):
         namespace, _, name = str(function._qualified_op_name).partition("::")
-        return name if namespace == "aten" else f"{namespace}::{name}"
+        is_atens = namespace == "aten" or (namespace == "autocastfx" and _has_aten(name))
+        return name if is_atens else f"{namespace}::{name}"
     if isinstance(function, HigherOrderOperator):
         return function.name()
     if function in _OPERATORS:

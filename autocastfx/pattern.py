@@ -1,43 +1,59 @@
-"""What models write out in several ops and one operator computes: patterns as data."""
+"""What models write out in several ops and one operator computes: how a formula is found in a captured graph."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.fx.proxy import GraphAppendingTracer
 
+from autocastfx.graph import is_float32
 from autocastfx.op_name import of_function, op_name
 
-__all__ = ["PATTERNS", "Pattern", "chosen"]
+__all__ = ["Arguments", "Formula", "Found", "Pattern"]
 
 _TOLERANCE = 1e-6  # relative, of the numbers in a formula: models round sqrt(2/pi) to seven digits and more
 _COMMUTES = ("add", "mul")
 
-Formula = Callable[[Any], Any]
-Bound = Mapping[fx.Node, fx.Node]
+Formula = Callable[..., Any]
+Found = Mapping[str, Any]  # what stands for each parameter of a formula: a node, or a number, or a list of dimensions
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Bound = Mapping[fx.Node, Any]
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A function of one tensor that models write out.
+    """A function that models write out.
 
     Attributes:
         name: under which ``convert(recompose=...)`` chooses it.
         formulas: the ways in which it is written. Operands may stand in either order where that changes nothing.
-        target: the operator that computes the same of the same tensor.
-        kwargs: its further arguments.
+        target: the operator that computes the same.
+        arguments: of the operator, for what stands for the parameters of a formula; None where it does not compute the
+            same of these.
+        numbers: those parameters that stand for what is written into the graph, and not for a value.
+        owns_casts: whether a cast of an input to float32 belongs to the function: norms are defined in float32.
+        own_layout: whether the operator lays its result out in its own way, and not as the formula does.
+        needs_range: whether it computes the same only in a dtype of float32's range. A row of scores that are masked
+            whole gives equal weights where each is lost in finfo.min, and others where a smaller number stands for it.
+        by_default: whether ``recompose=True`` asks for it.
     """
 
     name: str
     formulas: tuple[Formula, ...]
     target: OpOverload
-    kwargs: Mapping[str, Any]
+    arguments: Callable[[Found], Arguments | None]
+    numbers: frozenset[str] = frozenset()
+    owns_casts: bool = False
+    own_layout: bool = False
+    needs_range: bool = False
+    by_default: bool = True
 
     @property
     def op(self) -> str:
@@ -45,58 +61,81 @@ class Pattern:
         return of_function(self.target)
 
     @cached_property
-    def _results(self) -> tuple[fx.Node, ...]:
-        """The last node of each formula's graph."""
-        return tuple(_graph(formula) for formula in self.formulas)
+    def _results(self) -> Mapping[str, tuple[fx.Node, ...]]:
+        """The last node of each formula's graph, by its op name."""
+        results = [_graph(formula) for formula in self.formulas]
+        return {op: tuple(r for r in results if op_name(r) == op) for op in {op_name(r) for r in results}}
 
-    def sources(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The value of which ``node`` is this function, once for each formula that says so."""
-        for result in self._results:
-            for bound in _matches(result, node, {}):
-                yield next(found for known, found in bound.items() if known.op == "placeholder")
+    def occurrences(self, node: fx.Node) -> Iterator[tuple[Found, Arguments]]:
+        """What the parameters stand for, and the operator's arguments, for each way to read ``node`` as a formula."""
+        for result in self._results.get(op_name(node), ()):
+            for bound in self._matches(result, node, {}):
+                found = {str(known.target): held for known, held in bound.items()}
+                arguments = self.arguments(found)
+                if arguments is not None:
+                    yield found, arguments
 
     def may_be_in(self, ops: frozenset[str]) -> bool:
         """Whether a graph of these ops can hold any formula."""
-        return any({op_name(n) for n in _inner(result.graph)} <= ops for result in self._results)
+        results = (result for same in self._results.values() for result in same)
+        return any({op_name(n) for n in _inner(result.graph)} <= ops for result in results)
+
+    def _matches(self, known: Any, found: Any, bound: Bound) -> Iterator[Bound]:
+        """Every way to read ``found``, an argument in a captured graph, as ``known``, one in a formula's graph."""
+        if not isinstance(known, fx.Node):
+            if _is_same(known, found):
+                yield bound
+        elif known.op == "placeholder":
+            held = [found] if known.target in self.numbers else self._values(found)
+            if known in bound:
+                yield from (bound for one in held if _is_same(bound[known], one))
+            else:
+                yield from ({**bound, known: one} for one in held)
+        elif isinstance(found, fx.Node):
+            found = _behind_casts(found)
+            if op_name(known) == op_name(found) and known.kwargs.keys() == found.kwargs.keys():
+                rest = list(known.kwargs.values()), [found.kwargs[key] for key in known.kwargs]
+                orders = (known.args, known.args[::-1]) if op_name(known) in _COMMUTES else (known.args,)
+                for args in orders if len(known.args) == len(found.args) else ():
+                    yield from self._all_match((*args, *rest[0]), (*found.args, *rest[1]), bound)
+
+    def _all_match(self, known: Sequence[Any], found: Sequence[Any], bound: Bound) -> Iterator[Bound]:
+        if not known:
+            yield bound
+            return
+        for first in self._matches(known[0], found[0], bound):
+            yield from self._all_match(known[1:], found[1:], first)
+
+    def _values(self, found: Any) -> list[fx.Node]:
+        """The values that may stand for a parameter: what is read, and what the model's casts to float32 read there."""
+        if not isinstance(found, fx.Node):
+            return []
+        values = [found]
+        while op_name(values[-1]) == "to" and is_float32(values[-1].all_input_nodes[0]):
+            values.append(values[-1].all_input_nodes[0])
+        return values[::-1] if self.owns_casts else values
 
 
 def _graph(formula: Formula) -> fx.Node:
     graph = fx.Graph()
-    result: fx.Proxy = formula(fx.Proxy(graph.placeholder("x")))
+    tracer = GraphAppendingTracer(graph)
+    parameters = inspect.signature(formula).parameters
+    result: fx.Proxy = formula(*(fx.Proxy(graph.placeholder(name), tracer) for name in parameters))
     return result.node
 
 
 def _inner(graph: fx.Graph) -> Iterator[fx.Node]:
-    return (node for node in graph.nodes if node.op == "call_function")
+    return (node for node in graph.nodes if node.op in ("call_function", "call_method"))
 
 
-def _matches(known: Any, found: Any, bound: Bound) -> Iterator[Bound]:
-    """Every way to read ``found``, an argument in a captured graph, as ``known``, one in a formula's graph."""
-    if not isinstance(known, fx.Node):
-        is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-        if is_number and math.isclose(found, known, rel_tol=_TOLERANCE):
-            yield bound
-    elif not isinstance(found, fx.Node):
-        return
-    elif known in bound:
-        if bound[known] is found:
-            yield bound
-    elif known.op == "placeholder":
-        yield {**bound, known: found}
-    else:
-        found = _behind_casts(found)
-        if op_name(known) == op_name(found) and len(known.args) == len(found.args) and not found.kwargs:
-            orders = (known.args, known.args[::-1]) if op_name(known) in _COMMUTES else (known.args,)
-            for args in orders:
-                yield from _all_match(args, found.args, bound)
-
-
-def _all_match(known: Sequence[Any], found: Sequence[Any], bound: Bound) -> Iterator[Bound]:
-    if not known:
-        yield bound
-        return
-    for first in _matches(known[0], found[0], bound):
-        yield from _all_match(known[1:], found[1:], first)
+def _is_same(known: Any, found: Any) -> bool:
+    if isinstance(known, (list, tuple)):
+        return isinstance(found, (list, tuple)) and list(known) == list(found)
+    if isinstance(known, bool) or isinstance(found, bool):
+        return known is found
+    if isinstance(known, (int, float)):
+        return isinstance(found, (int, float)) and math.isclose(found, known, rel_tol=_TOLERANCE)
+    return bool(known == found)
 
 
 def _behind_casts(node: fx.Node) -> fx.Node:
@@ -104,43 +143,3 @@ def _behind_casts(node: fx.Node) -> fx.Node:
     while op_name(node) == "to" and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
-
-
-def _tanh_gelu() -> Iterator[Formula]:
-    scale, cube = math.sqrt(2 / math.pi), 0.044715
-    inner: tuple[Formula, ...] = (
-        lambda x: scale * (x + cube * x**3),
-        lambda x: scale * (x + cube * (x * x * x)),
-        lambda x: scale * (x + cube * x * x * x),
-        lambda x: scale * (x + cube * (x * x) * x),
-        lambda x: x * scale * (1 + cube * x * x),
-        lambda x: x * scale * (1 + cube * (x * x)),
-        lambda x: x * scale * (1 + cube * x**2),
-    )
-    outer: tuple[Callable[[Any, Any], Any], ...] = (
-        lambda x, t: 0.5 * x * (1 + t),
-        lambda x, t: 0.5 * (x * (1 + t)),
-        lambda x, t: x * (0.5 * (1 + t)),
-    )
-    for whole in outer:
-        for part in inner:
-            yield lambda x, whole=whole, part=part: whole(x, torch.tanh(part(x)))
-
-
-PATTERNS = (Pattern("tanh_gelu", tuple(_tanh_gelu()), torch.ops.aten.gelu.default, {"approximate": "tanh"}),)
-
-
-def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
-    """The names of the patterns that ``convert``'s argument asks for.
-
-    Raises:
-        ValueError: there is no pattern of a name, or the argument is no such choice.
-    """
-    known = tuple(pattern.name for pattern in PATTERNS)
-    if isinstance(recompose, bool):
-        return known if recompose else ()
-    if isinstance(recompose, str):
-        raise ValueError(f"recompose is True, False or a sequence of names: give ({recompose!r},), not {recompose!r}")
-    if unknown := [name for name in recompose if name not in known]:
-        raise ValueError(f"recompose: there is no pattern {unknown[0]!r}; the patterns are {', '.join(known)}")
-    return tuple(name for name in known if name in recompose)

@@ -36,7 +36,7 @@ from autocastfx.passes.simple import place_simply
 from autocastfx.passes.soften import soften
 from autocastfx.passes.store_weights import LowReads, lower_views, read_copies, store_low
 from autocastfx.passes.verify import verify
-from autocastfx.pattern import PATTERNS, chosen
+from autocastfx.patterns import PATTERNS, chosen
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Recomposed, Traffic
 from autocastfx.ports import Ports
 from autocastfx.ranges import Key, Ranges, key_of, mode_of
@@ -167,6 +167,7 @@ class Converter:
 def _recompose(converter: Converter, state: State, device: torch.device) -> State:
     rule = converter.op_list.rule
     wanted = [p for p in PATTERNS if p.name in converter.recompose]
+    wanted = [p for p in wanted if converter.low == torch.bfloat16 or not p.needs_range]
     banned = [p for p in wanted if (found := rule(p.op)) is not None and found.category is Category.BAN]
 
     def ruled(node: fx.Node) -> list[str]:

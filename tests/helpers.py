@@ -65,3 +65,18 @@ def text(block: str) -> str:
 def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
     """Distance of ``result`` from ``reference`` in the 2-norm, relative to the norm of ``reference``."""
     return float((result.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30))
+
+
+def saved_bytes(run: Callable[[], Any]) -> int:
+    """Bytes of the storages that autograd keeps for the backward of what ``run`` computes."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = run()
+    del result
+    return sum(storage.nbytes() for storage in kept.values())

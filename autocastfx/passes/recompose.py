@@ -12,13 +12,16 @@ import torch
 from torch import fx
 
 from autocastfx.alias import alias_sets
-from autocastfx.graph import is_float32, set_value, tensors, value
+from autocastfx.graph import has_float32, is_float32, set_value, tensors, value
 from autocastfx.op_name import op_name
-from autocastfx.pattern import Pattern
+from autocastfx.pattern import Arguments, Pattern
 from autocastfx.plan import Recomposed
 
 __all__ = ["recompose"]
 
+_READS_LAYOUT = ("view", "view_as", "_unsafe_view", "unflatten", "as_strided")
+_PASSES_LAYOUT = ("transpose", "permute", "t", "mT", "swapaxes", "swapdims", "movedim", "slice", "select", "expand",
+                  "unsqueeze", "squeeze", "split", "chunk", "getitem", "unbind", "dropout", "to")  # fmt: skip
 _KEPT_META = ("nn_module_stack", "stack_trace")
 
 
@@ -27,8 +30,9 @@ def recompose(
 ) -> tuple[Recomposed, ...]:
     """Replace each occurrence of a pattern in ``graph``, in place, where no other value can change.
 
-    An occurrence stays as it is if anything else reads a value inside it, if a value of it is not float32, or if
-    something writes into the storage of its input.
+    An occurrence stays as it is if anything else reads a value inside it, if a value of it is not float32, if something
+    writes into the storage of an input, or if the result is viewed and would be laid out in another way. Of two that
+    overlap the longer is taken.
 
     Args:
         graph: captured, with abstract values.
@@ -40,59 +44,85 @@ def recompose(
     if not patterns:
         return ()
     mutated = set(alias_sets(graph))
+    gone: set[fx.Node] = set()
     done: list[Recomposed] = []
-    for node in list(graph.nodes):
-        for pattern in patterns if _is_plain(node) else ():
+    for node in reversed(list(graph.nodes)):  # from the end: the last op of the longer comes first
+        for pattern in patterns if node not in gone and _is_plain(node) else ():
             occurrence = _occurrence(pattern, node, mutated, ruled)
             if occurrence is not None:
-                source, inside = occurrence
-                made = _made(graph, pattern, node, source)
+                arguments, inside = occurrence
+                made = _made(graph, pattern, node, arguments)
                 if node in mutated:
                     mutated.add(made)
                 done.append(Recomposed(pattern.name, made.name, tuple(n.name for n in inside)))
+                gone.update(inside)
                 for replaced in reversed(inside):
                     graph.erase_node(replaced)
                 break
-    return tuple(done)
+    return tuple(reversed(done))
 
 
 def _occurrence(
     pattern: Pattern, node: fx.Node, mutated: set[fx.Node], ruled: Callable[[fx.Node], object]
-) -> tuple[fx.Node, list[fx.Node]] | None:
-    """The input of the occurrence of ``pattern`` that ends at ``node``, and all its nodes in graph order."""
-    for source in pattern.sources(node):
-        inside = _between(source, node)
+) -> tuple[Arguments, list[fx.Node]] | None:
+    """The operator's arguments for the occurrence of ``pattern`` that ends at ``node``, and all its nodes in order."""
+    for found, arguments in pattern.occurrences(node):
+        sources = [held for held in found.values() if isinstance(held, fx.Node)]
+        inside = _between(sources, node)
+        if pattern.own_layout and _layout_is_read(node):
+            return None
         is_closed = all(user in inside for n in inside if n is not node for user in n.users)
-        is_plain = source not in mutated and all(_is_plain(n) for n in (source, *inside))
-        if is_closed and is_plain and all(_device(n) == _device(source) and ruled(n) == ruled(node) for n in inside):
-            return source, [n for n in node.graph.nodes if n in inside]
+        is_plain = mutated.isdisjoint(sources) and all(_is_plain(n) for n in sources) and all(map(_is_wide, inside))
+        is_one = is_plain and all(_device(n) == _device(node) for n in (*sources, *inside))
+        if is_closed and is_one and all(ruled(n) == ruled(node) for n in inside):
+            return arguments, [n for n in node.graph.nodes if n in inside]
     return None
 
 
-def _between(source: fx.Node, end: fx.Node) -> set[fx.Node]:
-    """``end`` and all that it is computed from, up to ``source``."""
+def _between(sources: Sequence[fx.Node], end: fx.Node) -> set[fx.Node]:
+    """``end`` and all that it is computed from, up to ``sources``."""
     found, queue = {end}, [end]
     while queue:
         for read in queue.pop().all_input_nodes:
-            if read is not source and read not in found:
+            if read not in sources and read not in found:
                 found.add(read)
                 queue.append(read)
     return found
 
 
+def _layout_is_read(node: fx.Node) -> bool:
+    """Whether anything reads the result as memory: a ``view`` of other strides may fail."""
+    queue = list(node.users)
+    while queue:
+        user = queue.pop()
+        if op_name(user) in _READS_LAYOUT:
+            return True
+        if op_name(user) in _PASSES_LAYOUT:
+            queue.extend(user.users)
+    return False
+
+
 def _is_plain(node: fx.Node) -> bool:
-    return is_float32(node) and tensors(node)[0].layout == torch.strided
+    return is_float32(node) and _is_wide(node)
+
+
+def _is_wide(node: fx.Node) -> bool:
+    """Whether all that the node computes with is float32: ``max`` gives integers beside its maxima."""
+    return has_float32(node) and all(
+        t.layout == torch.strided and (t.dtype == torch.float32 or not t.dtype.is_floating_point) for t in tensors(node)
+    )
 
 
 def _device(node: fx.Node) -> torch.device:
     return tensors(node)[0].device
 
 
-def _made(graph: fx.Graph, pattern: Pattern, node: fx.Node, source: fx.Node) -> fx.Node:
-    """The operator on ``source``, in the place of ``node``."""
+def _made(graph: fx.Graph, pattern: Pattern, node: fx.Node, arguments: Arguments) -> fx.Node:
+    """The operator on ``arguments``, in the place of ``node``."""
+    args, kwargs = arguments
     with graph.inserting_before(node):
-        name = f"{node.name}_{pattern.op}"
-        made = graph.create_node("call_function", pattern.target, (source,), dict(pattern.kwargs), name)
+        name = f"{node.name}_{pattern.op.rpartition('::')[2]}"
+        made = graph.create_node("call_function", pattern.target, args, kwargs, name)
     made.meta.update({key: node.meta[key] for key in _KEPT_META if key in node.meta})
     set_value(made, value(node))
     node.replace_all_uses_with(made)

@@ -18,7 +18,7 @@ from transformers import activations
 import autocastfx
 from autocastfx.graph import copy_graph
 from autocastfx.passes.recompose import recompose
-from autocastfx.pattern import PATTERNS
+from autocastfx.patterns import PATTERNS
 from autocastfx.plan import Plan, Recomposed
 from tests.helpers import Function, op_list, relative_error, rewritten, text
 
@@ -167,7 +167,6 @@ NOT_QUITE: dict[str, Callable[..., Any]] = {
     "an alpha": lambda x: 0.5 * x * (1 + torch.tanh(SCALE * torch.add(x, 0.044715 * x**3, alpha=2))),
     "a number to the power of x": lambda x: 0.5 * x * (1 + torch.tanh(SCALE * (x + 0.044715 * torch.pow(3.0, x)))),
     "the input detached once": lambda x: 0.5 * x.detach() * (1 + torch.tanh(SCALE * (x + 0.044715 * x**3))),
-    "the exact one": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
     "a value inside is given back": shown,
     "the input is written into between": written_between,
     "the input's storage is written into": written_into_its_view,
@@ -349,7 +348,7 @@ def test_it_can_be_switched_off(recompose: Any) -> None:
 def test_it_can_be_asked_for_by_name() -> None:
     plan = autocastfx.convert(MLP(), (torch.randn(2, 4),), recompose=["tanh_gelu"]).plan
     assert len(plan.recomposed) == 1
-    with pytest.raises(ValueError, match="there is no pattern 'gelu'; the patterns are tanh_gelu"):
+    with pytest.raises(ValueError, match="there is no pattern 'gelu'; the patterns are tanh_gelu, "):
         autocastfx.convert(MLP(), (torch.randn(2, 4),), recompose=["gelu"])
 
 

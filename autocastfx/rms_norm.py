@@ -1,0 +1,87 @@
+"""The operator ``autocastfx::rms_norm``: that of torch, of which a backward keeps only what it was given.
+
+On a CPU torch computes its own in parts and keeps more of them than a model that writes them out. This one keeps the
+input, the weight and a float32 number for each row. It is an operator because graphs print, pickle and export those by
+name; its autograd kernel runs on torch's operators, so that torch.compile sees these and may fuse them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["rms_norm"]
+
+_LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
+_LIBRARY.define("rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> Tensor")
+
+
+def _dims(normalized_shape: Sequence[int]) -> list[int]:
+    return list(range(-len(normalized_shape), 0))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _rstd(x: Tensor, dims: list[int], eps: float | None) -> Tensor:
+    """One over the root of the mean square of each row of ``x``, which has at least float32."""
+    return torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps))
+
+
+def _scaled(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
+    result = _wide(x) * rstd
+    return (result if weight is None else weight * result).to(x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
+    ) -> tuple[Tensor, Tensor]:
+        rstd = _rstd(_wide(x), _dims(normalized_shape), eps)
+        return _scaled(x, rstd, weight), rstd
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, normalized_shape, weight, eps = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(x, weight, output[1])
+        ctx.dims, ctx.eps = _dims(normalized_shape), eps
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        gradient, wide = _wide(gradients[0]), _wide(x)
+        if torch.is_grad_enabled():  # to be differentiated again: what was kept is no function of the input
+            rstd = _rstd(wide, ctx.dims, ctx.eps)
+        normal, of_x, of_weight = wide * rstd, None, None
+        if ctx.needs_input_grad[0]:
+            scaled = gradient if weight is None else gradient * weight
+            of_x = (rstd * (scaled - normal * (scaled * normal).mean(ctx.dims, keepdim=True))).to(x.dtype)
+        if weight is not None and ctx.needs_input_grad[2]:
+            of_weight = (gradient * normal).sum_to_size(weight.shape).to(weight.dtype)
+        return of_x, None, of_weight, None
+
+
+def _with_autograd(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    if torch._C._are_functorch_transforms_active():  # which take no autograd function here, but its parts
+        return _without_autograd(x, normalized_shape, weight, eps)
+    return _RMSNorm.apply(x, normalized_shape, weight, eps)[0]
+
+
+def _without_autograd(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    return _scaled(x, _rstd(_wide(x), _dims(normalized_shape), eps), weight)
+
+
+_LIBRARY.impl("rms_norm", _with_autograd, "Autograd")
+_LIBRARY.impl("rms_norm", _without_autograd, "CompositeExplicitAutograd")
+
+rms_norm = torch.ops.autocastfx.rms_norm.default
