@@ -1,0 +1,40 @@
+"""Rows of a benchmark in a JSON file, with where they were measured, written one by one so that it can be resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from benchmarks.machine import machine
+
+__all__ = ["Store"]
+
+R = TypeVar("R")
+
+
+class Store(Generic[R]):
+    """The rows measured so far, of the same machine, versions, commit and settings; in memory alone without a path.
+
+    Args:
+        path: of the file; what it holds from elsewhere is dropped when the first row is added.
+        kind: the dataclass of a row.
+        settings: written beside the rows.
+    """
+
+    def __init__(self, path: Path | None, kind: Callable[..., R], settings: dict[str, Any]) -> None:
+        self.path, self.rows, self._where = path, list[R](), {**machine(), **settings}
+        held = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
+        if {key: held.get(key) for key in self._where} == json.loads(json.dumps(self._where)):
+            self.rows = [kind(**row) for row in held["rows"]]
+
+    def add(self, row: R) -> None:
+        """Keep ``row``, and write all at once, so that an interruption loses none."""
+        self.rows.append(row)
+        if self.path is not None:
+            text = json.dumps({**self._where, "rows": [asdict(held) for held in self.rows]}, indent=1)  # type: ignore[call-overload]
+            part = self.path.with_name(self.path.name + ".part")
+            part.write_text(text + "\n", encoding="utf-8")
+            part.replace(self.path)
