@@ -78,7 +78,9 @@ def measure(name: str, model: FullModel, policy: str) -> Row:
         if policy == HALF:
             module.half()
             inputs = {key: held.half() if held.is_floating_point() else held for key, held in inputs.items()}
-        saved = _saved(*_faked(module, inputs))
+        mode = _fake(module, inputs)
+        with mode:
+            saved = _saved(module, inputs)
     return Row(name, policy, saved.activations, saved.weights)
 
 
@@ -87,23 +89,22 @@ def _saved(module: nn.Module, inputs: dict[str, Tensor]) -> Saved:
         return count(module, inputs.values(), lambda: module(**inputs)).saved()
 
 
-def _faked(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Fake tensors in place of those of the meta device: transformers reads no values off them. Ties are kept."""
+def _fake(module: nn.Module, inputs: dict[str, Tensor]) -> FakeTensorMode:
+    """Put fake tensors in the place of those of the meta device: transformers reads no values off them."""
     fakes: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that no other has its address
 
-    def faked(tensor: Tensor) -> Tensor:
-        if id(tensor) not in fakes:
-            fake: Tensor = mode.from_tensor(tensor.detach())
-            made = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-            fakes[id(tensor)] = tensor, made
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:  # ties are kept
+            made: Tensor = mode.from_tensor(tensor.detach())
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = tensor, nn.Parameter(made, tensor.requires_grad) if is_parameter else made
         return fakes[id(tensor)][1]
 
     with torch._functorch.config.patch(fake_tensor_allow_meta=True):
         mode = FakeTensorMode()
-        for owner in module.modules():
-            for held in (owner._parameters, owner._buffers):
-                held.update({name: faked(tensor) for name, tensor in held.items() if tensor is not None})  # type: ignore[misc]
-        return module, {name: faked(tensor) for name, tensor in inputs.items()}
+        for held in (inputs, *(held for owner in module.modules() for held in (owner._parameters, owner._buffers))):
+            held.update({name: fake(tensor) for name, tensor in held.items() if tensor is not None})  # type: ignore[misc]
+    return mode
 
 
 @contextmanager
@@ -176,7 +177,7 @@ def measure_all(names: Sequence[str], policies: Sequence[str], store: Store[Row]
                 continue
             started = time.perf_counter()
             row = measure(name, TRAINED[name], policy)
-            store.add(row)
+            store.extend([row])
             said = row.note or f"{row.activations / 1e9:.2f} GB, {row.weights / 1e9:.2f} GB of weights"
             say(f"{name}, {policy}: {said} ({time.perf_counter() - started:.0f} s)")
 

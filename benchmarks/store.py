@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -19,7 +19,7 @@ class Store(Generic[R]):
     """The rows measured so far, of the same machine, versions, commit and settings; in memory alone without a path.
 
     Args:
-        path: of the file; what it holds from elsewhere is dropped when the first row is added.
+        path: of the file; what it holds from elsewhere is dropped when rows are added.
         kind: the dataclass of a row.
         settings: written beside the rows.
     """
@@ -30,11 +30,12 @@ class Store(Generic[R]):
         if {key: held.get(key) for key in self._where} == json.loads(json.dumps(self._where)):
             self.rows = [kind(**row) for row in held["rows"]]
 
-    def add(self, row: R) -> None:
-        """Keep ``row``, and write all at once, so that an interruption loses none."""
-        self.rows.append(row)
+    def extend(self, rows: Iterable[R]) -> None:
+        """Keep ``rows``, and write all at once, so that an interruption loses none."""
+        self.rows += rows
         if self.path is not None:
-            text = json.dumps({**self._where, "rows": [asdict(held) for held in self.rows]}, indent=1)  # type: ignore[call-overload]
+            found: list[Any] = list(self.rows)
+            text = json.dumps({**self._where, "rows": [asdict(row) for row in found]}, indent=1)
             part = self.path.with_name(self.path.name + ".part")
             part.write_text(text + "\n", encoding="utf-8")
             part.replace(self.path)
