@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import geometric_mean, median, quantiles
+from statistics import geometric_mean, median
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ import autocastfx
 from benchmarks.small_models import SMALL
 from benchmarks.step_counts import count
 from benchmarks.store import Store
+from benchmarks.timing import milliseconds, ratios, turns
 from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, HALF, SIDES, Setting, Training, training
 
 WARM_UP = 2  # steps before anything is measured
@@ -94,45 +94,24 @@ def counts(name: str, side: str, found: Training, device: str) -> dict[str, Any]
     }
 
 
-def _milliseconds(work: Callable[[], object], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - started)
-    started = time.thread_time()
-    work()
-    return 1e3 * (time.thread_time() - started)
-
-
 def times(sides: Mapping[str, Training], rounds: int, device: str) -> dict[str, tuple[list[float], list[float]]]:
     """By side: milliseconds of forward and backward, and of a whole step, in each round."""
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in sides}
-    names = list(sides)
-    for turn in range(rounds + 1):  # the first, which warms up, is left out
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
-            side = sides[name]
-            side.prepare()
-            backward = _milliseconds(side.forward_and_backward, device)
-            side.model.zero_grad()
+    for is_counted, name in turns(list(sides), rounds):
+        side = sides[name]
 
-            def whole(side: Training = side) -> None:
-                side.forward_and_backward()
-                side.step()
+        def whole(side: Training = side) -> None:
+            side.forward_and_backward()
+            side.step()
 
-            step = _milliseconds(whole, device)
-            if turn:
-                found[name][0].append(backward)
-                found[name][1].append(step)
+        side.prepare()
+        backward = milliseconds(side.forward_and_backward, device)
+        side.model.zero_grad()
+        step = milliseconds(whole, device)
+        if is_counted:
+            found[name][0].append(backward)
+            found[name][1].append(step)
     return found
-
-
-def _ratios(mine: list[float], others: list[float] | None) -> list[float]:
-    if others is None:
-        return []
-    return [round(q, 4) for q in quantiles([a / b for a, b in zip(mine, others, strict=True)], n=4)]
 
 
 def measure(name: str, setting: Setting, rounds: int, sides: Sequence[str] = tuple(SIDES)) -> list[Row]:
@@ -157,9 +136,9 @@ def measure(name: str, setting: Setting, rounds: int, sides: Sequence[str] = tup
                 **vars(rows[side]),
                 "backward_ms": round(median(backward), 2),
                 "step_ms": round(median(step), 2),
-                "backward_to_autocast": _ratios(backward, autocast and autocast[0]),
-                "backward_to_half": _ratios(backward, half and half[0]),
-                "step_to_autocast": _ratios(step, autocast and autocast[1]),
+                "backward_to_autocast": ratios(backward, autocast and autocast[0]),
+                "backward_to_half": ratios(backward, half and half[0]),
+                "step_to_autocast": ratios(step, autocast and autocast[1]),
             }
         )
     return list(rows.values())
