@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["Casts", "Counter", "Saved"]
 
 aten = torch.ops.aten
+_NOTHING = ("aten::empty", "aten::new_empty", "aten::_unsafe_view")  # names of what computes nothing begin so
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -43,7 +44,7 @@ class Counter(TorchDispatchMode):
     """Counts, while it is entered, what is called below autograd and what autograd saves.
 
     Attributes:
-        ops: calls of ATen operators, views not counted.
+        ops: calls of ATen operators that compute or copy: no views, no mere allocations.
         weights: casts of parameters, and of what is cast from them.
         gradients: casts in backward whose result is the gradient of a parameter, or a part of it.
         activations: all other casts.
@@ -69,7 +70,7 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.ops += not func.is_view
+        self.ops += not (func.is_view or func.name().startswith(_NOTHING))
         if func is aten._to_copy.default:
             self._cast(args[0], result)
         elif func is aten.copy_.default:

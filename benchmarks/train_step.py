@@ -3,13 +3,15 @@
     python -m benchmarks.train_step [--models "BERT 4x256"] [--rounds 0] [--json PATH]
     python -m benchmarks.train_step --device cuda --dtype float16 --json PATH
 
-Counted is one forward and backward after an update: operators (views not counted), casts, and the bytes that forward
-saves for backward beside parameters and their casts. Casts of weights are counted apart, and so are casts that give the
-gradient of a weight. Timed are, in each round, forward and backward of each side with its working copies fresh, and a
-whole step (forward, backward, fused AdamW), where they are made anew. The sides take turns and each round begins with
-another; a side's ratio is its time to the other's in the same round: medians, with quartiles. On a CPU times are those
-of the one thread, so that other processes count less; on a GPU they are wall time, synchronised. float16 losses are
-scaled: by GradScaler under torch.autocast, else by LossScalingOptimizer, with masters for the model that is 16-bit.
+Counted is one forward and backward after an update: operators (views and allocations not counted), casts, and the
+bytes that forward saves for backward beside parameters and their casts. Casts of weights are counted apart, and so are
+casts that give the gradient of a weight.
+
+Timed are, in each round, forward and backward of each side with its working copies fresh, and a whole step (forward,
+backward, fused AdamW), where they are made anew. The sides take turns and each round begins with another; a side's
+ratio is its time to the other's in the same round: medians, with quartiles. On a CPU times are those of the one thread,
+so that other processes count less; on a GPU they are wall time, synchronised. float16 losses are scaled: by GradScaler
+under torch.autocast, else by LossScalingOptimizer, with masters for the model that is 16-bit.
 
 With ``--json`` each model is written at once, and those of the same commit are not measured again. The exit status is 1
 where something is above a limit.
