@@ -4,8 +4,9 @@
 
 Nothing is allocated or computed: tensors are abstract, on the meta device; placements are those for a CUDA device, in
 float16. Counted are the storages that autograd holds after one forward with loss, each once, inputs not. Parameters
-are counted apart, with what is cast from them: they do not grow with the batch. Attention is written out (products,
-softmax, dropout); no fused kernel is assumed for it. Dropout saves a mask of booleans, as its CUDA kernel does.
+are counted apart, with what is cast from them: they do not grow with the batch. BERT and GPT-2 write attention out; of
+the others' scaled_dot_product_attention the kernel of single products and softmax is assumed, not a fused one: abstract
+tensors take that. Dropout saves a mask of booleans, as its CUDA kernel does.
 
 ``torch_autocast_cuda`` is this package's preset of torch.autocast's dispatch on a CUDA device; torch.autocast itself
 acts on no abstract tensor without such a device. ``half`` is ``model.half()``.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy, memory_per_parameter, optimizer_step
+from benchmarks import accuracy, inference, memory, memory_per_parameter, optimizer_step, train_step
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -25,6 +25,9 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "memory-per-parameter-cpu.json": lambda held: memory_per_parameter.table(
         [memory_per_parameter.Row(**row) for row in held["rows"]]
     ),
+    "memory.json": lambda held: memory.table([memory.Row(**row) for row in held["rows"]]),
+    "train-step-cpu.json": lambda held: train_step.table([train_step.Row(**row) for row in held["rows"]]),
+    "inference-cpu.json": lambda held: inference.table([inference.Row(**row) for row in held["rows"]]),
 }
 _TABLE = re.compile(r"(<!-- results: (\S+) -->\n).*?\n```text\n.*?```\n", re.DOTALL)
 

@@ -111,7 +111,7 @@ def _seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return seeded
 
 
-# Attention is written out, as are GPT-2's GELU (gelu_new), and Llama's and T5's norms.
+# Attention is written out (but T5's), as are GPT-2's GELU (gelu_new), and Llama's and T5's norms.
 SMALL: dict[str, FullModel] = {
     "ResNet-18 112": FullModel(_seeded(lambda: ResNet((2, 2, 2, 2), classes=CLASSES)), lambda: _images(112)),
     "ViT 4x192": FullModel(_seeded(_vit), lambda: _images(112)),

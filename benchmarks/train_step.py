@@ -206,7 +206,7 @@ def _line(row: Row) -> str:
         return f"{found[1]:.2f} {found[0]:.2f}-{found[2]:.2f}" if found else "-"
 
     def number(found: float | None) -> str:
-        return "-" if found is None else f"{found:.0f}"
+        return "-" if found is None else f"{found:.4g}"
 
     to_half = f"{row.backward_to_half[1]:.2f}" if row.backward_to_half else "-"
     return (
