@@ -3,11 +3,11 @@
     python -m benchmarks.inference [--models "BERT 4x256"] [--rounds 12] [--json PATH]
     python -m benchmarks.inference --device cuda --dtype float16 --json PATH
 
-Models are in evaluation, called without labels, under ``torch.inference_mode``. Weight memory is that of parameters,
-buffers and working copies after a call. The sides take turns and each round begins with another; a side's ratio is its
-time to the other's in the same round: medians, with quartiles. On a CPU times are those of the one thread, so that
-other processes count less; on a GPU they are wall time, synchronised. ``pure half`` is ``model.half()``, or
-``model.bfloat16()``. Outputs stay as they are computed.
+Models are in evaluation, under ``torch.inference_mode``, and compute their loss as in a validation. Weight memory is
+that of parameters, buffers and working copies after a call. The sides take turns and each round begins with another; a
+side's ratio is its time to the other's in the same round: medians, with quartiles. On a CPU times are those of the one
+thread, so that other processes count less; on a GPU they are wall time, synchronised. ``pure half`` is
+``model.half()``, or ``model.bfloat16()``. Outputs stay as they are computed.
 
 With ``--json`` each model is written at once, and those of the same commit are not measured again.
 """
@@ -61,7 +61,7 @@ class Row:
 def side(name: str, full: FullModel, device: str, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
     """A call of the model, and the bytes of its weights."""
     model: Any = full.build().to(device).eval()
-    inputs = {key: tensor.to(device) for key, tensor in full.inputs().items() if key != "labels"}
+    inputs = {key: tensor.to(device) for key, tensor in full.inputs().items()}
     if name == HALF:
         model.to(dtype)
         inputs = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in inputs.items()}
