@@ -192,9 +192,9 @@ def targets(rows: Sequence[Row]) -> list[tuple[str, bool]]:
 
 
 _HEADER = (
-    f"{'':<35}|{'weight casts':>13}|{'gradient casts':>14}|{'other casts':>13}|{'':>7}|{'fwd + bwd':^34}|{'step':^20}\n"
+    f"{'':<35}|{'weight casts':>13}|{'gradient casts':>14}|{'other casts':>13}|{'':>7}|{'fwd + bwd':^35}|{'step':^22}\n"
     f"{'model':<13} {'side':<19} |{'':>4} {'MB':>8}|{'':>5} {'MB':>8}|{'':>4} {'MB':>8}|{'saved':>7}|"
-    f"{'ms':>7} {'to autocast':>14} {'to half':>7} {'ops':>4}|{'ms':>7} {'to autocast':>12}"
+    f"{'ms':>7} {'to autocast':>14} {'to half':>7} {'ops':>4}|{'ms':>7} {'to autocast':>14}"
 )
 
 
