@@ -30,8 +30,14 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
+    """Of the working tree; ``-dirty`` if anything has changed since, but for results that are being written."""
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":/!benchmarks/results")
+    commit = _git("describe", "--always", "--abbrev=10")
+    return commit + ("-dirty" if changed else "") if commit else "unknown"
+
+
+def _git(*arguments: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(("git", *arguments), capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return ""

@@ -14,7 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy, conversion, memory_per_parameter, optimizer_step, placement
+from benchmarks import (
+    accuracy,
+    conversion,
+    inference,
+    memory,
+    memory_per_parameter,
+    optimizer_step,
+    placement,
+    train_step,
+)
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = (DOCS / "benchmarks.md", DOCS / "placement.md")
@@ -28,6 +37,9 @@ TABLES: dict[str, Callable[[Any], str]] = {
     ),
     "conversion-cpu.json": lambda held: conversion.table([conversion.Row(**row) for row in held["rows"]]),
     "placement.json": lambda held: placement.table([placement.Row(**row) for row in held["rows"]]),
+    "memory.json": lambda held: memory.table([memory.Row(**row) for row in held["rows"]]),
+    "train-step-cpu.json": lambda held: train_step.table([train_step.Row(**row) for row in held["rows"]]),
+    "inference-cpu.json": lambda held: inference.table([inference.Row(**row) for row in held["rows"]]),
 }
 _TABLE = re.compile(r"(<!-- results: (\S+) -->\n).*?\n```text\n.*?```\n", re.DOTALL)
 

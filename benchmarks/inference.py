@@ -1,0 +1,162 @@
+"""What inference costs: the time of a call and the memory of the weights, beside float32 and torch.autocast.
+
+    python -m benchmarks.inference [--models "BERT 4x256"] [--rounds 12] [--json PATH]
+    python -m benchmarks.inference --device cuda --dtype float16 --json PATH
+
+Models are in evaluation, under ``torch.inference_mode``, and compute their loss as in a validation. Weight memory is
+that of parameters, buffers and working copies after a call. The sides take turns and each round begins with another; a
+side's ratio is its time to the other's in the same round: medians, with quartiles. On a CPU times are those of the one
+thread, so that other processes count less; on a GPU they are wall time, synchronised. ``pure half`` is
+``model.half()``, or ``model.bfloat16()``. Outputs stay as they are computed.
+
+With ``--json`` each model is written at once, and those of the same commit are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import torch
+
+import autocastfx
+from benchmarks.models import FullModel
+from benchmarks.small_models import SMALL
+from benchmarks.store import Store
+from benchmarks.timing import milliseconds, ratios, turns
+
+FLOAT32, AUTOCAST, HALF = "float32", "torch.autocast", "pure half"
+# By side: the weights argument of convert; None is by hand.
+SIDES: dict[str, str | None] = {
+    FLOAT32: None,
+    AUTOCAST: None,
+    "cast": "cast",
+    "cached": "cached",
+    "low": "low",
+    HALF: None,
+}
+ROUNDS = 12
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One side of one model: bytes of its weights, milliseconds of a call, quartiles of the ratios of each round."""
+
+    model: str
+    side: str
+    weights: int
+    ms: float
+    to_autocast: Sequence[float] = ()
+    to_half: Sequence[float] = ()
+
+
+def side(name: str, full: FullModel, device: str, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
+    """A call of the model, and the bytes of its weights."""
+    model: Any = full.build().to(device).eval()
+    inputs = {key: tensor.to(device) for key, tensor in full.inputs().items()}
+    if name == HALF:
+        model.to(dtype)
+        inputs = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in inputs.items()}
+    weights = SIDES[name]
+    if weights is not None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "float16 convolutions on a CPU")
+            model = autocastfx.convert(model, (), inputs, dtype=dtype, weights=weights, keep_output_dtype=False)
+            model.eval()
+
+    def call() -> object:
+        with torch.inference_mode(), torch.autocast(device, dtype) if name == AUTOCAST else contextlib.nullcontext():
+            return model(**inputs)
+
+    call()  # working copies are made in the first
+    return call, weight_bytes(model)
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the storages of parameters, buffers and working copies, each counted once."""
+    copies: Any = getattr(model, "_working_copies", None)
+    held = [*model.parameters(), *model.buffers(), *(copy.tensor for copy in getattr(copies, "_held", {}).values())]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in held}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def measure(name: str, device: str, dtype: torch.dtype, rounds: int) -> list[Row]:
+    """A row for each side."""
+    made = {which: side(which, SMALL[name], device, dtype) for which in SIDES}
+    found: dict[str, list[float]] = {which: [] for which in SIDES}
+    for is_counted, which in turns(list(SIDES), rounds):
+        taken = milliseconds(made[which][0], device)
+        if is_counted:
+            found[which].append(taken)
+    return [
+        Row(
+            name,
+            which,
+            weights,
+            round(median(found[which]), 2),
+            ratios(found[which], found[AUTOCAST]),
+            ratios(found[which], found[HALF]),
+        )
+        for which, (_, weights) in made.items()
+    ]
+
+
+_HEADER = f"{'model':<13} {'side':<15} {'weights MB':>10} {'ms':>8} {'to autocast':>22} {'to half':>22}"
+
+
+def _line(row: Row) -> str:
+    spreads = (f"{q[1]:.2f} ({q[0]:.2f} to {q[2]:.2f})" for q in (row.to_autocast, row.to_half))
+    return f"{row.model:<13} {row.side:<15} {row.weights / 1e6:>10.1f} {row.ms:>8.1f}" + "".join(
+        f" {spread:>22}" for spread in spreads
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """What is printed: the rows, and geometric means of the ratios over the models."""
+    lines = [_HEADER, *map(_line, rows), ""]
+    for which in dict.fromkeys(row.side for row in rows):
+        mine = [row for row in rows if row.side == which]
+        autocast, half = (geometric_mean(getattr(row, kind)[1] for row in mine) for kind in ("to_autocast", "to_half"))
+        lines.append(f"{which}: {autocast:.3f} of {AUTOCAST}'s time, {half:.3f} of {HALF}'s, geometric means")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the models asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.inference", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--models", default=",".join(SMALL), help="separated by commas")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="two or more; default: %(default)s")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
+    parser.add_argument("--json", type=Path, help="the store of rows")
+    options = parser.parse_args(arguments)
+    names = options.models.split(",")
+    if unknown := [name for name in names if name not in SMALL]:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(SMALL)}")
+    if options.rounds < 2:
+        parser.error("--rounds: quartiles need two or more")
+
+    torch.set_num_threads(1)
+    settings = {"rounds": options.rounds, "dtype": options.dtype}
+    if options.device == "cuda":
+        settings["device"] = torch.cuda.get_device_name()
+    store = Store(options.json, Row, settings)
+    held = {row.model for row in store.rows}
+    for name in names:
+        if name not in held:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            store.extend(measure(name, options.device, DTYPES[options.dtype], options.rounds))
+    print(table(store.rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

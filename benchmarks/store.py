@@ -1,0 +1,41 @@
+"""Rows of a benchmark in a JSON file, with where they were measured, written one by one so that it can be resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from benchmarks.machine import machine
+
+__all__ = ["Store"]
+
+R = TypeVar("R")
+
+
+class Store(Generic[R]):
+    """The rows measured so far, of the same machine, versions, commit and settings; in memory alone without a path.
+
+    Args:
+        path: of the file; what it holds from elsewhere is dropped when rows are added.
+        kind: the dataclass of a row.
+        settings: written beside the rows.
+    """
+
+    def __init__(self, path: Path | None, kind: Callable[..., R], settings: dict[str, Any]) -> None:
+        self.path, self.rows, self._where = path, list[R](), {**machine(), **settings}
+        held = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
+        if {key: held.get(key) for key in self._where} == json.loads(json.dumps(self._where)):
+            self.rows = [kind(**row) for row in held["rows"]]
+
+    def extend(self, rows: Iterable[R]) -> None:
+        """Keep ``rows``, and write all at once, so that an interruption loses none."""
+        self.rows += rows
+        if self.path is not None:
+            found: list[Any] = list(self.rows)
+            text = json.dumps({**self._where, "rows": [asdict(row) for row in found]}, indent=1)
+            part = self.path.with_name(self.path.name + ".part")
+            part.write_text(text + "\n", encoding="utf-8")
+            part.replace(self.path)

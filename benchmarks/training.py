@@ -1,0 +1,113 @@
+"""One training step of a model in each way that is compared: what ``benchmarks.train_step`` counts and times."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autocastfx
+from benchmarks.models import FullModel
+
+__all__ = ["SIDES", "Setting", "Training", "training"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A way to train: the arguments of ``convert`` if it has any, or by hand."""
+
+    convert: dict[str, str] | None = None
+    is_autocast: bool = False
+    is_half: bool = False
+
+
+FLOAT32, AUTOCAST, HALF = "float32", "torch.autocast", "pure half"
+DEFAULT, FASTEST = "cast, fold=exact", "cached, fold=kernel"
+SIDES: dict[str, Side] = {
+    FLOAT32: Side(),
+    AUTOCAST: Side(is_autocast=True),
+    **{
+        f"{weights}, fold={fold}": Side({"weights": weights, "fold": fold})
+        for weights in ("cast", "cached")
+        for fold in ("none", "exact", "kernel")
+    },
+    HALF: Side(is_half=True),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all sides have in common; ``dtype`` is the 16-bit one."""
+
+    device: str
+    dtype: torch.dtype
+    is_compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model in training, and the parts of its step.
+
+    Attributes:
+        model: the module whose parameters are trained.
+        inputs: keyword arguments of a call.
+        prepare: makes working copies anew, if there are any, so that they are no part of what comes next.
+        forward_and_backward: leaves gradients in the parameters.
+        step: the optimizer's part, which drops the gradients too.
+    """
+
+    model: nn.Module
+    inputs: dict[str, Tensor]
+    prepare: Callable[[], object]
+    forward_and_backward: Callable[[], object]
+    step: Callable[[], object]
+
+
+def training(name: str, full: FullModel, setting: Setting) -> Training:
+    """Build the side of that name, with AdamW; float16 losses are scaled.
+
+    Raises:
+        UnsupportedError: ``convert`` does not take the side's arguments.
+    """
+    side, dtype = SIDES[name], setting.dtype
+    model: Any = full.build().to(setting.device).train()
+    inputs = {key: tensor.to(setting.device) for key, tensor in full.inputs().items()}
+    if side.is_half:
+        model.to(dtype)
+        inputs = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in inputs.items()}
+    if side.convert is not None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "float16 convolutions on a CPU")
+            model = autocastfx.convert(model, (), inputs, dtype=dtype, keep_output_dtype=False, **side.convert)  # type: ignore[arg-type]
+    called = torch.compile(model) if setting.is_compiled else model
+
+    def loss() -> Tensor:
+        with torch.autocast(setting.device, dtype) if side.is_autocast else contextlib.nullcontext():
+            return called(**inputs)[0]
+
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    backward: Callable[[Tensor], object] = lambda found: found.backward()  # noqa: E731
+    update: Callable[[], object] = optimizer.step
+    if dtype == torch.float16 and side.is_autocast:
+        scaler = torch.amp.GradScaler(setting.device)
+        backward, update = lambda found: scaler.scale(found).backward(), lambda: _scaled(scaler, optimizer)
+    elif dtype == torch.float16 and name != FLOAT32:
+        optimizer = autocastfx.LossScalingOptimizer(optimizer)
+        backward, update = optimizer.backward, optimizer.step
+
+    def step() -> None:
+        update()
+        model.zero_grad()
+
+    prepare = model.refresh_weights if "cached" in name else lambda: None
+    return Training(model, inputs, prepare, lambda: backward(loss()), step)
+
+
+def _scaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    scaler.step(optimizer)
+    scaler.update()

@@ -1,0 +1,253 @@
+"""The benchmarks of memory, of a training step and of inference run, at tiny sizes, and say what is reached."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autocastfx
+from benchmarks import inference, memory, page, timing, train_step, training
+from benchmarks.memory import AUTOCAST, FLOAT32, HALF, KERNEL
+from benchmarks.models import TRAINED, FullModel
+from benchmarks.small_models import SMALL
+from benchmarks.store import Store
+
+BATCH = 3
+
+
+class Perceptron(nn.Module):
+    """Its loss: linear, relu, dropout, linear, mean of squares."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> tuple[Tensor]:
+        found = self.second(self.dropout(self.first(pixel_values).relu()))
+        return (found.float().square().mean(),)
+
+
+def _inputs() -> dict[str, Tensor]:
+    return {"pixel_values": torch.ones(BATCH, 4), "labels": torch.zeros(BATCH, dtype=torch.long)}
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    models = {"tiny": FullModel(Perceptron, _inputs)}
+    for module, name in ((memory, "TRAINED"), (train_step, "SMALL"), (inference, "SMALL")):
+        monkeypatch.setattr(module, name, models)
+    threads = torch.get_num_threads()
+    yield "tiny"
+    torch.set_num_threads(threads)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "activations"),
+    [
+        # what relu gives, and the loss's input; the 16-bit copy of the input where there is one
+        (FLOAT32, 4 * BATCH * 5 + 4 * BATCH * 2),
+        (AUTOCAST, 2 * BATCH * 4 + 2 * BATCH * 5 + 4 * BATCH * 2),
+        ("fold=exact", 2 * BATCH * 4 + 2 * BATCH * 5 + 4 * BATCH * 2),
+        (HALF, 2 * BATCH * 5 + 4 * BATCH * 2),
+    ],
+)
+def test_saved_bytes_of_a_perceptron(policy: str, activations: int) -> None:
+    row = memory.measure("tiny", FullModel(Perceptron, _inputs), policy)
+    assert (row.activations, row.weights) == (activations, (4 if policy == FLOAT32 else 2) * 5 * 2)
+
+
+@pytest.mark.parametrize("policy", [FLOAT32, "fold=exact", HALF])
+def test_dropout_saves_a_mask_of_booleans_as_on_a_gpu(policy: str) -> None:
+    def saved(dropout: float) -> int:
+        return memory.measure("tiny", FullModel(lambda: Perceptron(dropout), _inputs), policy).activations
+
+    assert saved(0.5) - saved(0.0) == BATCH * 5 * (1 + (4 if policy == FLOAT32 else 2)), "the mask and what it gives"
+
+
+def test_tied_weights_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = self.b = nn.Linear(4, 4, bias=False)
+
+        def forward(self, pixel_values: Tensor, labels: Tensor) -> tuple[Tensor]:
+            return (self.b(self.a(pixel_values).relu()).relu().sum(),)
+
+    assert memory.measure("tied", FullModel(Tied, _inputs), FLOAT32).weights == 4 * 16
+
+
+def test_memory_is_resumed_and_says_what_is_missing(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.json"
+    assert memory.main(["--policies", f"{FLOAT32};{HALF}", "--json", str(path)]) == 0
+    first = json.loads(path.read_text())["rows"]
+    assert [row["policy"] for row in first] == [FLOAT32, HALF]
+
+    def refuse(*_: object, **options: object) -> None:
+        raise autocastfx.UnsupportedError(f"fold={options['fold']!r} is not built.\nMore.")
+
+    monkeypatch.setattr(autocastfx, "convert", refuse)
+    capsys.readouterr()
+    assert memory.main(["--policies", f"{FLOAT32};{KERNEL}", "--json", str(path)]) == 0
+    told = capsys.readouterr()
+    assert FLOAT32 not in told.err, "that is held"
+    assert f"{KERNEL}: not there yet: fold='kernel' is not built." in told.out
+    held = json.loads(path.read_text())
+    assert held["rows"][:2] == first
+    assert len(held["rows"]) == 3
+    path.write_text(json.dumps({**held, "commit": "another"}))
+    assert Store(path, memory.Row, {"dtype": "float16", "placed for": "cuda"}).rows == []
+    with pytest.raises(SystemExit):
+        memory.main(["--models", "none"])
+
+
+def test_memory_fails_above_its_limits() -> None:
+    def rows(kernel: int, model: str = "m") -> list[memory.Row]:
+        sizes = {AUTOCAST: 1000, HALF: 800, KERNEL: kernel}
+        return [memory.Row(model, policy, size) for policy, size in sizes.items()]
+
+    assert memory.failures(rows(810)) == []
+    mean, single = memory.failures(rows(830))
+    assert mean.startswith("fold=kernel: 0.830 times torch_autocast_cuda in the geometric mean")
+    assert single == "fold=kernel: m: 1.038 times half, the limit is 1.02"
+    assert memory.failures(rows(750, "GPT-2 b8 s1024")) == [
+        "fold=kernel: GPT-2 b8 s1024: 0.938 times half, the limit is 0.92"
+    ]
+    assert "fold=kernel to half: 1.012 in the geometric mean (m 1.01)" in memory.table(rows(810))
+    assert memory.LIMITS.keys() < TRAINED.keys()
+
+
+# ---- a training step ------------------------------------------------------------------------------------------------
+
+
+def test_counts_and_times_of_a_training_step(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.json"
+    arguments = ["--rounds", "2", "--json", str(path)]
+    train_step.main(arguments)
+    rows = {row["side"]: train_step.Row(**row) for row in json.loads(path.read_text())["rows"]}
+    assert list(rows) == list(training.SIDES)
+    parameters = 4 * 5 + 5 + 5 * 2 + 2
+    for side in (training.AUTOCAST, training.DEFAULT, "cached, fold=exact"):
+        row = rows[side]
+        assert (row.weight_casts, row.weight_bytes) == (row.gradient_casts, row.gradient_bytes) == (4, 6 * parameters)
+        assert (row.activation_casts, row.activation_bytes) == (3, 6 * BATCH * (4 + 2 + 2))
+        assert row.saved == 2 * BATCH * 4 + 2 * BATCH * 5 + 4 * BATCH * 2
+    half, autocast = rows[training.HALF], rows[training.AUTOCAST]
+    assert half.weight_casts == half.gradient_casts == rows[training.FLOAT32].activation_casts == 0
+    assert rows[training.FLOAT32].ops < autocast.ops
+    assert rows["cached, fold=exact"].ops == rows[training.DEFAULT].ops - 4 + 1, "one foreach copy for four casts"
+    assert half.step_ops == autocast.step_ops > 0
+    assert autocast.backward_to_autocast == autocast.step_to_autocast == [1.0] * 3
+    assert half.backward_to_half == [1.0] * 3
+    assert half.backward_ms is not None
+    assert half.backward_ms > 0
+
+    shown = capsys.readouterr().out
+    assert all(side in shown for side in training.SIDES)
+    monkeypatch.setattr(train_step, "measure", lambda *_: pytest.fail("measured again"))
+    train_step.main(arguments)
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("side", [training.AUTOCAST, training.DEFAULT, "cached, fold=exact", training.HALF])
+def test_float16_losses_are_scaled_and_each_side_trains(side: str) -> None:
+    found = training.training(side, FullModel(Perceptron, _inputs), training.Setting("cpu", torch.float16))
+    before = [parameter.detach().clone() for parameter in found.model.parameters()]
+    found.forward_and_backward()
+    assert all(p.grad.abs().max() > 100 for p in found.model.parameters() if p.grad is not None)
+    assert any(p.grad is not None for p in found.model.parameters())
+    for _ in range(200):
+        found.step()
+        found.forward_and_backward()
+    assert not all(torch.equal(a, b) for a, b in zip(before, found.model.parameters(), strict=True))
+
+
+def test_what_is_missing_is_told(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise autocastfx.UnsupportedError("not built.")
+
+    monkeypatch.setattr(autocastfx, "convert", refuse)
+    rows = train_step.measure(tiny, training.Setting("cpu", torch.bfloat16), 0)
+    assert [row.side for row in rows if row.note] == [name for name, side in training.SIDES.items() if side.convert]
+    assert "not there yet: not built." in train_step.table(rows)
+    assert train_step.targets(rows) == []
+
+
+def test_targets_are_told_with_their_figures() -> None:
+    def row(side: str, **fields: Any) -> train_step.Row:
+        ratios = {"backward_to_autocast": [1.0, 1.0, 1.0], "backward_to_half": [1.1] * 3, "step_to_autocast": [1.0] * 3}
+        return train_step.Row("m", side, **{"parameters": 4, "ops": 100, "saved": 1000, **ratios, **fields})
+
+    half = row(training.HALF, ops=90, activation_casts=2)
+    autocast = row(training.AUTOCAST, activation_bytes=100)
+    good = {"gradient_casts": 4, "ops": 95, "activation_casts": 8}
+    fast = {"backward_to_autocast": [0.9] * 3, "backward_to_half": [1.04] * 3, "step_to_autocast": [0.97] * 3}
+    default = row(training.DEFAULT, activation_bytes=70, weight_bytes=10)
+    rows = [half, autocast, default, row(training.FASTEST, **good, **fast)]
+    assert [told for told, reached in train_step.targets(rows) if not reached] == []
+    worse = row(training.FASTEST, gradient_casts=5, ops=110, activation_casts=9, saved=1100)
+    slow = row(training.DEFAULT, activation_bytes=81, backward_to_autocast=[1.0, 1.03, 1.1])
+    told = train_step.targets([half, autocast, slow, worse])
+    assert len(told) == 9
+    assert not any(reached for _, reached in told)
+    assert "activation casts beyond pure half's: 7 (m), at most 6" in told[0][0]
+    assert "MISSED   cast, fold=exact: cast bytes" in train_step.table([half, autocast, slow, worse])
+
+
+def test_each_side_is_first_as_often() -> None:
+    taken = list(timing.turns("abc", 3))
+    assert [name for _, name in taken[::3]] == ["a", "b", "c", "a"]
+    assert [is_counted for is_counted, _ in taken] == [False] * 3 + [True] * 9
+    assert timing.ratios([1.0, 4.0], [1.0, 2.0])[1] == 1.5
+    assert timing.ratios([1.0], None) == []
+
+
+# ---- inference ------------------------------------------------------------------------------------------------------
+
+
+def test_weight_memory_of_inference(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.json"
+    assert inference.main(["--rounds", "2", "--json", str(path)]) == 0
+    rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]}
+    parameters = 4 * 5 + 5 + 5 * 2 + 2
+    known = {"float32": 4, "torch.autocast": 4, "cast": 4, "cached": 6, "low": 2, "pure half": 2}
+    assert {side: row["weights"] for side, row in rows.items()} == {s: n * parameters for s, n in known.items()}
+    assert "low: " in capsys.readouterr().out
+    assert inference.main(["--rounds", "2", "--json", str(path)]) == 0
+    assert {row["side"]: row for row in json.loads(path.read_text())["rows"]} == rows
+    with pytest.raises(SystemExit):
+        inference.main(["--rounds", "1"])
+
+
+# ---- models and results ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["U-Net 64", "T5 2+2x256"])
+def test_a_small_model_gives_its_loss_first_and_is_the_same_each_time(name: str) -> None:
+    model, inputs = SMALL[name].build().eval(), SMALL[name].inputs()
+    with torch.no_grad():
+        losses = [built(**inputs)[0] for built in (model, SMALL[name].build().eval())]
+    assert losses[0].ndim == 0
+    assert losses[0] == losses[1]
+
+
+def test_the_results_that_are_kept_are_whole() -> None:
+    held = json.loads((page.RESULTS / "memory.json").read_text())["rows"]
+    assert {(row["model"], row["policy"]) for row in held} == {(m, p) for m in TRAINED for p in memory.POLICIES}
+    held = json.loads((page.RESULTS / "train-step-cpu.json").read_text())["rows"]
+    assert {(row["model"], row["side"]) for row in held} == {(m, s) for m in SMALL for s in training.SIDES}
+    held = json.loads((page.RESULTS / "inference-cpu.json").read_text())["rows"]
+    assert {(row["model"], row["side"]) for row in held} == {(m, s) for m in SMALL for s in inference.SIDES}
