@@ -37,11 +37,13 @@ def test_json_reads_back_equal_and_any_reader_takes_it(found: Comparison) -> Non
     assert data["variant"] == {
         "mode": "eval",
         "call": "args=(float32[2d], float32[2d])",
+        "sizes": found.variant.sizes,
         "low": "float16",
         "device": "cpu",
         "op_list": found.variant.op_list,
     }
     assert found.variant.op_list.endswith("mine")
+    assert " > 0" in found.variant.sizes
     assert set(data) == {"format", "nodes", "skipped", "whole", "parameters", "scale", "variant"}
     numbers = {"dtype", "error", "overflow", "underflow", "zeros", "nan"}
     assert set(data["nodes"][0]) == {"name", "op", "module", "precision", "inherited", "gradient", *numbers}
@@ -54,7 +56,7 @@ def test_json_reads_back_equal_and_any_reader_takes_it(found: Comparison) -> Non
 def test_infinite_errors_are_texts_in_json() -> None:
     infinite = ComparedNode("float16", math.inf, 0.0, 0.0, 0.0, 0.0, "a", "add", "", "low")
     comparison = Comparison(
-        (infinite,), 0, (), (), None, ComparedVariant("eval", "x=float32[1d]", "float16", "cpu", "x")
+        (infinite,), 0, (), (), None, ComparedVariant("eval", "x=float32[1d]", "", "float16", "cpu", "x")
     )
     assert '"error": "inf"' in comparison.to_json()
     assert Comparison.from_json(comparison.to_json()) == comparison
