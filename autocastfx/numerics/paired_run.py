@@ -16,12 +16,13 @@ from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.cross_entropy import PART
 from autocastfx.errors import NodeError
-from autocastfx.graph import attribute, module_path, origin
+from autocastfx.graph import attribute, module_path, origin, stack_trace
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
-from autocastfx.numerics.remedy import because_of, op_list_for, source_line
+from autocastfx.numerics.remedy import because_of, op_list_for
 from autocastfx.numerics.side import Side, random_state, set_random_state
 from autocastfx.numerics.tape import Tape
 from autocastfx.op_name import op_name
+from autocastfx.report.source_line import source_line
 
 __all__ = ["PairedRun", "Step", "floating", "is_cast", "run_side_by_side"]
 
@@ -114,7 +115,7 @@ class PairedRun:
             raise NodeError(self._raised(node, error)) from error
 
     def _raised(self, node: fx.Node, error: Exception) -> str:
-        name, line = self.names[node], source_line(node)
+        name, line = self.names[node], source_line(stack_trace(node))
         entry = next((entry for entry in self.variant.plan.nodes if entry.name == name), None)
         where = f"in module {module_path(node) or '(root)'}"
         runs = f"It runs {entry.placement.run}: {because_of(entry)}. " if entry is not None else ""
