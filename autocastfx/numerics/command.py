@@ -72,6 +72,10 @@ def _compare(options: argparse.Namespace) -> int:
     """1 if a value or gradient is Inf or NaN where that of float32 is finite."""
     if not options.gradients and (options.loss is not None or options.scale != 1.0):
         raise ModelSpecError("--loss and --scale are those of gradients: give --gradients.")
+    if options.most < 0:
+        raise ModelSpecError(f"--most is a number from 0 on, not {options.most}.")
+    if not 0 < options.scale < math.inf:
+        raise ModelSpecError(f"--scale is a finite number above 0, not {options.scale}.")
     _check(options, "compare runs the model")
     how: dict[str, Any] = {"gradients": True} if options.gradients else {}
     if options.scale != 1.0:
@@ -100,8 +104,10 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _bisect(options: argparse.Namespace) -> int:
     """1 if the metric does not hold even in float32."""
-    if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
-        raise ModelSpecError(f"--tolerance is a finite number from 0 on, not {options.tolerance}.")
+    if not math.isfinite(options.tolerance):
+        raise ModelSpecError(f"--tolerance is a finite number, not {options.tolerance}.")
+    if options.tolerance < 0 and options.metric in METRICS:
+        raise ModelSpecError(f"--tolerance of the metric {options.metric} is from 0 on, not {options.tolerance}.")
     _check(options, "bisect runs the model")
     own = load_function(options.metric, "a metric") if options.metric not in METRICS else None
     lists = load_op_list(options.op_list or "default", default=options.dtype)

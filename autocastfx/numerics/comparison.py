@@ -163,8 +163,12 @@ class Comparison:
     def _begins(self, *, gradients: bool) -> Iterator[str]:
         first, source = self.first_non_finite_gradient, self.source
         if gradients:
+            lost = [parameter.name for parameter in self.parameters if parameter.overflow]
             if first is not None:
                 yield f"on the way back, Inf and NaN begin with the gradient of {_place(first)}"
+            elif lost:
+                more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+                yield f"Inf and NaN are in gradients of parameters alone: {lost[0]}{more}; a smaller scale avoids them"
         elif source is not None and source.overflow:
             yield f"Inf and NaN begin at {_place(source)}"
         elif source is not None and source.added:

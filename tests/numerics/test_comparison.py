@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autocastfx import ComparedNode, ComparedVariant, Comparison, OpList, compare, convert
+from autocastfx import ComparedNode, ComparedParameter, ComparedVariant, Comparison, OpList, compare, convert
 from tests.helpers import Function
 
 
@@ -51,6 +51,17 @@ def test_json_reads_back_equal_and_any_reader_takes_it(found: Comparison) -> Non
     assert set(data["parameters"][0]) == {"name", *numbers}
     assert [node["name"] for node in data["nodes"]] == ["matmul", "exp", "mul"]
     assert data["nodes"][2]["nan"] == 1.0
+
+
+def test_overflow_in_parameters_gradients_alone_is_said() -> None:
+    lost, good = (ComparedParameter("float32", 0.0, share, 0.0, 0.0, 0.0, f"{share}") for share in (0.5, 0.0))
+    variant = ComparedVariant("eval", "x=float32[1d]", "", "float16", "cpu", "x")
+    one = Comparison((), 0, (), (good, lost), 1.0, variant)
+    assert not one.is_finite
+    said = "Inf and NaN are in gradients of parameters alone: 0.5{}; a smaller scale avoids them"
+    assert said.format("") in one.table(gradients=True)
+    assert said.format(" and 1 more") in Comparison((), 0, (), (lost, good, lost), 1.0, variant).table(gradients=True)
+    assert "smaller scale" not in Comparison((), 0, (), (good,), 1.0, variant).table(gradients=True)
 
 
 def test_infinite_errors_are_texts_in_json() -> None:
