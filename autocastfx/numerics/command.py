@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autocastfx.dump import dump
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError
 from autocastfx.model_options import converted, device_of, given_model
 from autocastfx.model_spec import load_function, load_inputs
@@ -46,6 +47,7 @@ def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argpar
     parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="a loss scale, for gradients; 1")
     parser.add_argument("--most", type=int, default=20, metavar="N", help="show as many; 20")
     parser.add_argument("--in-order", action="store_true", help="show the first ones, not the worst")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="also write the page of dump, with these numbers")
     parser.set_defaults(run=_compare)
 
     parser = add(
@@ -91,6 +93,8 @@ def _compare(options: argparse.Namespace) -> int:
         torch.manual_seed(options.seed)  # of which neither of these two takes any
         found = compare(None, amp_model, *args, **how, **kwargs)
         overflow = None if options.json or found.first_non_finite is None else find_overflow(amp_model, *args, **kwargs)
+    if options.page is not None:
+        dump(amp_model, options.page, "html", comparison=found)
     if options.json:
         print(found.to_json())
         return int(not found.is_finite)
@@ -153,7 +157,7 @@ def _check(options: argparse.Namespace, why: str) -> None:
     """Before work that may take minutes."""
     if not options.inputs:
         raise ModelSpecError(f"{why}: give --inputs.")
-    for path in (getattr(options, "output", None), getattr(options, "resume", None)):
+    for path in (getattr(options, name, None) for name in ("output", "resume", "page")):
         if path is not None and path.is_dir():
             raise IsADirectoryError(f"cannot write {path}: it is a folder; name a file in it")
         if path is not None and not path.parent.is_dir():

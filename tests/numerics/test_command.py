@@ -165,6 +165,14 @@ def test_compare_of_a_fault_ends_with_1_and_says_where(capsys: pytest.CaptureFix
     assert gradients.endswith('  - {path: "2", category: float32, ops: [exp]}\n')
 
 
+def test_compare_writes_a_page_with_its_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "compared.html"
+    given = ("compare", "numerics_models:model", *FAULTY, "--mode", "eval", "--page", str(page))
+    assert run(capsys, *given)[0] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["compared.html"]
+    assert page.read_text().count('"numerics":{') == 7
+
+
 def test_compare_as_json_with_a_loss_and_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--json", "--gradients", "--loss", "numerics_models:square", "--scale", "1024", "--seed")
     found: list[autocastfx.Comparison] = []
@@ -269,6 +277,11 @@ BAD = {
     "no metric": ([*_BISECT, "1", "--metric", "eror"], 2, "cannot read 'eror': a metric is package.module:factory."),
     "a metric that fails": ([*_BISECT, "1", "--metric", "numerics_models:fails"], 3, "ValueError: no data here"),
     "another file": ([*_BISECT, "1", "--resume", "other.json"], 2, "other.json holds no evaluations of a search"),
+    "no folder for a page": (
+        ["compare", "numerics_models:model", *INPUTS, "--page", "no/x.html"],
+        2,
+        "the folder no does not exist",
+    ),
     "no such folder": ([*_BISECT, "1", "--resume", "no/x.json"], 2, "the folder no does not exist"),
     "a folder": (["bisect", "numerics_models:model", *INPUTS, "--tolerance", "1", "-o", "."], 2, "it is a folder"),
     "no numbers": (
