@@ -14,6 +14,7 @@ from autocastfx.report.html import render_html
 from autocastfx.report.python import render_python
 from autocastfx.report.text import render_text
 from autocastfx.report.view import View, view
+from autocastfx.whole_file import check_writable, write_whole
 
 __all__ = ["FORMATS", "dump", "view_of"]
 
@@ -64,6 +65,7 @@ def dump(
         TypeError: ``amp_model`` is no converted model, or ``comparison`` no comparison.
         VariantError: nothing is captured yet.
         FileNotFoundError: the folder of ``path`` does not exist.
+        IsADirectoryError: ``path`` is a folder.
         OSError: ``path`` cannot be written.
     """
     if format not in FORMATS:
@@ -82,7 +84,8 @@ def dump(
     else:
         text = _OF_ONE_VARIANT[format](view_of(amp_model))
     if path is not None:
-        _write(Path(path), text)
+        check_writable(Path(path))
+        write_whole(Path(path), text)
     return text
 
 
@@ -103,14 +106,3 @@ def _view(amp_model: AmpModule, number: int) -> View:
     mode = "mixed modes" if variant.mode == "mixed" else f"{variant.mode} mode"
     what = "draft " if variant.plan.unverified else ""
     return view(amp_model, variant, f"{what}{number + 1} of {len(variants)}, {mode}, called with {variant.structure}")
-
-
-def _write(path: Path, text: str) -> None:
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8", newline="\n")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -18,11 +17,12 @@ from autocastfx.dump import dump
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError
 from autocastfx.model_options import converted, device_of, given_model
 from autocastfx.model_spec import load_function, load_inputs
-from autocastfx.numerics.bisect import Bisection, bisect
+from autocastfx.numerics.bisect import bisect
 from autocastfx.numerics.compare import compare
 from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.output_error import METRICS, OutputError
 from autocastfx.op_list import load_op_list
+from autocastfx.whole_file import check_writable
 
 __all__ = ["add_to"]
 
@@ -141,7 +141,7 @@ def _bisect(options: argparse.Namespace) -> int:
     except BisectError as error:
         print(f"autocastfx: error: {error}", file=sys.stderr)
         return 1
-    _write(found, options.output)
+    found.op_list.save(options.output)
     if options.json:
         places = [vars(place) for place in found.places]
         numbers = {name: getattr(found, name) for name in ("metric", "low", "float32", "evaluations")}
@@ -158,10 +158,8 @@ def _check(options: argparse.Namespace, why: str) -> None:
     if not options.inputs:
         raise ModelSpecError(f"{why}: give --inputs.")
     for path in (getattr(options, name, None) for name in ("output", "resume", "page")):
-        if path is not None and path.is_dir():
-            raise IsADirectoryError(f"cannot write {path}: it is a folder; name a file in it")
-        if path is not None and not path.parent.is_dir():
-            raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
+        if path is not None:
+            check_writable(path)
 
 
 @contextmanager
@@ -180,12 +178,3 @@ def _shown() -> Generator[Callable[[int, int], None]]:
     finally:
         if shown:
             print(file=sys.stderr)
-
-
-def _write(found: Bisection, path: Path) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        found.op_list.save(unfinished)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
