@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autocastfx import commands
 from autocastfx.dump import FORMATS
-from autocastfx.errors import AutocastFXError, EvaluationsError, ModelSpecError, OpListError, PlanError
+from autocastfx.errors import AutocastFXError, EvaluationsError, ModelSpecError, NodeError, OpListError, PlanError
 from autocastfx.hardware import command as lint_command
 from autocastfx.numerics import command as numerics_command
 
@@ -83,6 +83,8 @@ def _code(error: Exception) -> int:
 def _brief(error: Exception) -> str:
     """The first lines of what an error says; of one that was not raised on purpose its kind, too."""
     expected = isinstance(error, (AutocastFXError, OSError))
+    if isinstance(error, NodeError):
+        return str(error)  # the lines after the first are a list, to be copied
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = "\n".join(lines[:_MOST_LINES]) if expected else f"{type(error).__name__}: {' '.join(lines[:1])}"
     return f"{said} (--traceback shows more)" if len(lines) > _MOST_LINES or not expected else said

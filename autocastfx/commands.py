@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -25,6 +24,7 @@ from autocastfx.plan import Plan
 from autocastfx.plan_diff import PlanDiff
 from autocastfx.plan_diff import diff as diff_plans
 from autocastfx.selection import select
+from autocastfx.whole_file import check_writable, replacing
 
 __all__ = [
     "check_list",
@@ -42,7 +42,8 @@ __all__ = [
 
 def dump(options: Namespace) -> int:
     """``dump MODEL``: in one of its formats, to standard output or a file."""
-    _check_output(options.output)
+    if options.output is not None:
+        check_writable(options.output)
     text = dump_model(converted(options, options.op_list or "default"), options.output, options.format)
     if options.output is None:
         sys.stdout.write(text)
@@ -85,14 +86,10 @@ def convert_model(options: Namespace) -> int:
     """``convert MODEL --inputs … -o FILE``."""
     if not options.inputs:
         raise ModelSpecError("convert saves captured graphs: give --inputs.")
-    _check_output(options.output)
+    check_writable(options.output)
     amp_model = converted(options, options.op_list or "default")
-    unfinished = options.output.with_name(f".{options.output.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(options.output) as unfinished:
         torch.save(amp_model, unfinished)
-        unfinished.replace(options.output)
-    finally:
-        unfinished.unlink(missing_ok=True)
     print(f"{options.output}: read it with torch.load(..., weights_only=False), which runs what a file says: trust it.")
     return 0
 
@@ -153,16 +150,6 @@ def diff_lists(options: Namespace) -> int:
     else:
         print("\n".join(map(str, changes)) or "both say the same")
     return int(bool(changes))
-
-
-def _check_output(path: Path | None) -> None:
-    """Before work that may take minutes."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise IsADirectoryError(f"cannot write {path}: it is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
 
 
 def _read_plan(path: Path) -> Plan:

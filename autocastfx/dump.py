@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autocastfx.amp_module import AmpModule
+from autocastfx.report.compared import Compared
 from autocastfx.report.dot import render_dot
 from autocastfx.report.graphml import render_graphml
 from autocastfx.report.html import render_html
-from autocastfx.report.page_data import Compared
 from autocastfx.report.python import render_python
 from autocastfx.report.text import render_text
 from autocastfx.report.view import View, view
+from autocastfx.whole_file import check_writable, write_whole
 
 __all__ = ["FORMATS", "dump", "view_of"]
 
@@ -42,8 +43,8 @@ def dump(
     """What was decided for a converted model: every node, its precision and why, and every cast.
 
     Shows the variant that ``amp_model.graph`` and ``amp_model.plan`` show: the first that was captured for the model's
-    present mode; ``"html"`` shows that one first, and the others on demand. Sizes and values are not shown, and the
-    text is the same on every machine.
+    present mode; ``"html"`` shows that one first, or the one that ``comparison`` is of, and the others on demand.
+    Sizes and values are not shown, and the text is the same on every machine.
 
     Args:
         amp_model: what :func:`convert` returned, or such a model unpickled.
@@ -52,17 +53,19 @@ def dump(
             for Graphviz; ``"graphml"``, for graph tools; ``"python"``, the generated code with dtypes and precision
             as comments; or ``"html"``, a page for a browser, which needs no other file and no network: the graph by
             module, to open, search and read.
-        comparison: what :func:`compare` returned for ``amp_model`` in its present mode; the page shows its numbers.
+        comparison: what :func:`compare` returned for ``amp_model``; the page shows its numbers, with those of gradients
+            if it has any, in the variant that was compared.
 
     Returns:
         The text, which ends with a newline.
 
     Raises:
         ValueError: the format is unknown; or it is not ``"html"`` and there is a ``comparison``; or that is of another
-            model.
-        TypeError: ``amp_model`` is no converted model.
+            model, or of a variant that this one has not.
+        TypeError: ``amp_model`` is no converted model, or ``comparison`` no comparison.
         VariantError: nothing is captured yet.
         FileNotFoundError: the folder of ``path`` does not exist.
+        IsADirectoryError: ``path`` is a folder.
         OSError: ``path`` cannot be written.
     """
     if format not in FORMATS:
@@ -71,6 +74,8 @@ def dump(
         raise TypeError(
             f"dump shows what convert() returned, not a {type(amp_model).__name__}: convert the model first"
         )
+    if comparison is not None and not isinstance(comparison, Compared):
+        raise TypeError(f"comparison= takes what compare() returned, not a {type(comparison).__name__}")
     if comparison is not None and format != "html":
         raise ValueError(f"comparison= goes into format='html', not {format!r}: leave it away, or print it by itself")
     if format == "html":
@@ -79,7 +84,8 @@ def dump(
     else:
         text = _OF_ONE_VARIANT[format](view_of(amp_model))
     if path is not None:
-        _write(Path(path), text)
+        check_writable(Path(path))
+        write_whole(Path(path), text)
     return text
 
 
@@ -97,19 +103,6 @@ def _shown(amp_model: AmpModule) -> int:
 def _view(amp_model: AmpModule, number: int) -> View:
     variants = amp_model.shown
     variant = variants[number]
-    mode = "train mode" if all(variant.modes) else "mixed modes" if any(variant.modes) else "eval mode"
-    inputs = [leaf[1] for leaf in variant.structure.leaves if leaf[0] == "tensor"]
+    mode = "mixed modes" if variant.mode == "mixed" else f"{variant.mode} mode"
     what = "draft " if variant.plan.unverified else ""
-    words = f"{what}{number + 1} of {len(variants)}, {mode}, called with {variant.structure}"
-    return view(amp_model, variant.graph, variant.code, variant.plan, inputs, words)
-
-
-def _write(path: Path, text: str) -> None:
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8", newline="\n")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    return view(amp_model, variant, f"{what}{number + 1} of {len(variants)}, {mode}, called with {variant.structure}")

@@ -25,13 +25,15 @@ def explain(amp_model: AmpModule, what: str) -> str:
 
     Raises:
         KeyError: nothing in the plan is called so; with the nearest name.
-        TypeError: ``amp_model`` is no converted model.
+        TypeError: ``amp_model`` is no converted model, or ``what`` no text.
         VariantError: nothing is captured yet.
     """
     if not isinstance(amp_model, AmpModule):
         raise TypeError(
             f"explain speaks of what convert() returned, not a {type(amp_model).__name__}: convert the model first"
         )
+    if not isinstance(what, str):
+        raise TypeError(f"what is to be explained is named by a text, such as 'softmax', not {what!r}")
     shown = view_of(amp_model)
     reasons = Reasons(shown.rows)
     found = select(shown.plan, what)

@@ -17,6 +17,7 @@ from autocastfx.errors import OpListError
 from autocastfx.list_text import Change
 from autocastfx.op_name import base_name
 from autocastfx.rule import ANY_REDUCTION, Category, Condition, DepthLimit, ModuleRule, Rule
+from autocastfx.whole_file import write_whole
 from autocastfx.yaml_tree import Tree, nearest, parse_file
 
 __all__ = ["Category", "Change", "DepthLimit", "ModuleRule", "OpList", "Rule", "load_op_list", "preset_path", "presets"]
@@ -149,7 +150,7 @@ class OpList:
         Raises:
             OSError: the file cannot be written.
         """
-        Path(path).write_text(list_text.text(self), encoding="utf-8")
+        write_whole(Path(path), list_text.text(self))
 
     def lenient(self) -> OpList:
         """This list without a ban of unlisted ops: a draft holds ops that a graph with known sizes does not."""

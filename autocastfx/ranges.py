@@ -18,6 +18,7 @@ from torch import fx
 from autocastfx.errors import CalibrationError, Source
 from autocastfx.graph import module_path
 from autocastfx.op_name import op_name
+from autocastfx.whole_file import write_whole
 
 __all__ = ["Key", "Range", "Ranges", "key_of", "mode_of"]
 
@@ -119,7 +120,7 @@ class Ranges:
         Raises:
             OSError: it cannot be written.
         """
-        Path(path).write_text(self.to_json(), encoding="utf-8", newline="\n")
+        write_whole(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Ranges:

@@ -91,6 +91,11 @@ class Variant(nn.Module):
             else:
                 setattr(self, name, held)
 
+    @property
+    def mode(self) -> str:
+        """``"train"`` or ``"eval"``; ``"mixed"`` where some modules are in one mode and some in the other."""
+        return "train" if all(self.modes) else "mixed" if any(self.modes) else "eval"
+
     def mount(self, prefix: str) -> None:
         """Read constants and sub-graphs from ``prefix``, the path of this variant in its owner, and compile."""
         paths = {(f"{self.prefix}.{name}" if self.prefix else target): name for target, name in self._held.items()}

@@ -123,3 +123,8 @@ def test_every_node_of_real_models_has_a_reason_whose_rule_is_where_it_says(name
             cause = node.placement.because.removeprefix("after ")
             assert cause in known or "it computes the next contents of" in own
             assert "reached directly" in own or "reached through" in own or cause not in known
+
+
+def test_what_is_no_text_is_refused() -> None:
+    with pytest.raises(TypeError, match="is named by a text, such as 'softmax', not 3"):
+        autocastfx.explain(autocastfx.convert(nn.ReLU(), torch.ones(2)), 3)  # pyright: ignore[reportArgumentType]

@@ -51,6 +51,9 @@ class ShapeGuard:
                 return f"{condition} with {', '.join(read)}"
         return None
 
+    def __str__(self) -> str:
+        return " and ".join(self.conditions)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (ShapeGuard, (self.symbols, self.conditions))
 

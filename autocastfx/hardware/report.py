@@ -18,7 +18,7 @@ _MOST_SIZES = 20
 _UNITS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 _UNSEEN = (
     "not counted: starting kernels, caches, fusing by a compiler, how near a kernel comes to peak, TF32, FLOP outside "
-    "of products; of cond, scan and loops each graph counts once"
+    "of products; of cond, scan and loops each graph counts once, and a size that depends on data as 1"
 )
 
 
@@ -112,7 +112,9 @@ class Lint:
         yield from self._times()
 
     def _sizes(self) -> Iterator[str]:
-        if not self.odd_sizes:
+        if not any(op.flops and self.low in op.reads for op in self.ops):
+            yield f"sizes: no product is known to run in {self.low}"
+        elif not self.odd_sizes:
             yield f"sizes: all products in {self.low} have multiples of 8"
         else:
             yield f"sizes of products in {self.low} that are no multiple of 8, those of weights first:"
@@ -142,9 +144,10 @@ class Lint:
         faster = self.before.in_products / self.after.in_products if self.after.in_products else 1.0
         share = self.before.share
         yield f"speed-up: {self.speedup:.2f}; of the products alone: {faster:.2f}"
+        most = f"{self.limit:.2f} however fast they became" if math.isfinite(self.limit) else "without limit beyond"
         yield (
             f"Amdahl's law, 1 / (1 - share + share / speed-up of the products): {limit(share, faster):.2f} if only the "
-            f"products were faster, and {self.limit:.2f} however fast they became"
+            f"products were faster, and {most}"
         )
         yield ""
         tensor, float32 = (self.gpu.balance(tensor_cores=cores) for cores in (True, False))

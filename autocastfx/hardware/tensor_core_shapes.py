@@ -12,7 +12,7 @@ from torch import fx
 
 from autocastfx.graph import argument, tensors
 from autocastfx.hardware.walk import Located
-from autocastfx.hardware.work import example
+from autocastfx.hardware.work import depends_on_data, example
 from autocastfx.op_name import op_name
 
 __all__ = ["TILE", "Size", "sizes_of"]
@@ -59,18 +59,23 @@ class Size:
 
 
 def sizes_of(located: Located) -> tuple[Size, ...]:
-    """The sizes of a captured node that tensor cores tile; none of an op that is no matrix product, nor of a vector."""
-    op = op_name(located.node)
+    """The sizes of a captured node that tensor cores tile; none of an op that is no matrix product, nor of a vector.
+
+    A size that depends on data is left out.
+    """
+    return tuple(size for size in _sizes(located, op_name(located.node)) if size is not None)
+
+
+def _sizes(located: Located, op: str) -> Iterator[Size | None]:
     if op in _MATRICES:
-        return tuple(_of_product(located, *_MATRICES[op]))
-    if op in (*_CONVOLUTIONS, *_TRANSPOSED):
-        return tuple(_of_convolution(located, op))
-    if op == "scaled_dot_product_attention":
-        return tuple(_of_attention(located))
-    return ()
+        yield from _of_product(located, *_MATRICES[op])
+    elif op in (*_CONVOLUTIONS, *_TRANSPOSED):
+        yield from _of_convolution(located, op)
+    elif op == "scaled_dot_product_attention":
+        yield from _of_attention(located)
 
 
-def _of_product(located: Located, left_name: str, right_name: str, transposed: bool) -> Iterator[Size]:
+def _of_product(located: Located, left_name: str, right_name: str, transposed: bool) -> Iterator[Size | None]:
     left, right = (_tensor(located.node, name) for name in (left_name, right_name))
     if left is None or right is None or left.dim() < 2 or right.dim() < 2:
         return
@@ -84,7 +89,7 @@ def _of_product(located: Located, left_name: str, right_name: str, transposed: b
         yield _size(located, "K", right_name, [inner])
 
 
-def _of_convolution(located: Located, op: str) -> Iterator[Size]:
+def _of_convolution(located: Located, op: str) -> Iterator[Size | None]:
     weight = _tensor(located.node, "weight")
     if weight is None:
         return
@@ -96,7 +101,7 @@ def _of_convolution(located: Located, op: str) -> Iterator[Size]:
     yield _size(located, "channels out", "weight", [outside])
 
 
-def _of_attention(located: Located) -> Iterator[Size]:
+def _of_attention(located: Located) -> Iterator[Size | None]:
     query, value = (_tensor(located.node, name) for name in ("query", "value"))
     if query is None or value is None:
         return
@@ -105,7 +110,9 @@ def _of_attention(located: Located) -> Iterator[Size]:
         yield _size(located, "head", "value", [value.shape[-1]])
 
 
-def _size(located: Located, name: str, source: str, factors: Sequence[Any]) -> Size:
+def _size(located: Located, name: str, source: str, factors: Sequence[Any]) -> Size | None:
+    if any(map(depends_on_data, factors)):
+        return None
     from_inputs = any(isinstance(factor, torch.SymInt) and factor.node.maybe_as_int() is None for factor in factors)
     operand = "input" if from_inputs else _weight(located, source) or "activation"
     return Size(name, operand, math.prod(map(example, factors)))

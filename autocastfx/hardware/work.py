@@ -18,7 +18,7 @@ from autocastfx.graph import dtypes, is_member, tensors, uses, value
 from autocastfx.op_name import op_name
 from autocastfx.traffic import moves
 
-__all__ = ["Work", "example", "work_of"]
+__all__ = ["Work", "depends_on_data", "example", "work_of"]
 
 _LOW = {"float16", "bfloat16"}
 _GATHERS = ("embedding", "gather", "index", "index_select", "take", "take_along_dim")  # they read what they give
@@ -31,7 +31,7 @@ class Work:
     Attributes:
         flops: multiplications and additions of its matrix products and convolutions; 0 for all other ops, which the
             bytes bound. None where torch has no formula because the op is no ATen op, or cannot run on abstract values.
-        bytes: its inputs read once, and its outputs written; 0 of a view.
+        bytes: its inputs read once, and its outputs written; 0 of a view, and of what gives no tensor.
         reads: names of the dtypes that it reads, each once; of what it gives, if it reads nothing.
     """
 
@@ -55,10 +55,10 @@ def work_of(node: fx.Node) -> Work:
 
 
 def _moves(node: fx.Node) -> bool:
-    """Whether elements are read and written. What may be a view counts as one, unless it is a cast."""
-    return not is_member(node) and (
-        moves(node) or any(set(dtypes(node)) != set(dtypes(read)) for read in aliased(node))
-    )
+    """Whether elements are read and written: not for a size, nor by what may be a view, unless it is a cast."""
+    if is_member(node) or not tensors(node):
+        return False
+    return moves(node) or any(set(dtypes(node)) != set(dtypes(read)) for read in aliased(node))
 
 
 def example(number: Any) -> Any:
@@ -68,6 +68,11 @@ def example(number: Any) -> Any:
     if isinstance(number, (torch.SymFloat, torch.SymBool)):
         return number.node.hint
     return number
+
+
+def depends_on_data(number: Any) -> bool:
+    """Whether a size is known only once the graph runs."""
+    return isinstance(number, torch.SymInt) and number.node.hint is None
 
 
 def _bytes(node: fx.Node, read: list[torch.Tensor]) -> int:

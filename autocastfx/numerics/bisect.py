@@ -104,10 +104,16 @@ def bisect(
         options: further arguments of ``convert``.
 
     Raises:
+        TypeError: ``metric`` cannot be called, or ``tolerance`` is no number.
+        ValueError: ``tolerance`` is not finite.
         BisectError: the metric does not hold even with all places in float32.
         EvaluationsError: ``state`` is no file of this search.
         OSError: ``state`` cannot be read or written.
     """
+    if not callable(metric):
+        raise TypeError(f"metric is a function of the converted model, not {metric!r}")
+    if not math.isfinite(tolerance):
+        raise ValueError(f"tolerance is a finite number, not {tolerance!r}")
     lists: list[Any] = list(op_list) if isinstance(op_list, Sequence) and not isinstance(op_list, str) else [op_list]
     first = convert(model, example_inputs, op_list=lists, **options)
 

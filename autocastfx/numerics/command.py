@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -14,14 +13,16 @@ from typing import Any
 
 import torch
 
+from autocastfx.dump import dump
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError
 from autocastfx.model_options import converted, device_of, given_model
 from autocastfx.model_spec import load_function, load_inputs
-from autocastfx.numerics.bisect import Bisection, bisect
+from autocastfx.numerics.bisect import bisect
 from autocastfx.numerics.compare import compare
 from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.output_error import METRICS, OutputError
 from autocastfx.op_list import load_op_list
+from autocastfx.whole_file import check_writable
 
 __all__ = ["add_to"]
 
@@ -46,6 +47,7 @@ def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argpar
     parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="a loss scale, for gradients; 1")
     parser.add_argument("--most", type=int, default=20, metavar="N", help="show as many; 20")
     parser.add_argument("--in-order", action="store_true", help="show the first ones, not the worst")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="also write the page of dump, with these numbers")
     parser.set_defaults(run=_compare)
 
     parser = add(
@@ -72,6 +74,10 @@ def _compare(options: argparse.Namespace) -> int:
     """1 if a value or gradient is Inf or NaN where that of float32 is finite."""
     if not options.gradients and (options.loss is not None or options.scale != 1.0):
         raise ModelSpecError("--loss and --scale are those of gradients: give --gradients.")
+    if options.most < 0:
+        raise ModelSpecError(f"--most is a number from 0 on, not {options.most}.")
+    if not 0 < options.scale < math.inf:
+        raise ModelSpecError(f"--scale is a finite number above 0, not {options.scale}.")
     _check(options, "compare runs the model")
     how: dict[str, Any] = {"gradients": True} if options.gradients else {}
     if options.scale != 1.0:
@@ -87,6 +93,8 @@ def _compare(options: argparse.Namespace) -> int:
         torch.manual_seed(options.seed)  # of which neither of these two takes any
         found = compare(None, amp_model, *args, **how, **kwargs)
         overflow = None if options.json or found.first_non_finite is None else find_overflow(amp_model, *args, **kwargs)
+    if options.page is not None:
+        dump(amp_model, options.page, "html", comparison=found)
     if options.json:
         print(found.to_json())
         return int(not found.is_finite)
@@ -100,8 +108,10 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _bisect(options: argparse.Namespace) -> int:
     """1 if the metric does not hold even in float32."""
-    if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
-        raise ModelSpecError(f"--tolerance is a finite number from 0 on, not {options.tolerance}.")
+    if not math.isfinite(options.tolerance):
+        raise ModelSpecError(f"--tolerance is a finite number, not {options.tolerance}.")
+    if options.tolerance < 0 and options.metric in METRICS:
+        raise ModelSpecError(f"--tolerance of the metric {options.metric} is from 0 on, not {options.tolerance}.")
     _check(options, "bisect runs the model")
     own = load_function(options.metric, "a metric") if options.metric not in METRICS else None
     lists = load_op_list(options.op_list or "default", default=options.dtype)
@@ -131,7 +141,7 @@ def _bisect(options: argparse.Namespace) -> int:
     except BisectError as error:
         print(f"autocastfx: error: {error}", file=sys.stderr)
         return 1
-    _write(found, options.output)
+    found.op_list.save(options.output)
     if options.json:
         places = [vars(place) for place in found.places]
         numbers = {name: getattr(found, name) for name in ("metric", "low", "float32", "evaluations")}
@@ -147,11 +157,9 @@ def _check(options: argparse.Namespace, why: str) -> None:
     """Before work that may take minutes."""
     if not options.inputs:
         raise ModelSpecError(f"{why}: give --inputs.")
-    for path in (getattr(options, "output", None), getattr(options, "resume", None)):
-        if path is not None and path.is_dir():
-            raise IsADirectoryError(f"cannot write {path}: it is a folder; name a file in it")
-        if path is not None and not path.parent.is_dir():
-            raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
+    for path in (getattr(options, name, None) for name in ("output", "resume", "page")):
+        if path is not None:
+            check_writable(path)
 
 
 @contextmanager
@@ -170,12 +178,3 @@ def _shown() -> Generator[Callable[[int, int], None]]:
     finally:
         if shown:
             print(file=sys.stderr)
-
-
-def _write(found: Bisection, path: Path) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        found.op_list.save(unfinished)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -60,7 +61,8 @@ def compare(
         CaptureError: ``model`` cannot be captured.
         CalibrationError: the loss depends on nothing that asks for a gradient.
         NodeError: a node raises; with its line, and the list by which it runs in float32.
-        ValueError: ``loss`` gives no single number; or it or ``scale`` is given without ``gradients``.
+        ValueError: ``model`` has other parameters or buffers than ``amp_model``; ``loss`` gives no single number;
+            ``scale`` is no finite number above 0; or one of them is given without ``gradients``.
     """
     if isinstance(amp_model, AmpModule):
         parameters = {parameter.name for parameter in CallSignature.of(amp_model.forward).parameters}
@@ -69,6 +71,8 @@ def compare(
     if not gradients and (loss is not None or scale is not None):
         raise ValueError("loss and scale are those of gradients: give gradients=True as well, or leave them away")
     factor = 1.0 if scale is None else scale
+    if not 0 < factor < math.inf:
+        raise ValueError(f"scale is a finite number above 0, not {factor}")
     run = run_side_by_side(model, amp_model, inputs, kwargs, gradients=gradients)
     if run.full is None:
         raise VariantError(

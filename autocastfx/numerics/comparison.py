@@ -56,11 +56,13 @@ class ComparedVariant:
     Attributes:
         mode: ``"train"``, ``"eval"`` or ``"mixed"``.
         call: the arguments of the call, with their dtypes and numbers of dimensions.
+        sizes: the conditions under which its graph holds for the sizes of a call.
         low, device, op_list: as its plan says.
     """
 
     mode: str
     call: str
+    sizes: str
     low: str
     device: str
     op_list: str
@@ -68,8 +70,8 @@ class ComparedVariant:
     @classmethod
     def of(cls, variant: Variant) -> ComparedVariant:
         """The key of ``variant``."""
-        mode = "train" if all(variant.modes) else "mixed" if any(variant.modes) else "eval"
-        return cls(mode, str(variant.structure), variant.plan.low, variant.plan.device, variant.plan.op_list)
+        plan, sizes = variant.plan, str(variant.guard)
+        return cls(variant.mode, str(variant.structure), sizes, plan.low, plan.device, plan.op_list)
 
 
 @dataclass(frozen=True)
@@ -161,8 +163,12 @@ class Comparison:
     def _begins(self, *, gradients: bool) -> Iterator[str]:
         first, source = self.first_non_finite_gradient, self.source
         if gradients:
+            lost = [parameter.name for parameter in self.parameters if parameter.overflow]
             if first is not None:
                 yield f"on the way back, Inf and NaN begin with the gradient of {_place(first)}"
+            elif lost:
+                more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+                yield f"Inf and NaN are in gradients of parameters alone: {lost[0]}{more}; a smaller scale avoids them"
         elif source is not None and source.overflow:
             yield f"Inf and NaN begin at {_place(source)}"
         elif source is not None and source.added:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autocastfx.errors import EvaluationsError
+from autocastfx.whole_file import write_whole
 
 __all__ = ["Evaluations"]
 
@@ -64,9 +64,4 @@ class Evaluations:
         if self.path is None:
             return
         text = json.dumps({"format": _FORMAT, "search": self.search, "known": self.known}, indent=1)
-        unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        try:
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(self.path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        write_whole(self.path, text)

@@ -14,11 +14,12 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from autocastfx.amp_module import AmpModule
-from autocastfx.graph import module_path
+from autocastfx.graph import module_path, stack_trace
 from autocastfx.numerics.paired_run import Step, floating, is_cast, run_side_by_side
-from autocastfx.numerics.remedy import because_of, op_list_for, source_line
+from autocastfx.numerics.remedy import because_of, op_list_for
 from autocastfx.op_name import op_name
 from autocastfx.plan import PlannedNode
+from autocastfx.report.source_line import source_line
 
 __all__ = ["InputRange", "Overflow", "find_overflow"]
 
@@ -198,7 +199,7 @@ def _overflow(step: Step, in_float32: bool | None, known: _Known) -> Overflow:
         infinite=sum(int(t.isinf().sum()) for t in values),
         nans=sum(int(t.isnan().sum()) for t in values),
         inputs=tuple(InputRange(name, *one) for name, found in zip(names, step.before, strict=True) for one in found),
-        line=source_line(node.all_input_nodes[0] if cast else node),
+        line=str(source_line(stack_trace(node.all_input_nodes[0] if cast else node)) or ""),
         because=because,
         in_float32=in_float32,
         fix=fix,

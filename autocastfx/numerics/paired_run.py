@@ -16,12 +16,13 @@ from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.cross_entropy import PART
 from autocastfx.errors import NodeError
-from autocastfx.graph import attribute, module_path, origin
+from autocastfx.graph import attribute, module_path, origin, stack_trace
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
-from autocastfx.numerics.remedy import because_of, op_list_for, source_line
+from autocastfx.numerics.remedy import because_of, op_list_for
 from autocastfx.numerics.side import Side, random_state, set_random_state
 from autocastfx.numerics.tape import Tape
 from autocastfx.op_name import op_name
+from autocastfx.report.source_line import source_line
 
 __all__ = ["PairedRun", "Step", "floating", "is_cast", "run_side_by_side"]
 
@@ -114,13 +115,14 @@ class PairedRun:
             raise NodeError(self._raised(node, error)) from error
 
     def _raised(self, node: fx.Node, error: Exception) -> str:
-        name, line = self.names[node], source_line(node)
+        name, line = self.names[node], source_line(stack_trace(node))
         entry = next((entry for entry in self.variant.plan.nodes if entry.name == name), None)
         where = f"in module {module_path(node) or '(root)'}"
         runs = f"It runs {entry.placement.run}: {because_of(entry)}. " if entry is not None else ""
         fix = op_list_for([entry]) if entry is not None else ""
         advice = f"If it does not take 16 bits, add this to your op list:\n{fix}" if fix else ""
-        said = f"{name} ({op_name(node)}) {where} raised {type(error).__name__}: {error}".rstrip(".")
+        words = next(iter(str(error).splitlines()), "")
+        said = f"{name} ({op_name(node)}) {where} raised {type(error).__name__}: {words}".rstrip(".: ")
         return f"{said}. {f'Its line is {line}. ' if line else ''}{runs}{advice}".rstrip()
 
     def outputs(self) -> Iterator[Any]:
@@ -171,6 +173,7 @@ def run_side_by_side(
         TypeError: the arguments do not fit the forward, or ``amp_model`` is no converted model.
         VariantError: no variant fits, and none can be captured.
         CaptureError: ``model`` cannot be captured.
+        ValueError: ``model`` has other parameters or buffers than ``amp_model``.
 
     The steps raise a NodeError where a node of the converted graph raises.
     """
@@ -185,6 +188,7 @@ def run_side_by_side(
         theirs = {
             n: t for named in (model.named_parameters, model.named_buffers) for n, t in named(remove_duplicate=False)
         }
+        _check_fits(theirs, ours)
         captured = captured or _capture(model, variant, call, theirs)
     if captured is None:
         return PairedRun(variant, Side.of(low, call, gradients), None, {}, 0, ask)
@@ -195,6 +199,27 @@ def run_side_by_side(
     gone = sum(map(_computes, full.graph.nodes)) - len(twins)
     run, beside = (Side.of(flat, call, gradients) for flat in (low, full))
     return PairedRun(variant, run, beside, twins, made + gone, ask)
+
+
+def _check_fits(theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> None:
+    """Whether tensors of a model are those of the float32 original, by name, size and dtype."""
+    for name, tensor in ours.items():
+        found = theirs.get(name)
+        if found is None:
+            raise ValueError(
+                f"the first argument is another model than was converted: it has no {name!r}. Give the "
+                "float32 original."
+            )
+        narrowed = found.dtype in (torch.float16, torch.bfloat16) and found.dtype != tensor.dtype
+        if found.shape != tensor.shape or narrowed:
+            raise ValueError(
+                f"the first argument is not the float32 original: its {name!r} is {_kind(found)}, and that of the "
+                f"converted model {_kind(tensor)}."
+            )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _capture(model: nn.Module, variant: Variant, call: Call, held: Mapping[str, torch.Tensor]) -> Captured:

@@ -1,20 +1,12 @@
-"""What is to be said of a node that 16 bits do not suit: why it runs so, where it is, and which list changes that."""
+"""What is to be said of a node that 16 bits do not suit: why it runs so, and which list changes that."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
-
-import torch
-from torch import fx
 
 from autocastfx.plan import PlannedNode, Precision
 
-__all__ = ["because_of", "op_list_for", "source_line"]
-
-_PACKAGES = tuple(f"{Path(file).resolve().parent}/" for file in (torch.__file__, str(Path(__file__).parent)))
-_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in .*\n(?! *File) *(.*)$', re.MULTILINE)
+__all__ = ["because_of", "op_list_for"]
 
 
 def because_of(entry: PlannedNode | None) -> str:
@@ -40,10 +32,3 @@ def op_list_for(entries: Sequence[PlannedNode]) -> str:
         f'  - {{path: "{path}", category: float32, ops: [{", ".join(found)}]}}' for path, found in modules.items()
     ]
     return "\n".join(lines) + "\n"
-
-
-def source_line(node: fx.Node) -> str:
-    """The innermost line of source outside torch and this package that made a node: ``file:line: code``; or empty."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [(file, number, code) for file, number, code in frames if not file.startswith(_PACKAGES)]
-    return f"{own[-1][0]}:{own[-1][1]}: {own[-1][2].strip()}" if own else ""

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from autocastfx.report.page_data import Compared, page_data
+from autocastfx.report.compared import Compared
+from autocastfx.report.page_data import page_data
 from autocastfx.report.view import View
 
 __all__ = ["SCRIPTS", "asset", "render_html"]
@@ -27,19 +28,20 @@ def render_html(views: Sequence[View], shown: int, comparison: Compared | None =
 
     Args:
         views: of all variants of a model.
-        shown: which of them is shown first; the numbers of ``comparison`` are of its nodes.
-        comparison: what ``compare`` returned.
+        shown: which of them is shown first, where there is no comparison.
+        comparison: what ``compare`` returned; the variant that it is of is shown first, with its numbers.
 
     Raises:
-        ValueError: the comparison is of another model.
+        ValueError: the comparison is of another model, or of a variant that this one has not.
     """
     scripts, style = [asset(name) for name in SCRIPTS], asset("page.css")
+    data = page_data(views, shown, comparison)
     parts = {
-        "title": html.escape(f"autocastfx: {views[shown].variant}"),
+        "title": html.escape(f"autocastfx: {views[data['shown']].variant}"),
         "policy": html.escape(_policy(scripts, [style])),
         "style": style,
         "notices": asset("viz-standalone.LICENSES.txt").replace("--", "- -"),  # which would end a comment
-        "data": _json(page_data(views, shown, comparison)),
+        "data": _json(data),
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
     return _PLACE.sub(lambda place: parts[place[1]], asset("page.html"))

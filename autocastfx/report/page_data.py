@@ -6,76 +6,43 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from autocastfx.plan import Precision
+from autocastfx.report.compared import Compared, ComparedValue, Deviation, compared_variant
 from autocastfx.report.reason import Reasons
 from autocastfx.report.row import Row
 from autocastfx.report.summary import summary
 from autocastfx.report.view import View
 
-__all__ = ["Compared", "page_data"]
+__all__ = ["page_data"]
 
 _HELD = ("parameter", "buffer")
-
-
-class ComparedValue(Protocol):
-    """The numbers of one node: relative error, and shares of elements."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def error(self) -> float: ...
-
-    @property
-    def overflow(self) -> float: ...
-
-    @property
-    def underflow(self) -> float: ...
-
-    @property
-    def nan(self) -> float: ...
-
-
-class Compared(Protocol):
-    """A comparison with the float32 graph."""
-
-    @property
-    def nodes(self) -> Sequence[ComparedValue]:
-        """The nodes that were compared."""
-        ...
 
 
 def page_data(views: Sequence[View], shown: int, comparison: Compared | None = None) -> dict[str, Any]:
     """The data of the page: ``{"format": 1, "shown": …, "variants": […]}``. Fields that would be empty are left out.
 
     A variant holds its ``title``, the ``summary``, ``low``, the ``unlisted`` ops, the ``modules`` (name and number of
-    the module around, the root first) and the ``nodes``, which refer to each other and to modules by number.
+    the module around, the root first), the ``nodes``, which refer to each other and to modules by number, and the
+    numbers of its ``parameters``' gradients.
 
     Args:
         views: of all variants.
-        shown: which of them is shown first; its nodes get the numbers of ``comparison``.
-        comparison: what ``compare`` returned.
+        shown: which of them is shown first, where there is no comparison.
+        comparison: what ``compare`` returned; the variant that it is of is shown first, with its numbers.
 
     Raises:
-        ValueError: no compared node is in the variant that is shown first.
+        ValueError: none of the variants is the one that was compared, or it lacks a compared node.
     """
-    numbers = {node.name: _numerics(node) for node in comparison.nodes} if comparison is not None else {}
-    names = {row.name for row in views[shown].rows}
-    if numbers and not names & numbers.keys():
-        raise ValueError(
-            f"the comparison is of another model: this one has no node {next(iter(numbers))!r}. Give what compare() "
-            "returned for this model in its present mode."
-        )
-    return {
-        "format": 1,
-        "shown": shown,
-        "variants": [_variant(view, numbers if i == shown else {}) for i, view in enumerate(views)],
-    }
+    shown = shown if comparison is None else compared_variant(views, comparison)
+    variants = [_variant(view, comparison if i == shown else None) for i, view in enumerate(views)]
+    return {"format": 1, "shown": shown, "variants": variants}
 
 
-def _variant(view: View, numbers: Mapping[str, Any]) -> dict[str, Any]:
+def _variant(view: View, comparison: Compared | None) -> dict[str, Any]:
+    numbers = {node.name: _of_value(node) for node in comparison.nodes} if comparison is not None else {}
+    parameters = comparison.parameters if comparison is not None else ()
     rows = [_portable(row) for row in view.rows]
     reasons, homes = Reasons(rows), _Homes(rows)
     places = {row.name: i for i, row in enumerate(rows)}
@@ -91,6 +58,7 @@ def _variant(view: View, numbers: Mapping[str, Any]) -> dict[str, Any]:
         "unlisted": view.plan.unlisted,
         "modules": homes.table,
         "nodes": nodes,
+        **({"parameters": [{"name": one.name, **_numbers(one)} for one in parameters]} if parameters else {}),
     }
 
 
@@ -134,8 +102,12 @@ def _present(data: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value not in ("", None, False, ())}
 
 
-def _numerics(node: ComparedValue) -> dict[str, float | str]:
-    numbers = {name: getattr(node, name) for name in ("error", "overflow", "underflow", "nan")}
+def _of_value(node: ComparedValue) -> dict[str, Any]:
+    return {**_numbers(node), **({"gradient": _numbers(node.gradient)} if node.gradient is not None else {})}
+
+
+def _numbers(found: Deviation) -> dict[str, float | str]:
+    numbers = {name: getattr(found, name) for name in ("error", "overflow", "underflow", "zeros", "nan")}
     return {name: number if math.isfinite(number) else str(number) for name, number in numbers.items()}
 
 

@@ -21,14 +21,23 @@ class SourceLine:
     """A line of a model's code.
 
     Attributes:
-        file: its name and that of its folder, without what is before, which differs from machine to machine.
+        path: of its file, as it was imported.
         number: of the line.
         code: its text.
     """
 
-    file: str
+    path: str
     number: int
     code: str
+
+    @property
+    def file(self) -> str:
+        """The file's name and that of its folder, without what is before, which differs from machine to machine."""
+        parts = PureWindowsPath(self.path).parts[-2:]  # splits at both kinds of slash
+        return "/".join(part for part in parts if part != "/" and part != "\\")
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.number}: {self.code}"
 
 
 def source_line(trace: str) -> SourceLine | None:
@@ -37,5 +46,4 @@ def source_line(trace: str) -> SourceLine | None:
     if not own:
         return None
     file, number, code = own[-1]
-    parts = PureWindowsPath(file).parts[-2:]  # splits at both kinds of slash
-    return SourceLine("/".join(part for part in parts if part != "/" and part != "\\"), int(number), code.strip())
+    return SourceLine(file, int(number), code.strip())

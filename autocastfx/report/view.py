@@ -15,6 +15,7 @@ from autocastfx.op_name import op_name
 from autocastfx.plan import Plan, PlannedNode
 from autocastfx.report.row import Row
 from autocastfx.report.source_line import source_line
+from autocastfx.variant import Variant
 from autocastfx.weights import ATTRIBUTE
 
 __all__ = ["View", "view"]
@@ -29,6 +30,7 @@ class View:
     Attributes:
         plan: of the graph.
         variant: which of the model's variants it is, in words.
+        mode, call, sizes: what tells it from others: as ``ComparedVariant`` has them.
         rows: in graph order; those of a sub-graph follow the node that runs it.
         codes: generated Python code by the prefix of its nodes' names: the graph's own at ``""``, then its sub-graphs'.
     """
@@ -36,23 +38,24 @@ class View:
     plan: Plan
     variant: str
     rows: tuple[Row, ...]
+    mode: str = ""
+    call: str = ""
+    sizes: str = ""
     codes: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def view(owner: nn.Module, graph: fx.Graph, code: str, plan: Plan, inputs: Sequence[torch.dtype], variant: str) -> View:
+def view(owner: nn.Module, variant: Variant, words: str) -> View:
     """Join a graph and its plan. Needs no abstract values, so that unpickled graphs do as well.
 
     Args:
         owner: has all that the graph's ``get_attr`` nodes read.
-        graph: a converted one.
-        code: generated from ``graph``.
-        plan: of ``graph``.
-        inputs: dtypes of its placeholders, in order.
-        variant: in words.
+        variant: the converted graph.
+        words: which variant it is.
     """
-    join = _Join(plan, inputs)
-    rows = tuple(join.rows(owner, graph, code, ""))
-    return View(plan, variant, tuple(_with_removed(rows, plan)), join.codes)
+    plan = variant.plan
+    join = _Join(plan, [leaf[1] for leaf in variant.structure.leaves if leaf[0] == "tensor"])
+    rows = tuple(_with_removed(tuple(join.rows(owner, variant.graph, variant.code, "")), plan))
+    return View(plan, words, rows, variant.mode, str(variant.structure), str(variant.guard), join.codes)
 
 
 class _Join:

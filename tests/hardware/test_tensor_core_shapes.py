@@ -93,3 +93,8 @@ def test_padding(size: int, padded: int, wasted: float) -> None:
     found = Size("N", "weight", size)
     assert found.padded == padded
     assert found.wasted == pytest.approx(wasted)
+
+
+def test_a_size_that_depends_on_data_is_left_out() -> None:
+    found = sizes(Weighted(lambda x, w: F.linear(x[x[:, 0] > 0], w), 7, 4), torch.ones(5, 4))
+    assert found == [N, K]

@@ -98,3 +98,8 @@ def test_what_is_no_aten_op_has_no_known_operations() -> None:
 def test_a_size_that_depends_on_data_counts_as_one() -> None:
     found = works(lambda x: x[x > 0] * 2, torch.ones(8))
     assert found["mul"].bytes == 8
+
+
+def test_reading_a_size_moves_nothing() -> None:
+    found = works(lambda x: x.new_ones(x.shape[0], 3) * x, torch.ones(8, 3))
+    assert {name: work.bytes for name, work in found.items() if name.startswith("sym_size")} == {"sym_size_int_1": 0}

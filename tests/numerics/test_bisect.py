@@ -193,3 +193,18 @@ def test_other_arguments_are_those_of_convert() -> None:
 
     assert bisect(model, (X,), metric, 1.0, dtype=torch.bfloat16).places == ()
     assert set(seen) == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("metric", "tolerance", "error", "said"),
+    [
+        (3, 0.1, TypeError, "metric is a function of the converted model, not 3"),
+        (lambda _: 0.0, float("nan"), ValueError, "tolerance is a finite number, not nan"),
+        (lambda _: 0.0, float("inf"), ValueError, "tolerance is a finite number, not inf"),
+    ],
+)
+def test_what_cannot_be_searched_for_is_refused(
+    metric: Any, tolerance: float, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        bisect(nn.Linear(4, 4), torch.ones(2, 4), metric, tolerance)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import autocastfx
 from autocastfx.cli import main
@@ -83,6 +84,34 @@ def stopped():
 
 def number():
     return 3
+
+
+def negative():
+    return lambda amp_model: -1.0
+
+
+@torch.library.custom_op("numerics_picky::exact", mutates_args=())
+def exact(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.float32:
+        raise RuntimeError("float32 only")
+    return 2 * x
+
+
+exact.register_fake(torch.empty_like)
+
+
+class Inner(nn.Module):
+    def forward(self, x):
+        return exact(x)
+
+
+class Picky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x):
+        return self.inner(x)
 """
 INPUTS = ("--inputs", "numerics_models:batch")
 FAULTY = (*INPUTS, "--op-list", "default", "mine.yaml")
@@ -93,6 +122,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("numerics")
     (folder / "numerics_models.py").write_text(MODELS)
     (folder / "mine.yaml").write_text("allow: [exp]\n")
+    (folder / "picky.yaml").write_text('allow: ["numerics_picky::exact"]\n')
     (folder / "broken.yaml").write_text("allow: [exp\n")
     (folder / "other.json").write_text("{}")
     yield folder
@@ -135,6 +165,14 @@ def test_compare_of_a_fault_ends_with_1_and_says_where(capsys: pytest.CaptureFix
     assert gradients.endswith('  - {path: "2", category: float32, ops: [exp]}\n')
 
 
+def test_compare_writes_a_page_with_its_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "compared.html"
+    given = ("compare", "numerics_models:model", *FAULTY, "--mode", "eval", "--page", str(page))
+    assert run(capsys, *given)[0] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["compared.html"]
+    assert page.read_text().count('"numerics":{') == 7
+
+
 def test_compare_as_json_with_a_loss_and_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--json", "--gradients", "--loss", "numerics_models:square", "--scale", "1024", "--seed")
     found: list[autocastfx.Comparison] = []
@@ -173,6 +211,25 @@ def test_bisect_takes_other_metrics(capsys: pytest.CaptureFixture[str], tmp_path
     assert out.startswith("float32 for 2.exp: ")
 
 
+def test_a_metric_of_ones_own_may_be_negative(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ("--metric", "numerics_models:negative", "--tolerance", "-0.5", "-o", str(tmp_path / "keep.yaml"))
+    code, out, _ = run(capsys, "bisect", "numerics_models:model", *INPUTS, *options)
+    assert code == 0
+    assert out.startswith("float32 for nothing: metric -1")
+
+
+def test_a_kernel_that_refuses_is_named_with_the_whole_list_that_mends_it(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(
+        capsys, "compare", "numerics_models:Picky", "--inputs", "float32[4]", "--op-list", "picky.yaml"
+    )
+    assert (code, out) == (3, "")
+    assert "numerics_picky::exact) in module inner raised RuntimeError: float32 only. Its line is " in err
+    listed = err.partition("add this to your op list:\n")[2]
+    assert yaml.safe_load(listed) == {
+        "modules": [{"path": "inner", "category": "float32", "ops": ["numerics_picky::exact"]}]
+    }
+
+
 def test_a_metric_that_float32_does_not_mend_ends_with_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = tmp_path / "keep.yaml"
     options = ("--metric", "numerics_models:slow", "--tolerance", "0.01", "-o", str(target))
@@ -208,12 +265,23 @@ BAD = {
         2,
         "the model has an input called 'scale' itself: leave --scale away.",
     ),
+    "fewer than none": (["compare", "numerics_models:model", *INPUTS, "--most", "-3"], 2, "from 0 on, not -3."),
+    "no scale": (
+        ["compare", "numerics_models:model", *INPUTS, "--gradients", "--scale", "inf"],
+        2,
+        "--scale is a finite number above 0, not inf.",
+    ),
     "nothing to train": (["compare", "numerics_models:frozen", *INPUTS, "--gradients"], 3, "unfreeze a parameter"),
-    "no tolerance": ([*_BISECT, "nan"], 2, "--tolerance is a finite number from 0 on, not nan."),
-    "a negative one": ([*_BISECT, "-1"], 2, "not -1.0"),
+    "no tolerance": ([*_BISECT, "nan"], 2, "--tolerance is a finite number, not nan."),
+    "a negative one": ([*_BISECT, "-1"], 2, "--tolerance of the metric error is from 0 on, not -1.0."),
     "no metric": ([*_BISECT, "1", "--metric", "eror"], 2, "cannot read 'eror': a metric is package.module:factory."),
     "a metric that fails": ([*_BISECT, "1", "--metric", "numerics_models:fails"], 3, "ValueError: no data here"),
     "another file": ([*_BISECT, "1", "--resume", "other.json"], 2, "other.json holds no evaluations of a search"),
+    "no folder for a page": (
+        ["compare", "numerics_models:model", *INPUTS, "--page", "no/x.html"],
+        2,
+        "the folder no does not exist",
+    ),
     "no such folder": ([*_BISECT, "1", "--resume", "no/x.json"], 2, "the folder no does not exist"),
     "a folder": (["bisect", "numerics_models:model", *INPUTS, "--tolerance", "1", "-o", "."], 2, "it is a folder"),
     "no numbers": (

@@ -195,6 +195,27 @@ def test_what_the_model_calls_so_goes_to_the_model() -> None:
     assert compare(None, amp_model, x, scale=3.0, gradients=True).scale == 1.0
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (nn.Linear(8, 8, bias=False), "another model than was converted: it has no 'bias'. Give the float32 original"),
+        (nn.Linear(8, 4), r"its 'weight' is float32\[4, 8\], and that of the converted model float32\[8, 8\]"),
+        (nn.Linear(8, 8).half(), r"is not the float32 original: its 'weight' is float16\[8, 8\], and"),
+    ],
+)
+def test_another_model_is_no_original(model: nn.Module, said: str) -> None:
+    x = torch.randn(4, 8)
+    with pytest.raises(ValueError, match=said):
+        compare(model, convert(nn.Linear(8, 8), (x,)), x)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_is_finite_and_positive(scale: float) -> None:
+    x = torch.randn(4, 8)
+    with pytest.raises(ValueError, match="scale is a finite number above 0, not"):
+        compare(None, convert(nn.Linear(8, 8), (x,)), x, gradients=True, scale=scale)
+
+
 def test_only_converted_models() -> None:
     with pytest.raises(TypeError, match="convert the model first"):
         compare(None, nn.Linear(2, 2), torch.ones(2))  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autocastfx import ComparedNode, ComparedVariant, Comparison, OpList, compare, convert
+from autocastfx import ComparedNode, ComparedParameter, ComparedVariant, Comparison, OpList, compare, convert
 from tests.helpers import Function
 
 
@@ -37,11 +37,13 @@ def test_json_reads_back_equal_and_any_reader_takes_it(found: Comparison) -> Non
     assert data["variant"] == {
         "mode": "eval",
         "call": "args=(float32[2d], float32[2d])",
+        "sizes": found.variant.sizes,
         "low": "float16",
         "device": "cpu",
         "op_list": found.variant.op_list,
     }
     assert found.variant.op_list.endswith("mine")
+    assert " > 0" in found.variant.sizes
     assert set(data) == {"format", "nodes", "skipped", "whole", "parameters", "scale", "variant"}
     numbers = {"dtype", "error", "overflow", "underflow", "zeros", "nan"}
     assert set(data["nodes"][0]) == {"name", "op", "module", "precision", "inherited", "gradient", *numbers}
@@ -51,10 +53,21 @@ def test_json_reads_back_equal_and_any_reader_takes_it(found: Comparison) -> Non
     assert data["nodes"][2]["nan"] == 1.0
 
 
+def test_overflow_in_parameters_gradients_alone_is_said() -> None:
+    lost, good = (ComparedParameter("float32", 0.0, share, 0.0, 0.0, 0.0, f"{share}") for share in (0.5, 0.0))
+    variant = ComparedVariant("eval", "x=float32[1d]", "", "float16", "cpu", "x")
+    one = Comparison((), 0, (), (good, lost), 1.0, variant)
+    assert not one.is_finite
+    said = "Inf and NaN are in gradients of parameters alone: 0.5{}; a smaller scale avoids them"
+    assert said.format("") in one.table(gradients=True)
+    assert said.format(" and 1 more") in Comparison((), 0, (), (lost, good, lost), 1.0, variant).table(gradients=True)
+    assert "smaller scale" not in Comparison((), 0, (), (good,), 1.0, variant).table(gradients=True)
+
+
 def test_infinite_errors_are_texts_in_json() -> None:
     infinite = ComparedNode("float16", math.inf, 0.0, 0.0, 0.0, 0.0, "a", "add", "", "low")
     comparison = Comparison(
-        (infinite,), 0, (), (), None, ComparedVariant("eval", "x=float32[1d]", "float16", "cpu", "x")
+        (infinite,), 0, (), (), None, ComparedVariant("eval", "x=float32[1d]", "", "float16", "cpu", "x")
     )
     assert '"error": "inf"' in comparison.to_json()
     assert Comparison.from_json(comparison.to_json()) == comparison

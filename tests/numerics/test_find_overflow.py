@@ -183,3 +183,20 @@ def test_without_the_float32_graph_the_cause_is_not_known() -> None:
 def test_only_converted_models() -> None:
     with pytest.raises(TypeError, match="this needs what convert\\(\\) returned, not Linear: convert the model first"):
         find_overflow(nn.Linear(2, 2), torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_the_line_is_the_models_own_where_the_op_is_one_of_torchs_modules() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x)
+
+    amp_model = convert(Outer().eval(), (torch.full((2, 4), 1e4),), dtype=torch.float16)
+    with torch.no_grad():
+        amp_model.get_parameter("fc.weight").fill_(1e3)
+    found = find_overflow(amp_model, torch.full((2, 4), 1e4))
+    assert found is not None
+    assert found.line == f"{__file__}:{Outer.forward.__code__.co_firstlineno + 1}: return self.fc(x)"

@@ -18,7 +18,6 @@ import autocastfx
 from autocastfx.report.html import SCRIPTS, asset
 from tests.golden.models import CASES, converted
 from tests.golden.readme import run
-from tests.report.test_page_data import Numbers, Value
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 HOSTILE = "</script><script>window.stolen = 1</script><!-- & \"'"
@@ -146,22 +145,41 @@ def test_twice_the_same(name: str) -> None:
     assert page(CASES[name]()) == page(converted(name))
 
 
-def test_measured_numbers_are_shown() -> None:
-    shown = data(page(converted("cnn"), comparison=Numbers((Value("conv2d", 0.5),))))
-    assert [n["numerics"]["error"] for n in shown["variants"][0]["nodes"] if "numerics" in n] == [0.5]
-
-
-def test_a_comparison_as_it_is_measured_is_taken() -> None:
+def test_a_comparison_is_shown_in_the_variant_that_it_is_of_whatever_the_models_mode() -> None:
     amp_model = CASES["cnn"]()
-    compared = autocastfx.compare(None, amp_model, torch.randn(2, 3, 8, 8))
+    compared = autocastfx.compare(None, amp_model.eval(), torch.randn(2, 3, 8, 8), gradients=True)
+    modes = [variant.mode for variant in amp_model.shown]
+    shown = data(page(amp_model.train(), comparison=compared))
+    assert shown["shown"] == modes.index("eval")
+    measured = {n["name"]: n["numerics"] for n in shown["variants"][shown["shown"]]["nodes"] if "numerics" in n}
+    assert {name: numbers["error"] for name, numbers in measured.items()} == {n.name: n.error for n in compared.nodes}
+    gradients = {name: numbers["gradient"]["error"] for name, numbers in measured.items() if "gradient" in numbers}
+    assert gradients == {n.name: n.gradient.error for n in compared.nodes if n.gradient is not None} != {}
+    assert not any("numerics" in node for node in shown["variants"][modes.index("train")]["nodes"])
+
+
+def test_numbers_of_two_sizes_do_not_meet() -> None:
+    class Loop(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x @ x.mT) if x.shape[0] > 3 else torch.tanh(x @ x.mT)
+
+    amp_model = autocastfx.convert(Loop().eval(), (torch.ones(2, 4),))
+    compared = autocastfx.compare(None, amp_model, torch.ones(5, 4))
     shown = data(page(amp_model, comparison=compared))
-    measured = {n["name"]: n["numerics"]["error"] for n in shown["variants"][0]["nodes"] if "numerics" in n}
-    assert measured == {n.name: n.error for n in compared.nodes}
+    counts = [sum("numerics" in node for node in variant["nodes"]) for variant in shown["variants"]]
+    assert counts[shown["shown"]] == len(compared.nodes) == sum(counts)
+    assert any(node["name"].startswith("relu") for node in shown["variants"][shown["shown"]]["nodes"])
+
+
+def test_only_what_compare_returned_is_a_comparison() -> None:
+    with pytest.raises(TypeError, match=r"comparison= takes what compare\(\) returned, not a dict"):
+        autocastfx.dump(converted("cnn"), format="html", comparison={})  # pyright: ignore[reportArgumentType]
 
 
 def test_only_the_page_takes_a_comparison() -> None:
+    amp_model = CASES["cnn"]()
     with pytest.raises(ValueError, match="comparison= goes into format='html', not 'text': leave it away, or print it"):
-        autocastfx.dump(converted("cnn"), comparison=Numbers(()))
+        autocastfx.dump(amp_model, comparison=autocastfx.compare(None, amp_model, torch.randn(2, 3, 8, 8)))
 
 
 def colours(theme: int) -> dict[str, tuple[float, ...]]:

@@ -219,15 +219,16 @@ def test_a_sub_graph_is_a_group(page: Browser, shown: Callable[..., Shown]) -> N
 
 def test_measured_numbers_are_shown(page: Browser, shown: Callable[..., Shown]) -> None:
     amp_model = converted("cnn")
-    compared = autocastfx.compare(None, amp_model, torch.randn(2, 3, 8, 8))
+    compared = autocastfx.compare(None, amp_model, torch.randn(2, 3, 8, 8), gradients=True)
     page.open(shown(amp_model, comparison=compared).path)
     page.click("#tab-errors")
-    assert page.count("#panel tbody tr") == len(compared.nodes)
+    gradients = sum(node.gradient is not None for node in compared.nodes)
+    assert page.count("#panel tbody tr") == len(compared.nodes) + gradients + len(compared.parameters)
     page.click("#panel tbody tr button")
     worst = compared.worst
     assert worst is not None
     assert page.text("#panel h2") == worst.name
-    assert "relative error" in page.text("[aria-label='Against float32']")
+    assert page.text("[aria-label='Against float32']").count("relative error") == 1 + (worst.gradient is not None)
 
 
 def test_names_and_reasons_are_text_and_never_run(page: Browser, shown: Callable[..., Shown]) -> None:

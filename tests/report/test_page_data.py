@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,19 @@ from autocastfx.report.view import View
 from tests.golden.models import CASES, converted
 
 
-@dataclass(frozen=True)
-class Value:
-    name: str
-    error: float = 0.0
-    overflow: float = 0.0
-    underflow: float = 0.0
-    nan: float = 0.0
+def deviation(error: float, **shares: float) -> autocastfx.Deviation:
+    numbers = dict.fromkeys(("overflow", "underflow", "zeros", "nan"), 0.0)
+    return autocastfx.Deviation("float16", error, **{**numbers, **shares})
 
 
-@dataclass(frozen=True)
-class Numbers:
-    nodes: tuple[Value, ...]
+def compared(name: str, error: float = 0.0, **shares: float) -> autocastfx.ComparedNode:
+    return autocastfx.ComparedNode(**vars(deviation(error, **shares)), name=name, op="", module="", precision="low")
+
+
+def comparison(of: View, *nodes: autocastfx.ComparedNode, **key: str) -> autocastfx.Comparison:
+    key = {"mode": of.mode, "call": of.call, "sizes": of.sizes, "low": of.plan.low, **key}
+    variant = autocastfx.ComparedVariant(**key, device="cpu", op_list="mine")
+    return autocastfx.Comparison(nodes, 0, (), (), None, variant)
 
 
 def variant(amp_model: autocastfx.AmpModule) -> dict[str, Any]:
@@ -172,21 +173,44 @@ def both() -> tuple[View, View]:
     return view_of(amp_model), view_of(amp_model.eval())
 
 
-def test_measured_numbers_go_to_the_variant_shown_first() -> None:
-    numbers = Numbers((Value("softmax", 0.25, nan=0.5), Value("linear", math.inf), Value("gone", 1.0)))
-    train, evaluated = page_data(both(), 1, numbers)["variants"]
-    assert not any("numerics" in node for node in train["nodes"])
-    found = {node["name"]: node["numerics"] for node in evaluated["nodes"] if "numerics" in node}
-    assert found == {
-        "softmax": {"error": 0.25, "overflow": 0.0, "underflow": 0.0, "nan": 0.5},
-        "linear": {"error": "inf", "overflow": 0.0, "underflow": 0.0, "nan": 0.0},
-    }
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("shown", [0, 1])
+def test_measured_numbers_go_to_the_variant_that_was_compared_which_is_shown_first(number: int, shown: int) -> None:
+    views = both()
+    found = comparison(views[number], compared("softmax", 0.25, nan=0.5, zeros=0.125), compared("linear", math.inf))
+    data = page_data(views, shown, found)
+    assert data["shown"] == number
+    assert not any("numerics" in node for node in data["variants"][1 - number]["nodes"])
+    none = {"overflow": 0.0, "underflow": 0.0, "zeros": 0.0, "nan": 0.0}
+    nodes = {node["name"]: node["numerics"] for node in data["variants"][number]["nodes"] if "numerics" in node}
+    assert nodes == {"softmax": {**none, "error": 0.25, "nan": 0.5, "zeros": 0.125}, "linear": {**none, "error": "inf"}}
+
+
+def test_gradients_go_to_their_nodes_and_parameters_to_the_variant() -> None:
+    views = both()
+    node = replace(compared("softmax"), gradient=deviation(0.5))
+    parameter = autocastfx.ComparedParameter(**vars(deviation(0.75)), name="fc.weight")
+    data = page_data(views, 0, replace(comparison(views[1], node), parameters=(parameter,)))
+    trained, evaluated = data["variants"]
+    assert "parameters" not in trained
+    assert [(p["name"], p["error"]) for p in evaluated["parameters"]] == [("fc.weight", 0.75)]
+    assert named(evaluated)["softmax"]["numerics"]["gradient"]["error"] == 0.5
 
 
 def test_numbers_of_another_model_are_refused() -> None:
+    views = both()
     with pytest.raises(ValueError, match=r"the comparison is of another model: this one has no node 'gone'\. Give"):
-        page_data(both(), 0, Numbers((Value("gone"),)))
+        page_data(views, 0, comparison(views[0], compared("softmax"), compared("gone")))
+
+
+@pytest.mark.parametrize("key", [{"mode": "mixed"}, {"call": "y=int64[1d]"}, {"sizes": "s0 == 3"}, {"low": "bfloat16"}])
+def test_numbers_of_a_variant_that_is_not_there_are_refused(key: dict[str, str]) -> None:
+    views = both()
+    with pytest.raises(ValueError, match="is of a variant that this model has not: ") as raised:
+        page_data(views, 0, comparison(views[0], compared("softmax"), **key))
+    assert next(iter(key.values())) in str(raised.value)
 
 
 def test_a_comparison_that_compared_nothing_is_taken() -> None:
-    assert page_data(both(), 0, Numbers(()))["shown"] == 0
+    views = both()
+    assert page_data(views, 0, comparison(views[1]))["shown"] == 1

@@ -130,9 +130,14 @@ const Panel = (() => {
 
   function numerics(node) {
     if (!node.numerics) return null;
-    const n = node.numerics;
-    return h("section", { "aria-label": "Against float32" }, h("h3", {}, "Against float32"),
-      facts([["relative error", number(n.error)], ["overflow", percent(n.overflow)], ["underflow", percent(n.underflow)], ["NaN", percent(n.nan)]]));
+    const gradient = node.numerics.gradient;
+    return h("section", { "aria-label": "Against float32" }, h("h3", {}, "Against float32"), deviation(node.numerics),
+      gradient && h("h4", {}, "Its gradient"), gradient && deviation(gradient));
+  }
+
+  function deviation(n) {
+    return facts([["relative error", number(n.error)], ["overflow", percent(n.overflow)], ["underflow", percent(n.underflow)], ["zeros", percent(n.zeros)],
+      ["NaN", percent(n.nan)]]);
   }
 
   function ofCast(model, cast, go) {
@@ -205,10 +210,21 @@ const Panel = (() => {
   }
 
   function errors(model, go) {
-    const rank = (n) => (Number(n.numerics.overflow) || Number(n.numerics.nan) ? Infinity : Number(n.numerics.error));
-    const all = model.nodes.filter((n) => n.numerics).sort((a, b) => rank(b) - rank(a) || a.id - b.id);
-    const rows = all.map((n) => [link(n, go), number(n.numerics.error), percent(n.numerics.overflow), percent(n.numerics.underflow)]);
-    return [h("h2", {}, "Against float32, the worst first"), table(["node", "error", "overflow", "underflow"], rows, "Nothing was compared.")];
+    const values = model.nodes.filter((n) => n.numerics), gradients = values.filter((n) => n.numerics.gradient).reverse();
+    const parameters = model.variant.parameters || [];
+    const titled = (title, what, rows) => [h("h2", {}, title), table([what, "error", "overflow", "underflow"], rows, "Nothing was compared.")];
+    return [
+      ...titled("Against float32, the worst first", "node", worst(values, (n) => n.numerics, (n) => link(n, go))),
+      ...(gradients.length ? titled("Gradients", "node", worst(gradients, (n) => n.numerics.gradient, (n) => link(n, go))) : []),
+      ...(parameters.length ? titled("Gradients of parameters", "parameter", worst(parameters, (p) => p, (p) => h("span", {}, breakable(p.name)))) : []),
+    ];
+  }
+
+  /* Rows of a table, those that overflowed first. */
+  function worst(all, numbersOf, first) {
+    const rank = (n) => (Number(n.overflow) || Number(n.nan) ? Infinity : Number(n.error));
+    const ranked = all.map((one) => [one, numbersOf(one)]).sort(([, a], [, b]) => (rank(a) === rank(b) ? 0 : rank(b) - rank(a)));
+    return ranked.map(([one, n]) => [first(one), number(n.error), percent(n.overflow), percent(n.underflow)]);
   }
 
   return { h, nothing, ofNode, ofEdge, ofGroup, ops, casts, errors };

@@ -1,0 +1,103 @@
+"""A comparison with the float32 graph, as far as the page shows it, and which variant it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from autocastfx.report.view import View
+
+__all__ = ["Compared", "compared_variant"]
+
+
+class Deviation(Protocol):
+    """Numbers of values or gradients: relative error, and shares of elements."""
+
+    @property
+    def error(self) -> float: ...
+
+    @property
+    def overflow(self) -> float: ...
+
+    @property
+    def underflow(self) -> float: ...
+
+    @property
+    def zeros(self) -> float: ...
+
+    @property
+    def nan(self) -> float: ...
+
+
+class ComparedParameter(Deviation, Protocol):
+    """The numbers of a parameter's gradient."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class ComparedValue(ComparedParameter, Protocol):
+    """The numbers of a node's value, and of the gradient with respect to it."""
+
+    @property
+    def gradient(self) -> Deviation | None: ...
+
+
+class ComparedVariant(Protocol):
+    """Which variant was compared."""
+
+    @property
+    def mode(self) -> str: ...
+
+    @property
+    def call(self) -> str: ...
+
+    @property
+    def sizes(self) -> str: ...
+
+    @property
+    def low(self) -> str: ...
+
+
+@runtime_checkable
+class Compared(Protocol):
+    """A comparison with the float32 graph."""
+
+    @property
+    def variant(self) -> ComparedVariant:
+        """Which ran."""
+        ...
+
+    @property
+    def nodes(self) -> Sequence[ComparedValue]:
+        """Those that were compared."""
+        ...
+
+    @property
+    def parameters(self) -> Sequence[ComparedParameter]:
+        """The gradients of parameters; none without gradients."""
+        ...
+
+
+def compared_variant(views: Sequence[View], comparison: Compared) -> int:
+    """The position of the variant that was compared.
+
+    Raises:
+        ValueError: none is, or it lacks a compared node.
+    """
+    of = comparison.variant
+    key = (of.low, of.mode, of.call, of.sizes)
+    found = next((i for i, v in enumerate(views) if (v.plan.low, v.mode, v.call, v.sizes) == key), None)
+    if found is None:
+        raise ValueError(
+            f"the comparison is of a variant that this model has not: {of.low}, {of.mode} mode, called with {of.call}, "
+            f"sizes {of.sizes or 'any'}. Give what compare() returned for this model."
+        )
+    names = {row.name for row in views[found].rows}
+    missing = next((node.name for node in comparison.nodes if node.name not in names), None)
+    if missing is not None:
+        raise ValueError(
+            f"the comparison is of another model: this one has no node {missing!r}. Give what compare() returned for "
+            "this model."
+        )
+    return found
