@@ -329,7 +329,7 @@ def test_a_process_that_is_interrupted_goes_on(folder: Path, tmp_path: Path) -> 
         _, said = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130
+    assert process.returncode == 130, said
     assert said.endswith(f"autocastfx: the same command goes on from {file}\nautocastfx: interrupted\n")
     assert [path.name for path in tmp_path.iterdir()] == ["search.json"]
     assert json.loads(file.read_text())["known"]
