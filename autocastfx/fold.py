@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from autocastfx.graph import argument, is_float32, tensors, uses
-from autocastfx.kernel_facts import KernelFacts
 from autocastfx.mask import takes_mask
 from autocastfx.op_list import Category
-from autocastfx.op_name import op_name
+from autocastfx.op_name import kernel_name
 from autocastfx.plan import Decision
+from autocastfx.ports import Ports
 
 __all__ = ["Fold", "Folding"]
 
@@ -37,16 +37,14 @@ class Folding:
     """The rules of one conversion.
 
     Attributes:
-        facts: which ops fold.
+        ports: which inputs share a node's precision, and the facts: which ops fold.
         level: ``"none"``, ``"exact"`` or ``"kernel"``.
         low: name of the 16-bit dtype.
-        device: device type.
     """
 
-    facts: KernelFacts
+    ports: Ports
     level: str
     low: str
-    device: str
 
     def __call__(
         self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision], wide: frozenset[fx.Node]
@@ -63,19 +61,22 @@ class Folding:
             if node in decisions and decisions[node].category is Category.DENY:
                 reads = self._reads(node, decisions[node], wide, found)
                 if reads:
-                    found[node] = Fold(reads, taints=self.facts.may_fold(op_name(node), self.low, self.device, "exact"))
+                    found[node] = Fold(reads, taints=self._may_fold(node, "exact"))
         return found
 
     def _reads(
         self, node: fx.Node, decision: Decision, wide: frozenset[fx.Node], later: Mapping[fx.Node, Fold]
     ) -> tuple[fx.Node, ...]:
         """What ``node`` must read in 16 bits to fold; nothing if it does not fold."""
-        asked = tuple(u for u in uses(node) if is_float32(u.node) and any(t.ndim for t in tensors(u.node)))
+        given = (u for u in uses(node) if not self.ports.stays_float32(node, u))
+        asked = tuple(u for u in given if is_float32(u.node) and any(t.ndim for t in tensors(u.node)))
         if decision.source == "forced:wide" and self.level == "kernel":
             masks = [u for u in asked if u.node in wide]
             is_masked = all(takes_mask(node, u) for u in masks) and all(reader in later for reader in node.users)
             return tuple(u.node for u in asked if u not in masks) if is_masked else ()
         if decision.source.startswith("forced:") or argument(node, "dtype") is not None:  # the call asks for float32
             return ()
-        folds = self.facts.may_fold(op_name(node), self.low, self.device, self.level)
-        return tuple(u.node for u in asked if u.node.op != "get_attr") if folds else ()
+        return tuple(u.node for u in asked if u.node.op != "get_attr") if self._may_fold(node, self.level) else ()
+
+    def _may_fold(self, node: fx.Node, level: str) -> bool:
+        return self.ports.facts.may_fold(kernel_name(node), self.low, self.ports.device, level)

@@ -28,6 +28,7 @@ class KernelFacts:
         folds: per (level, device type, dtype name), what may take and give 16 bits where its list asks for float32:
             ``"exact"``, as exactly as with casts around it; ``"kernel"``, computed in float32 inside, from rounded
             arguments to rounded results.
+        float32_parameters: by device type, what takes 16-bit inputs beside a float32 weight and bias.
         expands_range: finite inputs can give results beyond their range.
         reduces: for ops that reduce many elements into one, what tells how many.
     """
@@ -39,17 +40,20 @@ class KernelFacts:
     folds: Mapping[tuple[str, str, str], frozenset[str]]
     expands_range: frozenset[str]
     reduces: Mapping[str, str] = field(default_factory=dict)
+    float32_parameters: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def runs(self, op: str, dtype: str, device: str) -> bool:
         """Whether ``device`` has a kernel of ``op`` for ``dtype``, as far as the table knows."""
         return base_name(op) not in self.no_kernel.get((device, dtype), frozenset())
 
     def may_fold(self, op: str, dtype: str, device: str, level: str) -> bool:
-        """Whether ``op`` may take and give ``dtype`` where its list asks for float32, at ``level`` of folding."""
-        name = base_name(op)
-        if dtype == "float16" and name in self.expands_range:
+        """Whether ``op`` may take and give ``dtype`` where its list asks for float32, at ``level`` of folding.
+
+        ``op`` is a ``kernel_name``.
+        """
+        if dtype == "float16" and op in self.expands_range:
             return False
-        return any(name in self.folds.get((each, device, dtype), frozenset()) for each in LEVELS[level])
+        return any(op in self.folds.get((each, device, dtype), frozenset()) for each in LEVELS[level])
 
 
 def load_kernel_facts() -> KernelFacts:
@@ -60,6 +64,7 @@ def load_kernel_facts() -> KernelFacts:
     """
     tree = parse_file(preset_folder() / "kernel_facts.yaml", shown="op_lists/kernel_facts.yaml")
     keys = ("computes_in_float32", "mixed_args", "takes_dtype", "no_kernel", "folds", "expands_range", "reduces")
+    keys = (*keys, "float32_parameters")
     tree.check_keys(keys, what="kernel fact")
     tree.child("folds").check_keys(LEVELS["kernel"], what="level of folding")
     tree.child("reduces").check_keys(KINDS, what="kind of reduction")
@@ -70,6 +75,7 @@ def load_kernel_facts() -> KernelFacts:
         no_kernel=_by_device(tree.child("no_kernel")),
         folds=_by_level(tree.child("folds")),
         expands_range=_ops(tree.child("expands_range")),
+        float32_parameters={device.text: _ops(ops) for device, ops in tree.child("float32_parameters").items()},
         reduces={op: kind.text for kind, ops in tree.child("reduces").items() for op in _ops(ops)},
     )
 

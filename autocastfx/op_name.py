@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-__all__ = ["base_name", "canonical", "located", "of_function", "op_name", "overload_name"]
+__all__ = ["base_name", "canonical", "kernel_name", "located", "of_function", "op_name", "overload_name"]
 
 # Python's operators on tensors, by the ATen op that Tensor's method of that name calls.
 _OPERATORS: dict[Any, str] = {
@@ -108,6 +108,13 @@ def overload_name(node: fx.Node) -> str:
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return ""
     return f"{of_function(node.target)}.{node.target._overloadname}"
+
+
+def kernel_name(node: fx.Node) -> str:
+    """What facts about kernels know ``node`` by: an operator of this package by its own name, others by their base."""
+    if isinstance(node.target, OpOverload) and node.target.namespace == "autocastfx":
+        return str(node.target._schema.name)
+    return base_name(op_name(node))
 
 
 def base_name(name: str) -> str:

@@ -69,10 +69,9 @@ class Converter:
     recompose: tuple[str, ...] = chosen(True)  # names of patterns
     weights: str = "cast"
 
-    @property
-    def ports(self) -> Ports:
-        """Which inputs of a low node are not cast."""
-        return Ports(self.op_list, self.facts)
+    def ports(self, device: torch.device) -> Ports:
+        """Which inputs of a low node are not cast, on ``device``."""
+        return Ports(self.op_list, self.facts, device.type)
 
     def dispatch(self, graph: fx.Graph) -> Dispatch:
         """How torch.autocast dispatches the ops of ``graph``, on the device that it was captured on."""
@@ -194,18 +193,18 @@ def _classify(converter: Converter, state: State, device: torch.device) -> State
 
 def _place(converter: Converter, state: State, device: torch.device) -> State:
     found = state.classification
-    units = units_of(state.graph, found.decisions, converter.ports)
-    simple = _with_views(converter, state, found.decisions, place_simply(found.decisions, units))
+    units = units_of(state.graph, found.decisions, converter.ports(device))
+    simple = _with_views(converter, state, device, found.decisions, place_simply(found.decisions, units))
     placements = simple if converter.op_list.placement == "simple" else _cut(converter, state, units, device)
     if converter.plan is not None:
         obeyed = converter.plan.obey(found.decisions, placements, found.unable, state.prefix)
         state = replace(state, classification=replace(found, decisions=obeyed.pinned))
-        units = units_of(state.graph, obeyed.pinned, converter.ports)
+        units = units_of(state.graph, obeyed.pinned, converter.ports(device))
         decisions, placements = obeyed.result(_cut(converter, state, units, device))
         state = replace(state, classification=replace(found, decisions=decisions))
 
     def moved(placements: Mapping[fx.Node, Placement]) -> int:
-        weights = _uncast(converter, state, placements)
+        weights = _uncast(converter, state, device, placements)
         return bytes_moved(
             state.graph, placements, units, keep_output_dtype=converter.keep_output_dtype, weights=weights
         )
@@ -215,33 +214,41 @@ def _place(converter: Converter, state: State, device: torch.device) -> State:
 
 def _cut(converter: Converter, state: State, units: Units, device: torch.device) -> dict[fx.Node, Placement]:
     decisions = state.classification.decisions
-    folding = Folding(converter.facts, converter.fold, LOW[converter.low], device.type)
+    folding = Folding(converter.ports(device), converter.fold, LOW[converter.low])
     folds = folding(state.graph, decisions, state.classification.wide)
     placed = place(state.graph, decisions, units, folds=folds, keep_output_dtype=converter.keep_output_dtype)
-    return _with_views(converter, state, decisions, placed)
+    return _with_views(converter, state, device, decisions, placed)
 
 
 def _with_views(
-    converter: Converter, state: State, decisions: Mapping[fx.Node, Decision], placed: dict[fx.Node, Placement]
+    converter: Converter,
+    state: State,
+    device: torch.device,
+    decisions: Mapping[fx.Node, Decision],
+    placed: dict[fx.Node, Placement],
 ) -> dict[fx.Node, Placement]:
     if converter.weights == "cast":
         return placed
-    return lower_views(state.graph, decisions, placed, state.parameters, converter.ports)
+    return lower_views(state.graph, decisions, placed, state.parameters, converter.ports(device))
 
 
-def _uncast(converter: Converter, state: State, placements: Mapping[fx.Node, Placement]) -> frozenset[fx.Node]:
+def _uncast(
+    converter: Converter, state: State, device: torch.device, placements: Mapping[fx.Node, Placement]
+) -> frozenset[fx.Node]:
     """The parameters that are read low without a cast in each call."""
     found = [n for n in state.graph.nodes if n.op == "get_attr" and n.target in state.parameters]
     found = [n for n in found if n not in state.classification.wide]  # their casts saturate
     if converter.weights == "low":
-        reads = LowReads(placements, converter.ports)
+        reads = LowReads(placements, converter.ports(device))
         mixed = {state.numbers[str(n.target)] for n in found if not reads.all_of(n)}
         found = [n for n in found if state.numbers[str(n.target)] not in mixed]
     return frozenset(found if converter.weights != "cast" else ())
 
 
 def _rewrite(converter: Converter, state: State, device: torch.device) -> State:
-    rewriter = Rewriter(converter.low, converter.ports, converter.keep_output_dtype, narrows=converter.fold == "kernel")
+    rewriter = Rewriter(
+        converter.low, converter.ports(device), converter.keep_output_dtype, narrows=converter.fold == "kernel"
+    )
     rewriter(state.graph, state.placements, state.classification.wide, state.parameters)
     return state
 
@@ -263,7 +270,7 @@ def _verify(converter: Converter, state: State, device: torch.device) -> State:
         state.placements,
         state.dtypes,
         low=converter.low,
-        ports=converter.ports,
+        ports=converter.ports(device),
         keep_output_dtype=converter.keep_output_dtype,
         attributes=state.attributes,
         followed=state.followed,

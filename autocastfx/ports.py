@@ -14,12 +14,13 @@ from autocastfx.cross_entropy import is_separable
 from autocastfx.graph import Use, argument, dtypes, elements, is_float32, tensors, uses
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import OpList
-from autocastfx.op_name import base_name, op_name
+from autocastfx.op_name import base_name, kernel_name, op_name
 from autocastfx.plan import Placement, Precision
 
 __all__ = ["Ports"]
 
 _CASTS = ("to", "_to_copy")
+_PARAMETERS = ("weight", "bias")
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,13 @@ class Ports:
 
     op_list: OpList
     facts: KernelFacts
+    device: str = "cpu"  # type of the one that the graph will run on
 
     def stays_float32(self, node: fx.Node, use: Use) -> bool:
-        """Whether the argument is one of the op's ``keep_args``."""
-        return use.argument in self.op_list.kept(op_name(node))
+        """Whether the argument is one of the op's ``keep_args``, or a parameter that its kernel takes in float32."""
+        if use.argument in self.op_list.kept(op_name(node)):
+            return True
+        return use.argument in _PARAMETERS and kernel_name(node) in self.facts.float32_parameters.get(self.device, ())
 
     def operands(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The float32 values that an op of ``mixed_args`` takes in any mixture of precisions; nothing for other ops.

@@ -1,5 +1,7 @@
 """The operator ``autocastfx::rms_norm``: that of torch, of which a backward keeps only what it was given.
 
+Beside a 16-bit input it takes a float32 weight as it is: all is computed in float32, and the result is rounded once.
+
 On a CPU torch computes its own in parts and keeps more of them than a model that writes them out. This one keeps the
 input, the weight and a float32 number for each row. It is an operator because graphs print, pickle and export those by
 name; its autograd kernel runs on torch's operators, so that torch.compile sees these and may fuse them.
@@ -24,7 +26,7 @@ def _dims(normalized_shape: Sequence[int]) -> list[int]:
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def _rstd(x: Tensor, dims: list[int], eps: float | None) -> Tensor:
@@ -32,9 +34,12 @@ def _rstd(x: Tensor, dims: list[int], eps: float | None) -> Tensor:
     return torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps))
 
 
-def _scaled(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
-    result = _wide(x) * rstd
-    return (result if weight is None else weight * result).to(x.dtype)
+def _parts(x: Tensor, dims: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """The result and ``_rstd``."""
+    wide = _wide(x)
+    rstd = _rstd(wide, dims, eps)
+    result = wide * rstd
+    return (result if weight is None else weight * result).to(x.dtype), rstd
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -42,18 +47,20 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
     ) -> tuple[Tensor, Tensor]:
-        rstd = _rstd(_wide(x), _dims(normalized_shape), eps)
-        return _scaled(x, rstd, weight), rstd
+        return _parts(x, _dims(normalized_shape), weight, eps)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         x, normalized_shape, weight, eps = inputs
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, output[1])
         ctx.dims, ctx.eps = _dims(normalized_shape), eps
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        if gradients[0] is None:
+            return None, None, None, None
         x, weight, rstd = ctx.saved_tensors
         gradient, wide = _wide(gradients[0]), _wide(x)
         if torch.is_grad_enabled():  # to be differentiated again: what was kept is no function of the input
@@ -78,7 +85,7 @@ def _with_autograd(
 def _without_autograd(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    return _scaled(x, _rstd(_wide(x), _dims(normalized_shape), eps), weight)
+    return _parts(x, _dims(normalized_shape), weight, eps)[0]
 
 
 _LIBRARY.impl("rms_norm", _with_autograd, "Autograd")

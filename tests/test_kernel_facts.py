@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx.kernel_facts import load_kernel_facts
+from autocastfx.rms_norm import rms_norm
 from benchmarks.kernel_calls import KernelCall, kernel_calls
 from benchmarks.kernel_facts import DTYPES, FACTS, LISTED, differences, in_dtype, rounds_once, ulps, without_kernel
 from tests.helpers import Function, relative_error
@@ -223,7 +224,7 @@ _aten = torch.ops.aten
 # A call of each op that folds at level "kernel", of an input of 64 rows and of a weight and a bias of 512 numbers.
 _ROUNDING: dict[str, Callable[..., torch.Tensor]] = {
     "layer_norm": lambda x, w, b: _aten.layer_norm(x, [512], w, b),
-    "group_norm": lambda x, w, b: _aten.group_norm(x, 8, w, b),
+    "group_norm": lambda x, w, b: _aten.group_norm(x, 8, w, b),  # on CUDA
     "rms_norm": lambda x, w, b: _aten.rms_norm(x, [512], w) + 0 * b,
     "softmax": lambda x, w, b: _aten.softmax(x, -1) + 0 * (w + b),
     "log_softmax": lambda x, w, b: _aten.log_softmax(x, -1) + 0 * (w + b),
@@ -232,26 +233,56 @@ _ROUNDING: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def _result_and_gradient(call: KernelCall, low: torch.dtype, *, folded: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the op on 16-bit values, or of its float32 form between casts."""
-    name = next(n for n, a in call.named().items() if isinstance(a, torch.Tensor))
-    x = call.named()[name].detach().to(low).requires_grad_()
-    given = x if folded else x.float()
-    result = call.with_arguments(lambda n, a: given if n == name else a)().to(low)
+def _sized_as_in_models(device: str) -> dict[str, KernelCall]:
+    """A call of each op that folds at level "exact" and reads parameters, of an image or of tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    images, tokens = some(4, 64, 32, 32), some(8, 128, 768)
+    return {
+        "group_norm": KernelCall(_aten.group_norm.default, (images, 8, 1 + some(64) / 8, some(64) / 8), {}),
+        "autocastfx::rms_norm": KernelCall(rms_norm, (tokens, [768], 1 + some(768) / 8, 1e-6), {}),
+    }
+
+
+def _result_and_gradients(call: KernelCall, low: torch.dtype, *, folded: bool) -> tuple[torch.Tensor, ...]:
+    """Of the op on 16-bit values, or of its float32 form between casts; parameters are float32 in both."""
+    tensors = {n: a.detach().float() for n, a in call.named().items() if isinstance(a, torch.Tensor)}
+    name = next(iter(tensors))
+    tensors = {n: (a.to(low) if n == name else a).requires_grad_() for n, a in tensors.items()}
+    given = {**tensors, name: tensors[name] if folded else tensors[name].float()}
+    result = call.with_arguments(lambda n, a: given.get(n, a))().to(low)
     torch.manual_seed(0)
-    (gradient,) = torch.autograd.grad(result, x, torch.randn_like(result))
-    return result.detach(), gradient
+    gradients = torch.autograd.grad(result, list(tensors.values()), torch.randn_like(result))
+    return result.detach(), *gradients
 
 
 @pytest.mark.parametrize(("device", "dtype", "op"), FOLDS)
 def test_what_folds_gives_what_the_op_gives_between_casts(device: str, dtype: str, op: str) -> None:
     """To an ulp, and the gradient to two: what ``fold="exact"`` promises."""
-    assert op in calls(device)
-    for call in calls(device)[op]:
-        got = _result_and_gradient(call, DTYPES[dtype], folded=True)
-        wanted = _result_and_gradient(call, DTYPES[dtype], folded=False)
-        assert ulps(got[0], wanted[0]) <= 1, call
-        assert ulps(got[1], wanted[1]) <= 2, call
+    low, sized = DTYPES[dtype], _sized_as_in_models(device)
+    tried = [*calls(device).get(op, []), *([sized[op]] if op in sized else [])]
+    assert tried
+    for call in tried:
+        got, *gradients = _result_and_gradients(call, low, folded=True)
+        wanted, *expected = _result_and_gradients(call, low, folded=False)
+        assert got.dtype == low
+        assert ulps(got, wanted) <= 1, call
+        for gradient, reference in zip(gradients, expected, strict=True):
+            assert gradient.dtype == reference.dtype
+            assert ulps(gradient.to(low), reference) <= 2, call
+
+
+def test_the_measure_tells_a_kernel_that_adds_up_gradients_of_parameters_in_16_bits() -> None:
+    """layer_norm on a CPU, which takes float32 parameters beside 16-bit values, but is not listed for that."""
+    tokens = torch.randn(8, 128, 768, generator=torch.Generator().manual_seed(0))
+    call = KernelCall(_aten.layer_norm.default, (tokens, [768], torch.ones(768), torch.zeros(768)), {})
+    got = _result_and_gradients(call, torch.bfloat16, folded=True)
+    wanted = _result_and_gradients(call, torch.bfloat16, folded=False)
+    assert ulps(got[2].bfloat16(), wanted[2]) > 2
+    assert "layer_norm" not in FACTS.float32_parameters["cpu"]
 
 
 @pytest.mark.parametrize(("device", "dtype", "op"), ROUNDING)
@@ -294,8 +325,8 @@ def test_the_measure_tells_a_backward_that_uses_a_rounded_result() -> None:
     """softmax folds at no such level: its gradient is computed from the result as it is stored."""
     assert not any("softmax" in ops for (level, _, _), ops in FACTS.folds.items() if level == "exact")
     call = KernelCall(torch.ops.aten.softmax.int, (_operands(64, 64), -1), {})
-    got = _result_and_gradient(call, torch.bfloat16, folded=True)
-    assert ulps(got[1], _result_and_gradient(call, torch.bfloat16, folded=False)[1]) > 2
+    got = _result_and_gradients(call, torch.bfloat16, folded=True)
+    assert ulps(got[1], _result_and_gradients(call, torch.bfloat16, folded=False)[1]) > 2
 
 
 @functools.cache
