@@ -62,10 +62,10 @@ class _RMSNorm(torch.autograd.Function):
         if gradients[0] is None:
             return None, None, None, None
         x, weight, rstd = ctx.saved_tensors
-        gradient, wide = _wide(gradients[0]), _wide(x)
+        gradient = _wide(gradients[0])
         if torch.is_grad_enabled():  # to be differentiated again: what was kept is no function of the input
-            rstd = _rstd(wide, ctx.dims, ctx.eps)
-        normal, of_x, of_weight = wide * rstd, None, None
+            rstd = _rstd(_wide(x), ctx.dims, ctx.eps)
+        normal, of_x, of_weight = x * rstd, None, None  # float32, as rstd is
         if ctx.needs_input_grad[0]:
             scaled = gradient if weight is None else gradient * weight
             of_x = (rstd * (scaled - normal * (scaled * normal).mean(ctx.dims, keepdim=True))).to(x.dtype)

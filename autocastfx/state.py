@@ -15,6 +15,7 @@ from autocastfx.graph import dtypes, elements, module_path, origin
 from autocastfx.op_name import of_function, op_name
 from autocastfx.passes.classify import Classification
 from autocastfx.plan import Placement, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed, Traffic
+from autocastfx.saturating_cast import saturating_cast
 from autocastfx.traffic import CAST
 from autocastfx.weights import working_copy
 
@@ -63,7 +64,7 @@ def planned_node(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> 
 
 def planned_casts(graph: fx.Graph, prefix: str) -> list[PlannedCast]:
     """The casts in a rewritten graph."""
-    casts = ("to", of_function(cast_if))
+    casts = ("to", of_function(cast_if), of_function(saturating_cast))
     made = [(n, mark) for n in graph.nodes if (mark := origin(n)) is not None and op_name(n) in casts]
     return [
         PlannedCast(

@@ -31,7 +31,8 @@ class Casts:
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes of the storages that backward holds, each counted once; inputs are not counted.
+    """Bytes of the storages that backward holds, each counted once; inputs are not counted, nor their casts, which a
+    16-bit model is given as its inputs.
 
     ``weights`` are parameters and buffers, and their casts to another dtype; ``activations`` all the rest.
     """
@@ -46,7 +47,7 @@ class Counter(TorchDispatchMode):
     Attributes:
         ops: calls of ATen operators that compute or copy: no views, no mere allocations.
         weights: casts of parameters, and of what is cast from them.
-        gradients: casts in backward whose result is the gradient of a parameter, or a part of it.
+        gradients: casts in backward whose result is the gradient of a parameter, or is added to it.
         activations: all other casts.
     """
 
@@ -99,13 +100,16 @@ class Counter(TorchDispatchMode):
             self._weights.update(_storages([target]))
             self.weights.add(source, target)
         else:
-            (self.gradients if _makes_a_gradient() else self.activations).add(source, target)
+            if next(iter(_storages([source]))) in self._inputs:
+                self._inputs.update(_storages([target]))
+            (self.gradients if _makes_a_gradient(target) else self.activations).add(source, target)
 
 
-def _makes_a_gradient() -> bool:
-    """Whether the node of autograd that runs now, if any does, hands on to a parameter's gradient."""
+def _makes_a_gradient(made: Tensor) -> bool:
+    """Whether the node of autograd that runs now, if any does, hands ``made`` on as a parameter's gradient."""
     node: Any = torch._C._current_autograd_node()
-    return node is not None and any(hasattr(reader, "variable") for reader, _ in node.next_functions if reader)
+    readers = [reader for reader, _ in node.next_functions if reader] if node is not None else []
+    return any(hasattr(reader, "variable") and reader.variable.shape == made.shape for reader in readers)
 
 
 def _storages(tensors: Iterable[Any]) -> dict[int, torch.UntypedStorage]:

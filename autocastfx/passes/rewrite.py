@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch.fx.node import Argument
 
 from autocastfx.alias import alias_sets
 from autocastfx.cross_entropy import is_separable, narrow, separate
@@ -24,6 +21,7 @@ from autocastfx.graph import (
 from autocastfx.mask import is_mask
 from autocastfx.plan import Placement, Precision
 from autocastfx.ports import Ports
+from autocastfx.saturating_cast import saturating_cast
 
 __all__ = ["Rewriter"]
 
@@ -132,23 +130,14 @@ class _Run:
         mark = Origin("rewrite", rule, read.name, saturates=bound is not None)
         suffix = str(dtype).removeprefix("torch.")
 
-        def create(name: str, target: OpOverload, *args: object) -> fx.Node:
-            made = self.graph.create_node(
-                "call_function", target, cast("tuple[Argument, ...]", args), {}, f"{read.name}_{name}"
-            )
-            for key in ("nn_module_stack", "stack_trace"):
-                if key in read.meta:
-                    made.meta[key] = read.meta[key]
-            set_origin(made, mark)
-            return made
-
+        target, args = (_TO, (holder, dtype)) if bound is None else (saturating_cast, (holder, dtype, bound))
         with self.graph.inserting_before(before):
-            if bound is None:
-                return create(suffix, _TO, holder, dtype)
-            clamped = create("clamped", torch.ops.aten.clamp.default, holder, -bound, bound)
-            infinite = create("isinf", torch.ops.aten.isinf.default, holder)
-            kept = create("saturated", torch.ops.aten.where.self, infinite, holder, clamped)
-            return create(suffix, _TO, kept, dtype)
+            made = self.graph.create_node("call_function", target, args, {}, f"{read.name}_{suffix}")
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in read.meta:
+                made.meta[key] = read.meta[key]
+        set_origin(made, mark)
+        return made
 
     def _is_constant(self, node: fx.Node) -> bool:
         return node.op == "get_attr" and str(node.target) not in self.parameters

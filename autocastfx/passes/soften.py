@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 from autocastfx.cast import cast_if
 from autocastfx.cross_entropy import PART
 from autocastfx.graph import origin, set_value, value
-from autocastfx.op_name import op_name
 from autocastfx.plan import Placement, Precision
 
 __all__ = ["soften"]
@@ -32,25 +31,18 @@ def soften(graph: fx.Graph, placements: Mapping[fx.Node, Placement], guesses: Se
         if mark is not None:
             if mark.rule == PART:
                 set_value(node, torch.empty(1))
-            elif op_name(node) == "to":
+            else:
                 dtype = node.args[1]
                 set_value(node, torch.empty(1, dtype=dtype))
-                if mark.value in guesses:
+                if mark.value in guesses:  # clamping an integer would make it a float
                     source = torch.float32 if dtype == low else low
-                    node.target, node.args = cast_if, (_unsaturated(node.all_input_nodes[0]), source, dtype)
-            else:
-                set_value(node, value(node.all_input_nodes[0]))
+                    node.target, node.args = cast_if, (node.all_input_nodes[0], source, dtype)
         elif placement is not None and placement.run is Precision.LOW:
             set_value(node, pytree.tree_map(partial(_narrowed, low), value(node)))
     for node in reversed(list(graph.nodes)):
         if origin(node) is not None and not node.users:
             graph.erase_node(node)
     graph.lint()
-
-
-def _unsaturated(node: fx.Node) -> fx.Node:
-    """The value that a saturating cast starts from: clamping an integer would make it a float."""
-    return node.all_input_nodes[1] if origin(node) is not None and op_name(node) == "where" else node
 
 
 def _narrowed(low: torch.dtype, leaf: object) -> object:

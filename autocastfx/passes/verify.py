@@ -178,7 +178,7 @@ def _captured_of(node: fx.Node, captured: Mapping[fx.Node, Any]) -> fx.Node:
     A part of an op holds a value of its own.
     """
     while node not in captured and (mark := origin(node)) is not None and mark.rule != PART:
-        node = node.all_input_nodes[-1] if op_name(node) != "where" else node.all_input_nodes[1]
+        node = node.all_input_nodes[-1]
     return node
 
 

@@ -43,7 +43,6 @@ def test_comments_say_precision_and_dtypes() -> None:
 
 def test_saturating_casts_say_so() -> None:
     shown = autocastfx.dump(converted("encoder_layer"), format="python")
-    assert "# + for x, by rewrite (reader)" in shown
     assert "# + cast of x: float32 → float16, saturating" in shown
 
 

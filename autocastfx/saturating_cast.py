@@ -1,0 +1,45 @@
+"""The operator ``autocastfx::saturating_cast``, which narrows: what is beyond a bound becomes the bound, not infinite.
+
+Infinities and NaN stay what they are. Its gradient is that of a cast, so that backward keeps nothing. See
+:mod:`autocastfx.rms_norm` for how it is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["saturating_cast"]
+
+_LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
+_LIBRARY.define("saturating_cast(Tensor self, ScalarType dtype, float bound) -> Tensor")
+
+
+class _SaturatingCast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
+        ctx.dtype = x.dtype
+        return _without_autograd(x, dtype, bound)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        return gradients[0].to(ctx.dtype), None, None
+
+
+def _with_autograd(x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
+    if torch._C._are_functorch_transforms_active():  # which take no autograd function here, but its parts
+        return _without_autograd(x, dtype, bound)
+    return _SaturatingCast.apply(x, dtype, bound)
+
+
+def _without_autograd(x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
+    low = x.to(dtype)  # rounding keeps the order, so the bound, which has this dtype, can come after it
+    return torch.where(x.isinf(), low, low.clamp(-bound, bound))
+
+
+_LIBRARY.impl("saturating_cast", _with_autograd, "Autograd")
+_LIBRARY.impl("saturating_cast", _without_autograd, "CompositeExplicitAutograd")
+
+saturating_cast = torch.ops.autocastfx.saturating_cast.default

@@ -1,0 +1,70 @@
+"""The operator saturating_cast: a cast that stops at a bound, and whose backward keeps nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from autocastfx.op_name import of_function
+from autocastfx.saturating_cast import saturating_cast
+from tests.helpers import saved_bytes
+
+LOW = [torch.float16, torch.bfloat16]
+
+
+def written(x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
+    return torch.where(x.isinf(), x, x.clamp(-bound, bound)).to(dtype)
+
+
+@pytest.mark.parametrize("share", [1, 2])
+@pytest.mark.parametrize("dtype", LOW)
+def test_it_is_a_clamp_and_a_cast_and_keeps_infinities_and_nan(dtype: torch.dtype, share: int) -> None:
+    largest = torch.finfo(torch.float32).max
+    bound = torch.finfo(dtype).max / share
+    beyond = torch.tensor([bound, 0.0, 1e-30, 70000.0, largest, math.inf, math.nan])
+    around = torch.linspace(0.9, 1.1, 1001) * min(bound, largest / 2)
+    x = torch.cat([beyond, around])
+    x = torch.cat([x, -x])
+    torch.testing.assert_close(
+        saturating_cast(x, dtype, bound), written(x, dtype, bound), rtol=0, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_its_gradient_is_that_of_a_cast(dtype: torch.dtype) -> None:
+    x = torch.tensor([1.0, 1e30, -math.inf], requires_grad=True)
+    given = torch.tensor([1.0, 3.0, 1 / 3], dtype=dtype)
+    (found,) = torch.autograd.grad(saturating_cast(x, dtype, 100.0), x, given)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, given.float())
+
+
+def test_it_can_be_differentiated_twice_and_under_transforms() -> None:
+    x = torch.randn(5, requires_grad=True)
+
+    def squared(x: Tensor) -> Tensor:
+        return saturating_cast(x, torch.bfloat16, 100.0).float().square().sum()
+
+    (first,) = torch.autograd.grad(squared(x), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert torch.equal(second, torch.full((5,), 2.0))
+    assert torch.equal(torch.func.grad(squared)(x.detach()), first)
+
+
+def test_backward_keeps_nothing() -> None:
+    x = torch.randn(5, 8, requires_grad=True)
+    assert saved_bytes(lambda: saturating_cast(x, torch.float16, 100.0)) == 0
+    assert saved_bytes(lambda: written(x, torch.float16, 100.0)) >= x.nbytes
+
+
+def test_a_compiler_sees_its_parts() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    compiled = torch.compile(lambda x: saturating_cast(x, torch.bfloat16, 1.0), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), saturating_cast(x, torch.bfloat16, 1.0))
+
+
+def test_lists_call_it_by_its_own_name() -> None:
+    assert of_function(saturating_cast) == "autocastfx::saturating_cast"
