@@ -23,6 +23,7 @@ from autocastfx.call import Call, CallSignature, CallStructure
 from autocastfx.capture.guard import ShapeGuard, shape_guard
 from autocastfx.capture.intact import intact
 from autocastfx.capture.leaf import whole_calls
+from autocastfx.capture.settled import drop_settled
 from autocastfx.capture.tidy import tidy
 from autocastfx.capture.truth import Truth
 from autocastfx.capture.watch import Watch
@@ -185,6 +186,7 @@ def _captured(
     module: Any = program.module(check_guards=False) if checked else program.module()
     attributes: dict[str, Any] = {}
     graph = tidy(module, names, called, attributes, call.structure.tensor_names(), follows=follows)
+    drop_settled(graph)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     out_spec = program.call_spec.out_spec
     if out_spec is None:

@@ -1,0 +1,174 @@
+"""What is settled before any input is known, and what it makes needless.
+
+Models that build attention masks build them under torch.export even where all is seen: of positions that are compared
+with 0, ones and zeros. Such a mask is one number everywhere, and adding it changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from autocastfx.alias import alias_sets, mutated_inputs
+from autocastfx.graph import argument, set_argument, tensors
+from autocastfx.op_name import op_name
+
+__all__ = ["drop_settled"]
+
+Bounds = tuple[float, float]  # the least and the largest that any element can be
+
+_MADE_OF: dict[str, float] = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
+_VIEWS = ("unsqueeze", "squeeze", "expand", "view", "reshape", "slice", "select", "transpose", "permute", "alias")
+_COPIES = ("clone", "contiguous")
+_COMPARISONS: dict[str, Callable[[Bounds, Bounds], bool | None]] = {
+    "ge": lambda a, b: _known(a[0] >= b[1], a[1] < b[0]),
+    "gt": lambda a, b: _known(a[0] > b[1], a[1] <= b[0]),
+    "le": lambda a, b: _known(a[1] <= b[0], a[0] > b[1]),
+    "lt": lambda a, b: _known(a[1] < b[0], a[0] >= b[1]),
+}
+_ANDS = ("__and__", "bitwise_and", "logical_and")
+_SUMS = ("add", "sub")
+
+
+def _known(holds: bool, fails: bool) -> bool | None:
+    return True if holds else False if fails else None
+
+
+def drop_settled(graph: fx.Graph) -> None:
+    """Take out, in place, what changes nothing whatever the inputs: ``and`` with True, the addition of zeros, a mask of
+    attention that hides nothing, and what only they read. Not what shares storage that is written to, nor an output.
+    """
+    known = _bounds(graph)
+    if not known:
+        return
+    shared = alias_sets(graph)
+    returned = set(graph.output_node().all_input_nodes)
+    dropped: list[fx.Node] = []
+    for node in list(graph.nodes):
+        source = _source(node, known)
+        if source is not None and not {node, source} & shared.keys() and node not in returned:
+            dropped += [node, *node.all_input_nodes]
+            node.replace_all_uses_with(source)
+        elif op_name(node) == "scaled_dot_product_attention" and _hides_nothing(argument(node, "attn_mask"), known):
+            dropped.append(argument(node, "attn_mask"))
+            set_argument(node, "attn_mask", None)
+    _erase_unread(graph, [*dropped, *known])
+
+
+def _source(node: fx.Node, known: Mapping[fx.Node, Bounds]) -> fx.Node | None:
+    """The input that ``node`` gives unchanged, if it does."""
+    name = op_name(node)
+    if name not in (*_ANDS, *_SUMS) or node.kwargs or len(node.args) != 2:
+        return None
+    neutral = (1, 1) if name in _ANDS else (0, 0)
+    sides = [node.args] if name == "sub" else [node.args, node.args[::-1]]
+    for kept, other in sides:
+        if isinstance(kept, fx.Node) and _of(other, known) == neutral and _stands_for(kept, node):
+            is_bits = name in _ANDS and tensors(node)[0].dtype != torch.bool  # where 1 is one bit of many
+            return None if is_bits else kept
+    return None
+
+
+def _stands_for(kept: fx.Node, node: fx.Node) -> bool:
+    """Whether readers of ``node`` can read ``kept``: it has the dtype and the sizes, or they expand it themselves."""
+    a, b = tensors(kept), tensors(node)
+    if len(a) != 1 or len(b) != 1 or a[0].dtype != b[0].dtype or a[0].ndim != b[0].ndim:
+        return False
+    same = [statically_known_true(m == n) for m, n in zip(a[0].shape, b[0].shape, strict=True)]
+    return all(same) or all(_expands(reader, same) for reader in node.users)
+
+
+def _expands(reader: fx.Node, same: list[bool]) -> bool:
+    """Whether ``reader`` is an expand that names each size in which it may be given a 1 instead."""
+    sizes = argument(reader, "size") if op_name(reader) == "expand" else None
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != len(same):
+        return False
+    return all(is_same or size != -1 for size, is_same in zip(sizes, same, strict=True))
+
+
+def _hides_nothing(mask: Any, known: Mapping[fx.Node, Bounds]) -> bool:
+    if not isinstance(mask, fx.Node) or mask not in known:
+        return False
+    return known[mask] == ((1, 1) if tensors(mask)[0].dtype == torch.bool else (0, 0))
+
+
+def _of(operand: Any, known: Mapping[fx.Node, Bounds]) -> Bounds | None:
+    if isinstance(operand, fx.Node):
+        return known.get(operand)
+    return (operand, operand) if isinstance(operand, (int, float)) and not math.isnan(operand) else None
+
+
+def _bounds(graph: fx.Graph) -> dict[fx.Node, Bounds]:
+    """Of each value that is computed from no input, parameter or constant tensor, as far as it can be told."""
+    known: dict[fx.Node, Bounds] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and len(tensors(node)) == 1 and not mutated_inputs(node):
+            found = _computed(node, known)
+            if found is not None:
+                known[node] = found
+    return known
+
+
+def _computed(node: fx.Node, known: Mapping[fx.Node, Bounds]) -> Bounds | None:
+    name, args = op_name(node), node.args
+    if name in _MADE_OF:
+        return _MADE_OF[name], _MADE_OF[name]
+    if name == "arange":
+        return _range(node)
+    if name in ("full", "new_full", "full_like", "scalar_tensor"):
+        return _of(argument(node, "s" if name == "scalar_tensor" else "fill_value"), known)
+    operands = [_of(a, known) for a in args[:3] if not isinstance(a, (list, tuple))]
+    if name in (*_VIEWS, *_COPIES, "to"):
+        return _moved(node, operands[0]) if operands else None
+    if node.kwargs:
+        return None
+    if name == "where" and operands[0] in ((0, 0), (1, 1)) and len(operands) == 3:
+        return operands[1] if operands[0] == (1, 1) else operands[2]
+    if name in _ANDS and (0, 0) in operands:
+        return 0, 0
+    pair = [bounds for bounds in operands if bounds is not None]
+    return _of_two(name, pair[0], pair[1], tensors(node)[0].dtype) if len(operands) == len(pair) == 2 else None
+
+
+def _of_two(name: str, a: Bounds, b: Bounds, dtype: torch.dtype) -> Bounds | None:
+    if name in _COMPARISONS:
+        answer = _COMPARISONS[name](a, b)
+        return None if answer is None else (int(answer), int(answer))
+    if name in _ANDS and dtype == torch.bool and (a, b) == ((1, 1), (1, 1)):
+        return 1, 1
+    if name in _SUMS and not dtype.is_floating_point:
+        return (a[0] + b[0], a[1] + b[1]) if name == "add" else (a[0] - b[1], a[1] - b[0])
+    return None
+
+
+def _range(node: fx.Node) -> Bounds | None:
+    """From its start on; how far, only the number of its elements tells."""
+    overload = str(getattr(node.target, "_overloadname", ""))
+    start = 0 if overload == "default" else node.args[0]
+    step = node.args[2] if overload == "start_step" and len(node.args) > 2 else 1
+    return (start, math.inf) if isinstance(start, int) and isinstance(step, int) and step > 0 else None
+
+
+def _moved(node: fx.Node, bounds: Bounds | None) -> Bounds | None:
+    """Of a view, a copy or a cast: 0 and 1 are themselves in every dtype."""
+    before, after = tensors(node.all_input_nodes[0]), tensors(node)[0].dtype
+    if bounds in ((0, 0), (1, 1)) or (len(before) == 1 and before[0].dtype == after):
+        return bounds
+    return None
+
+
+def _erase_unread(graph: fx.Graph, candidates: list[fx.Node]) -> None:
+    """Erase those of ``candidates`` that nobody reads, and then of what they read."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    queue = sorted(set(candidates), key=order.__getitem__)
+    while queue:
+        node = queue.pop()
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.op == "call_function" and not node.users and not mutated_inputs(node) and not random:
+            queue = sorted({*queue, *node.all_input_nodes} - {node}, key=order.__getitem__)
+            graph.erase_node(node)
