@@ -59,10 +59,11 @@ class _Bridge(torch.autograd.Function):
 class _Copy:
     """A copy, and what its master was when it was copied."""
 
-    __slots__ = ("master", "pointer", "storage", "tensor", "version")
+    __slots__ = ("form", "master", "pointer", "storage", "tensor", "version")
 
-    def __init__(self, master: weakref.ref[torch.Tensor], tensor: torch.Tensor) -> None:
-        self.master, self.tensor = master, tensor
+    def __init__(self, master: weakref.ref[torch.Tensor], dtype: torch.dtype) -> None:
+        self.master, self.tensor = master, torch.empty(0, dtype=dtype)
+        self.form: tuple[Any, ...] = ()
         self.version, self.pointer = -1, 0
         self.storage: StorageWeakRef | None = None
 
@@ -74,10 +75,9 @@ class _Copy:
 
     def fit(self, master: torch.Tensor) -> None:
         """Be of the form and on the device of ``master``."""
-        fitting = torch.empty_like(master, dtype=self.tensor.dtype, device="meta")
-        mine = (self.tensor.shape, self.tensor.stride(), self.tensor.device)
-        if mine != (fitting.shape, fitting.stride(), master.device):
-            self.tensor = torch.empty_like(master, dtype=self.tensor.dtype, device=master.device)
+        form = (master.shape, master.stride(), master.device)
+        if form != self.form:
+            self.form, self.tensor = form, torch.empty_like(master, dtype=self.tensor.dtype)
 
     def note(self, master: torch.Tensor) -> None:
         """Remember ``master`` as it now is."""
@@ -157,9 +157,7 @@ class WorkingCopies:
             if copies is not None and key in copies._held and copies._held[key].master is gone:
                 del copies._held[key]
 
-        with torch.inference_mode(False), torch.no_grad():
-            empty = torch.empty_like(master, dtype=dtype, device=master.device)
-        self._held[key] = _Copy(weakref.ref(master, forget), empty)
+        self._held[key] = _Copy(weakref.ref(master, forget), dtype)
         return self._held[key]
 
     def _refuse_sharded(self) -> None:
