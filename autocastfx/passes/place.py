@@ -108,8 +108,9 @@ class _Terms:
     def __init__(self, graph: fx.Graph, units: Units, float32: Mapping[Unit, str], keep_output_dtype: bool) -> None:
         self.units, self.float32 = units, float32
         self.graph, self.keep_output_dtype = graph, keep_output_dtype
-        self.low_readers: dict[fx.Node, list[Label]] = defaultdict(list)
-        self.float32_readers: dict[fx.Node, list[Label]] = defaultdict(list)
+        # By value: the nodes that read it, however often, each with the label of what it reads in.
+        self.low_readers: dict[fx.Node, dict[fx.Node, Label]] = defaultdict(dict)
+        self.float32_readers: dict[fx.Node, dict[fx.Node, Label]] = defaultdict(dict)
 
     def __iter__(self) -> Iterator[Term]:
         for node in self.graph.nodes:
@@ -117,7 +118,7 @@ class _Terms:
                 yield from self._node(node, self.units.of[node])
             elif node.op == "output" and self.keep_output_dtype:
                 for read in dict.fromkeys(u.node for u in uses(node) if is_float32(u.node)):
-                    self.float32_readers[read].append(_OUTSIDE)
+                    self.float32_readers[read][node] = _OUTSIDE
         for value in dict.fromkeys((*self.low_readers, *self.float32_readers)):
             yield from self._casts(value)
 
@@ -129,17 +130,17 @@ class _Terms:
         for use in (u for u in uses(node) if is_float32(u.node)):
             read, extra = use.node, _EXTRA * elements(use.node) if moves(node) else 0
             if self.units.ports.stays_float32(node, use):
-                self.float32_readers[read].append(_OUTSIDE)
+                self.float32_readers[read][node] = _OUTSIDE
             elif self.units.ports.converts(node, use):
                 yield Term(extra, (), (self._stored(read),))
-                self.low_readers[read].append(unit)
+                self.low_readers[read].setdefault(node, unit)
             elif read not in operands or read is anchor:
                 yield Term(extra, (), (unit,))
-                self.low_readers[read].append(unit)
-                self.float32_readers[read].append(unit)
+                self.low_readers[read].setdefault(node, unit)
+                self.float32_readers[read].setdefault(node, unit)
             elif read in self.units.ports.decisive(node):
                 yield Term(extra, (), (self._stored(read),))  # in float32 the kernel takes it as it is stored
-                self.low_readers[read].append(unit)
+                self.low_readers[read].setdefault(node, unit)
         if has_float32(node):
             stored, size = self._stored(node), elements(node)
             if moves(node):
@@ -169,15 +170,15 @@ class _Terms:
     def _casts(self, value: fx.Node) -> Iterator[Term]:
         """One cast to each precision, however many read it; of what is mutated, one for each reader."""
         stored, cost = self._stored(value), CAST * elements(value)
-        low, float32 = self.low_readers[value], self.float32_readers[value]
+        low, float32 = tuple(self.low_readers[value].values()), tuple(self.float32_readers[value].values())
         if value in self.units.storages:
             yield from (Term(cost, (reader,), (stored,)) for reader in low if reader is not stored)
             yield from (Term(cost, (stored,), (reader,)) for reader in float32 if reader is not stored)
             return
         if low:
-            yield Term(cost, tuple(low), (stored,))
+            yield Term(cost, low, (stored,))
         if float32:
-            yield Term(cost, (stored,), tuple(float32))
+            yield Term(cost, (stored,), float32)
 
 
 def _readers(unit: Unit, units: Units, keep_output_dtype: bool) -> tuple[Label, ...]:
@@ -201,21 +202,24 @@ def _rules(
     """What a unit that is low asks of its neighbours."""
     allow = [u for u in units if u.category is Category.ALLOW]
     after_allow = reach(allow, lambda u: u.after, lambda u: u.is_free and u not in float32, {})
+    after_low = set[Label](reach([*allow, *folding], lambda u: u.after, lambda u: u.is_free and u not in float32, {}))
     only_for_low: set[Label] = set(allow)
     for unit in reversed(list(units)):
         if unit.category is Category.CLEAR and readers[unit] and only_for_low.issuperset(readers[unit]):
             only_for_low.add(unit)
     for unit in units:
         rounds = unit.category is Category.CLEAR and unit not in only_for_low
+        # One that joins low values to what came in as float32 (a class token, say) is low where all its readers are.
+        follows = unit in after_allow and after_low.issuperset(_sources(unit, units))
         if unit in folding:
             reads = dict.fromkeys(folding[unit].reads)
             yield from (Term(None, (unit,), (units.stored(read) or _OUTSIDE,)) for read in reads)
-        elif unit.category is Category.PROMOTE or (rounds and unit in after_allow):
+        elif unit.category is Category.PROMOTE or (rounds and follows):
             yield from (Term(None, (unit,), (source,)) for source in _sources(unit, units))
         if unit.category is Category.INFER:  # what was computed from outside in float32 may not fit
             free = (s for s in _sources(unit, units) if isinstance(s, Unit) and s.is_free and s not in after_allow)
             yield from (Term(None, (unit,), (source,)) for source in free)
-        if unit in folding or (rounds and unit not in after_allow):
+        if unit in folding or (rounds and not follows):
             yield from (Term(None, (unit,), (reader,)) for reader in readers[unit])
         joined = any(isinstance(r, Unit) and r.category is Category.PROMOTE for r in readers[unit])
         if rounds and unit not in after_allow and joined:

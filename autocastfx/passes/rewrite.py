@@ -72,6 +72,7 @@ class _Run:
     wide: frozenset[fx.Node]
     parameters: frozenset[str]
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
+    mutated: dict[tuple[fx.Node, fx.Node], fx.Node] = field(default_factory=dict)  # casts for one reader, in one dtype
     stored: dict[fx.Node, fx.Node] = field(default_factory=dict)  # value → the cast that holds it as it is stored
 
     def __post_init__(self) -> None:
@@ -114,7 +115,9 @@ class _Run:
             return holder
         dtype = self._dtype(precision)
         if read in self.storages:  # its contents change: what this reader sees is what they are now
-            return self._cast(read, holder, precision, "mutated", before=reader)
+            if (read, reader) not in self.mutated:
+                self.mutated[read, reader] = self._cast(read, holder, precision, "mutated", before=reader)
+            return self.mutated[read, reader]
         if (read, dtype) not in self.casts:
             by_input = read.op in ("placeholder", "get_attr")
             before = reader if by_input else holder.next

@@ -31,12 +31,13 @@ def soften(graph: fx.Graph, placements: Mapping[fx.Node, Placement], guesses: Se
         if mark is not None:
             if mark.rule == PART:
                 set_value(node, torch.empty(1))
-            else:
-                dtype = node.args[1]
+            elif isinstance(dtype := node.args[1], torch.dtype):
                 set_value(node, torch.empty(1, dtype=dtype))
                 if mark.value in guesses:  # clamping an integer would make it a float
                     source = torch.float32 if dtype == low else low
                     node.target, node.args = cast_if, (node.all_input_nodes[0], source, dtype)
+            else:
+                set_value(node, value(node.all_input_nodes[0]))
         elif placement is not None and placement.run is Precision.LOW:
             set_value(node, pytree.tree_map(partial(_narrowed, low), value(node)))
     for node in reversed(list(graph.nodes)):

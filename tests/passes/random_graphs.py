@@ -25,7 +25,7 @@ UNARY = {
     "clear": aten.relu.default,
     "keep": aten.sinh.default,
 }
-KINDS = (*UNARY, *["allow"] * 4, *["fold", "infer", "sum"] * 2, "in place", "view", "promote", "split")
+KINDS = (*UNARY, *["allow"] * 4, *["fold", "infer", "sum"] * 2, "in place", "view", "promote", "join", "split")
 CATEGORIES = {
     aten.linear.default: Category.ALLOW,
     aten.exp.default: Category.DENY,
@@ -38,7 +38,8 @@ CATEGORIES = {
     aten.view.default: Category.CLEAR,
     aten.split.Tensor: Category.CLEAR,
     operator.getitem: Category.CLEAR,
-    aten.cat.default: Category.PROMOTE,
+    aten.cat.default: Category.CLEAR,
+    aten.fmod.Tensor: Category.PROMOTE,
     aten.sinh.default: Category.KEEP,
 }
 
@@ -79,6 +80,8 @@ def build(steps: list[tuple[str, int, int]], outputs: list[int]) -> tuple[fx.Gra
         elif kind == "view":
             values.append(call(aten.view.default, a, [rows, 8]))
         elif kind == "promote":
+            values.append(call(aten.fmod.Tensor, a, same))
+        elif kind == "join":
             values.append(call(aten.cat.default, [a, b]))
         elif kind == "split" and rows > 1:
             halves = call(aten.split.Tensor, a, rows // 2)
