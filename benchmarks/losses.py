@@ -10,8 +10,8 @@ precision the side computes it.
 
 The *distance* of a run is the root mean square, over all steps, of its loss minus that of the float32 run of the same
 seed. *At the end* is the mean of its last 20 losses minus float32's. ``float32, rounded start`` is the control: float32
-throughout, but the weights that it begins with are rounded to 16 bits once. Training amplifies any difference, by
-chance now and then much, so that no side can be expected nearer to float32 than that.
+throughout, but the weights that it begins with are rounded to 16 bits once, which shows how much training itself
+amplifies a difference: by chance now and then much.
 
 Judged is the geometric mean, over models and seeds, of a side's distance to torch.autocast's of the same seed. It may
 exceed 1 by two standard errors of torch.autocast alone: with n ratios it is at most exp(2 s sqrt(2 / n)), where s is

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from benchmarks import losses, losses_tasks
+from benchmarks import losses, losses_tasks, report
 from benchmarks.accuracy_tasks import DigitsCNN
 from benchmarks.losses import AUTOCAST, CONTROL, DEFAULT, FASTEST, FLOAT32, HALF, MASTERS, Run
 from benchmarks.losses_tasks import FOLLOWED, Images
@@ -169,3 +169,13 @@ def test_losses_that_are_not_finite_are_far_and_equal_ones_count_as_rounded() ->
     assert losses.targets(found)[0][1]
     assert losses.targets(losses.rows([*exact[:1], *autocast[:1], *_runs(DEFAULT, 0)])) == [], "no spread"
     assert losses.rows([*autocast, *_runs(CONTROL, 0.1, 0.1)]) == [], "nothing to follow"
+
+
+def test_the_results_that_are_kept_are_whole_and_the_default_follows_float32() -> None:
+    runs = [Run(**row) for row in json.loads((report.RESULTS / "losses-cpu.json").read_text())["rows"]]
+    expected = {(name, side, seed) for name in FOLLOWED for side in losses.SIDES for seed in range(losses.SEEDS)}
+    assert {(run.model, run.side, run.seed) for run in runs} == expected
+    assert all(len(run.losses) == losses_tasks.STEPS for run in runs)
+    reached = {told.split(":")[0]: reached for told, reached in losses.targets(losses.rows(runs))}
+    assert reached.keys() == set(losses.OURS)
+    assert reached[DEFAULT]
