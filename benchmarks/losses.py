@@ -19,7 +19,7 @@ the standard deviation, over the seeds of a model, of the logarithm of torch.aut
 over the models). The exit status is 1 where one of this package's sides is above that.
 
 ``pure half`` updates 16-bit weights, or with masters float32 ones; it is there to be looked at. float16 losses are
-scaled, and 16-bit weights always have masters then.
+scaled, steps that overflow are skipped, and 16-bit weights always have masters.
 
 With ``--json`` each run is written at once, and those of the same commit are not repeated.
 """

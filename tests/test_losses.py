@@ -61,6 +61,18 @@ def test_all_sides_begin_with_the_same_weights_and_see_the_same_batches(tiny: st
     assert losses.follow(tiny, _tiny(), FLOAT32, 2, BFLOAT16).losses != exact
 
 
+def test_float16_losses_are_scaled(tiny: str) -> None:
+    followed, setting = _tiny(1e-3, steps=12), Setting("cpu", torch.float16)
+    sides = (AUTOCAST, DEFAULT, FASTEST, MASTERS)
+    scaled, default, fastest, masters = (losses.follow(tiny, followed, side, 0, setting).losses for side in sides)
+    still = losses.follow(tiny, _tiny(steps=12), AUTOCAST, 0, setting).losses
+    assert masters[1] == still[1], "float16 gradients of weights overflow at the first scale: a step is skipped"
+    assert masters[-1] < still[-1] - 0.05
+    assert scaled[1] != still[1]
+    for mine in (default, fastest):
+        assert mine == pytest.approx(scaled, abs=0.001), "roundings of logits below 1"
+
+
 def test_losses_are_those_of_an_ordinary_loop(tiny: str) -> None:
     followed = _tiny(1e-2, steps=12)
     model = followed.model(0).build()
