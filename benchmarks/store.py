@@ -35,7 +35,8 @@ class Store(Generic[R]):
         self.rows += rows
         if self.path is not None:
             found: list[Any] = list(self.rows)
-            text = json.dumps({**self._where, "rows": [asdict(row) for row in found]}, indent=1)
+            lines = ",\n".join(f"  {json.dumps(asdict(row))}" for row in found)  # a row each
+            text = json.dumps({**self._where, "rows": []}, indent=1).replace('"rows": []', f'"rows": [\n{lines}\n ]')
             part = self.path.with_name(self.path.name + ".part")
             part.write_text(text + "\n", encoding="utf-8")
             part.replace(self.path)

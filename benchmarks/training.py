@@ -55,21 +55,35 @@ class Training:
 
     Attributes:
         model: the module whose parameters are trained.
-        inputs: keyword arguments of a call.
+        inputs: keyword arguments of a call; what is put there is what the next call is given.
         prepare: makes working copies anew, if there are any, so that they are no part of what comes next.
-        forward_and_backward: leaves gradients in the parameters.
+        forward: gives the loss, and what else the model returns.
+        backward: leaves gradients in the parameters, of a loss that it scales if need be.
         step: the optimizer's part, which drops the gradients too.
+        optimizer: whose ``param_groups`` say the learning rate.
     """
 
     model: nn.Module
     inputs: dict[str, Tensor]
     prepare: Callable[[], object]
-    forward_and_backward: Callable[[], object]
+    forward: Callable[[], Any]
+    backward: Callable[[Tensor], object]
     step: Callable[[], object]
+    optimizer: Any
+
+    def forward_and_backward(self) -> None:
+        """From the inputs to the gradients."""
+        self.backward(self.forward()[0])
 
 
-def training(name: str, full: FullModel, setting: Setting) -> Training:
+def training(name: str, full: FullModel, setting: Setting, *, has_masters: bool = False) -> Training:
     """Build the side of that name, with AdamW; float16 losses are scaled.
+
+    Args:
+        name: one of ``SIDES``.
+        full: the model, and the first inputs.
+        setting: what all sides have in common.
+        has_masters: whether 16-bit parameters have float32 masters in bfloat16 too; in float16 they always do.
 
     Raises:
         UnsupportedError: ``convert`` does not take the side's arguments.
@@ -86,9 +100,9 @@ def training(name: str, full: FullModel, setting: Setting) -> Training:
             model = autocastfx.convert(model, (), inputs, dtype=dtype, keep_output_dtype=False, **side.convert)  # type: ignore[arg-type]
     called = torch.compile(model) if setting.is_compiled else model
 
-    def loss() -> Tensor:
+    def forward() -> Any:
         with torch.autocast(setting.device, dtype) if side.is_autocast else contextlib.nullcontext():
-            return called(**inputs)[0]
+            return called(**inputs)
 
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     backward: Callable[[Tensor], object] = lambda found: found.backward()  # noqa: E731
@@ -99,13 +113,16 @@ def training(name: str, full: FullModel, setting: Setting) -> Training:
     elif dtype == torch.float16 and name != FLOAT32:
         optimizer = autocastfx.LossScalingOptimizer(optimizer)
         backward, update = optimizer.backward, optimizer.step
+    elif has_masters:
+        optimizer = autocastfx.LossScalingOptimizer(optimizer, autocastfx.NoLossScale())
+        backward, update = optimizer.backward, optimizer.step
 
     def step() -> None:
         update()
-        model.zero_grad()
+        optimizer.zero_grad()  # of masters too, where there are any
 
     prepare = model.refresh_weights if "cached" in name else lambda: None
-    return Training(model, inputs, prepare, lambda: backward(loss()), step)
+    return Training(model, inputs, prepare, forward, backward, step, optimizer)
 
 
 def _scaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:

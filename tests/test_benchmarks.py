@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import accuracy, conversion, memory_per_parameter, optimizer_step, page, placement
+from benchmarks import accuracy, conversion, memory_per_parameter, optimizer_step, placement, report
 from benchmarks.accuracy_tasks import TASKS, CharacterGPT, DigitsCNN, DigitsViT, Underflow
 from benchmarks.graphs import SHAPES
 from benchmarks.models import FullModel, ResNet50
@@ -225,25 +225,15 @@ def test_a_mean_too_far_away_fails() -> None:
     assert accuracy.failures([replace(rows[0], mode=accuracy.UNSCALED)]) != [], "it has to be bad"
 
 
-# ---- docs/benchmarks.md ---------------------------------------------------------------------------------------------
-
-
-def test_the_page_shows_the_results_that_are_kept() -> None:
-    texts = [path.read_text(encoding="utf-8") for path in page.PAGES]
-    for text in texts:
-        assert page.updated(text) == text, "run `python -m benchmarks.page` and review what changed"
-    for name in page.TABLES:
-        assert sum(f"<!-- results: {name} -->" in text for text in texts) == 1
-    stale = texts[0].replace("float32 ", "float33 ")
-    assert page.updated(stale).count("float33 ") < stale.count("float33 ")
+# ---- results that are kept -------------------------------------------------------------------------------------------
 
 
 def test_the_results_that_are_kept_hold() -> None:
-    runs = accuracy.read(page.RESULTS / "accuracy-cpu.json")
+    runs = accuracy.read(report.RESULTS / "accuracy-cpu.json")
     rows = accuracy.summary(runs)
     assert {(row.task, row.mode) for row in rows} == {
         (task, mode) for task in TASKS for mode in accuracy.MODES if mode != accuracy.UNSCALED or task == "underflow"
     }
     assert accuracy.failures(rows) == []
-    held = json.loads((page.RESULTS / "optimizer-step-cpu.json").read_text())["rows"]
+    held = json.loads((report.RESULTS / "optimizer-step-cpu.json").read_text())["rows"]
     assert optimizer_step.failures([optimizer_step.Row(**row) for row in held]) == []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from benchmarks import inference, memory, page, timing, train_step, training
+from benchmarks import inference, memory, report, timing, train_step, training
 from benchmarks.memory import AUTOCAST, FLOAT32, HALF, KERNEL
 from benchmarks.models import TRAINED, FullModel
 from benchmarks.small_models import SMALL
@@ -245,9 +245,9 @@ def test_a_small_model_gives_its_loss_first_and_is_the_same_each_time(name: str)
 
 
 def test_the_results_that_are_kept_are_whole() -> None:
-    held = json.loads((page.RESULTS / "memory.json").read_text())["rows"]
+    held = json.loads((report.RESULTS / "memory.json").read_text())["rows"]
     assert {(row["model"], row["policy"]) for row in held} == {(m, p) for m in TRAINED for p in memory.POLICIES}
-    held = json.loads((page.RESULTS / "train-step-cpu.json").read_text())["rows"]
+    held = json.loads((report.RESULTS / "train-step-cpu.json").read_text())["rows"]
     assert {(row["model"], row["side"]) for row in held} == {(m, s) for m in SMALL for s in training.SIDES}
-    held = json.loads((page.RESULTS / "inference-cpu.json").read_text())["rows"]
+    held = json.loads((report.RESULTS / "inference-cpu.json").read_text())["rows"]
     assert {(row["model"], row["side"]) for row in held} == {(m, s) for m in SMALL for s in inference.SIDES}

@@ -1,12 +1,14 @@
-"""Writes the tables of docs/benchmarks.md and docs/placement.md from the results that are kept.
+"""Writes the tables and the pictures of docs/benchmarks.md and docs/placement.md from the results that are kept.
 
-    python -m benchmarks.page
+    python -m benchmarks.report
 
-A table follows a line ``<!-- results: NAME.json -->``, and before it stands where it was measured.
+A table follows a line ``<!-- results: NAME.json -->``, and before it stands where it was measured. A picture says in
+its metadata what it was drawn from; results and drawing code are in its digest. Pictures need the extra ``plot``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -18,14 +20,18 @@ from benchmarks import (
     accuracy,
     conversion,
     inference,
+    losses,
     memory,
     memory_per_parameter,
     optimizer_step,
+    pictures,
     placement,
     train_step,
 )
+from benchmarks.pictures import PICTURES, svg
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+IMAGES = DOCS / "images"
 PAGES = (DOCS / "benchmarks.md", DOCS / "placement.md")
 RESULTS = Path(__file__).resolve().parent / "results"
 # By file: its table, as the benchmark prints it.
@@ -39,6 +45,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "placement.json": lambda held: placement.table([placement.Row(**row) for row in held["rows"]]),
     "memory.json": lambda held: memory.table([memory.Row(**row) for row in held["rows"]]),
     "train-step-cpu.json": lambda held: train_step.table([train_step.Row(**row) for row in held["rows"]]),
+    "losses-cpu.json": lambda held: losses.table([losses.Run(**row) for row in held["rows"]]),
     "inference-cpu.json": lambda held: inference.table([inference.Row(**row) for row in held["rows"]]),
 }
 _TABLE = re.compile(r"(<!-- results: (\S+) -->\n).*?\n```text\n.*?```\n", re.DOTALL)
@@ -61,7 +68,44 @@ def _where(held: dict[str, Any]) -> str:
     return f"{f'{device}; ' if (device := held.get('device')) else ''}{', '.join(said)}."
 
 
+def described(name: str) -> str:
+    """What the picture of that name has to say of itself."""
+    results = PICTURES[name].results
+    parts = (RESULTS / results, Path(pictures.__file__))
+    digest = hashlib.sha256("".join(part.read_text(encoding="utf-8") for part in parts).encode()).hexdigest()
+    return f"Drawn from benchmarks/results/{results} by benchmarks/pictures.py, digest {digest[:16]}"
+
+
+def drawn(name: str) -> str:
+    """The picture of that name as SVG."""
+    picture = PICTURES[name]
+    rows = json.loads((RESULTS / picture.results).read_text(encoding="utf-8"))["rows"]
+    return svg(picture.draw([picture.row(**row) for row in rows]), described(name))
+
+
+def stale() -> list[str]:
+    """Pages and pictures that do not belong to the results that are kept."""
+    pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    found = [name for name, text in pages.items() if updated(text) != text]
+    images = {name: IMAGES / name for name in PICTURES}
+    return found + [
+        name
+        for name, path in images.items()
+        if not path.exists() or f">{described(name)}<" not in path.read_text(encoding="utf-8")
+    ]
+
+
+def main() -> int:
+    """Write what is stale, and say what that was."""
+    for name in stale():
+        if name in PICTURES:
+            (IMAGES / name).write_text(drawn(name), encoding="utf-8")
+        else:
+            page = DOCS / name
+            page.write_text(updated(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"{name}: written")
+    return 0
+
+
 if __name__ == "__main__":
-    for page in PAGES:
-        page.write_text(updated(page.read_text(encoding="utf-8")), encoding="utf-8")
-    sys.exit(0)
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What the benchmark of losses trains: families that people train, so small that 200 steps take seconds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.accuracy_tasks import ALPHABET, CharacterGPT, DigitsCNN, Task
+from benchmarks.models import FullModel, ResNet
+
+__all__ = ["FOLLOWED", "STEPS", "Followed", "Images", "Text"]
+
+STEPS, CONTEXT = 200, 64
+
+
+@dataclass(frozen=True)
+class Followed(ABC):
+    """A model that gives its loss and its logits, and what it is trained on.
+
+    Attributes:
+        task: its batches and learning rates; its own model is not used.
+        make: builds the model, with weights that the global seed decides.
+    """
+
+    task: Task
+    make: Callable[[], nn.Module]
+
+    def model(self, seed: int) -> FullModel:
+        """With the weights of that seed, and the first of its batches."""
+
+        def build() -> nn.Module:
+            with torch.random.fork_rng(devices=()):
+                torch.manual_seed(seed)
+                return self.make()
+
+        return FullModel(build, lambda: next(self.batches(seed)))
+
+    def batches(self, seed: int) -> Iterator[dict[str, Tensor]]:
+        """Keyword arguments of a call for each step."""
+        return (self.arguments(inputs, labels) for inputs, labels in self.task.batches(seed))
+
+    @abstractmethod
+    def arguments(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Those of a call with a batch of ``task``."""
+
+    @abstractmethod
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The cross entropy in nats, computed in float32, of logits and the ``labels`` of a call."""
+
+
+class Images(Followed):
+    """scikit-learn's digits, enlarged to 32 x 32 and in three equal channels."""
+
+    def arguments(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        pixels = F.interpolate(inputs, scale_factor=4.0, mode="bilinear").expand(-1, 3, -1, -1)
+        return {"pixel_values": pixels.contiguous(), "labels": labels}
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), labels)
+
+
+class Text(Followed):
+    """The next character of the source of Python's standard library."""
+
+    def arguments(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        ids = torch.cat([inputs, labels[:, -1:]], 1)  # the models shift labels themselves
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+
+
+_FIXED: dict[str, Any] = {"vocab_size": len(ALPHABET) + 1, "use_cache": False, "attn_implementation": "eager"}
+
+
+def _gpt2() -> nn.Module:
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT + 1}
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **still, **_FIXED))  # type: ignore[arg-type]
+
+
+def _llama() -> nn.Module:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 172}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **_FIXED))  # type: ignore[arg-type]
+
+
+def _text(make: Callable[[], nn.Module]) -> Text:
+    return Text(CharacterGPT(steps=STEPS, batch=8, rate=1e-3, context=CONTEXT, validation=0), make)
+
+
+# Without dropout: its masks are drawn alike in all precisions only on some devices.
+FOLLOWED: dict[str, Followed] = {
+    "ResNet-10": Images(DigitsCNN(steps=STEPS, batch=32, rate=5e-4), lambda: ResNet((1, 1, 1, 1), 16, classes=10)),
+    "GPT-2 2x64": _text(_gpt2),
+    "Llama 2x64": _text(_llama),
+}

@@ -1,0 +1,224 @@
+"""Pictures of the results that are kept, for the documentation: SVG, the same each time. Needs the extra ``plot``.
+
+Their ground is white, on dark pages too. Colours are those of Okabe and Ito, which colour-blind people tell apart, and
+each side has a marker of its own besides.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import conversion, losses, memory, optimizer_step, placement, train_step
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["PICTURES", "Picture", "svg"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a side is drawn in all pictures."""
+
+    colour: str
+    marker: str
+
+
+_EXACT, _KERNEL, _HALF = Look("#0072B2", "o"), Look("#D55E00", "D"), Look("#009E73", "s")
+_AUTOCAST, _CONTROL, _MASTERS = Look("#000000", "X"), Look("#777777", "P"), Look("#CC79A7", "v")
+_LOOKS = (_EXACT, _KERNEL, _HALF, _AUTOCAST, _CONTROL, _MASTERS)
+_STYLE = {
+    **{"svg.fonttype": "none", "svg.hashsalt": "autocastfx", "font.size": 10, "axes.axisbelow": True},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd"},
+}
+_BAND = "#f2f2f2"  # behind every other row
+_MOST = 2.2  # an axis of ratios ends here at the latest
+# By label: a value, or its quartiles.
+Points = Mapping[str, "float | Sequence[float]"]
+
+
+@dataclass(frozen=True)
+class Dots:
+    """What one axis shows: its title, what ratios are to, and the points of each side."""
+
+    title: str
+    to: str
+    sides: Mapping[str, Points]
+
+
+def svg(figure: Figure, description: str) -> str:
+    """The picture as text, with ``description`` in its metadata."""
+    from matplotlib import style
+
+    out = io.StringIO()
+    with style.context(["default", _STYLE]):
+        figure.savefig(out, format="svg", metadata={"Date": None, "Description": description})
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _figure(width: float, height: float, columns: int = 1, **options: Any) -> tuple[Figure, list[Any]]:
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    with style.context(["default", _STYLE]):  # whatever the user's own is
+        figure = Figure(figsize=(width, height), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # inches
+        return figure, list(figure.subplots(1, columns, squeeze=False, **options)[0])
+
+
+def _dots(parts: Sequence[Dots], looks: Mapping[str, Look], width: float) -> Figure:
+    """Ratios by label, one row each, beside a line at 1; what is beyond an axis is a number at its end."""
+    labels = list(dict.fromkeys(label for part in parts for points in part.sides.values() for label in points))
+    figure, axes = _figure(width, 1.5 + 0.42 * len(labels), len(parts), sharey=True)
+    for axis, part in zip(axes, parts, strict=True):
+        found = [number for points in part.sides.values() for value in points.values() for number in _three(value)]
+        shown = [1.0, *(number for number in found if number <= _MOST)]
+        pad = 0.06 * (max(shown) - min(shown))
+        end = max(shown) + (pad if max(found) <= _MOST else 5 * pad)  # with room for the numbers of what is beyond
+        axis.set_xlim(min(shown) - pad, end)
+        axis.axvline(1, color="black", linewidth=1.2)
+        for row in range(1, len(labels), 2):
+            axis.axhspan(row - 0.5, row + 0.5, color=_BAND, linewidth=0, zorder=0)
+        for place, (side, points) in enumerate(part.sides.items()):
+            look, offset = looks[side], 0.24 * (place - (len(part.sides) - 1) / 2)
+            for label, value in points.items():
+                _dot(axis, labels.index(label) + offset, _three(value), look, end)
+        axis.set_title(part.title, fontsize=11)
+        axis.set_xlabel(f"times {part.to}")
+        axis.tick_params(axis="y", length=0)
+        axis.grid(axis="y", visible=False)
+    axes[0].set_yticks(range(len(labels)), labels)
+    axes[0].set_ylim(len(labels) - 0.5, -0.5)
+    _legend(figure, looks)
+    return figure
+
+
+def _three(value: float | Sequence[float]) -> tuple[float, float, float]:
+    low, middle, high = (value,) * 3 if isinstance(value, (float, int)) else value
+    return low, middle, high
+
+
+def _dot(axis: Any, y: float, quartiles: tuple[float, float, float], look: Look, end: float) -> None:
+    low, middle, high = quartiles
+    if middle > end:
+        axis.text(end, y, f"{middle:.3g} \u2192", color=look.colour, ha="right", va="center", fontweight="bold")
+        return
+    axis.plot([low, min(high, end)], [y, y], color=look.colour, linewidth=2)
+    axis.plot(middle, y, look.marker, color=look.colour, markersize=6)
+
+
+def _legend(figure: Figure, looks: Mapping[str, Look]) -> None:
+    from matplotlib.lines import Line2D
+
+    keys = [Line2D([], [], color=look.colour, marker=look.marker, linestyle="") for look in looks.values()]
+    figure.legend(keys, list(looks), loc="outside lower center", ncols=len(looks), frameon=False)
+
+
+def _train_step(rows: Sequence[train_step.Row]) -> Figure:
+    autocast = {row.model: row for row in rows if row.side == train_step.AUTOCAST}
+
+    def of(number: Callable[[train_step.Row], float]) -> dict[str, Points]:
+        chosen = ((side, [row for row in rows if row.side == side and not row.note]) for side in looks)
+        return {side: {row.model: number(row) / number(autocast[row.model]) for row in found} for side, found in chosen}
+
+    looks = {train_step.DEFAULT: _EXACT, train_step.FASTEST: _KERNEL, train_step.HALF: _HALF}
+    timed = [row for row in rows if row.backward_to_autocast]
+    times = {side: {row.model: row.backward_to_autocast for row in timed if row.side == side} for side in looks}
+    parts = [
+        Dots("forward and backward, time", "torch.autocast's", times),
+        Dots("bytes that casts move", "torch.autocast's", of(lambda row: row.cast_bytes)),
+        Dots("bytes saved for backward", "torch.autocast's", of(lambda row: row.saved)),
+    ]
+    return _dots(parts, looks, 9.2)
+
+
+def _memory(rows: Sequence[memory.Row]) -> Figure:
+    looks = {"fold=exact": _EXACT, memory.KERNEL: _KERNEL, memory.HALF: _HALF}
+    sides = {side: memory.ratios(rows, side, memory.AUTOCAST) for side in looks}
+    return _dots([Dots("bytes of activations saved for backward", f"{memory.AUTOCAST}'s", sides)], looks, 8)
+
+
+def _placement(rows: Sequence[placement.Row]) -> Figure:
+    looks = {"default, fold=exact": _EXACT, "default, fold=kernel": _KERNEL}
+    sides = {
+        side: {row.model: row.ratio for row in rows if row.policy == side and row.ratio is not None} for side in looks
+    }
+    return _dots([Dots("bytes that casts of activations move", "torch_autocast_cuda's", sides)], looks, 8)
+
+
+def _optimizer_step(rows: Sequence[optimizer_step.Row]) -> Figure:
+    looks = {optimizer_step.OURS: _EXACT, optimizer_step.BARE: _HALF}
+    mine = {side: [row for row in rows if row.side == side] for side in looks}
+    sides = {
+        side: {f"{row.optimizer}, {row.parameters} parameters": row.ratio for row in found}
+        for side, found in mine.items()
+    }
+    return _dots([Dots("the host's time of an optimizer's step", "GradScaler's", sides)], looks, 8)
+
+
+def _conversion(rows: Sequence[conversion.Row]) -> Figure:
+    figure, (axis,) = _figure(8, 4.2)
+    for shape, look in zip(dict.fromkeys(row.shape for row in rows), _LOOKS, strict=False):
+        mine = [row for row in rows if row.shape == shape]
+        nodes, seconds = [row.nodes for row in mine], [row.classify + row.place for row in mine]
+        axis.loglog(nodes, seconds, color=look.colour, marker=look.marker, label=shape)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_xlabel("nodes of the graph")
+    axis.set_ylabel("seconds to classify and place")
+    axis.legend(frameon=False, title="shape")
+    return figure
+
+
+_FOLLOWING = {
+    **{losses.CONTROL: _CONTROL, losses.AUTOCAST: _AUTOCAST, losses.DEFAULT: _EXACT, losses.FASTEST: _KERNEL},
+    **{losses.MASTERS: _MASTERS, losses.HALF: _HALF},
+}
+
+
+def _losses(rows: Sequence[losses.Run]) -> Figure:
+    found = losses.rows(rows)
+    models, sides = (list(dict.fromkeys(getattr(row, name) for row in found)) for name in ("model", "side"))
+    figure, axes = _figure(9.2, 3.6, len(models), sharex=True, sharey=True)
+    for axis, model in zip(axes, models, strict=True):
+        for row in (row for row in found if row.model == model):
+            look, y = _FOLLOWING[row.side], sides.index(row.side)
+            middle = geometric_mean(row.distances)
+            axis.plot(row.distances, [y] * len(row.distances), look.marker, color=look.colour, alpha=0.7)
+            axis.plot([middle] * 2, [y - 0.35, y + 0.35], color=look.colour, linewidth=2.5)
+            if row.side == losses.AUTOCAST:
+                axis.axvline(middle, color="black", linewidth=1.2)
+        for y in range(1, len(sides), 2):
+            axis.axhspan(y - 0.5, y + 0.5, color=_BAND, linewidth=0, zorder=0)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_title(model, fontsize=11)
+        axis.set_xlabel("distance from float32, nats")
+        axis.tick_params(axis="y", length=0)
+        axis.grid(axis="y", visible=False)
+    axes[0].set_yticks(range(len(sides)), sides)
+    axes[0].set_ylim(len(sides) - 0.5, -0.5)
+    return figure
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is drawn from the rows of a file of results."""
+
+    results: str
+    row: Callable[..., Any]
+    draw: Callable[[Any], Figure]
+
+
+PICTURES: dict[str, Picture] = {
+    "train-step.svg": Picture("train-step-cpu.json", train_step.Row, _train_step),
+    "memory.svg": Picture("memory.json", memory.Row, _memory),
+    "placement.svg": Picture("placement.json", placement.Row, _placement),
+    "optimizer-step.svg": Picture("optimizer-step-cpu.json", optimizer_step.Row, _optimizer_step),
+    "conversion.svg": Picture("conversion-cpu.json", conversion.Row, _conversion),
+    "losses.svg": Picture("losses-cpu.json", losses.Run, _losses),
+}

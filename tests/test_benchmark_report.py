@@ -1,0 +1,90 @@
+"""The documentation's tables and pictures are those of the results that are kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from benchmarks import pictures, report
+from benchmarks.losses import FLOAT32, SIDES
+from benchmarks.pictures import PICTURES
+
+
+def _texts(svg: str) -> list[str]:
+    """What can be read in a picture, its description first."""
+    return [unescape(text) for text in re.findall(r"<(?:dc:description|text)[^>]*>([^<]*)</", svg)]
+
+
+def test_tables_and_pictures_belong_to_the_results_that_are_kept() -> None:
+    assert report.stale() == [], "run `python -m benchmarks.report` and review what changed"
+
+
+def test_each_table_and_each_picture_is_shown_once() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in report.PAGES)
+    for name in report.TABLES:
+        assert text.count(f"<!-- results: {name} -->") == 1
+    shown = re.findall(r"!\[([^\]]*)\]\(images/([\w-]+\.svg)\)", text)
+    assert sorted(name for _, name in shown) == sorted(PICTURES)
+    assert all(len(alt) > 50 for alt, _ in shown), "who cannot see it reads what it shows"
+
+
+def test_what_is_stale_is_told_and_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("RESULTS", "DOCS", "IMAGES"):
+        shutil.copytree(getattr(report, name), tmp_path / name, ignore=shutil.ignore_patterns("_build", "*.png"))
+        monkeypatch.setattr(report, name, tmp_path / name)
+    monkeypatch.setattr(report, "PAGES", tuple(tmp_path / "DOCS" / page.name for page in report.PAGES))
+    assert report.stale() == []
+    results = tmp_path / "RESULTS" / "memory.json"
+    held = json.loads(results.read_text())
+    held["rows"][2]["activations"] //= 2
+    results.write_text(json.dumps(held))
+    (tmp_path / "IMAGES" / "placement.svg").unlink()
+    assert report.stale() == ["benchmarks.md", "memory.svg", "placement.svg"]
+    assert report.main() == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "benchmarks.md: written",
+        "memory.svg: written",
+        "placement.svg: written",
+    ]
+    assert report.stale() == []
+    assert report.main() == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_names_what_it_shows_and_is_the_same_each_time(name: str) -> None:
+    pytest.importorskip("matplotlib")
+    svg = report.drawn(name)
+    assert svg == report.drawn(name)
+    texts = _texts(svg)
+    assert texts[0] == report.described(name)
+    rows = json.loads((report.RESULTS / PICTURES[name].results).read_text())["rows"]
+    for kind in ("model", "shape"):
+        assert {row[kind] for row in rows if kind in row} <= set(texts)
+    assert any("times" in text or "nats" in text or "seconds" in text for text in texts), "a unit"
+
+
+def test_the_picture_of_losses_names_all_sides() -> None:
+    pytest.importorskip("matplotlib")
+    assert SIDES.keys() - {FLOAT32} <= set(_texts(report.drawn("losses.svg")))
+
+
+def test_what_is_beyond_an_axis_is_a_number() -> None:
+    pytest.importorskip("matplotlib")
+    points = {"first": {"a": 0.5, "b": (0.9, 1.0, 1.25)}, "second": {"a": 33.54, "b": 2.0}}
+    looks = dict(zip(points, (pictures.Look("#0072B2", "o"), pictures.Look("#D55E00", "D")), strict=True))
+    figure = pictures._dots([pictures.Dots("bytes", "other's", points)], looks, 6)
+    (axis,) = figure.axes
+    assert axis.get_xlim()[0] < 0.5 < 2.0 < axis.get_xlim()[1] < 33
+    texts = _texts(pictures.svg(figure, "described"))
+    assert texts[0] == "described"
+    assert "33.5 →" in texts
+    assert {"a", "b", "bytes", "times other's", "first", "second"} <= set(texts)
