@@ -47,7 +47,7 @@ class _CrossEntropy(torch.autograd.Function):
             gradient, reduction = gradient / total, _SUM
         weight = None if weight is None else weight.to(low)
         backward = aten.nll_loss_backward if logarithms.ndim == 2 else aten.nll_loss2d_backward
-        given = (target, weight, reduction, ctx.ignore_index, total.to(low))
+        given = (target, weight, reduction, ctx.ignore_index, logarithms.new_empty(()))  # a total that only means read
         of_logarithms = backward(gradient.to(low), logarithms, *given)
         of_scores = aten._log_softmax_backward_data(of_logarithms, logarithms, 1, low)
         return of_scores, None, None, None, None
