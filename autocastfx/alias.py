@@ -11,16 +11,15 @@ from torch._ops import OpOverload
 
 from autocastfx.graph import tensors, uses
 from autocastfx.op_name import op_name
+from autocastfx.schema import schema
 
 __all__ = ["AliasSet", "alias_sets", "aliased", "mutated_inputs"]
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """The nodes that ``node`` writes into, by its schema."""
-    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
-        return ()
-    written = {a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    return tuple(u.node for u in uses(node) if u.argument in written)
+    written = schema(node.target).written if isinstance(node.target, OpOverload) else ()
+    return tuple(u.node for u in uses(node) if u.argument in written) if written else ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,5 @@ def aliased(node: fx.Node) -> Iterator[fx.Node]:
     """Inputs that an output of ``node`` may share storage with."""
     if op_name(node) == "getitem":
         yield from node.all_input_nodes[:1]
-    elif isinstance(node.target, OpOverload):
-        sharing = {a.name for a in node.target._schema.arguments if a.alias_info is not None}
-        if any(r.alias_info is not None for r in node.target._schema.returns):
-            yield from (u.node for u in uses(node) if u.argument in sharing)
+    elif isinstance(node.target, OpOverload) and (sharing := schema(node.target).shared):
+        yield from (u.node for u in uses(node) if u.argument in sharing)
