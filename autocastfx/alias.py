@@ -38,6 +38,9 @@ def alias_sets(
     Two sources say that values share storage: the storages of the abstract values, and the alias annotations of the
     operators' schemas (a view that happens to copy in the abstract run may alias in a real one).
     """
+    written = {target for node in graph.nodes for target in mutated_inputs(node)}
+    if not written:
+        return {}
     parent: dict[fx.Node, fx.Node] = {}
     order = {node: i for i, node in enumerate(graph.nodes)}
 
@@ -51,7 +54,6 @@ def alias_sets(
         parent[second] = first
 
     owners: dict[int, fx.Node] = {}
-    written: set[fx.Node] = set()
     for node in graph.nodes:
         for tensor in (t for t in tensors(node) if t.layout == torch.strided):
             union(owners.setdefault(_storage_id(tensor), node), node)
@@ -59,7 +61,6 @@ def alias_sets(
             union(use, node)
         for target in written_by(node):
             union(target, node)
-        written.update(mutated_inputs(node))
     roots = {find(node) for node in written}
     members: dict[fx.Node, set[fx.Node]] = {root: set() for root in roots}
     for node in graph.nodes:
