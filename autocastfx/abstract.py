@@ -10,6 +10,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
 from autocastfx.graph import value
 
@@ -35,13 +36,23 @@ def concrete_sizes(graph: fx.Graph) -> Callable[[Any], Any]:
     def concrete(leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):
             if id(leaf) not in made:
-                with mode:
-                    sizes = [int(_example(n)) for n in leaf.shape], [int(_example(n)) for n in leaf.stride()]
-                    made[id(leaf)] = leaf, torch.empty_strided(*sizes, dtype=leaf.dtype, device=leaf.device)
+                made[id(leaf)] = leaf, _of_example_sizes(leaf, mode)
             return made[id(leaf)][1]
         return _example(leaf)
 
-    return lambda abstract: pytree.tree_map(concrete, abstract)
+    def concrete_value(abstract: Any) -> Any:
+        is_leaf = isinstance(abstract, torch.Tensor)
+        return concrete(abstract) if is_leaf else pytree.tree_map(concrete, abstract)
+
+    return concrete_value
+
+
+def _of_example_sizes(abstract: FakeTensor, mode: FakeTensorMode) -> FakeTensor:
+    """What ``torch.empty_strided`` gives under ``mode``, made without dispatch, which takes most of its time."""
+    sizes = [int(_example(n)) for n in abstract.shape], [int(_example(n)) for n in abstract.stride()]
+    with no_dispatch():
+        elements = torch.empty_strided(*sizes, dtype=abstract.dtype, device="meta")
+    return FakeTensor(mode, elements, abstract.device)
 
 
 def _example(leaf: Any) -> Any:

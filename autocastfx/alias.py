@@ -11,16 +11,15 @@ from torch._ops import OpOverload
 
 from autocastfx.graph import tensors, uses
 from autocastfx.op_name import op_name
+from autocastfx.schema import schema
 
 __all__ = ["AliasSet", "alias_sets", "aliased", "mutated_inputs"]
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """The nodes that ``node`` writes into, by its schema."""
-    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
-        return ()
-    written = {a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    return tuple(u.node for u in uses(node) if u.argument in written)
+    written = schema(node.target).written if isinstance(node.target, OpOverload) else ()
+    return tuple(u.node for u in uses(node) if u.argument in written) if written else ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,9 @@ def alias_sets(
     Two sources say that values share storage: the storages of the abstract values, and the alias annotations of the
     operators' schemas (a view that happens to copy in the abstract run may alias in a real one).
     """
+    written = {target for node in graph.nodes for target in mutated_inputs(node)}
+    if not written:
+        return {}
     parent: dict[fx.Node, fx.Node] = {}
     order = {node: i for i, node in enumerate(graph.nodes)}
 
@@ -52,7 +54,6 @@ def alias_sets(
         parent[second] = first
 
     owners: dict[int, fx.Node] = {}
-    written: set[fx.Node] = set()
     for node in graph.nodes:
         for tensor in (t for t in tensors(node) if t.layout == torch.strided):
             union(owners.setdefault(_storage_id(tensor), node), node)
@@ -60,7 +61,6 @@ def alias_sets(
             union(use, node)
         for target in written_by(node):
             union(target, node)
-        written.update(mutated_inputs(node))
     roots = {find(node) for node in written}
     members: dict[fx.Node, set[fx.Node]] = {root: set() for root in roots}
     for node in graph.nodes:
@@ -78,7 +78,5 @@ def aliased(node: fx.Node) -> Iterator[fx.Node]:
     """Inputs that an output of ``node`` may share storage with."""
     if op_name(node) == "getitem":
         yield from node.all_input_nodes[:1]
-    elif isinstance(node.target, OpOverload):
-        sharing = {a.name for a in node.target._schema.arguments if a.alias_info is not None}
-        if any(r.alias_info is not None for r in node.target._schema.returns):
-            yield from (u.node for u in uses(node) if u.argument in sharing)
+    elif isinstance(node.target, OpOverload) and (sharing := schema(node.target).shared):
+        yield from (u.node for u in uses(node) if u.argument in sharing)

@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.op_name import op_name
+from autocastfx.schema import schema
 
 __all__ = [
     "Origin",
@@ -37,6 +38,7 @@ __all__ = [
 # How autocastfx marks a node, and how capture writes what it saw. The accessors below are the only readers.
 _ORIGIN = "autocastfx_origin"
 _VALUE = "val"
+_CONTAINERS = (list, tuple, dict, slice)  # of arguments: torch.fx looks for nodes in these alone
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,10 @@ def set_value(node: fx.Node, abstract: Any) -> None:
 
 def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
     """The abstract tensors that a node produces, flattened."""
-    return tuple(leaf for leaf in pytree.tree_leaves(value(node)) if isinstance(leaf, torch.Tensor))
+    abstract = value(node)
+    if isinstance(abstract, torch.Tensor):
+        return (abstract,)
+    return tuple(leaf for leaf in pytree.tree_leaves(abstract) if isinstance(leaf, torch.Tensor))
 
 
 def dtypes(node: fx.Node) -> tuple[torch.dtype, ...]:
@@ -123,9 +128,9 @@ class Use:
 
 
 def _named_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
-    schema = node.target._schema if isinstance(node.target, OpOverload) else None
+    names = schema(node.target).names if isinstance(node.target, OpOverload) else ()
     for i, arg in enumerate(node.args):
-        yield schema.arguments[i].name if schema and i < len(schema.arguments) else str(i), arg
+        yield names[i] if i < len(names) else str(i), arg
     yield from node.kwargs.items()
 
 
@@ -133,7 +138,10 @@ def uses(node: fx.Node) -> tuple[Use, ...]:
     """Every place where ``node`` reads a node, list arguments flattened, in order."""
     found: list[Use] = []
     for name, arg in _named_arguments(node):
-        map_arg(arg, lambda n, name=name: found.append(Use(name, n)))
+        if isinstance(arg, fx.Node):
+            found.append(Use(name, arg))
+        elif isinstance(arg, _CONTAINERS):
+            map_arg(arg, lambda n, name=name: found.append(Use(name, n)))
     return tuple(found)
 
 
@@ -151,10 +159,9 @@ def constants(node: fx.Node) -> Iterator[tuple[str, float]]:
     """Numbers written into a node where a tensor or a scalar is meant (sizes, dimensions and counts are not)."""
     if not isinstance(node.target, OpOverload):
         return
-    kinds = {a.name: str(a.type) for a in node.target._schema.arguments}
+    numbers = schema(node.target).numbers
     for name, arg in _named_arguments(node):
-        is_number = isinstance(arg, (int, float)) and not isinstance(arg, bool)
-        if is_number and kinds.get(name, "").replace("Optional[", "").rstrip("]") in ("Tensor", "number", "float"):
+        if name in numbers and isinstance(arg, (int, float)) and not isinstance(arg, bool):
             yield name, float(arg)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import types
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -65,9 +66,7 @@ def of_function(function: Any) -> str:
     if isinstance(function, OpOverload):
         function = function.overloadpacket
     if isinstance(function, OpOverloadPacket):
-        namespace, _, name = str(function._qualified_op_name).partition("::")
-        is_atens = namespace == "aten" or (namespace == "autocastfx" and _has_aten(name))
-        return name if is_atens else f"{namespace}::{name}"
+        return _of_packet(function)
     if isinstance(function, HigherOrderOperator):
         return function.name()
     if function in _OPERATORS:
@@ -86,6 +85,13 @@ def of_function(function: Any) -> str:
     if in_torch and _has_aten(getattr(function, "__name__", name)):  # Tensor methods: 'Tensor.add', '_TensorBase.add'
         return str(function.__name__)
     return f"{module}.{name}" if module else name
+
+
+@lru_cache(maxsize=4096)
+def _of_packet(packet: OpOverloadPacket) -> str:
+    namespace, _, name = str(packet._qualified_op_name).partition("::")
+    is_atens = namespace == "aten" or (namespace == "autocastfx" and _has_aten(name))
+    return name if is_atens else f"{namespace}::{name}"
 
 
 def op_name(node: fx.Node, module: torch.nn.Module | None = None) -> str:

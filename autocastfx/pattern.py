@@ -77,8 +77,13 @@ class Pattern:
 
     def may_be_in(self, ops: frozenset[str]) -> bool:
         """Whether a graph of these ops can hold any formula."""
+        return any(formula <= ops for formula in self._ops)
+
+    @cached_property
+    def _ops(self) -> tuple[frozenset[str], ...]:
+        """The ops of each formula."""
         results = (result for same in self._results.values() for result in same)
-        return any({op_name(n) for n in _inner(result.graph)} <= ops for result in results)
+        return tuple(frozenset(op_name(node) for node in _inner(result.graph)) for result in results)
 
     def _matches(self, known: Any, found: Any, bound: Bound) -> Iterator[Bound]:
         """Every way to read ``found``, an argument in a captured graph, as ``known``, one in a formula's graph."""

@@ -51,8 +51,7 @@ class Ports:
 
     def decisive(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Those of ``operands`` that set the precision of the result."""
-        operands = self.operands(node)
-        return tuple(r for r in operands if tensors(r)[0].ndim) or operands
+        return _with_dimensions(self.operands(node))
 
     def converts(self, node: fx.Node, use: Use) -> bool:
         """Whether ``node`` itself makes float32 of what it reads there.
@@ -76,7 +75,6 @@ class Ports:
         A node that runs low so reads 0-d operands. One that runs in float32 so reads what it converts itself, and all
         its low operands as long as one decisive operand is float32: if none is, the smallest is cast.
         """
-        operands, decisive = self.operands(node), self.decisive(node)
         placement = placements.get(node)
         if placement is None:
             return ()
@@ -84,8 +82,10 @@ class Ports:
             low = {u.node for u in uses(node) if u.node in placements and placements[u.node].store is Precision.LOW}
             if converting := tuple(u.argument for u in uses(node) if u.node in low and self.converts(node, u)):
                 return converting
+        operands = self.operands(node)
         if not operands:
             return ()
+        decisive = _with_dimensions(operands)
         if placement.run is Precision.LOW:
             found = set(operands) - set(decisive)
         else:
@@ -96,5 +96,11 @@ class Ports:
 
     def written(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The values that ``node`` writes into and that share its precision (batch_norm's statistics do not)."""
-        kept = {u.node for u in uses(node) if self.stays_float32(node, u)}
-        return tuple(n for n in mutated_inputs(node) if n not in kept)
+        mutated = mutated_inputs(node)
+        kept = {u.node for u in uses(node) if self.stays_float32(node, u)} if mutated else ()
+        return tuple(n for n in mutated if n not in kept)
+
+
+def _with_dimensions(operands: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
+    """The operands that have dimensions; all of them if none has."""
+    return tuple(r for r in operands if tensors(r)[0].ndim) or operands

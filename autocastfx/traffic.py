@@ -45,15 +45,16 @@ def bytes_moved(
         computes = node in placements and placements[node].run is not Precision.CAPTURED and not is_member(node)
         if not computes and node.op != "output":
             continue
+        counts = computes and moves(node)
         for use in (u for u in uses(node) if is_float32(u.node)):
             read_in = _read_in(node, use, placements.get(node), units, keep_output_dtype) or stored(use.node)
             is_weight = read_in is Precision.LOW and use.node in weights
             if read_in is not stored(use.node) and not is_weight:
                 reader = node if use.node in units.storages else None  # what is mutated is cast anew for each reader
                 casts[use.node, read_in, reader] = CAST * elements(use.node)
-            if computes and moves(node):
+            if counts:
                 moved += BYTES[read_in] * elements(use.node)
-        if computes and moves(node):
+        if counts:
             placement = placements[node]
             moved += BYTES[placement.store] * elements(node)
             moved += CAST * elements(node) if placement.run is not placement.store else 0

@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks import (
     accuracy,
     conversion,
+    conversion_zoo,
     inference,
     losses,
     memory,
@@ -42,6 +43,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
         [memory_per_parameter.Row(**row) for row in held["rows"]]
     ),
     "conversion-cpu.json": lambda held: conversion.table([conversion.Row(**row) for row in held["rows"]]),
+    "conversion-zoo-cpu.json": lambda held: conversion_zoo.table([conversion_zoo.Row(**row) for row in held["rows"]]),
     "placement.json": lambda held: placement.table([placement.Row(**row) for row in held["rows"]]),
     "memory.json": lambda held: memory.table([memory.Row(**row) for row in held["rows"]]),
     "train-step-cpu.json": lambda held: train_step.table([train_step.Row(**row) for row in held["rows"]]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autocastfx.abstract import concrete_sizes
 
@@ -23,3 +23,18 @@ def test_one_value_becomes_one_value() -> None:
         abstract = torch.empty(2)
     first, second = concrete((abstract, abstract))
     assert first is second
+
+
+def test_a_value_keeps_all_but_its_symbols_even_inside_another_mode() -> None:
+    with FakeTensorMode():
+        abstract = torch.empty_strided((2, 3), (1, 4), dtype=torch.float16, device="meta")
+        ordinary = torch.empty(4, dtype=torch.int32)
+        found, plain, number, nothing = concrete_sizes(fx.Graph())([abstract, ordinary, 3, None])
+    assert isinstance(found, FakeTensor)
+    assert (found.shape, found.stride(), found.dtype, found.device.type) == ((2, 3), (1, 4), torch.float16, "meta")
+    assert isinstance(plain, FakeTensor)
+    assert (plain.shape, plain.dtype, plain.device.type) == ((4,), torch.int32, "cpu")
+    assert plain.fake_mode is found.fake_mode is not abstract.fake_mode
+    assert (number, nothing) == (3, None)
+    with found.fake_mode:
+        assert (plain + 1).shape == (4,)

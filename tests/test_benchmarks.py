@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import accuracy, conversion, memory_per_parameter, optimizer_step, placement, report
+from benchmarks import (
+    accuracy,
+    conversion,
+    conversion_zoo,
+    memory_per_parameter,
+    optimizer_step,
+    placement,
+    report,
+)
 from benchmarks.accuracy_tasks import TASKS, CharacterGPT, DigitsCNN, DigitsViT, Underflow
 from benchmarks.graphs import SHAPES
 from benchmarks.models import FullModel, ResNet50
@@ -23,6 +31,7 @@ def test_graphs_have_the_size_asked_for_and_something_to_place(shape: str) -> No
     assert 60 <= len(SHAPES[shape](60).nodes) < 90
     row = conversion.measure(shape, 60)
     assert 0 < row.low < row.nodes
+    assert row.passes > row.classify + row.place
 
 
 def test_conversion_writes_its_rows_and_fails_beyond_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,8 +39,49 @@ def test_conversion_writes_its_rows_and_fails_beyond_its_limit(tmp_path: Path, m
     assert conversion.main(["--sizes", "40,60", "--shapes", "unet", "--json", str(path)]) == 0
     assert [row["shape"] for row in json.loads(path.read_text())["rows"]] == ["unet", "unet"]
     monkeypatch.setattr(conversion, "SIZES", (60,))
-    monkeypatch.setattr(conversion, "LIMIT", 0.0)
+    monkeypatch.setattr(conversion, "LIMITS", {"place": 5.0, "passes": 0.0})
     assert conversion.main(["--sizes", "60", "--shapes", "unet"]) == 1
+
+
+def test_both_limits_of_conversion_hold_for_the_last_size() -> None:
+    small, large = (conversion.Row("unet", nodes, 0.4, 5.1, 10.2, 7) for nodes in (3000, 10004))
+    assert conversion.failures([small, large]) == [
+        "unet: 10004 nodes placed in 5.1 s, the limit is 5 s",
+        "unet: 10004 nodes converted in 10.2 s, the limit is 10 s",
+    ]
+    assert conversion.failures([replace(large, place=4.9, passes=9.9)]) == []
+
+
+def test_passes_are_timed_beside_the_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(conversion_zoo, "REPEATS", 1)
+    path = tmp_path / "rows.json"
+    arguments = ["--models", "tied-weights,branch-on-value", "--json", str(path)]
+    assert conversion_zoo.main(arguments) == 0
+    rows = [conversion_zoo.Row(**row) for row in json.loads(path.read_text())["rows"]]
+    assert [(row.model, row.mode) for row in rows] == [("tied-weights", "train"), ("tied-weights", "eval")]
+    assert all(0 < row.passes < row.capture and 0 < row.share < 1 for row in rows)
+    assert {row.slowest for row in rows} <= {"recompose", "classify", "place", "rewrite", "verify", "compile"}
+    assert "2 rows of 1 models" in capsys.readouterr().out
+    monkeypatch.setattr(conversion_zoo, "measure", lambda *_: None)
+    assert conversion_zoo.main(arguments) == 0, "what is held is not measured again"
+    assert [conversion_zoo.Row(**row) for row in json.loads(path.read_text())["rows"]] == rows
+
+
+def test_passes_that_take_long_beside_the_capture_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = conversion_zoo.Row("good", "train", 100, 1.0, 0.5, "verify", 0.4)
+    bad, worse = replace(good, model="bad", passes=0.51), replace(good, model="worse", passes=2.0)
+    assert conversion_zoo.failures([good, bad, worse]) == [worse, bad]
+    lines = conversion_zoo.table([good, bad, worse], shown=1).splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["worse", "bad"], "what fails is shown in any case"
+    assert lines[-1] == "3 rows of 3 models: ratio 0.51 in the median, 2.00 at most; above 0.5: 2"
+    for rows, status in (([good], 0), ([good, bad], 1)):
+        monkeypatch.setattr(conversion_zoo, "measure_all", lambda _, rows=rows: iter([rows]))
+        assert conversion_zoo.main(["--models", "bert"]) == status
+    assert "verify 40 %" in capsys.readouterr().out
 
 
 def test_resnet50_has_its_known_number_of_parameters() -> None:

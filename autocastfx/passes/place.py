@@ -126,34 +126,35 @@ class _Terms:
         return self.units.stored(value) or _OUTSIDE
 
     def _node(self, node: fx.Node, unit: Unit) -> Iterator[Term]:
-        operands, anchor = self.units.ports.operands(node), self._anchor(node)
+        ports, moved = self.units.ports, moves(node)
+        operands, decisive = ports.operands(node), ports.decisive(node)
+        anchor = self._anchor(node, decisive)
         for use in (u for u in uses(node) if is_float32(u.node)):
-            read, extra = use.node, _EXTRA * elements(use.node) if moves(node) else 0
-            if self.units.ports.stays_float32(node, use):
+            read, extra = use.node, _EXTRA * elements(use.node) if moved else 0
+            if ports.stays_float32(node, use):
                 self.float32_readers[read][node] = _OUTSIDE
-            elif self.units.ports.converts(node, use):
+            elif ports.converts(node, use):
                 yield Term(extra, (), (self._stored(read),))
                 self.low_readers[read].setdefault(node, unit)
             elif read not in operands or read is anchor:
                 yield Term(extra, (), (unit,))
                 self.low_readers[read].setdefault(node, unit)
                 self.float32_readers[read].setdefault(node, unit)
-            elif read in self.units.ports.decisive(node):
+            elif read in decisive:
                 yield Term(extra, (), (self._stored(read),))  # in float32 the kernel takes it as it is stored
                 self.low_readers[read].setdefault(node, unit)
         if has_float32(node):
             stored, size = self._stored(node), elements(node)
-            if moves(node):
+            if moved:
                 yield Term(_EXTRA * size, (), (stored,))
             if stored is not unit:
                 yield from (Term(CAST * size, (unit,), (stored,)), Term(CAST * size, (stored,), (unit,)))
 
-    def _anchor(self, node: fx.Node) -> fx.Node | None:
+    def _anchor(self, node: fx.Node, decisive: tuple[fx.Node, ...]) -> fx.Node | None:
         """Of operands that mix, the one that is cast if the node is float32 and none of them is: the likeliest float32.
 
         Chosen beforehand, for "at least one of them" is nothing that a cut can decide.
         """
-        decisive = self.units.ports.decisive(node)
         return min(decisive, key=lambda r: self._likely_low(r, node)) if decisive else None
 
     def _likely_low(self, value: fx.Node, reader: fx.Node) -> tuple[int, int]:

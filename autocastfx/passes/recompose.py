@@ -75,7 +75,7 @@ def _occurrence(
         is_plain = mutated.isdisjoint(sources) and all(_is_plain(n) for n in sources) and all(map(_is_wide, inside))
         is_one = is_plain and all(_device(n) == _device(node) for n in (*sources, *inside))
         if is_closed and is_one and all(ruled(n) == ruled(node) for n in inside):
-            return arguments, [n for n in node.graph.nodes if n in inside]
+            return arguments, sorted(inside)
     return None
 
 

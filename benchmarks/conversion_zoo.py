@@ -1,0 +1,155 @@
+"""How long all passes of a conversion take beside the capture, for each model of the zoo.
+
+    python -m benchmarks.conversion_zoo [--models bert,gpt2] [--json PATH]
+
+Each model is captured in training and in evaluation mode, and what was captured is converted: recomposed, decided,
+placed, rewritten, verified, compiled. Of both, the least of three counts, in CPU time; of fewer captures, where they
+take long. The exit status is 1 where the passes take more than half of the capture's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from autocastfx.call import CallSignature
+from autocastfx.capture.export import Captured, capture
+from autocastfx.errors import AutocastFXError
+from autocastfx.kernel_facts import load_kernel_facts
+from autocastfx.op_list import load_op_list
+from autocastfx.pipeline import LOW, Converter
+from benchmarks.pass_times import pass_times, seconds
+from benchmarks.store import Store
+from benchmarks.zoo_case import ZooModel
+from benchmarks.zoo_hand import HAND
+from benchmarks.zoo_measure import FIRST_SIZE
+from benchmarks.zoo_models import ZOO
+
+DTYPE = torch.bfloat16
+MODES = ("train", "eval")
+REPEATS = 3
+ENOUGH = 1.0  # seconds of captures, after which there is no further one
+LIMIT = 0.5  # of the capture's time
+SHOWN = 12  # rows in the table
+
+CONVERTER = Converter(load_op_list(LOW[DTYPE]), load_kernel_facts(), DTYPE)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds that the capture of a model in one mode took, and all passes together; the pass that took most."""
+
+    model: str
+    mode: str
+    nodes: int
+    capture: float
+    passes: float
+    slowest: str
+    share: float  # of all passes' time
+
+    @property
+    def ratio(self) -> float:
+        """The passes' time to the capture's."""
+        return self.passes / self.capture
+
+
+def measure(model: ZooModel, mode: str) -> Row | None:
+    """Capture and convert ``model`` in ``mode``; None where it cannot be captured."""
+    module = model.build().train(mode == "train")
+    signature = CallSignature.of(module.forward)
+    call = signature.bind((), model.inputs(*FIRST_SIZE))
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    held = dict[str, torch.Tensor](named)
+    modes = tuple(m.training for m in module.modules())
+
+    def captured() -> Captured:
+        return capture(module, signature, call, training=modes, held=held)
+
+    try:
+        found, spent = seconds(captured)
+    except AutocastFXError:
+        return None
+    captures = [spent]
+    while len(captures) < REPEATS and sum(captures) < ENOUGH:
+        captures.append(seconds(captured)[1])
+    best = min((pass_times(CONVERTER, found, held) for _ in range(REPEATS)), key=lambda times: times.total)
+    share = best.by_pass[best.slowest] / best.total
+    return Row(model.name, mode, len(found.graph.nodes), min(captures), best.total, best.slowest, share)
+
+
+def measure_all(models: Sequence[ZooModel]) -> Iterator[list[Row]]:
+    """The rows of each model, in the modes in which it can be captured.
+
+    What torch does once in a process is done before.
+    """
+    for model in models[:1]:
+        measure(model, MODES[0])
+    for model in models:
+        print(f"{model.name} ...", file=sys.stderr, flush=True)
+        yield [row for mode in MODES if (row := measure(model, mode)) is not None]
+
+
+_HEADER = f"{'model':<22} {'mode':<5} {'nodes':>5} {'capture ms':>10} {'passes ms':>9} {'ratio':>5}  most"
+
+
+def _line(row: Row) -> str:
+    return (
+        f"{row.model:<22} {row.mode:<5} {row.nodes:>5} {1e3 * row.capture:>10.0f} {1e3 * row.passes:>9.0f} "
+        f"{row.ratio:>5.2f}  {row.slowest} {100 * row.share:.0f} %"
+    )
+
+
+def failures(rows: Sequence[Row]) -> list[Row]:
+    """The rows above the limit, the worst first."""
+    return sorted((row for row in rows if row.ratio > LIMIT), key=lambda row: -row.ratio)
+
+
+def table(rows: Sequence[Row], shown: int = SHOWN) -> str:
+    """What is printed: the rows with the highest ratios, and all together."""
+    worst = sorted(rows, key=lambda row: -row.ratio)
+    lines = [_HEADER, *map(_line, worst[: max(shown, len(failures(rows)))])]
+    if rows:
+        median = statistics.median(row.ratio for row in rows)
+        lines += [
+            "",
+            f"{len(rows)} rows of {len({row.model for row in rows})} models: ratio {median:.2f} in the median, "
+            f"{worst[0].ratio:.2f} at most; above {LIMIT:g}: {len(failures(rows))}",
+        ]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the models asked for."""
+    by_name = {model.name: model for model in (*ZOO, *HAND)}
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.conversion_zoo", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--models", default=",".join(by_name), help="separated by commas; all by default")
+    parser.add_argument("--all", action="store_true", help="print every row, not only the worst")
+    parser.add_argument("--json", type=Path, help="the store of rows")
+    options = parser.parse_args(arguments)
+    names = options.models.split(",")
+    if unknown := [name for name in names if name not in by_name]:
+        parser.error(f"unknown: {', '.join(unknown)}; models: {', '.join(by_name)}")
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    store = Store(options.json, Row, {"transformers": transformers.__version__, "dtype": LOW[DTYPE]})
+    held = {row.model for row in store.rows}
+    for rows in measure_all([by_name[name] for name in names if name not in held]):
+        store.extend(rows)
+    print(table(store.rows, len(store.rows) if options.all else SHOWN))
+    return int(bool(failures(store.rows)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
