@@ -24,7 +24,8 @@ from torch import fx
 
 import autocastfx
 from autocastfx.graph import origin
-from autocastfx.op_name import op_name
+from autocastfx.op_name import of_function, op_name
+from autocastfx.saturating_cast import saturating_cast
 from benchmarks.models import BATCH, MODELS, FullModel
 
 BYTES = 6  # that a cast moves for each element
@@ -61,7 +62,7 @@ def measure(name: str, model: FullModel, policy: str) -> Row:
         amp = autocastfx.convert(module, (), inputs, **options)
     except (autocastfx.UnsupportedError, autocastfx.OpListError) as error:
         return Row(name, policy, note=f"not there yet: {str(error).splitlines()[0]}")
-    casts = [node for node in amp.graph.nodes if origin(node) is not None and op_name(node) == "to"]
+    casts = [n for n in amp.graph.nodes if origin(n) is not None and op_name(n) in ("to", of_function(saturating_cast))]
     if len(casts) != len(amp.plan.casts):
         raise RuntimeError(f"{name}: the plan has {len(amp.plan.casts)} casts, its graph {len(casts)}")
     parameters = {parameter for parameter, _ in amp.named_parameters(remove_duplicate=False)}

@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 import autocastfx
 from autocastfx import AmpModule, Precision
 from autocastfx.graph import dtypes, origin
-from autocastfx.op_name import op_name
+from autocastfx.op_name import of_function, op_name
+from autocastfx.saturating_cast import saturating_cast
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -185,7 +186,8 @@ def net(function: Callable[..., Any], **held: Any) -> Net:
 
 
 def inserted_casts(amp_model: AmpModule) -> list[fx.Node]:
-    return [node for node in amp_model.graph.nodes if origin(node) is not None and op_name(node) == "to"]
+    casts = ("to", of_function(saturating_cast))
+    return [node for node in amp_model.graph.nodes if origin(node) is not None and op_name(node) in casts]
 
 
 def placed(amp_model: AmpModule, op: str) -> list[Precision]:
