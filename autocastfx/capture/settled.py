@@ -7,14 +7,14 @@ with 0, ones and zeros. Such a mask is one number everywhere, and adding it chan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from autocastfx.alias import alias_sets, mutated_inputs
+from autocastfx.alias import alias_sets, aliased, mutated_inputs
 from autocastfx.graph import argument, set_argument, tensors
 from autocastfx.op_name import op_name
 
@@ -41,23 +41,26 @@ def _known(holds: bool, fails: bool) -> bool | None:
 
 def drop_settled(graph: fx.Graph) -> None:
     """Take out, in place, what changes nothing whatever the inputs: ``and`` with True, the addition of zeros, a mask of
-    attention that hides nothing, and what only they read. Not what shares storage that is written to, nor an output.
+    attention that hides nothing, and what only they read. Not what shares storage that is written to, nor what is
+    handed out, for that must not be an input.
     """
-    known = _bounds(graph)
-    if not known:
-        return
     shared = alias_sets(graph)
-    returned = set(graph.output_node().all_input_nodes)
+    known = _bounds(graph, shared.keys())
     dropped: list[fx.Node] = []
     for node in list(graph.nodes):
         source = _source(node, known)
-        if source is not None and not {node, source} & shared.keys() and node not in returned:
+        if source is not None and not {node, source} & shared.keys() and not _is_handed_out(node):
             dropped += [node, *node.all_input_nodes]
             node.replace_all_uses_with(source)
         elif op_name(node) == "scaled_dot_product_attention" and _hides_nothing(argument(node, "attn_mask"), known):
             dropped.append(argument(node, "attn_mask"))
             set_argument(node, "attn_mask", None)
     _erase_unread(graph, [*dropped, *known])
+
+
+def _is_handed_out(node: fx.Node) -> bool:
+    """Whether an output is ``node``, or a view of it."""
+    return any(r.op == "output" or (node in aliased(r) and _is_handed_out(r)) for r in node.users)
 
 
 def _source(node: fx.Node, known: Mapping[fx.Node, Bounds]) -> fx.Node | None:
@@ -103,11 +106,11 @@ def _of(operand: Any, known: Mapping[fx.Node, Bounds]) -> Bounds | None:
     return (operand, operand) if isinstance(operand, (int, float)) and not math.isnan(operand) else None
 
 
-def _bounds(graph: fx.Graph) -> dict[fx.Node, Bounds]:
+def _bounds(graph: fx.Graph, written: Set[fx.Node]) -> dict[fx.Node, Bounds]:
     """Of each value that is computed from no input, parameter or constant tensor, as far as it can be told."""
     known: dict[fx.Node, Bounds] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and len(tensors(node)) == 1 and not mutated_inputs(node):
+        if node.op == "call_function" and len(tensors(node)) == 1 and node not in written:
             found = _computed(node, known)
             if found is not None:
                 known[node] = found
@@ -141,7 +144,7 @@ def _of_two(name: str, a: Bounds, b: Bounds, dtype: torch.dtype) -> Bounds | Non
         return None if answer is None else (int(answer), int(answer))
     if name in _ANDS and dtype == torch.bool and (a, b) == ((1, 1), (1, 1)):
         return 1, 1
-    if name in _SUMS and not dtype.is_floating_point:
+    if name in _SUMS and dtype in (torch.int64, torch.int32):  # others wrap around, or round
         return (a[0] + b[0], a[1] + b[1]) if name == "add" else (a[0] - b[1], a[1] - b[0])
     return None
 
