@@ -269,6 +269,7 @@ class AmpModule(fx.GraphModule):
                     f"an AmpModule's parameters {kept}, so it cannot become {probe.dtype}: its graph holds the "
                     "casts. Move it with .to(device) alone, or convert again with another dtype."
                 )
+            self._mounted.refuse_move(probe.device)
         super()._apply(fn, recurse)
         if self._place() != here:
             self._mounted.move(self._place(), self.held())

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from autocastfx.call import Call
-from autocastfx.errors import CaptureError, VariantError
+from autocastfx.errors import CaptureError, UnsupportedError, VariantError
+from autocastfx.kernel_facts import load_kernel_facts
+from autocastfx.plan import Precision
 from autocastfx.variant import Variant
 
 __all__ = ["VariantTable"]
@@ -150,6 +152,25 @@ class VariantTable(nn.ModuleList):
             self[index] = variant
         self.constants[:] = [f"{self.path}.{name}" for name, _ in self.named_buffers()]
         return variant
+
+    def refuse_move(self, device: torch.device) -> None:
+        """Refuse to go to another type of device with what only kernels of this one run and cannot be decided anew.
+
+        Raises:
+            UnsupportedError: an unpickled variant holds such a node.
+        """
+        for variant in self.shown:
+            if variant.captured is not None or device.type in (variant.device.type, "meta"):
+                continue
+            facts = load_kernel_facts().float32_parameters
+            here, there = (facts.get(kind, frozenset[str]()) for kind in (variant.device.type, device.type))
+            low = [node for node in variant.plan.nodes if node.placement.run is Precision.LOW]
+            for node in (node for node in low if node.op in here - there):
+                raise UnsupportedError(
+                    f"node {node.name} ({node.op}) takes 16-bit values beside float32 parameters, which kernels of "
+                    f"{device.type} do not, and an unpickled model cannot be decided anew. Convert the model on "
+                    f"{device.type} and load this one's state_dict, or convert with fold='none' before pickling."
+                )
 
     def move(self, device: torch.device, held: Held) -> None:
         """Make all variants run on ``device``: where its type is another one, decided anew for its kernels."""

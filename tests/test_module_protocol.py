@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 import autocastfx
+from autocastfx import UnsupportedError
 from autocastfx.plan import Plan
 
 
@@ -291,3 +292,18 @@ def test_compiling_one_model_says_nothing_of_another() -> None:
     """Dynamo keeps what it found of a function by its code object, and may give up on it for the whole process."""
     codes = [type(autocastfx.convert(nn.Linear(2, 2), (torch.ones(1, 2),))).forward.__code__ for _ in range(2)]
     assert codes[0] is not codes[1]
+
+
+def test_unpickled_it_does_not_move_to_a_device_whose_kernels_differ() -> None:
+    """On a CPU group norms take 16-bit values beside float32 parameters; on a GPU they do not."""
+    model, x = nn.Sequential(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1)), torch.rand(1, 2, 3, 3)
+    amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)
+    assert amp_model.plan["group_norm"].dtype == "bfloat16"
+    unpickled, cuda = pickle.loads(pickle.dumps(amp_model)), torch.device("cuda")
+    with pytest.raises(UnsupportedError, match=r"node group_norm \(group_norm\) takes 16-bit values .* state_dict"):
+        unpickled._mounted.refuse_move(cuda)
+    amp_model._mounted.refuse_move(cuda)  # it is decided anew
+    unpickled._mounted.refuse_move(torch.device("cpu", 0))
+    float32 = autocastfx.convert(model, (x,), dtype=torch.bfloat16, fold="none")
+    pickle.loads(pickle.dumps(float32))._mounted.refuse_move(cuda)
+    assert unpickled.to("meta")(x.to("meta")).device.type == "meta"
