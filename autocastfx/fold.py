@@ -1,4 +1,8 @@
-"""Folding: which ``deny`` nodes may yet take and give 16 bits, for their kernels compute in float32 inside. Pure."""
+"""Folding: which nodes may yet take and give 16 bits where their list asks for float32. Pure.
+
+A ``deny`` node may, whose kernel computes in float32 inside; and a ``promote`` node that only joins values (a class
+token to activations, say): where all its readers are low, it rounds what they would round.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autocastfx.alias import aliased
 from autocastfx.graph import argument, is_float32, tensors, uses
 from autocastfx.mask import takes_mask
 from autocastfx.op_list import Category
@@ -58,7 +63,10 @@ class Folding:
         """
         found: dict[fx.Node, Fold] = {}
         for node in reversed(graph.nodes):
-            if node in decisions and decisions[node].category is Category.DENY:
+            category = decisions[node].category if node in decisions else None
+            if category is Category.PROMOTE and self.level == "kernel" and self._joins_what_came_in(node):
+                found[node] = Fold((), taints=False)
+            elif category is Category.DENY:
                 reads = self._reads(node, decisions[node], wide, found)
                 if reads:
                     found[node] = Fold(reads, taints=self._may_fold(node, "exact"))
@@ -80,3 +88,12 @@ class Folding:
 
     def _may_fold(self, node: fx.Node, level: str) -> bool:
         return self.ports.facts.may_fold(kernel_name(node), self.low, self.ports.device, level)
+
+    def _joins_what_came_in(self, node: fx.Node) -> bool:
+        """Whether ``node`` joins a parameter, an input of the graph, or a view of one: float32 in any case."""
+        joins = kernel_name(node) in self.ports.facts.joins
+        return joins and any(_came_in(u.node) for u in uses(node) if is_float32(u.node))
+
+
+def _came_in(value: fx.Node) -> bool:
+    return value.op in ("placeholder", "get_attr") or any(_came_in(source) for source in aliased(value))

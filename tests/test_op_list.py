@@ -411,8 +411,8 @@ EXPECTED = {
     "allow": "linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d scaled_dot_product_attention lstm",
     "deny": "exp log softmax log_softmax layer_norm group_norm cross_entropy_loss nll_loss mse_loss sum pow var",
     "infer": "add add_ sub mul mul_ div gelu silu sigmoid tanh batch_norm mean",
-    "clear": "view reshape transpose permute slice relu relu_ max_pool2d dropout where masked_fill_ copy_ cat stack",
-    "promote": "eq lt argmax topk sort max maximum index_put index_put_ scatter_add floor",
+    "clear": "view reshape transpose permute slice relu relu_ max_pool2d dropout where masked_fill_ clone copy_",
+    "promote": "cat stack eq lt argmax topk sort max maximum index_put index_put_ scatter_add floor",
     "keep": "embedding arange zeros randn bernoulli item",
 }
 

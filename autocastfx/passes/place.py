@@ -51,7 +51,8 @@ def place(
         graph: captured, with abstract values.
         decisions: one for every ``call_*`` node.
         units: of the same graph and decisions.
-        folds: ``deny`` nodes that may run low between low neighbours, and what each asks of them.
+        folds: ``deny`` nodes that may run low between low neighbours, and ``promote`` nodes before them, with what each
+            asks of its neighbours.
         keep_output_dtype: whether the graph's outputs are read in float32.
     """
     folding = _folding(units, folds or {})
@@ -72,7 +73,7 @@ def place(
 
 
 def _folding(units: Units, folds: Mapping[fx.Node, Fold]) -> dict[Unit, Fold]:
-    alone = (u for u in units if u.category is Category.DENY and len(u.nodes) == 1)
+    alone = (u for u in units if u.category in (Category.DENY, Category.PROMOTE) and len(u.nodes) == 1)
     return {u: folds[u.nodes[0]] for u in alone if u.nodes[0] in folds}
 
 
@@ -203,24 +204,21 @@ def _rules(
     """What a unit that is low asks of its neighbours."""
     allow = [u for u in units if u.category is Category.ALLOW]
     after_allow = reach(allow, lambda u: u.after, lambda u: u.is_free and u not in float32, {})
-    after_low = set[Label](reach([*allow, *folding], lambda u: u.after, lambda u: u.is_free and u not in float32, {}))
     only_for_low: set[Label] = set(allow)
     for unit in reversed(list(units)):
         if unit.category is Category.CLEAR and readers[unit] and only_for_low.issuperset(readers[unit]):
             only_for_low.add(unit)
     for unit in units:
         rounds = unit.category is Category.CLEAR and unit not in only_for_low
-        # One that joins low values to what came in as float32 (a class token, say) is low where all its readers are.
-        follows = unit in after_allow and after_low.issuperset(_sources(unit, units))
         if unit in folding:
             reads = dict.fromkeys(folding[unit].reads)
             yield from (Term(None, (unit,), (units.stored(read) or _OUTSIDE,)) for read in reads)
-        elif unit.category is Category.PROMOTE or (rounds and follows):
+        elif unit.category is Category.PROMOTE or (rounds and unit in after_allow):
             yield from (Term(None, (unit,), (source,)) for source in _sources(unit, units))
         if unit.category is Category.INFER:  # what was computed from outside in float32 may not fit
             free = (s for s in _sources(unit, units) if isinstance(s, Unit) and s.is_free and s not in after_allow)
             yield from (Term(None, (unit,), (source,)) for source in free)
-        if unit in folding or (rounds and not follows):
+        if unit in folding or (rounds and unit not in after_allow):
             yield from (Term(None, (unit,), (reader,)) for reader in readers[unit])
         joined = any(isinstance(r, Unit) and r.category is Category.PROMOTE for r in readers[unit])
         if rounds and unit not in after_allow and joined:

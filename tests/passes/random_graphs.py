@@ -38,7 +38,7 @@ CATEGORIES = {
     aten.view.default: Category.CLEAR,
     aten.split.Tensor: Category.CLEAR,
     operator.getitem: Category.CLEAR,
-    aten.cat.default: Category.CLEAR,
+    aten.cat.default: Category.PROMOTE,
     aten.fmod.Tensor: Category.PROMOTE,
     aten.sinh.default: Category.KEEP,
 }
