@@ -329,6 +329,7 @@ def _rebuild(tree: nn.Module, signature: CallSignature, maker: Maker, variants: 
             result.__dict__[key] = tree.__dict__[key]
     for variant in variants:
         result.add_variant(variant)
+    result._mounted.refuse_move(result._place())  # where torch.load(map_location=...) has put it
     return result
 
 

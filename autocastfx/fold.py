@@ -17,7 +17,7 @@ from autocastfx.mask import takes_mask
 from autocastfx.op_list import Category
 from autocastfx.op_name import kernel_name
 from autocastfx.plan import Decision
-from autocastfx.ports import Ports
+from autocastfx.ports import PARAMETERS, Ports
 
 __all__ = ["Fold", "Folding"]
 
@@ -87,7 +87,10 @@ class Folding:
         return tuple(u.node for u in asked if u.node.op != "get_attr") if self._may_fold(node, self.level) else ()
 
     def _may_fold(self, node: fx.Node, level: str) -> bool:
-        return self.ports.facts.may_fold(kernel_name(node), self.low, self.ports.device, level)
+        facts, name = self.ports.facts, kernel_name(node)
+        if name in facts.folds_with_parameters and not any(u.argument in PARAMETERS for u in uses(node)):
+            return False
+        return facts.may_fold(name, self.low, self.ports.device, level)
 
     def _joins_what_came_in(self, node: fx.Node) -> bool:
         """Whether ``node`` joins a parameter, an input of the graph, or a view of one: float32 in any case."""

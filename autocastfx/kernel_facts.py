@@ -29,6 +29,7 @@ class KernelFacts:
             ``"exact"``, as exactly as with casts around it; ``"kernel"``, computed in float32 inside, from rounded
             arguments to rounded results.
         float32_parameters: by device type, what takes 16-bit inputs beside a float32 weight and bias.
+        folds_with_parameters: folds only where it has a weight or a bias.
         joins: values are joined, never computed.
         expands_range: finite inputs can give results beyond their range.
         reduces: for ops that reduce many elements into one, what tells how many.
@@ -43,6 +44,7 @@ class KernelFacts:
     reduces: Mapping[str, str] = field(default_factory=dict)
     float32_parameters: Mapping[str, frozenset[str]] = field(default_factory=dict)
     joins: frozenset[str] = frozenset()
+    folds_with_parameters: frozenset[str] = frozenset()
 
     def runs(self, op: str, dtype: str, device: str) -> bool:
         """Whether ``device`` has a kernel of ``op`` for ``dtype``, as far as the table knows."""
@@ -66,7 +68,7 @@ def load_kernel_facts() -> KernelFacts:
     """
     tree = parse_file(preset_folder() / "kernel_facts.yaml", shown="op_lists/kernel_facts.yaml")
     keys = ("computes_in_float32", "mixed_args", "takes_dtype", "no_kernel", "folds", "expands_range", "reduces")
-    keys = (*keys, "float32_parameters", "joins")
+    keys = (*keys, "float32_parameters", "joins", "folds_with_parameters")
     tree.check_keys(keys, what="kernel fact")
     tree.child("folds").check_keys(LEVELS["kernel"], what="level of folding")
     tree.child("reduces").check_keys(KINDS, what="kind of reduction")
@@ -79,6 +81,7 @@ def load_kernel_facts() -> KernelFacts:
         expands_range=_ops(tree.child("expands_range")),
         float32_parameters={device.text: _ops(ops) for device, ops in tree.child("float32_parameters").items()},
         joins=_ops(tree.child("joins")),
+        folds_with_parameters=_ops(tree.child("folds_with_parameters")),
         reduces={op: kind.text for kind, ops in tree.child("reduces").items() for op in _ops(ops)},
     )
 

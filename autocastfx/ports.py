@@ -17,10 +17,10 @@ from autocastfx.op_list import OpList
 from autocastfx.op_name import base_name, kernel_name, op_name
 from autocastfx.plan import Placement, Precision
 
-__all__ = ["Ports"]
+__all__ = ["PARAMETERS", "Ports"]
 
 _CASTS = ("to", "_to_copy")
-_PARAMETERS = ("weight", "bias")
+PARAMETERS = ("weight", "bias")  # of a norm, by the names in its schema
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Ports:
         """Whether the argument is one of the op's ``keep_args``, or a parameter that its kernel takes in float32."""
         if use.argument in self.op_list.kept(op_name(node)):
             return True
-        return use.argument in _PARAMETERS and kernel_name(node) in self.facts.float32_parameters.get(self.device, ())
+        return use.argument in PARAMETERS and kernel_name(node) in self.facts.float32_parameters.get(self.device, ())
 
     def operands(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The float32 values that an op of ``mixed_args`` takes in any mixture of precisions; nothing for other ops.

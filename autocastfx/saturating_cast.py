@@ -1,7 +1,8 @@
 """The operator ``autocastfx::saturating_cast``, which narrows: what is beyond a bound becomes the bound, not infinite.
 
-Infinities and NaN stay what they are. Its gradient is that of a cast, so that backward keeps nothing. See
-:mod:`autocastfx.rms_norm` for how it is made.
+Infinities and NaN stay what they are. Its derivative is that of a cast, so that backward keeps nothing; under
+transforms of torch.func it is that of its parts, which is 0 beyond the bound. See :mod:`autocastfx.rms_norm` for how it
+is made.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ _LIBRARY.define("saturating_cast(Tensor self, ScalarType dtype, float bound) -> 
 class _SaturatingCast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
-        ctx.dtype = x.dtype
+        ctx.dtype, ctx.low = x.dtype, dtype
         return _without_autograd(x, dtype, bound)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
         return gradients[0].to(ctx.dtype), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return tangents[0].to(ctx.low)
 
 
 def _with_autograd(x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:

@@ -11,8 +11,10 @@ from torch import nn
 
 from autocastfx.call import Call
 from autocastfx.errors import CaptureError, UnsupportedError, VariantError
+from autocastfx.graph import uses
 from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.plan import Precision
+from autocastfx.ports import PARAMETERS
 from autocastfx.variant import Variant
 
 __all__ = ["VariantTable"]
@@ -164,11 +166,13 @@ class VariantTable(nn.ModuleList):
                 continue
             facts = load_kernel_facts().float32_parameters
             here, there = (facts.get(kind, frozenset[str]()) for kind in (variant.device.type, device.type))
-            low = [node for node in variant.plan.nodes if node.placement.run is Precision.LOW]
-            for node in (node for node in low if node.op in here - there):
+            low = {node.name: node.op for node in variant.plan.nodes if node.placement.run is Precision.LOW}
+            for node in (n for n in variant.graph.nodes if low.get(n.name) in here - there):
+                if not any(use.argument in PARAMETERS for use in uses(node)):
+                    continue
                 raise UnsupportedError(
-                    f"node {node.name} ({node.op}) takes 16-bit values beside float32 parameters, which kernels of "
-                    f"{device.type} do not, and an unpickled model cannot be decided anew. Convert the model on "
+                    f"node {node.name} ({low[node.name]}) takes 16-bit values beside float32 parameters, which kernels "
+                    f"of {device.type} do not, and an unpickled model cannot be decided anew. Convert the model on "
                     f"{device.type} and load this one's state_dict, or convert with fold='none' before pickling."
                 )
 

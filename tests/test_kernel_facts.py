@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx.kernel_facts import load_kernel_facts
+from autocastfx.ports import PARAMETERS
 from autocastfx.rms_norm import rms_norm
 from benchmarks.kernel_calls import KernelCall, kernel_calls
 from benchmarks.kernel_facts import DTYPES, FACTS, LISTED, differences, in_dtype, rounds_once, ulps, without_kernel
@@ -264,6 +265,8 @@ def test_what_folds_gives_what_the_op_gives_between_casts(device: str, dtype: st
     """To an ulp, and the gradient to two: what ``fold="exact"`` promises."""
     low, sized = DTYPES[dtype], _sized_as_in_models(device)
     tried = [*calls(device).get(op, []), *([sized[op]] if op in sized else [])]
+    if op in FACTS.folds_with_parameters:
+        tried = [c for c in tried if any(isinstance(c.named().get(name), torch.Tensor) for name in PARAMETERS)]
     assert tried
     for call in tried:
         got, *gradients = _result_and_gradients(call, low, folded=True)
@@ -273,6 +276,23 @@ def test_what_folds_gives_what_the_op_gives_between_casts(device: str, dtype: st
         for gradient, reference in zip(gradients, expected, strict=True):
             assert gradient.dtype == reference.dtype
             assert ulps(gradient.to(low), reference) <= 2, call
+
+
+def test_a_group_norm_without_parameters_does_not_fold() -> None:
+    """The measure tells: its gradient is computed from a mean and a deviation of 16 bits."""
+    images = 10 + torch.randn(4, 64, 32, 32, generator=torch.Generator().manual_seed(0))
+    call = KernelCall(_aten.group_norm.default, (images, 8), {})
+    got = _result_and_gradients(call, torch.bfloat16, folded=True)
+    assert ulps(got[1], _result_and_gradients(call, torch.bfloat16, folded=False)[1]) > 2
+
+    def normed(x: torch.Tensor, w: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.nn.functional.group_norm(x @ x, 2, w) @ x
+
+    inputs = torch.rand(2, 4, 4, 4), torch.rand(4)
+    for fold in ("exact", "kernel"):
+        for given, dtype in ((inputs[:1], "float32"), (inputs, "bfloat16")):
+            amp_model = autocastfx.convert(Function(normed), given, dtype=torch.bfloat16, fold=fold)
+            assert amp_model.plan["group_norm"].dtype == dtype
 
 
 def test_the_measure_tells_a_kernel_that_adds_up_gradients_of_parameters_in_16_bits() -> None:

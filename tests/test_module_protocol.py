@@ -305,5 +305,7 @@ def test_unpickled_it_does_not_move_to_a_device_whose_kernels_differ() -> None:
     amp_model._mounted.refuse_move(cuda)  # it is decided anew
     unpickled._mounted.refuse_move(torch.device("cpu", 0))
     float32 = autocastfx.convert(model, (x,), dtype=torch.bfloat16, fold="none")
-    pickle.loads(pickle.dumps(float32))._mounted.refuse_move(cuda)
+    bare = nn.Sequential(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4, affine=False), nn.Conv2d(4, 2, 1))
+    for other in (float32, autocastfx.convert(bare, (x,), dtype=torch.bfloat16)):
+        pickle.loads(pickle.dumps(other))._mounted.refuse_move(cuda)
     assert unpickled.to("meta")(x.to("meta")).device.type == "meta"

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from autocastfx.op_name import of_function
 from autocastfx.saturating_cast import saturating_cast
@@ -52,6 +53,15 @@ def test_it_can_be_differentiated_twice_and_under_transforms() -> None:
     (second,) = torch.autograd.grad(first.sum(), x)
     assert torch.equal(second, torch.full((5,), 2.0))
     assert torch.equal(torch.func.grad(squared)(x.detach()), first)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, of its first use
+def test_forward_mode_gives_the_same_derivative() -> None:
+    x, tangent = torch.tensor([1.0, 1e30]), torch.tensor([3.0, 5.0])
+    with forward_ad.dual_level():
+        dual = saturating_cast(forward_ad.make_dual(x, tangent), torch.bfloat16, 100.0)
+        found = forward_ad.unpack_dual(dual).tangent
+    assert torch.equal(found, tangent.bfloat16())
 
 
 def test_backward_keeps_nothing() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from autocastfx.alias import alias_sets, aliased, mutated_inputs
@@ -40,22 +41,35 @@ def _known(holds: bool, fails: bool) -> bool | None:
 
 
 def drop_settled(graph: fx.Graph) -> None:
-    """Take out, in place, what changes nothing whatever the inputs: ``and`` with True, the addition of zeros, a mask of
-    attention that hides nothing, and what only they read. Not what shares storage that is written to, nor what is
-    handed out, for that must not be an input.
+    """Take out, in place, what changes nothing whatever the inputs: ``and`` with True, the addition of zeros (but for
+    the sign of a zero), a mask of attention that hides nothing, and what only they read. Not what shares storage that
+    is written to, or may be, nor what is handed out, for that must not be an input.
     """
-    shared = alias_sets(graph)
-    known = _bounds(graph, shared.keys())
+    shared = alias_sets(graph).keys() | _seen_by_functions(graph)
+    known = _bounds(graph, shared)
     dropped: list[fx.Node] = []
     for node in list(graph.nodes):
         source = _source(node, known)
-        if source is not None and not {node, source} & shared.keys() and not _is_handed_out(node):
+        if source is not None and not {node, source} & shared and not _is_handed_out(node):
             dropped += [node, *node.all_input_nodes]
             node.replace_all_uses_with(source)
         elif op_name(node) == "scaled_dot_product_attention" and _hides_nothing(argument(node, "attn_mask"), known):
             dropped.append(argument(node, "attn_mask"))
             set_argument(node, "attn_mask", None)
     _erase_unread(graph, [*dropped, *known])
+
+
+def _seen_by_functions(graph: fx.Graph) -> set[fx.Node]:
+    """Values that something without a schema reads, or an alias of them: it may write into what it is given."""
+    opaque = (n for n in graph.nodes if n.op == "call_function" and not isinstance(n.target, OpOverload))
+    queue = [read for node in opaque for read in node.all_input_nodes if tensors(read)]
+    found = set(queue)
+    while queue:
+        node = queue.pop()
+        near = {*aliased(node), *(reader for reader in node.users if node in aliased(reader))} - found
+        found |= near
+        queue += near
+    return found
 
 
 def _is_handed_out(node: fx.Node) -> bool:
@@ -78,20 +92,12 @@ def _source(node: fx.Node, known: Mapping[fx.Node, Bounds]) -> fx.Node | None:
 
 
 def _stands_for(kept: fx.Node, node: fx.Node) -> bool:
-    """Whether readers of ``node`` can read ``kept``: it has the dtype and the sizes, or they expand it themselves."""
+    """Whether readers of ``node`` can read ``kept``: it has the dtype, the device, the sizes and the strides."""
     a, b = tensors(kept), tensors(node)
-    if len(a) != 1 or len(b) != 1 or a[0].dtype != b[0].dtype or a[0].ndim != b[0].ndim:
+    if len(a) != 1 or len(b) != 1 or (a[0].dtype, a[0].device, a[0].ndim) != (b[0].dtype, b[0].device, b[0].ndim):
         return False
-    same = [statically_known_true(m == n) for m, n in zip(a[0].shape, b[0].shape, strict=True)]
-    return all(same) or all(_expands(reader, same) for reader in node.users)
-
-
-def _expands(reader: fx.Node, same: list[bool]) -> bool:
-    """Whether ``reader`` is an expand that names each size in which it may be given a 1 instead."""
-    sizes = argument(reader, "size") if op_name(reader) == "expand" else None
-    if not isinstance(sizes, (list, tuple)) or len(sizes) != len(same):
-        return False
-    return all(is_same or size != -1 for size, is_same in zip(sizes, same, strict=True))
+    pairs = [*zip(a[0].shape, b[0].shape, strict=True), *zip(a[0].stride(), b[0].stride(), strict=True)]
+    return all(statically_known_true(m == n) for m, n in pairs)
 
 
 def _hides_nothing(mask: Any, known: Mapping[fx.Node, Bounds]) -> bool:
@@ -112,9 +118,17 @@ def _bounds(graph: fx.Graph, written: Set[fx.Node]) -> dict[fx.Node, Bounds]:
     for node in graph.nodes:
         if node.op == "call_function" and len(tensors(node)) == 1 and node not in written:
             found = _computed(node, known)
-            if found is not None:
+            if found is not None and _has(tensors(node)[0].dtype, found):
                 known[node] = found
     return known
+
+
+def _has(dtype: torch.dtype, bounds: Bounds) -> bool:
+    """Whether ``dtype`` has these numbers as they are: a truth value is 0 or 1, and others round or wrap around."""
+    if dtype == torch.bool:
+        return bounds in ((0, 0), (1, 1))
+    is_whole = all(math.isinf(bound) or float(bound).is_integer() for bound in bounds)
+    return is_whole and (dtype.is_floating_point or dtype in (torch.int64, torch.int32))
 
 
 def _computed(node: fx.Node, known: Mapping[fx.Node, Bounds]) -> Bounds | None:
@@ -144,7 +158,7 @@ def _of_two(name: str, a: Bounds, b: Bounds, dtype: torch.dtype) -> Bounds | Non
         return None if answer is None else (int(answer), int(answer))
     if name in _ANDS and dtype == torch.bool and (a, b) == ((1, 1), (1, 1)):
         return 1, 1
-    if name in _SUMS and dtype in (torch.int64, torch.int32):  # others wrap around, or round
+    if name in _SUMS and not dtype.is_floating_point:
         return (a[0] + b[0], a[1] + b[1]) if name == "add" else (a[0] - b[1], a[1] - b[0])
     return None
 
@@ -160,9 +174,8 @@ def _range(node: fx.Node) -> Bounds | None:
 def _moved(node: fx.Node, bounds: Bounds | None) -> Bounds | None:
     """Of a view, a copy or a cast: 0 and 1 are themselves in every dtype."""
     before, after = tensors(node.all_input_nodes[0]), tensors(node)[0].dtype
-    if bounds in ((0, 0), (1, 1)) or (len(before) == 1 and before[0].dtype == after):
-        return bounds
-    return None
+    is_same = len(before) == 1 and before[0].dtype == after
+    return bounds if is_same or (op_name(node) == "to" and bounds in ((0, 0), (1, 1))) else None
 
 
 def _erase_unread(graph: fx.Graph, candidates: list[fx.Node]) -> None:
