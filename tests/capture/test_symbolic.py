@@ -180,8 +180,13 @@ DIFFERENT = {
     "optional_given": "a draft leaves optional arguments at their defaults",
     "rotary": "without sizes the dtype of a product with view_as_complex is not known, and taken for float32",
 }
-# A draft knows no sizes: fewer bytes move in another way where a value is expanded or a weight is small.
-BY_SIZE = {"super_resolution": {"prelu"}, "vision": {"flatten", "transpose", "expand", "cat", "add"}}
+# A draft knows no sizes: fewer bytes move in another way where a value is expanded or a weight is small, and that zeros
+# are added to a value of their own size is not known.
+BY_SIZE = {
+    "super_resolution": {"prelu"},
+    "vision": {"flatten", "transpose", "expand", "cat", "add"},
+    "experts": {"add"},
+}
 
 
 def precisions(plan: Plan) -> Counter[tuple[str, str]]:
