@@ -39,7 +39,7 @@ class AmpModule(fx.GraphModule):
         self._lineno_map: dict[int, int | None] = {}  # Dynamo reads it; this class's forward is not a graph's code
         self._signature = signature
         self._maker = maker
-        self._working_copies = WorkingCopies(self)  # graphs read it by this name: weights.ATTRIBUTE
+        self._copies = WorkingCopies(self)
         mirror(model, self, {id(model): self})
         self._own_modules = tuple(self.modules())
         self._table = "_variants"
@@ -106,6 +106,11 @@ class AmpModule(fx.GraphModule):
         if not self.variants:
             return self.capture_modes(call)
         return self._mounted.further(call, self._modes(), self.held())
+
+    @property
+    def _working_copies(self) -> WorkingCopies | None:
+        """What graphs read by this name (``weights.ATTRIBUTE``), once in each call."""
+        return self._copies.fresh()
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple([m.training for m in self._own_modules])
@@ -224,7 +229,7 @@ class AmpModule(fx.GraphModule):
                 "that was exported instead."
             )
         super().train(mode)
-        self._working_copies.expire()  # weights are exchanged between training and evaluation, not always visibly
+        self._copies.expire()  # weights are exchanged between training and evaluation, not always visibly
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> AmpModule:
@@ -252,12 +257,14 @@ class AmpModule(fx.GraphModule):
         super().train(False)
 
     def refresh_weights(self) -> None:
-        """Make the 16-bit working copies of ``weights="cached"`` anew, at the next call.
+        """Make the 16-bit working copies of ``weights="cached"`` anew.
 
         Needed after writes into ``parameter.data`` (``p.data.copy_(other)``), which torch does not count, and after
-        the replay of a CUDA graph that holds an optimizer's step. All other changes are seen without it.
+        the replay of a CUDA graph that holds an optimizer's step. All other changes are seen without it, by the next
+        call; after this one, it finds nothing to do.
         """
-        self._working_copies.expire()
+        self._copies.expire()
+        self._copies.fresh()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AmpModule:
         here = self._place()

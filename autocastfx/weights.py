@@ -19,31 +19,34 @@ __all__ = ["ATTRIBUTE", "WorkingCopies", "working_copy"]
 ATTRIBUTE = "_working_copies"  # where graphs find those of the model that runs them
 
 
-def working_copy(copies: WorkingCopies | None, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+_SHARING: Any = torch.ops.aten._unsafe_view.default  # no view, for autograd: it counts its own changes
+
+
+def working_copy(
+    copies: WorkingCopies | None, master: torch.Tensor, dtype: torch.dtype, several: bool = False
+) -> torch.Tensor:
     """``master`` in ``dtype``: its working copy, through which the float32 gradient goes back to it.
 
-    A cast, as if there were no copies, where these cannot be kept: while a compiler or exporter traces, while a CUDA
-    graph is captured, of a tensor that is put in a parameter's place for one call, and of abstract values (``copies``
-    is None).
+    Args:
+        copies: what :meth:`WorkingCopies.fresh` gave in this call of the graph; None casts.
+        master: float32. What is no parameter is cast too: a tensor that is put in one's place for a call, say.
+        dtype: the 16-bit one.
+        several: whether several nodes read the result: their gradients then add up in 16 bits, as those of a cast do.
     """
-    if copies is None:
+    held = copies.copy_of(master, dtype) if copies is not None else None
+    if held is None:
         return master.to(dtype)
-    if torch.compiler.is_compiling():
-        copies.warn_of_compiler()
-        return master.to(dtype)
-    copy = copies.of(master, dtype)
-    if copy is None or (master.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return master.to(dtype)
-    if master.requires_grad and torch.is_grad_enabled():
-        return _Bridge.apply(master, copy)
-    return copy
+    if not (master.requires_grad and torch.is_grad_enabled()):
+        return held.tensor
+    if several:
+        return _Bridge.apply(master, held.tensor)
+    read = _SHARING(master, held.sizes)
+    read.data = held.tensor  # the history stays that of the float32 tensor: autograd casts the gradient before it
+    return read
 
 
 class _Bridge(torch.autograd.Function):
-    """The copy forwards; backwards what the backward of a cast gives, to one weight as soon as its gradient is there.
-
-    Each read has its own, so that the gradients of several reads add up in float32, as those of several casts do.
-    """
+    """The copy forwards; backwards what the backward of a cast gives."""
 
     @staticmethod
     def forward(ctx: Any, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
@@ -59,11 +62,12 @@ class _Bridge(torch.autograd.Function):
 class _Copy:
     """A copy, and what its master was when it was copied."""
 
-    __slots__ = ("form", "master", "pointer", "storage", "tensor", "version")
+    __slots__ = ("dtype", "master", "pointer", "sizes", "storage", "tensor", "version")
 
     def __init__(self, master: weakref.ref[torch.Tensor], dtype: torch.dtype) -> None:
-        self.master, self.tensor = master, torch.empty(0, dtype=dtype)
-        self.form: tuple[Any, ...] = ()
+        self.master, self.dtype = master, dtype
+        self.tensor = torch.empty(0, dtype=dtype)
+        self.sizes: list[int] = []
         self.version, self.pointer = -1, 0
         self.storage: StorageWeakRef | None = None
 
@@ -73,14 +77,9 @@ class _Copy:
             return False
         return self.storage is not None and not self.storage.expired()  # else another's memory may have its address
 
-    def fit(self, master: torch.Tensor) -> None:
-        """Be of the form and on the device of ``master``."""
-        form = (master.shape, master.stride(), master.device)
-        if form != self.form:
-            self.form, self.tensor = form, torch.empty_like(master, dtype=self.tensor.dtype)
-
-    def note(self, master: torch.Tensor) -> None:
-        """Remember ``master`` as it now is."""
+    def become(self, tensor: torch.Tensor, master: torch.Tensor) -> None:
+        """Hold ``tensor``, a copy of ``master`` as it now is. The one before is its readers', as a cast is."""
+        self.tensor, self.sizes = tensor, list(master.shape)
         self.version, self.pointer = master._version, master.data_ptr()
         self.storage = StorageWeakRef(master.untyped_storage())
 
@@ -88,7 +87,7 @@ class _Copy:
 class WorkingCopies:
     """The working copies of one converted model: one of each parameter, whatever its names and whoever reads it.
 
-    A copy is made when it is read first. If one is read whose master has changed since, all that are stale are made
+    A copy is made when it is read first. When a graph begins to read, all whose masters have changed since are made
     anew at once. Neither keeps a master alive.
 
     Changes are seen by the version counter, by the address of the memory, and after the step of any
@@ -100,8 +99,28 @@ class WorkingCopies:
         self._held: dict[tuple[int, torch.dtype], _Copy] = {}
         self._watches = self._has_warned = False
 
-    def of(self, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """The copy of ``master``, as ``master`` now is; None of what is no plain parameter.
+    def fresh(self) -> WorkingCopies | None:
+        """These, all as their masters now are. None where none can be kept: while a compiler or exporter traces, and
+        while a CUDA graph is captured.
+        """
+        if torch.compiler.is_compiling():
+            self._warn_of_compiler()
+            return None
+        stale: list[tuple[_Copy, torch.Tensor]] = []
+        on_cuda = False
+        for held in list(self._held.values()):
+            master = held.master()
+            if master is not None:
+                on_cuda = on_cuda or master.is_cuda
+                if not held.is_fresh(master):
+                    stale.append((held, master))
+        if on_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        _renew(stale)
+        return self
+
+    def copy_of(self, master: torch.Tensor, dtype: torch.dtype) -> _Copy | None:
+        """That of ``master``; made now if there is none yet, None of what is no plain parameter.
 
         Raises:
             UnsupportedError: the model is sharded.
@@ -111,22 +130,8 @@ class WorkingCopies:
             if type(master) is not nn.Parameter or master.is_inference():
                 return None
             held = self._adopt(master, dtype)
-        if not held.is_fresh(master):
-            self.refresh()
-        return held.tensor
-
-    def refresh(self) -> None:
-        """Make all copies anew whose masters have changed."""
-        live = [(held, master) for held in list(self._held.values()) if (master := held.master()) is not None]
-        stale = [(held, master) for held, master in live if not held.is_fresh(master)]
-        if not stale:
-            return
-        with torch.inference_mode(False), torch.no_grad():  # what inference mode makes, no backward can use
-            for held, master in stale:
-                held.fit(master)
-            cast("Any", torch)._foreach_copy_([held.tensor for held, _ in stale], [master for _, master in stale])
-        for held, master in stale:
-            held.note(master)
+            _renew([(held, master)])
+        return held
 
     def expire(self, masters: Iterable[Any] | None = None) -> None:
         """Take ``masters`` (all, if None) for changed."""
@@ -136,7 +141,7 @@ class WorkingCopies:
                 held.version = -1
 
     @torch.compiler.assume_constant_result
-    def warn_of_compiler(self) -> None:
+    def _warn_of_compiler(self) -> None:
         """Say once that a compiled or exported graph casts."""
         if not self._has_warned:
             self._has_warned = True
@@ -176,6 +181,17 @@ class WorkingCopies:
             self._watches = True
             handle = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
             weakref.finalize(self, handle.remove)
+
+
+def _renew(stale: list[tuple[_Copy, torch.Tensor]]) -> None:
+    """Make the copies anew, each of the master beside it; no thread ever reads one that is not filled yet."""
+    if not stale:
+        return
+    with torch.inference_mode(False), torch.no_grad():  # what inference mode makes, no backward can use
+        copies = [torch.empty_like(master, dtype=held.dtype) for held, master in stale]
+        cast("Any", torch)._foreach_copy_(copies, [master for _, master in stale])
+    for (held, master), copy in zip(stale, copies, strict=True):
+        held.become(copy, master)
 
 
 def _after_step(copies: weakref.ref[WorkingCopies]) -> Callable[..., None]:

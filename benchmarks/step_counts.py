@@ -108,10 +108,14 @@ class Counter(TorchDispatchMode):
 
 
 def _makes_a_gradient(made: Tensor) -> bool:
-    """Whether the node of autograd that runs now, if any does, hands ``made`` on as a parameter's gradient."""
+    """Whether the node of autograd that runs now, if any does, hands ``made`` on as a parameter's gradient: at once, or
+    through the node that reads a working copy.
+    """
     node: Any = torch._C._current_autograd_node()
     readers = [reader for reader, _ in node.next_functions if reader] if node is not None else []
-    return any(hasattr(reader, "variable") and reader.variable.shape == made.shape for reader in readers)
+    further = [nexts[0][0] for r in readers if len(nexts := r.next_functions) == 1 and "UnsafeView" in r.name()]
+    found = (r for r in (*readers, *further) if hasattr(r, "variable"))
+    return any(reader.variable.shape == made.shape for reader in found)
 
 
 def _storages(tensors: Iterable[Any]) -> dict[int, torch.UntypedStorage]:

@@ -106,11 +106,16 @@ def read_copies(graph: fx.Graph, parameters: frozenset[str], placements: Mapping
         apart = apart if shared else apart[1:]
         cast_node.target, cast_node.args = working_copy, (copies, master, dtype)
         set_origin(cast_node, Origin("store_weights", "working copy", cast("fx.Node", master).name))
+        reads = [cast_node]
         for reader in apart:
             with graph.inserting_before(reader):
                 made = graph.create_node("call_function", working_copy, cast_node.args, {}, cast_node.name)
             made.meta.update(cast_node.meta)
             reader.replace_input_with(cast_node, made)
+            reads.append(made)
+        for read in reads:
+            if sum(use.node is read for reader in read.users for use in uses(reader)) > 1:
+                read.args = (*read.args, True)
 
 
 def store_low(graph: fx.Graph, tensors_of: Mapping[str, int], low: torch.dtype) -> None:
