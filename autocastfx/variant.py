@@ -19,6 +19,7 @@ from autocastfx.capture.guard import ShapeGuard
 from autocastfx.errors import VariantError
 from autocastfx.graph import kept_meta
 from autocastfx.plan import Plan
+from autocastfx.quick_call import called_quickly
 
 if TYPE_CHECKING:
     from autocastfx.capture.export import Captured
@@ -106,13 +107,15 @@ class Variant(nn.Module):
         self.compile_graph()
 
     def compile_graph(self) -> None:
-        """Make ``function(owner, *tensors)`` of the graph as it now is."""
-        code = self.graph.python_code("self")
+        """Make ``function(owner, *tensors)`` of the graph as it now is, and ``code``, which names its overloads."""
+        self.code = self.graph.python_code("self").src
+        with called_quickly(self.graph):
+            code = self.graph.python_code("self")
         filename = f"<autocastfx graph {next(_numbers)}>"
         namespace = dict(code.globals)
         exec(compile(code.src, filename, "exec"), namespace)
         linecache.cache[filename] = (len(code.src), None, code.src.splitlines(keepends=True), filename)
-        self.code, self.function = code.src, namespace["forward"]
+        self.function = namespace["forward"]
 
     def move(self, device: torch.device) -> None:
         """Create tensors on ``device`` where the graph creates them on the device that it was captured on."""

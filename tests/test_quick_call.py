@@ -1,0 +1,154 @@
+"""Quick calls: what stands in for an overload runs the same kernels on the same numbers, and keeps the same history."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autocastfx
+from autocastfx.quick_call import QUICK, called_quickly
+
+
+def some(*sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(len(sizes)), requires_grad=True)
+
+
+def computed(*sizes: int) -> Tensor:
+    """No leaf, so that it can be written into."""
+    return some(*sizes) * 1
+
+
+IMAGES, KERNELS = (2, 3, 6, 6), (4, 3, 3, 3)
+STATISTICS: tuple[Any, ...] = (torch.zeros(3), torch.ones(3), True, 0.1, 1e-5, True)
+# By name: arguments as schemas have them, all positional where they can be, and as few as there can be.
+CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
+    "linear.default": (((some(2, 3), some(4, 3), some(4)), {}), ((some(2, 3), some(4, 3)), {})),
+    "gelu.default": (((some(5),), {}), ((some(5),), {"approximate": "tanh"})),
+    "silu.default": (((some(5),), {}),),
+    "scaled_dot_product_attention.default": (
+        ((some(1, 2, 3, 4), some(1, 2, 3, 4), some(1, 2, 3, 4), some(3, 3), 0.0, False), {"scale": 0.5}),
+        ((some(1, 2, 3, 4), some(1, 2, 3, 4), some(1, 2, 3, 4)), {}),
+    ),
+    **{
+        name: (((some(3, 2), some(2)), {}), ((some(3), 2), {}), ((some(3).bfloat16(), some()), {}))
+        for name in ("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor")
+    },
+    "neg.default": (((some(3),), {}),),
+    "where.self": (((some(3) > 0, some(3), some(3)), {}),),
+    "relu.default": (((some(3),), {}),),
+    "matmul.default": (((some(2, 3, 4), some(4, 5)), {}),),
+    "bmm.default": (((some(2, 3, 4), some(2, 4, 5)), {}),),
+    "addmm.default": (((some(5), some(3, 4), some(4, 5)), {"beta": 2, "alpha": 0.5}),),
+    "conv1d.default": (((some(2, 3, 6), some(4, 3, 3), some(4), [1], [1], [1], 1), {}),),
+    "conv2d.default": (
+        ((some(*IMAGES), some(*KERNELS), None, [2, 2], [1, 1]), {}),
+        ((some(*IMAGES), some(*KERNELS)), {}),
+    ),
+    "embedding.default": (((some(5, 3), torch.tensor([0, 4]), 0, False, False), {}),),
+    "layer_norm.default": (
+        ((some(2, 3), [3], some(3), some(3), 1e-6, False), {}),
+        ((some(2, 3), [3]), {}),
+    ),
+    "group_norm.default": (((some(2, 4, 3), 2, some(4), None, 1e-6, False), {}),),
+    "batch_norm.default": (((some(*IMAGES), some(3), some(3), *STATISTICS), {}),),
+    "softmax.int": (((some(2, 3), -1, torch.float32), {}), ((some(2, 3), 1), {})),
+    "dropout.default": (((some(50), 0.5, True), {}), ((some(5), 0.0, True), {}), ((some(5), 0.5, False), {})),
+    "transpose.int": (((some(2, 3), 0, -1), {}),),
+    "permute.default": (((some(2, 3, 4), [2, 0, 1]), {}),),
+    "unsqueeze.default": (((some(2, 3), -1), {}),),
+    "reshape.default": (((some(2, 3), [3, -1]), {}), ((some(2, 3).t(), [6]), {})),
+    "flatten.using_ints": (((some(2, 3, 4), 1), {}), ((some(2, 3, 4),), {})),
+    "cat.default": ((([some(2, 3), some(1, 3)], 0), {}), (([some(2, 3)], -1), {})),
+    "relu_.default": (((lambda: computed(3),), {}),),
+    "to.dtype": (
+        ((some(3), torch.bfloat16), {}),
+        ((some(3), torch.float32, False, True), {}),
+        ((some(3), torch.float32), {"copy": False}),
+    ),
+    "view.default": (((some(2, 3), [3, 2]), {}), ((some(2, 3), [-1]), {})),
+    "expand.default": (((some(1, 3), [2, -1]), {}),),
+    "contiguous.default": (((some(2, 3).t(),), {}), ((some(2, 3),), {"memory_format": torch.contiguous_format})),
+    "add_.Tensor": (((lambda: computed(3), some(3)), {"alpha": 2}),),
+}
+NAMES = {f"{target._schema.name.removeprefix('aten::')}.{target._overloadname}": target for target in QUICK}
+
+
+class Dispatched(TorchDispatchMode):
+    """What runs below autograd: the overload, and all that is given to it but the tensors' numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = torch.utils._pytree.tree_map(_described, (args, kwargs or {}))
+        self.calls.append((func, given))
+        return func(*args, **(kwargs or {}))
+
+
+def _described(leaf: Any) -> Any:
+    return (leaf.dtype, tuple(leaf.shape), leaf.stride()) if isinstance(leaf, Tensor) else leaf
+
+
+def history(tensor: Tensor) -> list[str]:
+    """The nodes of autograd behind ``tensor``, nearest first."""
+    found, queue = list[str](), [tensor.grad_fn]
+    while queue:
+        node = queue.pop(0)
+        if node is not None:
+            found.append(node.name())
+            queue += [reader for reader, _ in node.next_functions]
+    return found
+
+
+def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args = tuple(arg() if callable(arg) and not isinstance(arg, Tensor) else arg for arg in args)
+    torch.manual_seed(0)
+    with Dispatched() as dispatched:
+        result = function(*args, **kwargs)
+        leaves = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor) and t.is_leaf]
+        wanted = [t for t in leaves if t.requires_grad]
+        grads = torch.autograd.grad(result.float().square().sum(), wanted, allow_unused=True) if wanted else ()
+    return result, history(result), dispatched.calls, grads
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_it_does_what_the_overload_does(name: str) -> None:
+    for args, kwargs in CALLS[name]:
+        theirs, ours = (run(function, args, kwargs) for function in (NAMES[name], QUICK[NAMES[name]]))
+        assert torch.equal(theirs[0], ours[0])
+        assert theirs[1:3] == ours[1:3]
+        for a, b in zip(theirs[3], ours[3], strict=True):
+            assert a is b or torch.equal(a, b)
+
+
+def test_a_graph_names_them_for_as_long_as_asked() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(
+        graph.call_function(torch.ops.aten.relu.default, (graph.call_function(torch.ops.aten.exp.default, (x,)),))
+    )
+    before = str(graph)
+    with called_quickly(graph):
+        assert [n.target for n in graph.nodes][1:3] == [torch.ops.aten.exp.default, torch.relu]
+    assert str(graph) == before
+    assert graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+    with contextlib.suppress(ZeroDivisionError), called_quickly(graph):
+        raise ZeroDivisionError
+    assert str(graph) == before
+
+
+def test_a_model_runs_them_and_shows_the_overloads() -> None:
+    x = torch.ones(2, 4)
+    amp_model = autocastfx.convert(nn.Linear(4, 4), (x,), dtype=torch.bfloat16)
+    assert "torch.ops.aten.linear.default(" in amp_model.code
+    assert "torch._C._nn.linear(" not in amp_model.code
+    variant = amp_model.variants[0]
+    assert "linear" in variant.function.__code__.co_names
+    assert "ops" not in variant.function.__code__.co_names
