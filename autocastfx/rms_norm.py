@@ -45,17 +45,13 @@ def _parts(x: Tensor, dims: list[int], weight: Tensor | None, eps: float | None)
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
-    ) -> tuple[Tensor, Tensor]:
-        return _parts(x, _dims(normalized_shape), weight, eps)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, normalized_shape, weight, eps = inputs
-        ctx.mark_non_differentiable(output[1])
+        ctx: Any, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, output[1])
         ctx.dims, ctx.eps = _dims(normalized_shape), eps
+        result, rstd = _parts(x, ctx.dims, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
@@ -79,7 +75,7 @@ def _with_autograd(
 ) -> Tensor:
     if torch._C._are_functorch_transforms_active():  # which take no autograd function here, but its parts
         return _without_autograd(x, normalized_shape, weight, eps)
-    return _RMSNorm.apply(x, normalized_shape, weight, eps)[0]
+    return _RMSNorm.apply(x, normalized_shape, weight, eps)
 
 
 def _without_autograd(
