@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from benchmarks.models import FullModel, ResNet
+from benchmarks.models import FullModel, ResNet, ResNet50
 
 __all__ = ["SMALL", "UNet"]
 
@@ -114,6 +114,7 @@ def _seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 # Attention is written out (but T5's), as are GPT-2's GELU (gelu_new), and Llama's and T5's norms.
 SMALL: dict[str, FullModel] = {
     "ResNet-18 112": FullModel(_seeded(lambda: ResNet((2, 2, 2, 2), classes=CLASSES)), lambda: _images(112)),
+    "ResNet-50 112": FullModel(_seeded(lambda: ResNet50(classes=CLASSES)), lambda: _images(112)),
     "ViT 4x192": FullModel(_seeded(_vit), lambda: _images(112)),
     "BERT 4x256": FullModel(_seeded(_bert), lambda: _tokens(masked=True)),
     "GPT-2 4x256": FullModel(_seeded(_gpt2), _tokens),

@@ -2,6 +2,7 @@
 
     python -m benchmarks.train_step [--models "BERT 4x256"] [--rounds 0] [--json PATH]
     python -m benchmarks.train_step --device cuda --dtype float16 --json PATH
+    python -m benchmarks.train_step --compile --sides "float32|torch.autocast|cast, fold=exact|pure half"
 
 Counted is one forward and backward after an update: operators (views and allocations not counted), casts, and the
 bytes that forward saves for backward beside parameters and their casts. Casts of weights are counted apart, and so are
@@ -229,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the models asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--models", default=",".join(SMALL), help="separated by commas")
+    parser.add_argument("--sides", default="|".join(SIDES), help="separated by |; default: all")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="0 counts alone; default: %(default)s")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
@@ -238,11 +240,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.models.split(",")
     if unknown := [name for name in names if name not in SMALL]:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(SMALL)}")
+    sides = options.sides.split("|")
+    if unknown := [side for side in sides if side not in SIDES]:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {' | '.join(SIDES)}")
     if options.rounds == 1 or options.rounds < 0:
         parser.error("--rounds: quartiles need two or more; 0 counts alone")
 
     torch.set_num_threads(1)
     settings = {"rounds": options.rounds, "dtype": options.dtype, "compiled": options.compile}
+    if sides != list(SIDES):
+        settings["sides"] = sides
     if options.device == "cuda":
         settings["device"] = torch.cuda.get_device_name()
     store = Store(options.json, Row, settings)
@@ -252,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         print(f"{name} ...", file=sys.stderr, flush=True)
         setting = Setting(options.device, DTYPES[options.dtype], options.compile)
-        store.extend(measure(name, setting, options.rounds))
+        store.extend(measure(name, setting, options.rounds, sides))
     print(table(store.rows))
     return int(not all(reached for _, reached in targets(store.rows)))
 

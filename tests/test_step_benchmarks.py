@@ -162,6 +162,17 @@ def test_counts_and_times_of_a_training_step(
     assert capsys.readouterr().out == shown
 
 
+def test_the_sides_asked_for(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.json"
+    arguments = ["--rounds", "0", "--json", str(path), "--sides"]
+    train_step.main([*arguments, "pure half|float32"])
+    held = json.loads(path.read_text())
+    assert [row["side"] for row in held["rows"]] == held["sides"] == ["pure half", "float32"]
+    with pytest.raises(SystemExit):
+        train_step.main([*arguments, "float32|half"])
+    assert "unknown: half; there are float32 | torch.autocast |" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("side", [training.AUTOCAST, training.DEFAULT, "cached, fold=exact", training.HALF])
 def test_float16_losses_are_scaled_and_each_side_trains(side: str) -> None:
     found = training.training(side, FullModel(Perceptron, _inputs), training.Setting("cpu", torch.float16))
