@@ -19,7 +19,7 @@ from autocastfx.capture.guard import ShapeGuard
 from autocastfx.errors import VariantError
 from autocastfx.graph import kept_meta
 from autocastfx.plan import Plan
-from autocastfx.quick_call import called_quickly
+from autocastfx.quick_call import quick_graph
 
 if TYPE_CHECKING:
     from autocastfx.capture.export import Captured
@@ -107,15 +107,17 @@ class Variant(nn.Module):
         self.compile_graph()
 
     def compile_graph(self) -> None:
-        """Make ``function(owner, *tensors)`` of the graph as it now is, and ``code``, which names its overloads."""
-        self.code = self.graph.python_code("self").src
-        with called_quickly(self.graph):
-            code = self.graph.python_code("self")
-        filename = f"<autocastfx graph {next(_numbers)}>"
-        namespace = dict(code.globals)
-        exec(compile(code.src, filename, "exec"), namespace)
-        linecache.cache[filename] = (len(code.src), None, code.src.splitlines(keepends=True), filename)
-        self.function = namespace["forward"]
+        """Make ``function(owner, *tensors)`` of the graph as it now is, and ``code``, which compilers trace."""
+        self.code, traced = _compiled(self.graph)
+        quick, reads = quick_graph(self.graph)
+        _, called = _compiled(quick)
+
+        def function(owner: nn.Module, *tensors: torch.Tensor) -> tuple[Any, ...]:
+            if torch.compiler.is_compiling():
+                return traced(owner, *tensors)
+            return called(owner, *reads(owner), *tensors)
+
+        self.function = function
 
     def move(self, device: torch.device) -> None:
         """Create tensors on ``device`` where the graph creates them on the device that it was captured on."""
@@ -145,6 +147,16 @@ class Variant(nn.Module):
             "device": self.device,
         }
         return (_restore, (_nodes(self.graph, places), attributes, fields))
+
+
+def _compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
+    """The code of ``graph``, and its function, whose source tracebacks show."""
+    code = graph.python_code("self")
+    filename = f"<autocastfx graph {next(_numbers)}>"
+    namespace = dict(code.globals)
+    exec(compile(code.src, filename, "exec"), namespace)
+    linecache.cache[filename] = (len(code.src), None, code.src.splitlines(keepends=True), filename)
+    return code.src, namespace["forward"]
 
 
 def _swap(old: torch.device, new: torch.device) -> Callable[[Any], Any]:

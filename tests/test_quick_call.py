@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autocastfx
-from autocastfx.quick_call import QUICK, called_quickly
+from autocastfx.quick_call import QUICK, Reads, quick_graph
 
 
 def some(*sizes: int) -> Tensor:
@@ -128,27 +128,72 @@ def test_it_does_what_the_overload_does(name: str) -> None:
             assert a is b or torch.equal(a, b)
 
 
-def test_a_graph_names_them_for_as_long_as_asked() -> None:
+class Nested(nn.Module):
+    """Parameters at the root and below, one of them tied, a buffer, and one that is computed anew at each read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.layers[2].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.scale
+
+
+TARGETS = ["scale", "layers.0.weight", "layers.1.running_mean", "layers.2.weight"]
+
+
+def test_what_is_read_is_what_the_owner_holds_now() -> None:
+    owner = Nested()
+    reads = Reads.of(TARGETS)
+    assert reads.modules == ((0, "layers"), (1, "0"), (1, "1"), (1, "2"))
+    for _ in range(2):
+        expected = [owner.scale, owner.layers[0].weight, owner.layers[1].running_mean, owner.layers[2].weight]
+        assert all(a is b for a, b in zip(reads(owner), expected, strict=True))
+        owner.scale = nn.Parameter(torch.tensor(3.0))
+        owner.layers[2] = nn.Linear(4, 4)
+    nn.utils.parametrizations.weight_norm(owner.layers[0])
+    assert torch.equal(reads(owner)[1], owner.layers[0].weight)
+    del owner.layers[2].weight
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'weight'"):
+        reads(owner)
+
+
+def test_the_quick_graph_is_given_what_the_graph_reads() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    graph.output(
-        graph.call_function(torch.ops.aten.relu.default, (graph.call_function(torch.ops.aten.exp.default, (x,)),))
-    )
+    weight = graph.get_attr("layers.0.weight")
+    product = graph.call_function(torch.ops.aten.linear.default, (x, weight))
+    graph.output((graph.call_function(torch.ops.aten.exp.default, (product,)),))
     before = str(graph)
-    with called_quickly(graph):
-        assert [n.target for n in graph.nodes][1:3] == [torch.ops.aten.exp.default, torch.relu]
+    quick, reads = quick_graph(graph)
     assert str(graph) == before
-    assert graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
-    with contextlib.suppress(ZeroDivisionError), called_quickly(graph):
-        raise ZeroDivisionError
-    assert str(graph) == before
+    assert [(n.op, n.target) for n in quick.nodes if n.op != "output"] == [
+        ("placeholder", weight.name),
+        ("placeholder", "x"),
+        ("call_function", torch._C._nn.linear),
+        ("call_function", torch.ops.aten.exp.default),
+    ]
+    assert reads == Reads(((0, "layers"), (1, "0")), ((2, "weight"),))
 
 
-def test_a_model_runs_them_and_shows_the_overloads() -> None:
-    x = torch.ones(2, 4)
-    amp_model = autocastfx.convert(nn.Linear(4, 4), (x,), dtype=torch.bfloat16)
+def test_a_model_runs_the_quick_graph_and_shows_the_overloads() -> None:
+    amp_model = autocastfx.convert(Nested(), (torch.ones(2, 4),), dtype=torch.bfloat16)
     assert "torch.ops.aten.linear.default(" in amp_model.code
-    assert "torch._C._nn.linear(" not in amp_model.code
-    variant = amp_model.variants[0]
-    assert "linear" in variant.function.__code__.co_names
-    assert "ops" not in variant.function.__code__.co_names
+    with Called() as called:
+        amp_model(torch.ones(2, 4))
+    assert torch._C._nn.linear in called.functions
+    assert torch.ops.aten.linear.default not in called.functions
+
+
+class Called(TorchFunctionMode):
+    """The functions that are called from Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
