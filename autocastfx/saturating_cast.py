@@ -1,8 +1,8 @@
 """The operator ``autocastfx::saturating_cast``, which narrows: what is beyond a bound becomes the bound, not infinite.
 
-It takes float32, and a bound of at least 8192 that the dtype has. Infinities and NaN stay what they are. Its derivative is that of a cast, so that backward keeps nothing; under
-transforms of torch.func it is that of its parts, which is 0 beyond the bound. See :mod:`autocastfx.rms_norm` for how it
-is made.
+It takes float32, and a bound of at least 8192 that the dtype has. Infinities and NaN stay what they are. Its derivative
+is that of a cast, so that backward keeps nothing; under transforms of torch.func it is that of its parts, which is 0
+beyond the bound. See :mod:`autocastfx.rms_norm` for how it is made.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def _with_autograd(x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
 
 def _without_autograd(x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
     clamped = x.clamp(-bound, bound)
-    return clamped.add_(x.detach(), alpha=_TINY).to(dtype)  # the fewest passes: a choice by isinf takes five times as long
+    return clamped.add_(x.detach(), alpha=_TINY).to(
+        dtype
+    )  # the fewest passes: a choice by isinf takes five times as long
 
 
 _LIBRARY.impl("saturating_cast", _with_autograd, "Autograd")
