@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+
+import torch
 from torch import fx
 
-from autocastfx.graph import Use, uses, value
+from autocastfx.alias import alias_sets
+from autocastfx.graph import Use, argument, constants, has_float32, tensors, uses, value
 from autocastfx.op_name import base_name, op_name
 
-__all__ = ["is_mask", "takes_mask"]
+__all__ = ["Fill", "come_in", "fills", "fits", "is_mask", "takes_mask"]
 
 # Arguments that may be a mask added to scores. A saturated mask needs headroom there, or score + mask is -inf.
 _MASKED = {
@@ -31,6 +37,120 @@ _PASSES_MASK = (
     "to",
     "alias",
 )
+# What else moves a mask, or scores, and computes nothing.
+_COPIES = ("contiguous", "clone", "detach", "t", "mT", "movedim", "flatten", "unflatten", "repeat", "type_as")
+_SIZES = ("sym_size", "sym_stride", "sym_numel")
+# Arguments that are scores, of which only the differences count: far below the others is hidden, however far.
+_SCORES = {
+    "softmax": ("self",),
+    "log_softmax": ("self",),
+    "_softmax": ("self",),
+    "_log_softmax": ("self",),
+    "_safe_softmax": ("self",),
+}
+# Arguments whose number is written in the place of some elements.
+_FILLED = {"where": ("self", "other"), "masked_fill": ("value",)}
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A number that a node writes in the place of some elements, and all values that then hold it, or a sum of it."""
+
+    argument: str
+    number: float
+    reached: frozenset[fx.Node]
+
+
+def fits(low: torch.dtype) -> float:
+    """The largest number that a mask may hold in ``low``: beside a score the sum is yet finite."""
+    return float(torch.finfo(low).max) / 2
+
+
+def fills(graph: fx.Graph, beyond: float) -> dict[fx.Node, Fill]:
+    """The nodes that fill in a number larger than ``beyond`` which says alone that a score does not count, or does.
+
+    Whatever reads their values, through views, copies, further fills and additions, is a softmax or an attention mask.
+    Any number that is large enough would do there, if it is the same one wherever two fills meet.
+    """
+    found = {node: given for node in graph.nodes if (given := _filled(node)) and beyond < abs(given[1]) < math.inf}
+    if not found:
+        return {}
+    written = alias_sets(graph).keys()
+    made = {node: _reached(node, written) for node in found}
+    numbers: dict[fx.Node, set[float]] = {}
+    for node, reached in made.items():
+        for each in reached:
+            numbers.setdefault(each, set()).add(found[node][1])
+    for node, (_, number) in found.items():  # one that was not followed so far meets those that reach it, too
+        numbers.setdefault(node, set()).add(number)
+    alone = {node for node, reached in made.items() if reached and all(len(numbers[each]) == 1 for each in reached)}
+    return {node: Fill(*found[node], made[node]) for node in found if node in alone}
+
+
+def _filled(node: fx.Node) -> tuple[str, float] | None:
+    """The argument and the number that ``node`` fills in beside a float32 value, if it is one."""
+    names = _FILLED.get(op_name(node), ())
+    given = [(name, number) for name, number in constants(node) if name in names]
+    beside = has_float32(node) and any(has_float32(u.node) for u in uses(node))
+    return given[0] if beside and len(given) == 1 else None
+
+
+def _reached(node: fx.Node, written: Set[fx.Node]) -> frozenset[fx.Node]:
+    """The values that hold what ``node`` fills in; none if any of them is read otherwise than as scores or a mask."""
+    seen, queue = {node}, [node]
+    while queue:
+        read = queue.pop()
+        if read in written:
+            return frozenset()
+        for reader in read.users:
+            if op_name(reader) in _SIZES:
+                continue
+            arguments = [u.argument for u in uses(reader) if u.node is read]
+            if op_name(reader) == "scaled_dot_product_attention" and arguments == ["attn_mask"]:
+                continue
+            if len(arguments) == 1 and arguments[0] in _SCORES.get(op_name(reader), ()):
+                continue
+            if len(arguments) != 1 or not _passes_on(reader, arguments[0]):
+                return frozenset()
+            if reader not in seen:
+                seen.add(reader)
+                queue.append(reader)
+    return frozenset(seen)
+
+
+def _passes_on(node: fx.Node, name: str) -> bool:
+    """Whether a mask, or scores, that ``node`` reads there make a mask or scores of its result."""
+    op, found = op_name(node), tensors(node)
+    if len(found) != 1 or not found[0].is_floating_point():
+        return False
+    if op in _MASKED:
+        factor = argument(node, "alpha" if op in ("add", "sub") else "beta")  # by which a mask is multiplied
+        return name in _MASKED[op] and factor in (None, 1)
+    return (name == "self" and op in (*_PASSES_MASK, *_COPIES)) or _filled(node) is not None
+
+
+def come_in(graph: fx.Graph, nodes: Iterable[fx.Node], computed: Set[fx.Node]) -> set[fx.Node]:
+    """Those of ``nodes`` that read numbers which a call brings, or what is made of them but for ``computed`` values.
+
+    Such numbers may be a mask, beyond the range, and narrowed they would be infinite.
+    """
+    storages = alias_sets(graph) if nodes else {}
+    found: set[fx.Node] = set()
+    for node in nodes:
+        queue = [u.node for u in uses(node)]
+        seen = set(queue)
+        while queue:
+            read = queue.pop()
+            if read in computed or not any(t.is_floating_point() for t in tensors(read)):
+                continue
+            if read.op == "placeholder":
+                found.add(node)
+                break
+            writers = storages[read].members if read in storages else ()
+            near = {u.node for each in (read, *writers) for u in uses(each)} - seen
+            seen |= near
+            queue += near
+    return found
 
 
 def takes_mask(node: fx.Node, use: Use) -> bool:

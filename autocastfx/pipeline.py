@@ -249,7 +249,8 @@ def _rewrite(converter: Converter, state: State, device: torch.device) -> State:
     rewriter = Rewriter(
         converter.low, converter.ports(device), converter.keep_output_dtype, narrows=converter.fold == "kernel"
     )
-    rewriter(state.graph, state.placements, state.classification.wide, state.parameters)
+    found = state.classification
+    rewriter(state.graph, state.placements, found.wide, state.parameters, found.fills)
     return state
 
 

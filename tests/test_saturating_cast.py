@@ -34,11 +34,23 @@ def test_it_is_a_clamp_and_a_cast_and_keeps_infinities_and_nan(dtype: torch.dtyp
     )
 
 
+@pytest.mark.parametrize("share", [1, 2])
+@pytest.mark.parametrize("dtype", LOW)
+def test_no_number_of_float32_is_another_than_by_clamp_and_cast(dtype: torch.dtype, share: int) -> None:
+    """Every 4099th one, and the sign of zero: the bits are compared."""
+    bound = torch.finfo(dtype).max / share
+    x = torch.arange(-(2**31), 2**31, 4099).to(torch.int32).view(torch.float32)
+    x = torch.cat([x, torch.tensor([0.0, -0.0, 1e-45, -1e-45])])
+    found, expected = saturating_cast(x, dtype, bound), written(x, dtype, bound)
+    assert torch.equal(found.isnan(), x.isnan())
+    assert torch.equal(found.view(torch.int16)[~x.isnan()], expected.view(torch.int16)[~x.isnan()])
+
+
 @pytest.mark.parametrize("dtype", LOW)
 def test_its_gradient_is_that_of_a_cast(dtype: torch.dtype) -> None:
     x = torch.tensor([1.0, 1e30, -math.inf], requires_grad=True)
     given = torch.tensor([1.0, 3.0, 1 / 3], dtype=dtype)
-    (found,) = torch.autograd.grad(saturating_cast(x, dtype, 100.0), x, given)
+    (found,) = torch.autograd.grad(saturating_cast(x, dtype, 2.0**14), x, given)
     assert found.dtype == torch.float32
     assert torch.equal(found, given.float())
 
@@ -47,33 +59,35 @@ def test_it_can_be_differentiated_twice_and_under_transforms() -> None:
     x = torch.randn(5, requires_grad=True)
 
     def squared(x: Tensor) -> Tensor:
-        return saturating_cast(x, torch.bfloat16, 100.0).float().square().sum()
+        return saturating_cast(x, torch.bfloat16, 2.0**14).float().square().sum()
 
     (first,) = torch.autograd.grad(squared(x), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     assert torch.equal(second, torch.full((5,), 2.0))
     assert torch.equal(torch.func.grad(squared)(x.detach()), first)
+    beyond = torch.tensor([1e30, -math.inf])
+    assert torch.equal(torch.func.grad(squared)(beyond), torch.zeros(2))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, of its first use
 def test_forward_mode_gives_the_same_derivative() -> None:
     x, tangent = torch.tensor([1.0, 1e30]), torch.tensor([3.0, 5.0])
     with forward_ad.dual_level():
-        dual = saturating_cast(forward_ad.make_dual(x, tangent), torch.bfloat16, 100.0)
+        dual = saturating_cast(forward_ad.make_dual(x, tangent), torch.bfloat16, 2.0**14)
         found = forward_ad.unpack_dual(dual).tangent
     assert torch.equal(found, tangent.bfloat16())
 
 
 def test_backward_keeps_nothing() -> None:
     x = torch.randn(5, 8, requires_grad=True)
-    assert saved_bytes(lambda: saturating_cast(x, torch.float16, 100.0)) == 0
-    assert saved_bytes(lambda: written(x, torch.float16, 100.0)) >= x.nbytes
+    assert saved_bytes(lambda: saturating_cast(x, torch.float16, 2.0**14)) == 0
+    assert saved_bytes(lambda: written(x, torch.float16, 2.0**14)) >= x.nbytes
 
 
 def test_a_compiler_sees_its_parts() -> None:
     x = torch.randn(4, 4, requires_grad=True)
-    compiled = torch.compile(lambda x: saturating_cast(x, torch.bfloat16, 1.0), backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x), saturating_cast(x, torch.bfloat16, 1.0))
+    compiled = torch.compile(lambda x: saturating_cast(x, torch.bfloat16, 2.0**14), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), saturating_cast(x, torch.bfloat16, 2.0**14))
 
 
 def test_lists_call_it_by_its_own_name() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -22,7 +22,7 @@ from autocastfx.graph import (
     uses,
 )
 from autocastfx.kernel_facts import KernelFacts
-from autocastfx.mask import takes_mask
+from autocastfx.mask import Fill, come_in, fills, fits, takes_mask
 from autocastfx.match import Matcher
 from autocastfx.op_list import OpList
 from autocastfx.op_name import base_name, op_name
@@ -39,13 +39,14 @@ _FOLLOWS = (Category.INFER, Category.CLEAR, Category.PROMOTE)
 class Classification:
     """A decision per computing node.
 
-    ``wide`` are the values known to hold finite numbers beyond the low dtype's range. ``unable`` holds the nodes that
-    cannot run low whoever asks for it, and why.
+    ``wide`` are the values known to hold finite numbers beyond the low dtype's range, in float32. ``unable`` holds the
+    nodes that cannot run low whoever asks for it, and why; ``fills`` those that can, with another number.
     """
 
     decisions: Mapping[fx.Node, Decision]
     wide: frozenset[fx.Node]
     unable: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
+    fills: Mapping[fx.Node, Fill] = field(default_factory=dict[fx.Node, Fill])
 
 
 @dataclass(frozen=True)
@@ -76,29 +77,50 @@ class Classifier:
         Raises:
             BannedOpError: the list bans an op of the graph.
         """
+        fitting = {} if self.op_list.placement == "follow" else fills(graph, fits(self.low))
+        while True:
+            found, meets = self._with_fills(graph, largest, fitting)
+            if not meets:
+                return found
+            fitting = {node: fill for node, fill in fitting.items() if node not in meets}
+
+    def _with_fills(
+        self, graph: fx.Graph, largest: Mapping[str, float], fitting: Mapping[fx.Node, Fill]
+    ) -> tuple[Classification, set[fx.Node]]:
+        """The decisions if ``fitting`` may run low, and those of them that may not, for they meet other wide values."""
         decisions: dict[fx.Node, Decision] = {}
         wide: set[fx.Node] = set()
+        hidden: set[fx.Node] = set()  # values that are wide for nothing but fills
         limit = float(torch.finfo(self.low).max)
         for node in graph.nodes:
             if node.op == "get_attr" and largest.get(str(node.target), 0.0) > limit:
                 wide.add(node)
             if node.op in ("call_function", "call_method", "call_module"):
-                decision = self._decide(node, wide)
-                decisions[node] = decision
+                decision = decisions[node] = self._decide(node, wide, hidden, fitting)
                 passes_on = decision.category in (*_FOLLOWS, Category.KEEP)
+                reads = {u.node for u in uses(node)} & wide if passes_on else set[fx.Node]()
                 made_wide = decision.source in ("forced:constant", "forced:wide") or self._is_wide_constant(node)
-                if made_wide or (passes_on and any(u.node in wide for u in uses(node))):
+                fills_in = node in fitting
+                if made_wide or fills_in or reads:
                     wide.add(node)
-        unable = {node: why for node, decision in decisions.items() if (why := self._unable(node, decision))}
-        return Classification(decisions, frozenset(wide), unable)
+                follows = passes_on or decision.category is Category.ALLOW
+                if (fills_in or reads) and follows and not made_wide and reads <= hidden:
+                    hidden.add(node)
+        unable = {node: why for node, decision in decisions.items() if (why := self._unable(node, decision, fitting))}
+        meets = {node for node, fill in fitting.items() if not hidden.issuperset(fill.reached & wide)}
+        computed = fitting.keys() | {n for n, decision in decisions.items() if decision.category is Category.ALLOW}
+        meets |= come_in(graph, fitting, computed)
+        return Classification(decisions, frozenset(wide), unable, fitting), meets
 
-    def _unable(self, node: fx.Node, decision: Decision) -> str | None:
+    def _unable(self, node: fx.Node, decision: Decision, fitting: Mapping[fx.Node, Fill]) -> str | None:
         if decision.source in ("sub-graph", "eligibility", "forced:user-cast"):
             return decision.reason
-        forced = (self._explicit_dtype(node), self._no_kernel(node), self._constant(node))
+        forced = (self._explicit_dtype(node), self._no_kernel(node), None if node in fitting else self._constant(node))
         return next((d.reason for d in forced if d is not None and d.source != "forced:epsilon"), None)
 
-    def _decide(self, node: fx.Node, wide: set[fx.Node]) -> Decision:
+    def _decide(
+        self, node: fx.Node, wide: Set[fx.Node], hidden: Set[fx.Node], fitting: Mapping[fx.Node, Fill]
+    ) -> Decision:
         if isinstance(node.target, HigherOrderOperator):
             return Decision(Category.KEEP, "values cross the border of a sub-graph as captured", "sub-graph")
         rule = Matcher(self.op_list, self.device)(node)
@@ -123,12 +145,20 @@ class Classifier:
         for check in (self._explicit_dtype, self._no_kernel, self._range, self._depth):
             if forced := check(node):
                 return forced
+        if node in fitting:
+            return self._wide(node, listed, wide, hidden) or self._filled(fitting[node], listed)
         asked_low = isinstance(rule, ModuleRule) and rule.wanted == "low"  # by a person who saw no number
         if (listed.category in _FOLLOWS or asked_low) and (forced := self._constant(node)):
             return forced
-        return self._wide(node, listed, wide) or listed
+        return self._wide(node, listed, wide, hidden) or listed
 
-    def _wide(self, node: fx.Node, listed: Decision, wide: set[fx.Node]) -> Decision | None:
+    def _filled(self, fill: Fill, listed: Decision) -> Decision:
+        """A number that is any large one: where the node runs low, it is half the largest, for a score may be added."""
+        number = math.copysign(fits(self.low), fill.number)
+        words = f"{fill.argument}={fill.number:g}, which only hides scores, is {number:g} in {self._low_name}"
+        return replace(listed, reason=f"{listed.reason}; {words}" if listed.reason else words)
+
+    def _wide(self, node: fx.Node, listed: Decision, wide: Set[fx.Node], hidden: Set[fx.Node]) -> Decision | None:
         """An op that combines a value beyond the range with others; one that only moves it saturates it, as a mask."""
         kept = self.op_list.kept(op_name(node))
         reads = [u for u in uses(node) if has_float32(u.node)]
@@ -136,10 +166,10 @@ class Classifier:
             reads = [u for u in reads if not takes_mask(node, u)]
         elif listed.category not in _FOLLOWS or len(reads) < 2:
             return None
-        source = next((u.node for u in reads if u.node in wide and u.argument not in kept), None)
-        if source is None or not has_float32(node):
+        sources = [u.node for u in reads if u.node in wide and u.argument not in kept]
+        if not sources or not has_float32(node) or (len(sources) == 1 and sources[0] in hidden):
             return None
-        reason = f"{source.name} holds values beyond {self._low_name}'s range"
+        reason = f"{sources[0].name} holds values beyond {self._low_name}'s range"
         return Decision(Category.DENY, reason, "forced:wide")
 
     def _is_wide_constant(self, node: fx.Node) -> bool:

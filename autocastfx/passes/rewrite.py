@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -18,7 +20,7 @@ from autocastfx.graph import (
     set_argument,
     set_origin,
 )
-from autocastfx.mask import is_mask
+from autocastfx.mask import Fill, fits, is_mask
 from autocastfx.plan import Placement, Precision
 from autocastfx.ports import Ports
 from autocastfx.saturating_cast import saturating_cast
@@ -50,6 +52,7 @@ class Rewriter:
         placements: Mapping[fx.Node, Placement],
         wide: frozenset[fx.Node],
         parameters: frozenset[str],
+        fills: Mapping[fx.Node, Fill] = MappingProxyType({}),
     ) -> None:
         """Insert casts into ``graph``, in place.
 
@@ -58,8 +61,9 @@ class Rewriter:
             placements: one for every ``call_*`` node.
             wide: values that hold finite numbers beyond the low dtype's range.
             parameters: ``get_attr`` targets that are parameters, which are cast without saturation.
+            fills: nodes whose number becomes one that the low dtype has, where they run low.
         """
-        run = _Run(self, graph, placements, wide, parameters)
+        run = _Run(self, graph, placements, wide, parameters, fills)
         for node in list(graph.nodes):
             run.visit(node)
 
@@ -71,6 +75,7 @@ class _Run:
     placements: Mapping[fx.Node, Placement]
     wide: frozenset[fx.Node]
     parameters: frozenset[str]
+    fills: Mapping[fx.Node, Fill]
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
     mutated: dict[tuple[fx.Node, fx.Node], fx.Node] = field(default_factory=dict)  # casts for one reader, in one dtype
     stored: dict[fx.Node, fx.Node] = field(default_factory=dict)  # value → the cast that holds it as it is stored
@@ -97,6 +102,9 @@ class _Run:
             return self._as(Precision.LOW if wants_low else Precision.FLOAT32, read, node)
 
         map_uses(node, wanted)
+        if runs_low and node in self.fills:
+            fill = self.fills[node]
+            set_argument(node, fill.argument, math.copysign(fits(self.policy.low), fill.number))
         if as_stored and not runs_low and ports.asks_dtype(node):
             set_argument(node, "dtype", torch.float32)
         elif as_stored and not runs_low and is_separable(node):
@@ -147,8 +155,7 @@ class _Run:
 
     def _bound(self, read: fx.Node) -> float | None:
         """The magnitude at which a narrowing cast of ``read`` saturates finite values; None for a plain cast."""
-        largest = float(torch.finfo(self.policy.low).max)
         if read in self.wide or read in self.mask_like:
-            return largest / 2
+            return fits(self.policy.low)
         is_outside = read.op == "placeholder" or self._is_constant(read)
-        return largest if is_outside and self.policy.low == torch.float16 else None
+        return float(torch.finfo(self.policy.low).max) if is_outside and self.policy.low == torch.float16 else None

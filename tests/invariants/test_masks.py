@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autocastfx.plan import Precision
 from tests.invariants.pair import HUGE, LOW, NEGATIVE, Net, Pair, attention, distance
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")
@@ -121,6 +122,46 @@ def test_additive_masks_as_buffers_give_no_nan(low: torch.dtype) -> None:
 def test_filled_masks_and_constants_give_no_nan(low: torch.dtype) -> None:
     x, mask = torch.randn(2, 3, 4), padding(-1.0, whole_row=True)
     _compare_forms(Pair.of(attention(FILLED), (x, mask), low), x, mask)
+
+
+HIDDEN: dict[str, Callable[..., Tensor]] = {
+    "added": lambda m, x, keep: _attend(m, x, lambda s: s + torch.where(keep, m.bias, HUGE)),
+    "subtracted": lambda m, x, keep: _attend(m, x, lambda s: s - torch.where(keep, m.bias, -HUGE)),
+    "masked_fill": lambda m, x, keep: _attend(m, x, lambda s: (s + m.bias).masked_fill(~keep, HUGE)),
+    "where": lambda m, x, keep: _attend(m, x, lambda s: torch.where(~keep, NEGATIVE, s + m.bias)),
+    "twice": lambda m, x, keep: _attend(
+        m, x, lambda s: torch.where(keep, s + m.bias, HUGE).masked_fill(keep.tril(-1), HUGE)
+    ),
+    "logarithms": lambda m, x, keep: _attend(m, x, lambda s: torch.where(keep, s, HUGE).log_softmax(-1).exp()),
+    "two readers": lambda m, x, keep: (lambda mask: _attend(m, x, lambda s: s + mask) + mask.relu().mean())(
+        torch.where(keep, m.bias, NEGATIVE)
+    ),
+}
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("fold", ["exact", "kernel"])
+def test_numbers_that_hide_scores_hide_them_in_16_bits(fold: str, low: torch.dtype) -> None:
+    """A row without a key is uniform, as in float32, and a bias under the mask has its gradient."""
+    x, keep = torch.randn(2, 3, 4), padding(-1.0, whole_row=True) == 0
+    model = attention(HIDDEN)
+    model.bias = nn.Parameter(torch.randn(3, 3))
+    pair = Pair.of(model, (x, keep), low, fold=fold)
+    fills = [n for n in pair.amp_model.plan.nodes if "only hides scores" in n.decision.reason]
+    assert {str(n.placement.run) for n in fills} == {"low"}
+    assert len(fills) == len(HIDDEN), "one form has two, and one has an ordinary reader"
+    pair.agree(x, keep)
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_numbers_that_hide_scores_hide_them_in_attention(low: torch.dtype) -> None:
+    x, keep = torch.randn(2, 3, 4), padding(-1.0, whole_row=low is torch.bfloat16) == 0
+    model = attention({"sdpa": lambda m, x, keep: _sdpa(m, x, torch.where(keep, m.bias, HUGE).contiguous())})
+    model.bias = nn.Parameter(torch.randn(3, 3))
+    pair = Pair.of(model, (x, keep), low)
+    assert not any(cast.saturates for cast in pair.amp_model.plan.casts if cast.value in ("where", "contiguous"))
+    assert pair.amp_model.plan["where"].placement.run is Precision.LOW
+    pair.agree(x, keep)
 
 
 @pytest.mark.parametrize("low", LOW)

@@ -182,6 +182,111 @@ def test_a_constant_mask_that_the_low_dtype_cannot_hold_saturates(dtype: torch.d
     assert everything_masked(x).isfinite().all()
 
 
+LEAST = torch.finfo(torch.float32).min
+
+
+def attend(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    return torch.where(keep, x @ x, LEAST).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_number_that_only_hides_scores_is_another_one_in_16_bits(dtype: torch.dtype) -> None:
+    x, keep = torch.rand(4, 4), torch.ones(4, 4, dtype=torch.bool)
+    found = plan_of(attend, x, keep, dtype=dtype)["where"]
+    assert found.placement.run is Precision.LOW
+    written = {torch.float16: "-32752", torch.bfloat16: "-1.69477e+38"}[dtype]
+    name = str(dtype).removeprefix("torch.")
+    assert found.decision.reason.endswith(f"; other=-3.40282e+38, which only hides scores, is {written} in {name}")
+    assert "base.yaml" in found.decision.source
+
+
+def test_a_list_may_deny_it(tmp_path: Path) -> None:
+    x, keep = torch.rand(4, 4), torch.ones(4, 4, dtype=torch.bool)
+    denied = plan_of(attend, x, keep, op_list=["default", op_list(tmp_path, "deny: [where]")])
+    assert denied["where"].placement.run is Precision.FLOAT32
+    assert denied["where"].decision.source.endswith("test.yaml:1:8")
+
+
+@pytest.mark.parametrize("category", ["allow", "infer", "promote"])
+def test_it_is_obeyed_in_any_category_that_may_run_low(category: str, tmp_path: Path) -> None:
+    x, keep = torch.randn(4, 4), torch.ones(4, 4, dtype=torch.bool).tril()
+    keep[2] = False
+    rules = op_list(tmp_path, f"{category}: [where]")
+    amp_model = autocastfx.convert(Function(attend), (x, keep), dtype=torch.float16, op_list=["default", rules])
+    assert amp_model.plan["where"].placement.run is Precision.LOW
+    assert relative_error(amp_model(x, keep), attend(x, keep)) < 8 * torch.finfo(torch.float16).eps
+
+
+def test_a_preset_that_follows_torch_autocast_keeps_its_number() -> None:
+    x, keep = torch.rand(4, 4), torch.ones(4, 4, dtype=torch.bool)
+    amp_model = autocastfx.convert(Function(attend), (x, keep), dtype=torch.bfloat16, op_list="torch_autocast_cpu")
+    assert "hides" not in amp_model.plan["where"].decision.reason
+    assert f"{LEAST}" in amp_model.code
+
+
+def test_what_a_call_brings_may_be_a_mask_and_keeps_the_fill_over_it_float32() -> None:
+    """Narrowed, its numbers would be infinite, and a row without a key NaN."""
+
+    def function(x: torch.Tensor, mask: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        bias = torch.where(keep, mask * 1.0, LEAST)
+        return torch.nn.functional.scaled_dot_product_attention(x @ x, x, x, bias)
+
+    x, keep = torch.rand(1, 4, 4), torch.ones(1, 4, 4, dtype=torch.bool).tril()
+    mask = torch.full((1, 4, 4), LEAST)
+    amp_model = autocastfx.convert(Function(function), (x, mask, keep), dtype=torch.bfloat16)
+    assert amp_model.plan["where"].decision.source == "forced:constant"
+    assert relative_error(amp_model(x, mask, keep), function(x, mask, keep)) < 4 * torch.finfo(torch.bfloat16).eps
+
+
+def test_fills_that_meet_other_values_beyond_the_range_stay_float32(x: torch.Tensor) -> None:
+    keep = torch.ones(4, 4, dtype=torch.bool)
+
+    def summed(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        return ((x @ x).masked_fill(keep, LEAST) + torch.where(keep, x @ x, LEAST)).softmax(-1) @ x
+
+    def over(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        return torch.where(keep, (x @ x) * 1e9, LEAST).softmax(-1) @ x
+
+    def beside(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        return (torch.where(keep, x @ x, LEAST) + torch.full((4, 4), -1e9).tril()).softmax(-1) @ x
+
+    sources = [n.decision.source for f in (summed, over, beside) for n in plan_of(f, x, keep).nodes if "where" in n.op]
+    assert sources == ["forced:constant"] * 3
+    assert plan_of(beside, x, keep)["add"].decision.source == "forced:wide"
+
+
+def test_values_measured_beyond_the_range_stay_float32(x: torch.Tensor) -> None:
+    keep = torch.ones(4, 4, dtype=torch.bool).tril()
+    plan = plan_of(attend, x, keep, calibrate=[(x, keep)])
+    assert plan["where"].decision.source == "forced:range"
+
+
+def biased(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    bias = torch.where(keep, x @ x, LEAST)
+    return torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], bias[None])[0]
+
+
+def after_deny(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    return torch.where(keep, (x @ x).exp(), LEAST).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("run", ["float32", "low"])
+@pytest.mark.parametrize("function", [biased, after_deny])
+def test_a_plan_may_ask_for_either_precision_of_a_fill(function: Callable[..., Any], run: str, tmp_path: Path) -> None:
+    x, keep = torch.rand(4, 4), torch.ones(4, 4, dtype=torch.bool).tril()
+    keep[2] = False
+    plan = tmp_path / "plan.json"
+    line = f'{{"name": "where", "op": "where", "placement": {{"run": "{run}", "store": "{run}"}}}}'
+    plan.write_text(f'{{"nodes": [{line}]}}')
+    amp_model = autocastfx.convert(Function(function), (x, keep), dtype=torch.bfloat16, plan=plan)
+    assert str(amp_model.plan["where"].placement.run) == run
+    usual = plan_of(function, x, keep, dtype=torch.bfloat16)["where"].placement.run
+    assert str(usual) == ("low" if function is biased else "float32")
+    saturates = any(cast.saturates for cast in amp_model.plan.casts)
+    assert saturates == (run == "float32" and function is biased), "what it holds in float32 is beyond the range"
+    assert relative_error(amp_model(x, keep), function(x, keep)) < 8 * torch.finfo(torch.bfloat16).eps
+
+
 def test_a_missing_kernel_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -14,8 +14,9 @@ from torch import nn
 import autocastfx
 from autocastfx.alias import alias_sets
 from autocastfx.graph import origin
+from autocastfx.op_name import op_name
 from autocastfx.saturating_cast import saturating_cast
-from tests.helpers import Function, listing, relative_error, rewritten
+from tests.helpers import Function, listing, relative_error, rewritten, text
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -94,6 +95,43 @@ def test_an_additive_mask_from_outside_has_headroom(dtype: torch.dtype) -> None:
 
 def masked_attention(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(x, x, x, mask[:, None])
+
+
+MASKED = """\
+    + args_0_bfloat16: bf16 = to(args_0)
+      matmul: bf16 = matmul(args_0_bfloat16)
+      where: bf16 = where(args_1, matmul)
+      scaled_dot_product_attention: bf16 = scaled_dot_product_attention(args_0_bfloat16, where)
+    + scaled_dot_product_attention_float32: f32 = to(scaled_dot_product_attention)
+      return scaled_dot_product_attention_float32
+"""
+
+
+def biased(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    mask = torch.where(keep, x @ x, torch.finfo(torch.float32).min)
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x, mask)
+
+
+def test_a_number_that_only_hides_scores_is_written_as_one_that_16_bits_hold() -> None:
+    x, keep = torch.rand(1, 4, 4), torch.ones(1, 4, 4, dtype=torch.bool)
+    amp_model = autocastfx.convert(Function(biased), (x, keep), dtype=torch.bfloat16)
+    assert listing(amp_model.graph) == text(MASKED)
+    captured = amp_model.variants[0].captured.graph
+    assert [fill_of(graph) for graph in (captured, amp_model.graph)] == [
+        torch.finfo(torch.float32).min,
+        -torch.finfo(torch.bfloat16).max / 2,
+    ]
+    again = autocastfx.convert(Function(biased), (x, keep), dtype=torch.bfloat16)
+    assert again.code == amp_model.code
+    positive = autocastfx.convert(
+        Function(lambda x, keep: (x @ x).masked_fill(keep, 1e9).softmax(-1)), (x, keep), dtype=torch.float16
+    )
+    assert fill_of(positive.graph) == 32752
+
+
+def fill_of(graph: torch.fx.Graph) -> object:
+    (node,) = (n for n in graph.nodes if op_name(n) in ("where", "masked_fill"))
+    return node.args[-1]
 
 
 UNARY: dict[str, Any] = {
