@@ -40,14 +40,9 @@ _PASSES_MASK = (
 # What else moves a mask, or scores, and computes nothing.
 _COPIES = ("contiguous", "clone", "detach", "t", "mT", "movedim", "flatten", "unflatten", "repeat", "type_as")
 _SIZES = ("sym_size", "sym_stride", "sym_numel")
-# Arguments that are scores, of which only the differences count: far below the others is hidden, however far.
-_SCORES = {
-    "softmax": ("self",),
-    "log_softmax": ("self",),
-    "_softmax": ("self",),
-    "_log_softmax": ("self",),
-    "_safe_softmax": ("self",),
-}
+# Arguments that are scores, of which what is far below the others counts nothing, however far. (Not those of a
+# log_softmax, which tells how far.)
+_SCORES = {"softmax": ("self",), "_softmax": ("self",), "_safe_softmax": ("self",)}
 # Arguments whose number is written in the place of some elements.
 _FILLED = {"where": ("self", "other"), "masked_fill": ("value",)}
 
