@@ -74,7 +74,7 @@ class Counter(TorchDispatchMode):
         self.ops += not (func.is_view or func.name().startswith(_NOTHING))
         if func is aten._to_copy.default:
             self._cast(args[0], result)
-        elif func is aten.where.self and next(iter(_storages([args[1]])), None) in self._inputs:  # it was saturated
+        elif func is aten.clamp.default and next(iter(_storages([args[0]])), None) in self._inputs:  # it is saturated
             self._inputs.update(_storages([result]))
         elif func is aten.copy_.default:
             self._cast(args[1], args[0])
