@@ -39,7 +39,7 @@ class AmpModule(fx.GraphModule):
         self._lineno_map: dict[int, int | None] = {}  # Dynamo reads it; this class's forward is not a graph's code
         self._signature = signature
         self._maker = maker
-        self._copies = WorkingCopies(self)
+        self._autocastfx_copies = WorkingCopies(self)
         mirror(model, self, {id(model): self})
         self._own_modules = tuple(self.modules())
         self._table = "_variants"
@@ -110,7 +110,7 @@ class AmpModule(fx.GraphModule):
     @property
     def _working_copies(self) -> WorkingCopies | None:
         """What graphs read by this name (``weights.ATTRIBUTE``), once in each call."""
-        return self._copies.fresh()
+        return self._autocastfx_copies.fresh()
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple([m.training for m in self._own_modules])
@@ -229,7 +229,7 @@ class AmpModule(fx.GraphModule):
                 "that was exported instead."
             )
         super().train(mode)
-        self._copies.expire()  # weights are exchanged between training and evaluation, not always visibly
+        self._autocastfx_copies.expire()  # weights are exchanged between training and evaluation, not always visibly
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> AmpModule:
@@ -263,8 +263,8 @@ class AmpModule(fx.GraphModule):
         the replay of a CUDA graph that holds an optimizer's step. All other changes are seen without it, by the next
         call; after this one, it finds nothing to do.
         """
-        self._copies.expire()
-        self._copies.fresh()
+        self._autocastfx_copies.expire()
+        self._autocastfx_copies.fresh()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AmpModule:
         here = self._place()

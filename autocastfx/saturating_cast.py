@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["saturating_cast"]
 
-# Of a float32 value this is below 4, which the bounds, 32752 and more, do not feel once they are rounded to 16 bits; of
+# This much of a float32 value is below 4, which a bound of 8192 or more does not feel once it is rounded to 16 bits; of
 # an infinity it is infinite.
 _TINY = 2.0**-126
 
@@ -44,10 +44,8 @@ def _with_autograd(x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
 
 
 def _without_autograd(x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
-    clamped = x.clamp(-bound, bound)
-    return clamped.add_(x.detach(), alpha=_TINY).to(
-        dtype
-    )  # the fewest passes: a choice by isinf takes five times as long
+    clamped = x.clamp(-bound, bound).add_(x.detach(), alpha=_TINY)  # a choice by isinf takes five times as long
+    return clamped.to(dtype)
 
 
 _LIBRARY.impl("saturating_cast", _with_autograd, "Autograd")

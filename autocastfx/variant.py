@@ -19,7 +19,8 @@ from autocastfx.capture.guard import ShapeGuard
 from autocastfx.errors import VariantError
 from autocastfx.graph import kept_meta
 from autocastfx.plan import Plan
-from autocastfx.quick_call import quick_graph
+from autocastfx.quick_call import Reads, quick_graph
+from autocastfx.weights import ATTRIBUTE
 
 if TYPE_CHECKING:
     from autocastfx.capture.export import Captured
@@ -109,15 +110,9 @@ class Variant(nn.Module):
     def compile_graph(self) -> None:
         """Make ``function(owner, *tensors)`` of the graph as it now is, and ``code``, which compilers trace."""
         self.code, traced = _compiled(self.graph)
-        quick, reads = quick_graph(self.graph)
-        _, called = _compiled(quick)
-
-        def function(owner: nn.Module, *tensors: torch.Tensor) -> tuple[Any, ...]:
-            if torch.compiler.is_compiling():
-                return traced(owner, *tensors)
-            return called(owner, *reads(owner), *tensors)
-
-        self.function = function
+        no_tensors = {f"{self.prefix}.{name}" for name in self._held.values() if name not in self._buffers}
+        found = quick_graph(self.graph, {*no_tensors, ATTRIBUTE})
+        self.function = traced if found is None else _quick(traced, _compiled(found[0])[1], found[1])
 
     def move(self, device: torch.device) -> None:
         """Create tensors on ``device`` where the graph creates them on the device that it was captured on."""
@@ -157,6 +152,19 @@ def _compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
     exec(compile(code.src, filename, "exec"), namespace)
     linecache.cache[filename] = (len(code.src), None, code.src.splitlines(keepends=True), filename)
     return code.src, namespace["forward"]
+
+
+def _quick(
+    traced: Callable[..., tuple[Any, ...]], called: Callable[..., tuple[Any, ...]], reads: Reads
+) -> Callable[..., tuple[Any, ...]]:
+    """``called``, given what it reads of its owner; ``traced`` where a compiler looks, or some of that is no tensor."""
+
+    def function(owner: nn.Module, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        held = None if torch.compiler.is_compiling() else reads(owner)
+        return traced(owner, *tensors) if held is None else called(owner, *held, *tensors)
+
+    function.__code__ = function.__code__.replace()  # what torch.compile keeps of a function, it keeps by its code
+    return function
 
 
 def _swap(old: torch.device, new: torch.device) -> Callable[[Any], Any]:

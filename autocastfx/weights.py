@@ -9,8 +9,11 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autocastfx.errors import UnsupportedError
 
@@ -19,7 +22,8 @@ __all__ = ["ATTRIBUTE", "WorkingCopies", "working_copy"]
 ATTRIBUTE = "_working_copies"  # where graphs find those of the model that runs them
 
 
-_SHARING: Any = torch.ops.aten._unsafe_view.default  # no view, for autograd: it counts its own changes
+# To autograd it gives no view, but a tensor of its own: what is written to the master later is no change of this one.
+_SHARING: Any = torch.ops.aten._unsafe_view.default
 
 
 def working_copy(
@@ -100,11 +104,13 @@ class WorkingCopies:
         self._watches = self._has_warned = False
 
     def fresh(self) -> WorkingCopies | None:
-        """These, all as their masters now are. None where none can be kept: while a compiler or exporter traces, and
-        while a CUDA graph is captured.
+        """These, all as their masters now are. None where none can be kept: while a compiler, exporter or tracer looks,
+        under transforms of torch.func, on abstract tensors, and while a CUDA graph is captured.
         """
         if torch.compiler.is_compiling():
             self._warn_of_compiler()
+            return None
+        if torch._C._is_tracing() or torch._C._are_functorch_transforms_active() or _is_abstract_or_traced():
             return None
         stale: list[tuple[_Copy, torch.Tensor]] = []
         on_cuda = False
@@ -129,8 +135,9 @@ class WorkingCopies:
         if held is None or held.master() is not master:
             if type(master) is not nn.Parameter or master.is_inference():
                 return None
+            if master.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
             held = self._adopt(master, dtype)
-            _renew([(held, master)])
         return held
 
     def expire(self, masters: Iterable[Any] | None = None) -> None:
@@ -162,8 +169,10 @@ class WorkingCopies:
             if copies is not None and key in copies._held and copies._held[key].master is gone:
                 del copies._held[key]
 
-        self._held[key] = _Copy(weakref.ref(master, forget), dtype)
-        return self._held[key]
+        held = _Copy(weakref.ref(master, forget), dtype)
+        _renew([(held, master)])
+        self._held[key] = held  # filled: another thread may read it at once
+        return held
 
     def _refuse_sharded(self) -> None:
         owner = self._owner()
@@ -181,6 +190,13 @@ class WorkingCopies:
             self._watches = True
             handle = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
             weakref.finalize(self, handle.remove)
+
+
+def _is_abstract_or_traced() -> bool:
+    """Whether a mode is entered that makes tensors abstract, or writes down what is done with them."""
+    return any(
+        isinstance(mode, (FakeTensorMode, ProxyTorchDispatchMode)) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def _renew(stale: list[tuple[_Copy, torch.Tensor]]) -> None:

@@ -106,6 +106,7 @@ def times(sides: Mapping[str, Training], rounds: int, device: str) -> dict[str, 
         def whole(side: Training = side) -> None:
             side.forward_and_backward()
             side.step()
+            side.prepare()
 
         side.prepare()
         backward = milliseconds(side.forward_and_backward, device)

@@ -68,7 +68,7 @@ CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
     "relu_.default": (((lambda: computed(3),), {}),),
     "to.dtype": (
         ((some(3), torch.bfloat16), {}),
-        ((some(3), torch.float32, False, True), {}),
+        ((some(3), torch.float32, False, True), {"memory_format": torch.preserve_format}),
         ((some(3), torch.float32), {"copy": False}),
     ),
     "view.default": (((some(2, 3), [3, 2]), {}), ((some(2, 3), [-1]), {})),
@@ -150,14 +150,15 @@ def test_what_is_read_is_what_the_owner_holds_now() -> None:
     assert reads.modules == ((0, "layers"), (1, "0"), (1, "1"), (1, "2"))
     for _ in range(2):
         expected = [owner.scale, owner.layers[0].weight, owner.layers[1].running_mean, owner.layers[2].weight]
-        assert all(a is b for a, b in zip(reads(owner), expected, strict=True))
+        found = reads(owner)
+        assert found is not None
+        assert all(a is b for a, b in zip(found, expected, strict=True))
         owner.scale = nn.Parameter(torch.tensor(3.0))
         owner.layers[2] = nn.Linear(4, 4)
     nn.utils.parametrizations.weight_norm(owner.layers[0])
-    assert torch.equal(reads(owner)[1], owner.layers[0].weight)
-    del owner.layers[2].weight
-    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'weight'"):
-        reads(owner)
+    assert reads(owner) is None, "one is computed"
+    del owner.layers
+    assert reads(owner) is None
 
 
 def test_the_quick_graph_is_given_what_the_graph_reads() -> None:
@@ -167,7 +168,9 @@ def test_the_quick_graph_is_given_what_the_graph_reads() -> None:
     product = graph.call_function(torch.ops.aten.linear.default, (x, weight))
     graph.output((graph.call_function(torch.ops.aten.exp.default, (product,)),))
     before = str(graph)
-    quick, reads = quick_graph(graph)
+    found = quick_graph(graph)
+    assert found is not None
+    quick, reads = found
     assert str(graph) == before
     assert [(n.op, n.target) for n in quick.nodes if n.op != "output"] == [
         ("placeholder", weight.name),
@@ -176,6 +179,41 @@ def test_the_quick_graph_is_given_what_the_graph_reads() -> None:
         ("call_function", torch.ops.aten.exp.default),
     ]
     assert reads == Reads(((0, "layers"), (1, "0")), ((2, "weight"),))
+
+
+def test_what_python_does_not_take_so_stays_an_overload() -> None:
+    graph, to, add = fx.Graph(), torch.ops.aten.to.dtype, torch.ops.aten.add.Tensor
+    x = graph.placeholder("x")
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = [
+        (to, (x, torch.float32, False, True), {}, torch.Tensor.to),
+        (to, (x, torch.float32, False, True, torch.channels_last), {}, to),
+        (add, (x, x), {"alpha": 2}, torch.add),
+        (add, (x,), {"other": x}, add),
+        (add, (), {"self": x, "other": x}, add),
+    ]
+    nodes = [graph.call_function(target, args, kwargs) for target, args, kwargs, _ in calls]
+    graph.output(tuple(nodes))
+    found = quick_graph(graph)
+    assert found is not None
+    assert [node.target for node in found[0].nodes][1:-1] == [expected for *_, expected in calls]
+
+
+def test_a_graph_with_code_that_it_does_not_show_runs_as_it_is() -> None:
+    graph = fx.Graph()
+    graph.output((graph.call_function(run, (graph.placeholder("x"),)),))
+    assert quick_graph(graph) is None
+
+
+def test_what_is_computed_by_a_parametrization_is_followed() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)
+    before = amp_model(x)
+    first: Any = amp_model.get_submodule("0")
+    nn.utils.parametrizations.weight_norm(first)
+    assert torch.equal(amp_model(x), before)
+    with torch.no_grad():
+        first.parametrizations.weight.original0.mul_(2)
+    assert not torch.equal(amp_model(x), before)
 
 
 def test_a_model_runs_the_quick_graph_and_shows_the_overloads() -> None:

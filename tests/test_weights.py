@@ -9,6 +9,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.optim.swa_utils import AveragedModel
@@ -318,6 +321,86 @@ def test_copies_do_not_outlive_the_model_nor_keep_parameters() -> None:
     del copies
     gc.collect()
     assert len(_global_optimizer_post_hooks) == before - 1
+
+
+def test_threads_that_read_at_once_see_whole_copies() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(10))).requires_grad_(False)
+    x = torch.ones(2, 16)
+    expected = autocastfx.convert(model, (x,), dtype=LOW)(x)
+    for _ in range(5):
+        amp_model = autocastfx.convert(model, (x,), dtype=LOW, weights="cached")
+        with ThreadPoolExecutor(4) as pool:
+            assert all(torch.equal(found, expected) for found in pool.map(amp_model, [x] * 8))
+
+
+@torch.library.custom_op("autocastfx_test_weights::halve", mutates_args=())
+def _halve(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        _HALVED[0].mul_(0.5)
+    return x.clone()
+
+
+_halve.register_fake(lambda x: x.clone())
+_halve.register_autograd(lambda ctx, grad: grad)
+_HALVED: list[Tensor] = []
+
+
+def test_what_a_custom_operator_changes_unseen_is_read_after_it() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(_halve(self.b(self.a(x))))
+
+    results: list[Tensor] = []
+    for weights in ("cast", "cached"):
+        model, x = made(Net), torch.ones(2, 4)
+        _HALVED[:] = [torch.ones(())]
+        amp_model = autocastfx.convert(model, (x,), dtype=LOW, weights=weights)
+        amp_model(x)
+        _HALVED[:] = [model.b.weight]
+        results.append(amp_model(x))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(("kind", "op"), [(nn.LSTM, "lstm"), (nn.GRU, "gru")])
+def test_what_an_operator_reads_in_each_step_adds_up_as_with_casts(kind: Callable[..., nn.Module], op: str) -> None:
+    grads: list[list[Tensor]] = []
+    for weights in ("cast", "cached"):
+        torch.manual_seed(0)
+        model, x = kind(8, 8), torch.randn(6, 2, 8)
+        rules = autocastfx.OpList.of({"allow": [op]})
+        amp_model = autocastfx.convert(model, (x,), dtype=LOW, weights=weights, op_list=["default", rules])
+        amp_model(x)[0].square().sum().backward()
+        assert weights == "cast" or amp_model.plan.copies
+        grads.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def _cold(weights: str) -> tuple[AmpModule, Tensor]:
+    x = torch.ones(2, 4)
+    model = made(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+    return autocastfx.convert(model, (x,), dtype=LOW, weights=weights), x
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_transforms_tracers_and_abstract_tensors_get_casts(is_warm: bool) -> None:
+    grads: list[Tensor] = []
+    for weights in ("cast", "cached"):
+        amp_model, x = _cold(weights)
+        if is_warm:
+            amp_model(x)
+            with torch.no_grad():
+                amp_model.get_parameter("0.weight").mul_(2)
+        grads.append(torch.func.grad(lambda x, run=amp_model: run(x).float().sum())(x))
+    assert torch.equal(*grads)
+    traced = make_fx(amp_model)(x)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert amp_model(x).shape == (2, 1)
+    assert torch.equal(traced(x), amp_model(x))
+    assert all(type(held.tensor) is Tensor for held in amp_model._autocastfx_copies._held.values())
 
 
 # -- what else a module does ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ class Deviation:
     Attributes:
         dtype: of the values; several are joined by commas.
         error: distance from float32 in the 2-norm, relative to the norm of float32, over what is finite in both. Left
-            out is also what was beyond the range of ``dtype`` and has been brought into it, as masks are.
+            out is also what is beyond the range of ``dtype`` where half its largest number stands for it: a mask.
         overflow: share of elements that are Inf or NaN where float32 is finite.
         underflow: share that are zero or denormal in ``dtype`` where float32 is neither.
         zeros: share that are zero where float32 is not.
@@ -61,7 +61,7 @@ def _sums(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     ours = ours.to(theirs.device)
     finite, expected = ours.isfinite(), theirs.isfinite()
     largest, zero = torch.finfo(ours.dtype).max, torch.zeros((), dtype=torch.float64, device=theirs.device)
-    both = finite & expected & ~((theirs.abs() > largest) & (ours * theirs.sign() >= largest / 4))
+    both = finite & expected & ~((theirs.abs() > largest) & (ours * theirs.sign() == largest / 2))
     wide = torch.where(both, theirs.double(), zero)
     distance = torch.where(both, ours.double(), zero) - wide
     small = (ours.abs() < torch.finfo(ours.dtype).tiny) & (theirs.abs() >= torch.finfo(theirs.dtype).tiny)

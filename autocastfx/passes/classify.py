@@ -77,8 +77,10 @@ class Classifier:
         Raises:
             BannedOpError: the list bans an op of the graph.
         """
-        fitting = {} if self.op_list.placement == "follow" else fills(graph, fits(self.low))
-        while True:
+        # In float16 no number is so large that it hides whatever score there may be, and all that is added to it.
+        is_far = self.low == torch.bfloat16 and self.op_list.placement != "follow"
+        fitting = fills(graph, fits(self.low)) if is_far else {}
+        while True:  # each time with fewer
             found, meets = self._with_fills(graph, largest, fitting)
             if not meets:
                 return found

@@ -12,6 +12,7 @@ from torch import fx
 from autocastfx.alias import alias_sets, aliased
 from autocastfx.graph import Origin, is_float32, origin, set_origin, set_value, tensors, uses
 from autocastfx.op_list import Category
+from autocastfx.opaque import is_opaque
 from autocastfx.plan import Decision, Placement, Precision
 from autocastfx.ports import Ports
 from autocastfx.weights import ATTRIBUTE, working_copy
@@ -92,10 +93,15 @@ def _is_injective(view: torch.Tensor) -> bool:
 def read_copies(graph: fx.Graph, parameters: frozenset[str], placements: Mapping[fx.Node, Placement]) -> None:
     """Replace the casts of parameters to 16 bits by reads of working copies, in place.
 
-    A view that :func:`lower_views` made low has a read of its own, as it had a cast of its own.
+    A view that :func:`lower_views` made low has a read of its own, as it had a cast of its own. Copies are looked at
+    anew after whatever may have changed a parameter unseen.
     """
     copies: fx.Node | None = None
-    for cast_node in list(_casts(graph, parameters)):
+    casts = set(_casts(graph, parameters))
+    for cast_node in list(graph.nodes):
+        copies = None if is_opaque(cast_node) else copies
+        if cast_node not in casts:
+            continue
         master, dtype = cast_node.args[:2]
         if copies is None:
             with graph.inserting_before(cast_node):
@@ -113,9 +119,14 @@ def read_copies(graph: fx.Graph, parameters: frozenset[str], placements: Mapping
             made.meta.update(cast_node.meta)
             reader.replace_input_with(cast_node, made)
             reads.append(made)
-        for read in reads:
-            if sum(use.node is read for reader in read.users for use in uses(reader)) > 1:
-                read.args = (*read.args, True)
+        for read in (read for read in reads if _is_read_often(read)):
+            read.args = (*read.args, True)
+
+
+def _is_read_often(value: fx.Node) -> bool:
+    """Whether several gradients of ``value`` may add up: an op that takes a list of weights may read one many times."""
+    read = [(reader, use) for reader in value.users for use in uses(reader) if use.node is value]
+    return len(read) > 1 or any(value not in (*r.args, *r.kwargs.values()) for r, _ in read)
 
 
 def store_low(graph: fx.Graph, tensors_of: Mapping[str, int], low: torch.dtype) -> None:

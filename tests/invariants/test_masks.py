@@ -148,14 +148,15 @@ def test_numbers_that_hide_scores_hide_them_in_16_bits(fold: str, low: torch.dty
     model.bias = nn.Parameter(torch.randn(3, 3))
     pair = Pair.of(model, (x, keep), low, fold=fold)
     fills = [n for n in pair.amp_model.plan.nodes if "only hides scores" in n.decision.reason]
-    assert {str(n.placement.run) for n in fills} == {"low"}
-    assert len(fills) == len(HIDDEN) - 1, "one form has two, and two have another reader"
+    assert all(n.placement.run is Precision.LOW for n in fills)
+    expected = len(HIDDEN) - 1 if low is torch.bfloat16 else 0  # one form has two, and two have another reader
+    assert len(fills) == expected
     pair.agree(x, keep)
 
 
-@pytest.mark.parametrize("low", LOW)
-def test_numbers_that_hide_scores_hide_them_in_attention(low: torch.dtype) -> None:
-    x, keep = torch.randn(2, 3, 4), padding(-1.0, whole_row=low is torch.bfloat16) == 0
+def test_numbers_that_hide_scores_hide_them_in_attention() -> None:
+    low = torch.bfloat16
+    x, keep = torch.randn(2, 3, 4), padding(-1.0, whole_row=True) == 0
     model = attention({"sdpa": lambda m, x, keep: _sdpa(m, x, torch.where(keep, m.bias, HUGE).contiguous())})
     model.bias = nn.Parameter(torch.randn(3, 3))
     pair = Pair.of(model, (x, keep), low)

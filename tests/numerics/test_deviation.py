@@ -29,12 +29,13 @@ def test_what_float32_has_as_well_is_no_deviation() -> None:
     assert Deviation.of([torch.ones(2)], [torch.zeros(2)]).error == math.inf
 
 
-def test_what_saturated_is_no_error_and_what_did_not_is_one() -> None:
+def test_a_mask_that_was_brought_into_range_is_no_error_and_all_else_is_one() -> None:
     theirs = torch.tensor([-1e9, 1e9, 2.0])
-    assert Deviation.of([torch.tensor([-32752.0, 65504.0, 2.5]).half()], [theirs]).error == pytest.approx(0.25)
-    assert Deviation.of([torch.tensor([-32752.0, -65504.0, 2.0]).half()], [theirs]).error > 0.9  # the sign is another
+    assert Deviation.of([torch.tensor([-32752.0, 32752.0, 2.5]).half()], [theirs]).error == pytest.approx(0.25)
+    assert Deviation.of([torch.tensor([-32752.0, -32752.0, 2.0]).half()], [theirs]).error > 0.9  # the sign is another
+    assert Deviation.of([torch.tensor([-32752.0, 65504.0, 2.0]).half()], [theirs]).error > 0.9  # this is no mask's
     assert Deviation.of([torch.tensor([-32752.0, 1.0, 2.0]).half()], [theirs]).error > 0.9
-    assert Deviation.of([torch.tensor([-32752.0, 65504.0, 2.0])], [theirs]).error > 0.9  # float32 has the range
+    assert Deviation.of([torch.tensor([-32752.0, 32752.0, 2.0])], [theirs]).error > 0.9  # float32 has the range
 
 
 def test_large_values_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,20 +189,30 @@ def attend(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     return torch.where(keep, x @ x, LEAST).softmax(-1) @ x
 
 
-@pytest.mark.parametrize("dtype", LOW)
-def test_a_number_that_only_hides_scores_is_another_one_in_16_bits(dtype: torch.dtype) -> None:
+def test_a_number_that_only_hides_scores_is_another_one_in_bfloat16() -> None:
     x, keep = torch.rand(4, 4), torch.ones(4, 4, dtype=torch.bool)
-    found = plan_of(attend, x, keep, dtype=dtype)["where"]
+    found = plan_of(attend, x, keep, dtype=torch.bfloat16)["where"]
     assert found.placement.run is Precision.LOW
-    written = {torch.float16: "-32752", torch.bfloat16: "-1.69477e+38"}[dtype]
-    name = str(dtype).removeprefix("torch.")
-    assert found.decision.reason.endswith(f"; other=-3.40282e+38, which only hides scores, is {written} in {name}")
+    words = "other=-3.40282e+38, which only hides scores, is -1.69477e+38 in bfloat16"
+    assert found.decision.reason.endswith(f"; {words}")
     assert "base.yaml" in found.decision.source
+
+
+@pytest.mark.parametrize("bias", [0.0, 20.0])
+def test_in_float16_it_stays_for_scores_may_be_as_low_as_any_number(bias: float) -> None:
+    def function(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        return ((-(x @ x)).masked_fill(~keep, -1e9) + bias * x.tanh()).softmax(-1)
+
+    x, keep = torch.full((4, 4), 100.0), torch.ones(4, 4, dtype=torch.bool)
+    keep[0], keep[1:, 0] = False, False
+    amp_model = autocastfx.convert(Function(function), (x, keep), dtype=torch.float16)
+    assert amp_model.plan["masked_fill"].decision.source == "forced:constant"
+    assert relative_error(amp_model(x, keep), function(x, keep)) < 4 * torch.finfo(torch.float16).eps
 
 
 def test_a_list_may_deny_it(tmp_path: Path) -> None:
     x, keep = torch.rand(4, 4), torch.ones(4, 4, dtype=torch.bool)
-    denied = plan_of(attend, x, keep, op_list=["default", op_list(tmp_path, "deny: [where]")])
+    denied = plan_of(attend, x, keep, dtype=torch.bfloat16, op_list=["default", op_list(tmp_path, "deny: [where]")])
     assert denied["where"].placement.run is Precision.FLOAT32
     assert denied["where"].decision.source.endswith("test.yaml:1:8")
 
@@ -212,9 +222,9 @@ def test_it_is_obeyed_in_any_category_that_may_run_low(category: str, tmp_path: 
     x, keep = torch.randn(4, 4), torch.ones(4, 4, dtype=torch.bool).tril()
     keep[2] = False
     rules = op_list(tmp_path, f"{category}: [where]")
-    amp_model = autocastfx.convert(Function(attend), (x, keep), dtype=torch.float16, op_list=["default", rules])
+    amp_model = autocastfx.convert(Function(attend), (x, keep), dtype=torch.bfloat16, op_list=["default", rules])
     assert amp_model.plan["where"].placement.run is Precision.LOW
-    assert relative_error(amp_model(x, keep), attend(x, keep)) < 8 * torch.finfo(torch.float16).eps
+    assert relative_error(amp_model(x, keep), attend(x, keep)) < 8 * torch.finfo(torch.bfloat16).eps
 
 
 def test_a_preset_that_follows_torch_autocast_keeps_its_number() -> None:

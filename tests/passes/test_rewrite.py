@@ -124,9 +124,9 @@ def test_a_number_that_only_hides_scores_is_written_as_one_that_16_bits_hold() -
     again = autocastfx.convert(Function(biased), (x, keep), dtype=torch.bfloat16)
     assert again.code == amp_model.code
     positive = autocastfx.convert(
-        Function(lambda x, keep: (x @ x).masked_fill(keep, 1e9).softmax(-1)), (x, keep), dtype=torch.float16
+        Function(lambda x, keep: (x @ x).masked_fill(keep, 3e38).softmax(-1)), (x, keep), dtype=torch.bfloat16
     )
-    assert fill_of(positive.graph) == 32752
+    assert fill_of(positive.graph) == torch.finfo(torch.bfloat16).max / 2
 
 
 def fill_of(graph: torch.fx.Graph) -> object:
