@@ -65,7 +65,7 @@ def fills(graph: fx.Graph, beyond: float) -> dict[fx.Node, Fill]:
     """The nodes that fill in a number larger than ``beyond`` which says alone that a score does not count, or does.
 
     Whatever reads their values, through views, copies, further fills and additions, is a softmax or an attention mask.
-    Any number that is large enough would do there, if it is the same one wherever two fills meet.
+    Any number beyond all scores would do there, if it is the same one wherever two fills meet.
     """
     found = {node: given for node in graph.nodes if (given := _filled(node)) and beyond < abs(given[1]) < math.inf}
     if not found:

@@ -20,8 +20,6 @@ from autocastfx.errors import UnsupportedError
 __all__ = ["ATTRIBUTE", "WorkingCopies", "working_copy"]
 
 ATTRIBUTE = "_working_copies"  # where graphs find those of the model that runs them
-
-
 # To autograd it gives no view, but a tensor of its own: what is written to the master later is no change of this one.
 _SHARING: Any = torch.ops.aten._unsafe_view.default
 
@@ -35,7 +33,7 @@ def working_copy(
         copies: what :meth:`WorkingCopies.fresh` gave in this call of the graph; None casts.
         master: float32. What is no parameter is cast too: a tensor that is put in one's place for a call, say.
         dtype: the 16-bit one.
-        several: whether several nodes read the result: their gradients then add up in 16 bits, as those of a cast do.
+        several: whether the result is read several times: its gradients then add up in 16 bits, as those of a cast do.
     """
     held = copies.copy_of(master, dtype) if copies is not None else None
     if held is None:
