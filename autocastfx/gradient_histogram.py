@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autocastfx.amp_module import AmpModule
-from autocastfx.cross_entropy import PART
 from autocastfx.errors import CalibrationError
 from autocastfx.exponents import NOTHING, Exponents, Tally, read_all
 from autocastfx.gradients import local
@@ -276,4 +275,4 @@ class _Watcher(fx.Interpreter):
 def _is_cast(node: fx.Node) -> bool:
     """Whether ``node`` was inserted to bring a value to another precision."""
     mark = origin(node)
-    return mark is not None and mark.made_by in ("rewrite", "recast", "store_weights") and mark.rule != PART
+    return mark is not None and mark.made_by in ("rewrite", "recast", "store_weights")

@@ -16,7 +16,7 @@ from autocastfx.pattern import Arguments, Found, Pattern
 from autocastfx.quick_gelu import SLOPE, quick_gelu
 from autocastfx.rms_norm import rms_norm
 
-__all__ = ["PATTERNS", "chosen"]
+__all__ = ["LOSS_CAST", "PATTERNS", "chosen"]
 
 _aten: Any = torch.ops.aten
 One = Callable[[Any], Any]
@@ -188,6 +188,7 @@ PATTERNS = (
         for name, masked in (("attention", False), ("masked_attention", True))
     ),
 )
+LOSS_CAST = "loss_cast"  # no formula: the model's own cast to float32 before a cross entropy that is float32 anyway
 
 
 def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
@@ -196,9 +197,10 @@ def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
     Raises:
         ValueError: there is no pattern of a name, or the argument is no such choice.
     """
-    known = tuple(pattern.name for pattern in PATTERNS)
+    known = (*(pattern.name for pattern in PATTERNS), LOSS_CAST)
     if isinstance(recompose, bool):
-        return tuple(pattern.name for pattern in PATTERNS if pattern.by_default and recompose)
+        on_demand = {pattern.name for pattern in PATTERNS if not pattern.by_default}
+        return tuple(name for name in known if recompose and name not in on_demand)
     if isinstance(recompose, str):
         raise ValueError(f"recompose is True, False or a sequence of names: give ({recompose!r},), not {recompose!r}")
     if unknown := [name for name in recompose if name not in known]:

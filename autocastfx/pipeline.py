@@ -23,11 +23,13 @@ from autocastfx.graph import (
 )
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.magnitude import magnitude
+from autocastfx.match import Matcher
 from autocastfx.op_list import Category, OpList
 from autocastfx.op_name import op_name
 from autocastfx.passes.classify import Classifier
 from autocastfx.passes.expand import expand
 from autocastfx.passes.follow import follow
+from autocastfx.passes.loss_cast import drop_loss_casts
 from autocastfx.passes.place import place
 from autocastfx.passes.recast import recast
 from autocastfx.passes.recompose import recompose
@@ -36,7 +38,7 @@ from autocastfx.passes.simple import place_simply
 from autocastfx.passes.soften import soften
 from autocastfx.passes.store_weights import LowReads, lower_views, read_copies, store_low
 from autocastfx.passes.verify import verify
-from autocastfx.patterns import PATTERNS, chosen
+from autocastfx.patterns import LOSS_CAST, PATTERNS, chosen
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Recomposed, Traffic
 from autocastfx.ports import Ports
 from autocastfx.ranges import Key, Ranges, key_of, mode_of
@@ -172,7 +174,14 @@ def _recompose(converter: Converter, state: State, device: torch.device) -> Stat
     def ruled(node: fx.Node) -> list[str]:
         return [kind for kind in module_classes(node) if rule(kind) is not None]
 
+    matcher = Matcher(converter.op_list, device.type)
+
+    def category(node: fx.Node) -> Category | None:
+        return found.category if (found := matcher(node)) is not None else None
+
     recomposed = recompose(state.graph, [p for p in wanted if p not in banned], ruled)
+    if LOSS_CAST in converter.recompose:
+        recomposed += drop_loss_casts(state.graph, category)
     reached = {node.name: largest for node, largest in state.measured.items()}
     reached.update({r.node: reached[r.replaced[-1]] for r in recomposed if r.replaced[-1] in reached})
     measured = {node: reached[node.name] for node in state.graph.nodes if node.name in reached}
@@ -247,7 +256,7 @@ def _uncast(
 
 def _rewrite(converter: Converter, state: State, device: torch.device) -> State:
     rewriter = Rewriter(
-        converter.low, converter.ports(device), converter.keep_output_dtype, narrows=converter.fold == "kernel"
+        converter.low, converter.ports(device), converter.keep_output_dtype, rounds=converter.fold == "kernel"
     )
     found = state.classification
     rewriter(state.graph, state.placements, found.wide, state.parameters, found.fills)

@@ -56,7 +56,7 @@ class Ports:
     def converts(self, node: fx.Node, use: Use) -> bool:
         """Whether ``node`` itself makes float32 of what it reads there.
 
-        A cast does, an op with a dtype argument, and one that is separated into parts of which the first has one.
+        A cast does, an op with a dtype argument, and a cross entropy.
         """
         name = op_name(node)
         if name in _CASTS:

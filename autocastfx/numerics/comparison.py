@@ -81,7 +81,7 @@ class Comparison:
     Attributes:
         nodes: those with floating-point values.
         skipped: how many computing nodes only one of the two graphs has, casts of the conversion left out: those that
-            were recomposed or taken apart, and what they became.
+            were recomposed, and what they became.
         whole: names of the nodes that hold sub-graphs which were not looked into: ``cond`` and loops.
         parameters: the gradients of the parameters and of inputs that ask for one; empty without gradients.
         scale: by what the gradients are multiplied; None without gradients.

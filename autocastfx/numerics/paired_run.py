@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from autocastfx.amp_module import AmpModule, Variant
 from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
-from autocastfx.cross_entropy import PART
 from autocastfx.errors import NodeError
 from autocastfx.graph import attribute, module_path, origin, stack_trace
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
@@ -234,7 +233,7 @@ def floating(value: Any) -> list[torch.Tensor]:
 def is_cast(node: fx.Node) -> bool:
     """Whether the conversion inserted ``node`` to bring a value to another precision."""
     mark = origin(node)
-    return mark is not None and mark.made_by in ("rewrite", "recast", "store_weights") and mark.rule != PART
+    return mark is not None and mark.made_by in ("rewrite", "recast", "store_weights")
 
 
 def _computes(node: fx.Node) -> bool:
@@ -249,12 +248,6 @@ def _twins(converted: FlatGraph, captured: FlatGraph) -> dict[fx.Node, fx.Node]:
     last = -1
     for node in converted.graph.nodes:
         place, twin = places.get(converted.names.get(node, ""), (-1, node))
-        if place > last and origin(node) is None and (op_name(node) == op_name(twin) or _is_rest(node)):
+        if place > last and origin(node) is None and op_name(node) == op_name(twin):
             twins[node], last = twin, place
     return twins
-
-
-def _is_rest(node: fx.Node) -> bool:
-    """Whether the conversion took a part out of ``node``, which gives the same yet."""
-    marks = [origin(read) for read in node.all_input_nodes]
-    return any(mark is not None and mark.rule == PART and mark.value == node.name for mark in marks)

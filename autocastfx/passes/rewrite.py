@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autocastfx.alias import alias_sets
-from autocastfx.cross_entropy import is_separable, narrow, separate
+from autocastfx.cross_entropy import is_separable, widen
 from autocastfx.graph import (
     Origin,
     Use,
@@ -38,13 +38,13 @@ class Rewriter:
         low: the 16-bit dtype.
         ports: which inputs of a low node are not cast.
         keep_output_dtype: cast the graph's outputs back to their captured dtype.
-        narrows: a cross entropy of 16-bit logits keeps 16 bits for backward.
+        rounds: a cross entropy of 16-bit logits rounds what it keeps for backward.
     """
 
     low: torch.dtype
     ports: Ports
     keep_output_dtype: bool = True
-    narrows: bool = False
+    rounds: bool = False
 
     def __call__(
         self,
@@ -108,7 +108,7 @@ class _Run:
         if as_stored and not runs_low and ports.asks_dtype(node):
             set_argument(node, "dtype", torch.float32)
         elif as_stored and not runs_low and is_separable(node):
-            (narrow if self.policy.narrows else separate)(node)
+            widen(node, rounds=self.policy.rounds)
         if placement is None or not is_float32(node):
             return
         if placement.run is not placement.store:

@@ -10,7 +10,6 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autocastfx.cast import cast_if
-from autocastfx.cross_entropy import PART
 from autocastfx.graph import origin, set_value, value
 from autocastfx.plan import Placement, Precision
 
@@ -29,9 +28,7 @@ def soften(graph: fx.Graph, placements: Mapping[fx.Node, Placement], guesses: Se
     for node in graph.nodes:
         mark, placement = origin(node), placements.get(node)
         if mark is not None:
-            if mark.rule == PART:
-                set_value(node, torch.empty(1))
-            elif isinstance(dtype := node.args[1], torch.dtype):
+            if isinstance(dtype := node.args[1], torch.dtype):
                 set_value(node, torch.empty(1, dtype=dtype))
                 if mark.value in guesses:  # clamping an integer would make it a float
                     source = torch.float32 if dtype == low else low

@@ -13,7 +13,6 @@ from torch.fx.node import map_arg
 
 from autocastfx.abstract import concrete_sizes, dtypes_of
 from autocastfx.alias import mutated_inputs
-from autocastfx.cross_entropy import PART
 from autocastfx.dispatch import Followed
 from autocastfx.errors import VerifyError
 from autocastfx.graph import argument, dtypes, origin, set_value, subgraphs, tensors, uses, value
@@ -173,11 +172,8 @@ def _followed_problem(
 
 
 def _captured_of(node: fx.Node, captured: Mapping[fx.Node, Any]) -> fx.Node:
-    """The captured node whose value ``node`` holds: itself, or what a chain of inserted casts started from.
-
-    A part of an op holds a value of its own.
-    """
-    while node not in captured and (mark := origin(node)) is not None and mark.rule != PART:
+    """The captured node whose value ``node`` holds: itself, or what a chain of inserted casts started from."""
+    while node not in captured and origin(node) is not None:
         node = node.all_input_nodes[-1]
     return node
 

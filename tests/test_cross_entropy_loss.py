@@ -1,0 +1,230 @@
+"""The float32 cross entropy of 16-bit scores: of many in parts; of few as torch computes it, or rounding."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autocastfx
+from autocastfx import cross_entropy_loss as module
+from autocastfx.cross_entropy_loss import FEW, cross_entropy_loss
+from tests.helpers import Function, relative_error, rewritten, text
+
+DTYPES = [torch.float16, torch.bfloat16]
+SHAPES = {"rows": (6, 8), "image": (2, 8, 3, 4)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weighted": {"weight": torch.linspace(0.1, 1, 8)},
+    "summed": {"reduction": 2},
+    "each, one class ignored": {"reduction": 0, "ignore_index": 3},
+}
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def scores(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = 3 * torch.randn(shape, generator=generator)
+    return made.to(dtype).requires_grad_(), torch.randint(0, 8, shape[:1] + shape[2:], generator=generator)
+
+
+def of_float32(x: Tensor, target: Tensor, **options: Any) -> Tensor:
+    named = {**options, "reduction": REDUCTIONS[options.get("reduction", 1)]}
+    return functional.cross_entropy(x.float(), target, **named)
+
+
+@pytest.fixture(params=["few", "many"])
+def number(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether the scores are few, or many that are computed in parts of one row or image."""
+    if request.param == "many":
+        monkeypatch.setattr(module, "FEW", 1)
+        monkeypatch.setattr(module, "_PART", {"cpu": 1})
+    return str(request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_loss_and_gradient_are_float32s_to_the_bit(
+    shape: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype, number: str
+) -> None:
+    x, target = scores(shape, dtype)
+    found, wanted = cross_entropy_loss(x, target, **options), of_float32(x, target, **options)
+    assert found.dtype == torch.float32
+    assert found.equal(wanted)
+    out = torch.rand_like(found)
+    (of_found,), (of_wanted,) = torch.autograd.grad(found, x, out), torch.autograd.grad(wanted, x, out)
+    assert of_found.dtype == dtype
+    assert of_found.equal(of_wanted)
+    with torch.no_grad():
+        assert cross_entropy_loss(x, target, **options).equal(wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_where_it_rounds_the_loss_is_the_same_and_the_gradient_rounded(
+    shape: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    x, target = scores(shape, dtype)
+    found, wanted = cross_entropy_loss(x, target, **options, rounds=True), of_float32(x, target, **options)
+    assert found.equal(wanted)
+    out = torch.rand_like(found)
+    (of_found,), (of_wanted,) = torch.autograd.grad(found, x, out), torch.autograd.grad(wanted, x, out)
+    assert of_found.dtype == dtype
+    assert relative_error(of_found, of_wanted) <= 2 * torch.finfo(dtype).eps  # of the logarithms, and of their weight
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_many_are_computed_in_parts(rounds: bool) -> None:
+    """No float32 tensor holds them all, and nothing but the scores is kept."""
+    x, target = torch.randn(FEW // 1024 + 1, 1024, dtype=torch.bfloat16).requires_grad_(), torch.arange(FEW // 1024 + 1)
+    target = target % 1024
+    wanted = of_float32(x, target)
+    kept: list[Tensor] = []
+    with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        found = cross_entropy_loss(x, target, rounds=rounds)
+        (of_found,) = torch.autograd.grad(found, x)
+    assert found.equal(wanted)
+    assert of_found.equal(torch.autograd.grad(wanted, x)[0])
+    assert largest.elements <= FEW // 8 * torch.get_num_threads()
+    assert sum(t.untyped_storage().nbytes() for t in kept) == 2 * x.numel() + 8 * target.numel() + 4
+    assert {t.untyped_storage().data_ptr() for t in kept} >= {x.untyped_storage().data_ptr()}
+
+
+class Largest(TorchDispatchMode):
+    """Looks out for the float32 tensor of most elements."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in pytree.tree_leaves(made) if isinstance(t, Tensor) and t.dtype == torch.float32]
+        self.elements = max(self.elements, *sizes, 0)
+        return made
+
+
+def test_where_every_target_is_ignored_it_is_as_torchs(number: str) -> None:
+    x, _ = scores((6, 8), torch.bfloat16)
+    target = torch.full((6,), -100)
+    found = cross_entropy_loss(x, target)
+    assert found.isnan()
+    assert torch.autograd.grad(found, x)[0].equal(torch.autograd.grad(of_float32(x, target), x)[0])
+
+
+def test_a_class_that_there_is_not_is_refused(number: str) -> None:
+    x, _ = scores((6, 8), torch.bfloat16)
+    with pytest.raises(IndexError, match="Target 8 is out of bounds"):
+        cross_entropy_loss(x, torch.arange(3, 9))
+
+
+def test_it_can_be_differentiated_twice(number: str) -> None:
+    x, target = scores((6, 8), torch.bfloat16)
+    found, wanted = (
+        torch.autograd.grad(torch.autograd.grad(loss(x, target), x, create_graph=True)[0].square().sum(), x)[0]
+        for loss in (cross_entropy_loss, of_float32)
+    )
+    assert found.equal(wanted)
+    assert found.count_nonzero()
+
+
+def test_a_mean_over_many_targets_is_divided_in_float32() -> None:
+    """Their number has no 16 bits: in bfloat16 1001 would be 1000, in float16 70,001 would be infinite."""
+    for dtype, rows in ((torch.bfloat16, 1001), (torch.float16, 70_001)):
+        x, target = scores((rows, 8), dtype)
+        (found,) = torch.autograd.grad(cross_entropy_loss(x, target, rounds=True), x, torch.tensor(1024.0))
+        (wanted,) = torch.autograd.grad(of_float32(x, target), x, torch.tensor(1024.0))
+        assert relative_error(found, wanted) <= 2 * torch.finfo(dtype).eps
+
+
+def test_where_it_rounds_it_cannot_be_differentiated_twice_and_says_so() -> None:
+    x, target = scores((6, 8), torch.bfloat16)
+    with pytest.raises(autocastfx.UnsupportedError, match=r"differentiated twice: convert the model with fold='exact'"):
+        torch.autograd.grad(cross_entropy_loss(x, target, rounds=True), x, create_graph=True)
+
+
+def test_where_it_rounds_it_keeps_two_bytes_for_each_score() -> None:
+    x, target = scores((64, 8), torch.bfloat16)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        cross_entropy_loss(x, target, rounds=True)
+    assert sorted(t.untyped_storage().nbytes() for t in kept) == [4, 8 * 64, 2 * 64 * 8]
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_it_computes_under_fake_tensors_a_transform_and_a_compiler(rounds: bool, number: str) -> None:
+    def computed(x: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy_loss(x, target, rounds=rounds)
+
+    x, target = scores((6, 8), torch.bfloat16)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        assert computed(torch.empty(6, 8, dtype=torch.bfloat16), torch.zeros(6, dtype=torch.int64)).shape == ()
+    (wanted,) = torch.autograd.grad(of_float32(x, target), x)
+    assert torch.func.grad(computed)(x.detach(), target).equal(wanted)
+    (found,) = torch.autograd.grad(torch.compile(computed, backend="aot_eager")(x, target), x)
+    assert relative_error(found, wanted) <= 2 * torch.finfo(torch.bfloat16).eps
+
+
+def test_a_compiler_and_an_exporter_see_no_parts(number: str) -> None:
+    graphs: list[fx.Graph] = []
+    x, target = scores((6, 8), torch.bfloat16)
+
+    def seen(module: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(module.graph)
+        return module
+
+    torch.compile(cross_entropy_loss, backend=aot_autograd(fw_compiler=seen))(x, target)
+    graphs.append(make_fx(cross_entropy_loss, tracing_mode="fake")(x.detach(), target).graph)
+    for graph in graphs:
+        assert ["log_softmax" in str(node.target) for node in graph.nodes].count(True) == 1
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(self.scores(x), target)
+
+
+def test_a_model_converted_with_fold_kernel_has_it() -> None:
+    def loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(x @ w, target)
+
+    inputs = torch.randn(6, 4), torch.randn(4, 8), torch.arange(6)
+    assert rewritten(loss, *inputs, dtype=torch.bfloat16, fold="kernel") == text("""
+        + args_0_bfloat16: bf16 = to(args_0)
+        + args_1_bfloat16: bf16 = to(args_1)
+          matmul: bf16 = matmul(args_0_bfloat16, args_1_bfloat16)
+          cross_entropy_loss: f32 = cross_entropy_loss(matmul, args_2)
+          return cross_entropy_loss
+    """)
+    amp_model = autocastfx.convert(Function(loss), inputs, dtype=torch.bfloat16, fold="kernel")
+    assert amp_model.plan["cross_entropy_loss"].op == "cross_entropy_loss"
+    assert cross_entropy_loss in {node.target for node in amp_model.graph.nodes}
+
+
+def test_a_converted_model_trains_copies_and_pickles_as_with_its_parts() -> None:
+    torch.manual_seed(0)
+    model, x, target = Classifier(), torch.randn(6, 4), torch.arange(6)
+    narrow, parts = (autocastfx.convert(model, (x, target), dtype=torch.bfloat16, fold=f) for f in ("kernel", "none"))
+    held = io.BytesIO()
+    torch.save(narrow, held)
+    held.seek(0)
+    for amp_model in (narrow, copy.deepcopy(narrow), torch.load(held, weights_only=False)):
+        assert amp_model(x, target).equal(parts(x, target))
+        found = torch.autograd.grad(amp_model(x, target), list(amp_model.parameters()))
+        wanted = torch.autograd.grad(parts(x, target), list(parts.parameters()))
+        for gradient, reference in zip(found, wanted, strict=True):
+            assert gradient.dtype == torch.float32
+            assert relative_error(gradient, reference) <= 4 * torch.finfo(torch.bfloat16).eps
