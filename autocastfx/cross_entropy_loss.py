@@ -74,7 +74,7 @@ class _Rounding(torch.autograd.Function):
         logarithms, target, weight, total = ctx.saved_tensors
         gradient, reduction, low = gradients[0], ctx.reduction, logarithms.dtype
         if reduction == _MEAN:  # divided in float32, for the number of targets may have no 16 bits
-            gradient, reduction = gradient / total, _SUM
+            gradient, reduction = torch.div(gradient, total, out=logarithms.new_empty(())), _SUM
         weight = None if weight is None else weight.to(low)
         given = (target, weight, reduction, ctx.ignore_index, logarithms.new_empty(()))  # a total that only means read
         return _gradient(gradient.to(low), logarithms, *given), None, None, None, None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import conversion, losses, memory, optimizer_step, placement, train_step
+from benchmarks import conversion, losses, memory, optimizer_step, placement, step_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,14 +118,14 @@ def _legend(figure: Figure, looks: Mapping[str, Look]) -> None:
     figure.legend(keys, list(looks), loc="outside lower center", ncols=len(looks), frameon=False)
 
 
-def _train_step(rows: Sequence[train_step.Row]) -> Figure:
-    autocast = {row.model: row for row in rows if row.side == train_step.AUTOCAST}
+def _train_step(rows: Sequence[step_table.Row]) -> Figure:
+    autocast = {row.model: row for row in rows if row.side == step_table.AUTOCAST}
 
-    def of(number: Callable[[train_step.Row], float]) -> dict[str, Points]:
+    def of(number: Callable[[step_table.Row], float]) -> dict[str, Points]:
         chosen = ((side, [row for row in rows if row.side == side and not row.note]) for side in looks)
         return {side: {row.model: number(row) / number(autocast[row.model]) for row in found} for side, found in chosen}
 
-    looks = {train_step.DEFAULT: _EXACT, train_step.FASTEST: _KERNEL, train_step.HALF: _HALF}
+    looks = {step_table.DEFAULT: _EXACT, step_table.FASTEST: _KERNEL, step_table.HALF: _HALF}
     timed = [row for row in rows if row.backward_to_autocast]
     times = {side: {row.model: row.backward_to_autocast for row in timed if row.side == side} for side in looks}
     parts = [
@@ -215,7 +215,7 @@ class Picture:
 
 
 PICTURES: dict[str, Picture] = {
-    "train-step.svg": Picture("train-step-cpu.json", train_step.Row, _train_step),
+    "train-step.svg": Picture("train-step-cpu.json", step_table.Row, _train_step),
     "memory.svg": Picture("memory.json", memory.Row, _memory),
     "placement.svg": Picture("placement.json", placement.Row, _placement),
     "optimizer-step.svg": Picture("optimizer-step-cpu.json", optimizer_step.Row, _optimizer_step),

@@ -27,7 +27,8 @@ from benchmarks import (
     optimizer_step,
     pictures,
     placement,
-    train_step,
+    step_table,
+    vocabulary,
 )
 from benchmarks.pictures import PICTURES, svg
 
@@ -46,7 +47,11 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "conversion-zoo-cpu.json": lambda held: conversion_zoo.table([conversion_zoo.Row(**row) for row in held["rows"]]),
     "placement.json": lambda held: placement.table([placement.Row(**row) for row in held["rows"]]),
     "memory.json": lambda held: memory.table([memory.Row(**row) for row in held["rows"]]),
-    "train-step-cpu.json": lambda held: train_step.table([train_step.Row(**row) for row in held["rows"]]),
+    "train-step-cpu.json": lambda held: step_table.table([step_table.Row(**row) for row in held["rows"]]),
+    "train-step-compiled-cpu.json": lambda held: step_table.compiled_table(
+        [step_table.Row(**row) for row in held["rows"]]
+    ),
+    "vocabulary-cpu.json": lambda held: vocabulary.table([vocabulary.Row(**row) for row in held["rows"]]),
     "losses-cpu.json": lambda held: losses.table([losses.Run(**row) for row in held["rows"]]),
     "inference-cpu.json": lambda held: inference.table([inference.Row(**row) for row in held["rows"]]),
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from autocastfx import cross_entropy_loss
 from benchmarks import (
     accuracy,
     conversion,
@@ -19,6 +20,7 @@ from benchmarks import (
     optimizer_step,
     placement,
     report,
+    vocabulary,
 )
 from benchmarks.accuracy_tasks import TASKS, CharacterGPT, DigitsCNN, DigitsViT, Underflow
 from benchmarks.graphs import SHAPES
@@ -273,6 +275,55 @@ def test_a_mean_too_far_away_fails() -> None:
     assert rows[2].difference == pytest.approx(0.02)
     assert accuracy.failures(rows) == [rows[2]]
     assert accuracy.failures([replace(rows[0], mode=accuracy.UNSCALED)]) != [], "it has to be bad"
+
+
+# ---- a loss over a vocabulary ----------------------------------------------------------------------------------------
+
+
+def test_a_loss_over_a_vocabulary_is_timed_and_its_memory_added_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cross_entropy_loss, "FEW", 4 * 16)
+    monkeypatch.setattr(cross_entropy_loss, "_PART", {"cpu": 32})
+    path = tmp_path / "rows.json"
+    arguments = ["--classes", "16,32", "--positions", "4", "--rounds", "2", "--json", str(path)]
+    threads = torch.get_num_threads()
+    try:
+        assert vocabulary.main(arguments) == 0
+        shown = capsys.readouterr().out
+        monkeypatch.setattr(vocabulary, "measure", lambda *_: pytest.fail("measured again"))
+        assert vocabulary.main(arguments) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert capsys.readouterr().out == shown
+    rows = {(row["classes"], row["side"]): row for row in json.loads(path.read_text())["rows"]}
+    assert all(row["ms"] > 0 for row in rows.values())
+    loss, total = 4, 4
+    for classes in (16, 32):  # the logarithms, and in backward their gradient and that of the logits
+        autocast, half = rows[classes, vocabulary.AUTOCAST], rows[classes, vocabulary.HALF]
+        assert autocast["kept"] == 4 * 4 * classes + loss + total
+        assert autocast["peak"] >= 3 * 4 * 4 * classes
+        assert half["kept"] == 2 * 4 * classes + loss // 2 + total // 2
+    few, many = rows[16, vocabulary.DEFAULT], rows[32, vocabulary.DEFAULT]
+    assert few["kept"] == rows[16, vocabulary.AUTOCAST]["kept"]
+    assert many["kept"] == loss + total
+    assert many["peak"] < 2 * 4 * 32 + 4 * 4 * 32, "less than the gradient and one float32 copy"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--classes", "many"], "--classes: numbers separated by commas, not 'many'"),
+        (["--positions", "0"], "--classes and --positions are at least 1"),
+        (["--rounds", "1"], "--rounds: quartiles need two or more"),
+    ],
+)
+def test_what_is_no_vocabulary_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        vocabulary.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 # ---- results that are kept -------------------------------------------------------------------------------------------

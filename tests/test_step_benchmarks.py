@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from benchmarks import inference, memory, report, timing, train_step, training
+from benchmarks import inference, memory, report, step_table, timing, train_step, training
 from benchmarks.memory import AUTOCAST, FLOAT32, HALF, KERNEL
 from benchmarks.models import TRAINED, FullModel
 from benchmarks.small_models import SMALL
 from benchmarks.store import Store
 
 BATCH = 3
+COMPILED = ("float32", "torch.autocast", "cast, fold=exact", "cast, fold=kernel", "pure half")
 
 
 class Perceptron(nn.Module):
@@ -137,7 +138,7 @@ def test_counts_and_times_of_a_training_step(
     path = tmp_path / "rows.json"
     arguments = ["--rounds", "2", "--json", str(path)]
     train_step.main(arguments)
-    rows = {row["side"]: train_step.Row(**row) for row in json.loads(path.read_text())["rows"]}
+    rows = {row["side"]: step_table.Row(**row) for row in json.loads(path.read_text())["rows"]}
     assert list(rows) == list(training.SIDES)
     parameters = 4 * 5 + 5 + 5 * 2 + 2
     for side in (training.AUTOCAST, training.DEFAULT, "cached, fold=exact"):
@@ -193,14 +194,14 @@ def test_what_is_missing_is_told(tiny: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(autocastfx, "convert", refuse)
     rows = train_step.measure(tiny, training.Setting("cpu", torch.bfloat16), 0)
     assert [row.side for row in rows if row.note] == [name for name, side in training.SIDES.items() if side.convert]
-    assert "not there yet: not built." in train_step.table(rows)
-    assert train_step.targets(rows) == []
+    assert "not there yet: not built." in step_table.table(rows)
+    assert step_table.targets(rows) == []
 
 
 def test_targets_are_told_with_their_figures() -> None:
-    def row(side: str, **fields: Any) -> train_step.Row:
+    def row(side: str, **fields: Any) -> step_table.Row:
         ratios = {"backward_to_autocast": [1.0, 1.0, 1.0], "backward_to_half": [1.1] * 3, "step_to_autocast": [1.0] * 3}
-        return train_step.Row("m", side, **{"parameters": 4, "ops": 100, "saved": 1000, **ratios, **fields})
+        return step_table.Row("m", side, **{"parameters": 4, "ops": 100, "saved": 1000, **ratios, **fields})
 
     half = row(training.HALF, ops=90, activation_casts=2)
     autocast = row(training.AUTOCAST, activation_bytes=100)
@@ -208,14 +209,43 @@ def test_targets_are_told_with_their_figures() -> None:
     fast = {"backward_to_autocast": [0.9] * 3, "backward_to_half": [1.04] * 3, "step_to_autocast": [0.97] * 3}
     default = row(training.DEFAULT, activation_bytes=70, weight_bytes=10)
     rows = [half, autocast, default, row(training.FASTEST, **good, **fast)]
-    assert [told for told, reached in train_step.targets(rows) if not reached] == []
+    assert [told for told, reached in step_table.targets(rows) if not reached] == []
     worse = row(training.FASTEST, gradient_casts=5, ops=110, activation_casts=9, saved=1100)
     slow = row(training.DEFAULT, activation_bytes=81, backward_to_autocast=[1.0, 1.03, 1.1])
-    told = train_step.targets([half, autocast, slow, worse])
+    told = step_table.targets([half, autocast, slow, worse])
     assert len(told) == 9
     assert not any(reached for _, reached in told)
     assert "activation casts beyond pure half's: 7 (m), at most 6" in told[0][0]
-    assert "MISSED   cast, fold=exact: cast bytes" in train_step.table([half, autocast, slow, worse])
+    assert "MISSED   cast, fold=exact: cast bytes" in step_table.table([half, autocast, slow, worse])
+
+
+def test_compiled_models_are_timed_and_have_a_table_of_their_own(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    path = tmp_path / "rows.json"
+    sides = "torch.autocast|cast, fold=exact"
+    assert train_step.main(["--rounds", "2", "--json", str(path), "--compile", "--sides", sides]) == 0
+    assert [type(model) for model in compiled] == [Perceptron, autocastfx.AmpModule]
+    assert json.loads(path.read_text())["compiled"]
+    shown = capsys.readouterr().out
+    assert "tiny          torch.autocast      |" in shown
+    assert "cast, fold=exact: forward and backward " in shown
+    assert "MISSED" not in shown
+
+
+def test_the_table_of_compiled_models_gives_means_of_ratios() -> None:
+    def row(model: str, median: float) -> step_table.Row:
+        return step_table.Row(
+            model, "s", backward_ms=2.0, backward_to_autocast=[0, median, 9], step_to_autocast=[0, 2 * median, 9]
+        )
+
+    told = step_table.compiled_table([row("a", 0.5), row("b", 0.08), step_table.Row("b", "t", note="not there yet")])
+    assert "s: forward and backward 0.200 of torch.autocast's time in the geometric mean (0.080 to 0.500)" in told
+    assert "whole step 0.400" in told
+    assert told.endswith("t: not timed")
+    assert "|not there yet" in told
 
 
 def test_each_side_is_first_as_often() -> None:
@@ -260,5 +290,7 @@ def test_the_results_that_are_kept_are_whole() -> None:
     assert {(row["model"], row["policy"]) for row in held} == {(m, p) for m in TRAINED for p in memory.POLICIES}
     held = json.loads((report.RESULTS / "train-step-cpu.json").read_text())["rows"]
     assert {(row["model"], row["side"]) for row in held} == {(m, s) for m in SMALL for s in training.SIDES}
+    held = json.loads((report.RESULTS / "train-step-compiled-cpu.json").read_text())["rows"]
+    assert {(row["model"], row["side"]) for row in held} == {(m, s) for m in SMALL for s in COMPILED}
     held = json.loads((report.RESULTS / "inference-cpu.json").read_text())["rows"]
     assert {(row["model"], row["side"]) for row in held} == {(m, s) for m in SMALL for s in inference.SIDES}

@@ -1,0 +1,182 @@
+"""What a loss over a vocabulary costs: the cross entropy of 16-bit logits and its gradient, in time and in memory.
+
+    python -m benchmarks.vocabulary [--classes 32000,50257] [--positions 1024] [--json PATH]
+    python -m benchmarks.vocabulary --device cuda --dtype float16 --positions 8192 --json PATH
+
+Each side is given the same logits and gives their gradient: ``torch.autocast`` widens them, ``autocastfx`` is what a
+converted model computes by default, and with ``fold="kernel"`` of few logits another thing; ``pure half`` has a loss of
+16 bits. The sides take turns and each round begins with another; a side's ratio is its time to the other's in the same
+round: medians, with quartiles. On a CPU times are those of the one thread.
+
+``kept`` is what forward leaves allocated for backward, ``peak`` what is allocated at most at one time, the gradient
+included. The logits themselves count in neither. On a CPU what operators return is added up, while it is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autocastfx.cross_entropy_loss import cross_entropy_loss
+from benchmarks.store import Store
+from benchmarks.timing import milliseconds, ratios, turns
+
+AUTOCAST, DEFAULT, KERNEL, HALF = "torch.autocast", "autocastfx", 'autocastfx, fold="kernel"', "pure half"
+CLASSES = (4_096, 32_000, 50_257, 128_256)  # a small one, and those of Llama 2, GPT-2 and Llama 3
+POSITIONS, ROUNDS = 1024, 12
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One side of one vocabulary: milliseconds, quartiles of the ratios of each round, and bytes."""
+
+    classes: int
+    positions: int
+    side: str
+    ms: float
+    to_autocast: Sequence[float]
+    kept: int
+    peak: int
+
+
+def losses(device: str, dtype: torch.dtype) -> dict[str, Loss]:
+    """By side: the loss of logits and targets."""
+
+    def under_autocast(logits: Tensor, target: Tensor) -> Tensor:
+        with torch.autocast(device, dtype):
+            return functional.cross_entropy(logits, target)
+
+    return {
+        AUTOCAST: under_autocast,
+        DEFAULT: cross_entropy_loss,
+        KERNEL: lambda logits, target: cross_entropy_loss(logits, target, rounds=True),
+        HALF: functional.cross_entropy,
+    }
+
+
+class Allocations(TorchDispatchMode):
+    """Adds up the storages that operators make while it is entered.
+
+    Attributes:
+        peak: bytes of those that were there at one time, at most.
+    """
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._given = {tensor.untyped_storage()._cdata for tensor in given}
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for storage in (t.untyped_storage() for t in pytree.tree_leaves(result) if isinstance(t, Tensor)):
+            if storage._cdata not in self._given:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, self.present())
+        return result
+
+    def present(self) -> int:
+        """Bytes of those that are there now."""
+        self._made = {key: (held, size) for key, (held, size) in self._made.items() if not held.expired()}
+        return sum(size for _, size in self._made.values())
+
+
+def allocated(loss: Loss, logits: Tensor, target: Tensor) -> tuple[int, int]:
+    """Bytes that are kept after forward, and the most that are allocated at one time until there is a gradient."""
+    if logits.is_cuda:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found = loss(logits, target)
+        kept = torch.cuda.memory_allocated() - before
+        torch.autograd.grad(found, logits)
+        return kept, torch.cuda.max_memory_allocated() - before
+    with Allocations((logits, target)) as allocations:
+        found = loss(logits, target)
+        kept = allocations.present()
+        torch.autograd.grad(found, logits)
+    return kept, allocations.peak
+
+
+def measure(classes: int, positions: int, device: str, dtype: torch.dtype, rounds: int) -> list[Row]:
+    """A row for each side."""
+    logits = torch.randn(positions, classes, device=device).to(dtype).requires_grad_()
+    target = torch.randint(0, classes, (positions,), device=device)
+    sides = losses(device, dtype)
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for is_counted, name in turns(list(sides), rounds):
+        taken = milliseconds(lambda loss=sides[name]: torch.autograd.grad(loss(logits, target), logits), device)
+        if is_counted:
+            found[name].append(taken)
+    rows: list[Row] = []
+    for name, loss in sides.items():
+        quartiles = ratios(found[name], found[AUTOCAST])
+        memory = allocated(loss, logits, target)
+        rows.append(Row(classes, positions, name, round(median(found[name]), 2), quartiles, *memory))
+    return rows
+
+
+_HEADER = f"{'classes':>7} {'side':<25} {'ms':>8} {'to autocast':>20} {'kept MB':>8} {'peak MB':>8} {'to autocast':>11}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """What is printed."""
+    peaks = {row.classes: row.peak for row in rows if row.side == AUTOCAST}
+    return "\n".join([_HEADER, *(_line(row, peaks[row.classes]) for row in rows)])
+
+
+def _line(row: Row, peak: int) -> str:
+    spread = f"{row.to_autocast[1]:.2f} ({row.to_autocast[0]:.2f} to {row.to_autocast[2]:.2f})"
+    memory = f"{row.kept / 1e6:>8.1f} {row.peak / 1e6:>8.1f} {row.peak / peak:>11.2f}"
+    return f"{row.classes:>7} {row.side:<25} {row.ms:>8.2f} {spread:>20} {memory}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the vocabularies asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vocabulary", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--classes", default=",".join(map(str, CLASSES)), help="separated by commas")
+    parser.add_argument("--positions", type=int, default=POSITIONS, help="rows of logits; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="two or more; default: %(default)s")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
+    parser.add_argument("--json", type=Path, help="the store of rows")
+    options = parser.parse_args(arguments)
+    try:
+        sizes = [int(size) for size in options.classes.split(",")]
+    except ValueError:
+        parser.error(f"--classes: numbers separated by commas, not {options.classes!r}")
+    if min(*sizes, options.positions) < 1:
+        parser.error("--classes and --positions are at least 1")
+    if options.rounds < 2:
+        parser.error("--rounds: quartiles need two or more")
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    settings = {"rounds": options.rounds, "dtype": options.dtype, "positions": options.positions}
+    if options.device == "cuda":
+        settings["device"] = torch.cuda.get_device_name()
+    store = Store(options.json, Row, settings)
+    held = {row.classes for row in store.rows}
+    for classes in sizes:
+        if classes not in held:
+            print(f"{classes} ...", file=sys.stderr, flush=True)
+            store.extend(measure(classes, options.positions, options.device, DTYPES[options.dtype], options.rounds))
+    print(table(store.rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
