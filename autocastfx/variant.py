@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.graph import CodeGen
-from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.call import CallStructure, pack_spec, unpack_spec
 from autocastfx.capture.guard import ShapeGuard
 from autocastfx.errors import VariantError
-from autocastfx.graph import kept_meta
+from autocastfx.graph_data import GraphData, data_of, graph_of
 from autocastfx.plan import Plan
 from autocastfx.quick_call import Reads, quick_graph
 from autocastfx.weights import ATTRIBUTE
@@ -131,7 +129,7 @@ class Variant(nn.Module):
         attributes: dict[str, Any] = {}
         for target, name in self._held.items():
             held = getattr(self, name)
-            attributes[target] = _GraphData.of(held) if isinstance(held, fx.GraphModule) else held
+            attributes[target] = GraphData.of(held) if isinstance(held, fx.GraphModule) else held
         places = {f"{self.prefix}.{name}": target for target, name in self._held.items()}
         fields = {
             "plan": self.plan,
@@ -141,7 +139,7 @@ class Variant(nn.Module):
             "modes": self.modes,
             "device": self.device,
         }
-        return (_restore, (_nodes(self.graph, places), attributes, fields))
+        return (_restore, (data_of(self.graph, places), attributes, fields))
 
 
 def _compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
@@ -172,81 +170,6 @@ def _swap(old: torch.device, new: torch.device) -> Callable[[Any], Any]:
 
 
 def _restore(nodes: list[dict[str, Any]], attributes: dict[str, Any], fields: dict[str, Any]) -> Variant:
-    held = {t: a.module() if isinstance(a, _GraphData) else a for t, a in attributes.items()}
+    held = {t: a.module() if isinstance(a, GraphData) else a for t, a in attributes.items()}
     rest: dict[str, Any] = {**fields, "out_spec": unpack_spec(fields["out_spec"])}
-    return Variant(graph=_graph(nodes), attributes=held, **rest)
-
-
-class _GraphData:
-    """A sub-graph as plain data."""
-
-    def __init__(self, nodes: list[dict[str, Any]], attributes: dict[str, Any]) -> None:
-        self.nodes, self.attributes = nodes, attributes
-
-    @classmethod
-    def of(cls, module: fx.GraphModule) -> _GraphData:
-        targets = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
-        held = {t: getattr(module, t) for t in targets}
-        return cls(
-            _nodes(module.graph, {}), {t: cls.of(a) if isinstance(a, fx.GraphModule) else a for t, a in held.items()}
-        )
-
-    def module(self) -> fx.GraphModule:
-        held = {t: a.module() if isinstance(a, _GraphData) else a for t, a in self.attributes.items()}
-        return fx.GraphModule(held, _graph(self.nodes))
-
-
-class _Ref(str):
-    """The name of a node, where data stands for the node."""
-
-
-def _nodes(graph: fx.Graph, places: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A graph as data that pickles: targets by name, nodes by name, abstract values left out."""
-    return [
-        {
-            "op": node.op,
-            "name": node.name,
-            "target": places.get(str(node.target), _target(node.target))
-            if node.op == "get_attr"
-            else _target(node.target),
-            "args": map_arg(node.args, lambda n: _Ref(n.name)),
-            "kwargs": map_arg(node.kwargs, lambda n: _Ref(n.name)),
-            "meta": kept_meta(node),
-        }
-        for node in graph.nodes
-    ]
-
-
-def _target(target: Any) -> Any:
-    if isinstance(target, OpOverload):
-        return ("op", target.namespace, target._schema.name.partition("::")[2], target._overloadname)
-    if isinstance(target, HigherOrderOperator):
-        return ("higher_order", target.name())
-    owner = getattr(target, "__self__", None)
-    if isinstance(owner, type):  # autograd.Function.apply
-        return ("method", owner, target.__name__)
-    return target
-
-
-def _graph(nodes: list[dict[str, Any]]) -> fx.Graph:
-    graph, made = fx.Graph(), dict[str, fx.Node]()
-
-    def real(leaf: Any) -> Any:
-        return made[leaf] if isinstance(leaf, _Ref) else leaf
-
-    for data in nodes:
-        args, kwargs = map_aggregate((data["args"], data["kwargs"]), real)  # looks into slices too
-        node = graph.create_node(data["op"], _resolve(data["target"]), tuple(args), dict(kwargs), name=data["name"])
-        node.meta.update(data["meta"])
-        made[data["name"]] = node
-    return graph
-
-
-def _resolve(target: Any) -> Any:
-    if not isinstance(target, tuple):
-        return target
-    if target[0] == "op":
-        return getattr(getattr(getattr(torch.ops, target[1]), target[2]), target[3])
-    if target[0] == "higher_order":
-        return getattr(torch.ops.higher_order, target[1])
-    return getattr(target[1], target[2])
+    return Variant(graph=graph_of(nodes), attributes=held, **rest)
