@@ -103,7 +103,7 @@ class _Join:
             return Row(name, "cast", op_name(node), change, cast=cast, mark=mark)
         if (copy := self.copies.get(name)) is not None:
             return Row(name, "copy", dtype=f"float32 → {copy.dtype}", copy=copy, mark=mark)
-        op = planned.op if planned is not None else op_name(node)  # of one that was separated, the name that rules know
+        op = planned.op if planned is not None else op_name(node)
         return Row(name, "made" if mark is not None else "op", op, _change(planned), planned=planned, mark=mark)
 
 
