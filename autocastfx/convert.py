@@ -81,9 +81,9 @@ def convert(
             lines of one plan apply to the nodes of their names in all variants (:mod:`autocastfx.edited_plan`).
         recompose: replace what the model writes out in several ops by the one operator that computes it, which may run
             in 16 bits where the parts may not: ``True``, ``"tanh_gelu"``, ``"erf_gelu"``, ``"quick_gelu"``, ``"silu"``,
-            ``"rms_norm"``, ``"layer_norm"`` and ``"softmax"``; ``False``, none; or the names of those wanted, among
-            which may be ``"attention"`` and ``"masked_attention"``. Rules for ops no longer see the parts. A list with
-            ``placement: follow`` recomposes nothing.
+            ``"rms_norm"``, ``"layer_norm"``, ``"softmax"`` and ``"loss_cast"``; ``False``, none; or the names of those
+            wanted, among which may be ``"attention"`` and ``"masked_attention"``. Rules for ops no longer see the
+            parts. A list with ``placement: follow`` recomposes nothing.
 
     Returns:
         A ``torch.fx.GraphModule`` that is called like ``model``.

@@ -8,10 +8,10 @@ from torch import fx
 from autocastfx.cross_entropy_loss import cross_entropy_loss
 from autocastfx.graph import argument, dtypes
 
-__all__ = ["is_separable", "widen"]
+__all__ = ["is_over_classes", "read_low"]
 
 
-def is_separable(node: fx.Node) -> bool:
+def is_over_classes(node: fx.Node) -> bool:
     """Whether ``node`` is a ``cross_entropy_loss`` that PyTorch computes as ``nll_loss_nd`` of a ``log_softmax``.
 
     It is where the target holds class indices and no label is smoothed (``aten/src/ATen/native/LossNLL.cpp``).
@@ -23,15 +23,17 @@ def is_separable(node: fx.Node) -> bool:
     return indexes and not argument(node, "label_smoothing")
 
 
-def widen(node: fx.Node, *, rounds: bool) -> None:
+def read_low(node: fx.Node, *, rounds: bool, recomputes: bool) -> None:
     """Make of ``node``, in place, the operator that reads 16-bit logits and gives float32.
 
     Args:
-        node: one that is separable.
+        node: a cross entropy over classes.
         rounds: whether what it keeps for backward may be rounded. Else its numbers are those of the cross entropy of
-            float32 logits, to the bit, and so are the gradients.
+            float32 logits, and so are the gradients.
+        recomputes: whether the logits are in backward what they were.
     """
     given = {key: argument(node, key) for key in ("weight", "reduction", "ignore_index")}
+    options = {**({"rounds": True} if rounds else {}), **({} if recomputes else {"recomputes": False})}
     node.target = cross_entropy_loss
     node.args = argument(node, "self"), argument(node, "target")
-    node.kwargs = {key: held for key, held in given.items() if held is not None} | ({"rounds": True} if rounds else {})
+    node.kwargs = {**{key: held for key, held in given.items() if held is not None}, **options}

@@ -1,9 +1,10 @@
-"""The operator ``autocastfx::cross_entropy_loss``: the float32 cross entropy of 16-bit scores, without a copy of them.
+"""The operator ``autocastfx::cross_entropy_loss``: the float32 cross entropy of 16-bit scores, read as they are.
 
-torch's own widens all scores and keeps the float32 logarithms of all probabilities: over a vocabulary, twice the bytes
-of the scores, and in backward three times as much at once. Of many scores this one keeps the scores alone, and computes
-some rows at a time, in backward once more. Loss and gradient are torch's to the bit. Of fewer it computes what torch
-does; or it keeps the logarithms rounded, as a model does that is 16-bit throughout, whose loss is rounded too.
+Over a vocabulary torch's own widens all scores and keeps the float32 logarithms of all probabilities: twice the bytes
+of the scores, and in backward three times as much at once. There this one keeps the scores alone, and computes some
+rows at a time, in backward once more. Loss and gradient are those of the widened scores; on a CPU to the bit.
+Elsewhere it computes what torch does; or it keeps the logarithms rounded, as a model does that is 16-bit throughout,
+whose loss is rounded too.
 """
 
 from __future__ import annotations
@@ -13,26 +14,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autocastfx.errors import UnsupportedError
 
-__all__ = ["FEW", "cross_entropy_loss"]
+__all__ = ["cross_entropy_loss"]
 
 aten: Any = torch.ops.aten
-FEW = 2**22  # scores: 16 MiB in float32
-_PART = {"cpu": 2**19}  # scores computed at a time, for each thread: 2 MiB in float32, which its cache holds
-_LARGE_PART = 2**25  # on other devices, which want few and large kernels: 128 MiB
+_CLASSES = 1024  # from here on it is a vocabulary: rows of few numbers take longer than what is saved
+# How many scores are computed at a time: on a CPU, for each thread, 2 MiB in float32, which its cache holds; on other
+# devices, which want few and large kernels, 64 MiB.
+_PER_THREAD, _PER_KERNEL = 2**19, 2**24
+_PARTS = 8  # fewer are not worth it
 _NONE, _MEAN, _SUM = 0, 1, 2  # numbers of reductions, as torch has them
 _IGNORED = -100
 
 _LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
 _ARGUMENTS = "Tensor self, Tensor target, Tensor? weight=None, int reduction=1, int ignore_index=-100"
-_LIBRARY.define(f"cross_entropy_loss({_ARGUMENTS}, *, bool rounds=False) -> Tensor")
+_LIBRARY.define(f"cross_entropy_loss({_ARGUMENTS}, *, bool rounds=False, bool recomputes=True) -> Tensor")
 
 
-class _OfMany(torch.autograd.Function):
+class _InParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, target: Tensor, reduction: int, ignore_index: int) -> Tensor:
         loss, total = _in_parts(scores, target, reduction, ignore_index)
@@ -44,10 +46,13 @@ class _OfMany(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         (gradient,), (scores, target, total) = gradients, ctx.saved_tensors
         options = (None, ctx.reduction, ctx.ignore_index)
-        if torch.is_grad_enabled():  # to be differentiated once more
-            loss = _as_torch(scores, target, *options)
-            (of_scores,) = torch.autograd.grad(loss, scores, gradient, create_graph=True)
+        again = torch.is_grad_enabled()
+        if again or _is_batched(gradient):
+            with torch.enable_grad():
+                loss = _as_torch(scores, target, *options)
+            (of_scores,) = torch.autograd.grad(loss, scores, gradient, create_graph=again)
             return of_scores, None, None, None
+        total = gradient.new_empty(()) if total is None else total  # nobody reads it
         of_scores = torch.empty_like(scores)
         for rows in _parts(scores):
             of_loss = gradient[rows] if ctx.reduction == _NONE else gradient
@@ -57,11 +62,11 @@ class _OfMany(torch.autograd.Function):
 
 class _Rounding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, target: Tensor, weight: Tensor | None, *options: int) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, target: Tensor, reduction: int, ignore_index: int) -> Tensor:
         logarithms = _logarithms(scores)
-        loss, total = _loss_and_total(logarithms, target, weight, *options)
-        ctx.save_for_backward(logarithms.to(scores.dtype), target, weight, total)
-        ctx.reduction, ctx.ignore_index = options
+        loss, total = _loss_and_total(logarithms, target, None, reduction, ignore_index)
+        ctx.save_for_backward(logarithms.to(scores.dtype), target, total)
+        ctx.reduction, ctx.ignore_index = reduction, ignore_index
         return loss
 
     @staticmethod
@@ -71,13 +76,19 @@ class _Rounding(torch.autograd.Function):
                 "with fold='kernel' a cross entropy keeps too little to be differentiated twice: convert the model "
                 "with fold='exact', or call backward without create_graph=True."
             )
-        logarithms, target, weight, total = ctx.saved_tensors
-        gradient, reduction, low = gradients[0], ctx.reduction, logarithms.dtype
+        logarithms, target, total = ctx.saved_tensors
+        gradient, reduction = gradients[0], ctx.reduction
         if reduction == _MEAN:  # divided in float32, for the number of targets may have no 16 bits
-            gradient, reduction = torch.div(gradient, total, out=logarithms.new_empty(())), _SUM
-        weight = None if weight is None else weight.to(low)
-        given = (target, weight, reduction, ctx.ignore_index, logarithms.new_empty(()))  # a total that only means read
-        return _gradient(gradient.to(low), logarithms, *given), None, None, None, None
+            gradient, reduction = gradient / total, _SUM
+        unused = logarithms.new_empty(())  # the number of targets, by which nothing is divided any more
+        given = (target, None, reduction, ctx.ignore_index, unused)
+        return _gradient(gradient.to(logarithms.dtype), logarithms, *given), None, None, None
+
+
+def _is_batched(gradient: Tensor) -> bool:
+    """Whether these are several gradients for one backward, which cannot be written into a plain tensor."""
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - a type checker knows of none
+    return bool(functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient))
 
 
 def _logarithms(scores: Tensor) -> Tensor:
@@ -99,21 +110,25 @@ def _gradient(gradient: Tensor, logarithms: Tensor, *given: Any) -> Tensor:
     return found
 
 
+def _part(device: torch.device) -> int:
+    """How many scores are computed at a time."""
+    return _PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _PER_KERNEL
+
+
 def _parts(scores: Tensor) -> Iterator[slice]:
-    """Slices of the first dimension, of as many scores as are computed at a time."""
-    size = _PART[scores.device.type] * torch.get_num_threads() if scores.device.type in _PART else _LARGE_PART
-    rows = max(1, size * len(scores) // scores.numel())
+    """Slices of the rows."""
+    rows = max(1, _part(scores.device) // scores.shape[1])
     return (slice(start, start + rows) for start in range(0, len(scores), rows))
 
 
-def _in_parts(scores: Tensor, target: Tensor, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _in_parts(scores: Tensor, target: Tensor, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor | None]:
     """The loss and the number of targets; what rows give is added up as torch adds it, all at once."""
     losses = torch.empty(target.shape, dtype=torch.float32, device=scores.device)
     for rows in _parts(scores):
         losses[rows], _ = _loss_and_total(_logarithms(scores[rows]), target[rows], None, _NONE, ignore_index)
     if reduction == _NONE:
-        return losses, losses.new_empty(())
-    of_one_class = torch.where(target == ignore_index, _IGNORED, 0)
+        return losses, None
+    of_one_class = torch.where(target.long() == ignore_index, _IGNORED, 0)
     return _loss_and_total(-losses.unsqueeze(1), of_one_class, None, reduction, _IGNORED)
 
 
@@ -122,16 +137,14 @@ def _as_torch(scores: Tensor, target: Tensor, weight: Tensor | None, reduction: 
     return loss
 
 
-def _is_taken(scores: Tensor) -> bool:
-    """Whether these are rows of scores, or images."""
-    return scores.ndim in (2, 4)
-
-
-def _are_many(scores: Tensor, weight: Tensor | None) -> bool:
-    """Whether these are computed in parts. A compiler and an exporter see one whole: parts would be all in a graph."""
-    is_plain = type(scores) in (Tensor, FakeTensor) and isinstance(scores.numel(), int) and weight is None
-    is_seen = torch.compiler.is_compiling() or get_proxy_mode() is not None
-    return is_plain and not is_seen and _is_taken(scores) and scores.numel() > FEW
+def _is_long(scores: Tensor, target: Tensor) -> bool:
+    """Whether these are rows over a vocabulary that make several parts. Compilers, exporters and abstract tensors see
+    one whole: in a graph there would be all parts.
+    """
+    if type(scores) is not Tensor or torch.compiler.is_compiling() or get_proxy_mode() is not None:
+        return False
+    is_rows = scores.ndim == 2 and target.shape == scores.shape[:1]
+    return is_rows and scores.shape[1] >= _CLASSES and scores.numel() > _PARTS * _part(scores.device)
 
 
 def _without_autograd(
@@ -142,8 +155,9 @@ def _without_autograd(
     ignore_index: int = _IGNORED,
     *,
     rounds: bool = False,
+    recomputes: bool = True,
 ) -> Tensor:
-    if _are_many(scores, weight):
+    if weight is None and _is_long(scores, target):
         return _in_parts(scores, target, reduction, ignore_index)[0]
     return _as_torch(scores, target, weight, reduction, ignore_index)
 
@@ -156,16 +170,17 @@ def _with_autograd(
     ignore_index: int = _IGNORED,
     *,
     rounds: bool = False,
+    recomputes: bool = True,
 ) -> Tensor:
     options = reduction, ignore_index
     if torch._C._are_functorch_transforms_active():  # they take no autograd function here, but what torch computes
         return _as_torch(scores, target, weight, *options)
     if not (scores.requires_grad and torch.is_grad_enabled()):
         return _without_autograd(scores, target, weight, *options)
-    if _are_many(scores, weight):
-        loss: Tensor = _OfMany.apply(scores, target, *options)
-    elif rounds and _is_taken(scores):
-        loss = _Rounding.apply(scores, target, weight, *options)
+    if recomputes and weight is None and _is_long(scores, target):
+        loss: Tensor = _InParts.apply(scores, target, *options)
+    elif rounds and weight is None and scores.ndim in (2, 4):
+        loss = _Rounding.apply(scores, target, *options)
     else:
         loss = _as_torch(scores, target, weight, *options)
     return loss

@@ -180,10 +180,10 @@ def _recompose(converter: Converter, state: State, device: torch.device) -> Stat
         return found.category if (found := matcher(node)) is not None else None
 
     recomposed = recompose(state.graph, [p for p in wanted if p not in banned], ruled)
-    if LOSS_CAST in converter.recompose:
-        recomposed += drop_loss_casts(state.graph, category)
     reached = {node.name: largest for node, largest in state.measured.items()}
     reached.update({r.node: reached[r.replaced[-1]] for r in recomposed if r.replaced[-1] in reached})
+    if LOSS_CAST in converter.recompose:
+        recomposed += drop_loss_casts(state.graph, category)
     measured = {node: reached[node.name] for node in state.graph.nodes if node.name in reached}
     now = {node: dtypes(node) for node in state.graph.nodes}
     ops = {node: op_name(node) for node in state.graph.nodes}

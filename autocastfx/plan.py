@@ -99,7 +99,7 @@ class PlannedCopy:
 
 @dataclass(frozen=True)
 class Recomposed:
-    """A node that stands for captured ones: by which pattern, and their names; its value is that of the last."""
+    """A node that stands for captured ones, or does what they did: by which pattern, and their names."""
 
     pattern: str
     node: str

@@ -10,7 +10,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autocastfx.alias import mutated_inputs
-from autocastfx.cross_entropy import is_separable
+from autocastfx.cross_entropy import is_over_classes
 from autocastfx.graph import Use, argument, dtypes, elements, is_float32, tensors, uses
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import OpList
@@ -61,7 +61,7 @@ class Ports:
         name = op_name(node)
         if name in _CASTS:
             return use.argument == "self" and argument(node, "dtype") == torch.float32 and is_float32(node)
-        return use.argument == "self" and (self.asks_dtype(node) or is_separable(node))
+        return use.argument == "self" and (self.asks_dtype(node) or is_over_classes(node))
 
     def asks_dtype(self, node: fx.Node) -> bool:
         """Whether a float32 result is asked of ``node`` by its dtype argument."""

@@ -283,8 +283,8 @@ def test_a_mean_too_far_away_fails() -> None:
 def test_a_loss_over_a_vocabulary_is_timed_and_its_memory_added_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cross_entropy_loss, "FEW", 4 * 16)
-    monkeypatch.setattr(cross_entropy_loss, "_PART", {"cpu": 32})
+    for name, number in {"_CLASSES": 32, "_PER_THREAD": 32, "_PARTS": 1}.items():
+        monkeypatch.setattr(cross_entropy_loss, name, number)
     path = tmp_path / "rows.json"
     arguments = ["--classes", "16,32", "--positions", "4", "--rounds", "2", "--json", str(path)]
     threads = torch.get_num_threads()

@@ -1,9 +1,10 @@
-"""The float32 cross entropy of 16-bit scores: of many in parts; of few as torch computes it, or rounding."""
+"""The float32 cross entropy of 16-bit scores: over a vocabulary in parts; else as torch computes it, or rounding."""
 
 from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autocastfx
 from autocastfx import cross_entropy_loss as module
-from autocastfx.cross_entropy_loss import FEW, cross_entropy_loss
+from autocastfx.cross_entropy_loss import cross_entropy_loss
 from tests.helpers import Function, relative_error, rewritten, text
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -42,12 +43,12 @@ def of_float32(x: Tensor, target: Tensor, **options: Any) -> Tensor:
     return functional.cross_entropy(x.float(), target, **named)
 
 
-@pytest.fixture(params=["few", "many"])
-def number(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether the scores are few, or many that are computed in parts of one row or image."""
-    if request.param == "many":
-        monkeypatch.setattr(module, "FEW", 1)
-        monkeypatch.setattr(module, "_PART", {"cpu": 1})
+@pytest.fixture(params=["whole", "parts"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether rows of scores are computed all at once, or in parts of one row."""
+    if request.param == "parts":
+        for name in ("_CLASSES", "_PER_THREAD", "_PARTS"):
+            monkeypatch.setattr(module, name, 1)
     return str(request.param)
 
 
@@ -55,7 +56,7 @@ def number(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_loss_and_gradient_are_float32s_to_the_bit(
-    shape: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype, number: str
+    shape: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype, way: str
 ) -> None:
     x, target = scores(shape, dtype)
     found, wanted = cross_entropy_loss(x, target, **options), of_float32(x, target, **options)
@@ -70,7 +71,7 @@ def test_loss_and_gradient_are_float32s_to_the_bit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", [o for o in OPTIONS.values() if "weight" not in o], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_where_it_rounds_the_loss_is_the_same_and_the_gradient_rounded(
     shape: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype
@@ -84,11 +85,22 @@ def test_where_it_rounds_the_loss_is_the_same_and_the_gradient_rounded(
     assert relative_error(of_found, of_wanted) <= 2 * torch.finfo(dtype).eps  # of the logarithms, and of their weight
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+ROWS, CLASSES = 4097, 1024
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("rounds", [False, True])
-def test_many_are_computed_in_parts(rounds: bool) -> None:
+def test_over_a_vocabulary_it_is_computed_in_parts(rounds: bool) -> None:
     """No float32 tensor holds them all, and nothing but the scores is kept."""
-    x, target = torch.randn(FEW // 1024 + 1, 1024, dtype=torch.bfloat16).requires_grad_(), torch.arange(FEW // 1024 + 1)
-    target = target % 1024
+    x, target = torch.randn(ROWS, CLASSES, dtype=torch.bfloat16).requires_grad_(), torch.arange(ROWS) % CLASSES
     wanted = of_float32(x, target)
     kept: list[Tensor] = []
     with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -96,9 +108,34 @@ def test_many_are_computed_in_parts(rounds: bool) -> None:
         (of_found,) = torch.autograd.grad(found, x)
     assert found.equal(wanted)
     assert of_found.equal(torch.autograd.grad(wanted, x)[0])
-    assert largest.elements <= FEW // 8 * torch.get_num_threads()
-    assert sum(t.untyped_storage().nbytes() for t in kept) == 2 * x.numel() + 8 * target.numel() + 4
-    assert {t.untyped_storage().data_ptr() for t in kept} >= {x.untyped_storage().data_ptr()}
+    assert largest.elements == 2**19
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    assert storages.pop(x.untyped_storage().data_ptr()) == 2 * ROWS * CLASSES
+    assert sum(storages.values()) == 8 * ROWS + 4, "targets, and how many"
+
+
+SMALLER = {"rows": (ROWS - 1, CLASSES), "classes": (2 * ROWS, CLASSES - 1), "image": (1, CLASSES, 1, ROWS)}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("shape", SMALLER.values(), ids=SMALLER)
+def test_fewer_rows_or_classes_and_images_are_computed_at_once(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
+    with Largest() as largest:
+        cross_entropy_loss(x, torch.zeros(shape[:1] + shape[2:], dtype=torch.long))
+    assert largest.elements == x.numel()
+
+
+@pytest.mark.parametrize("made", [nn.Parameter, lambda x: x.as_subclass(Own)], ids=["parameter", "subclass"])
+def test_what_is_no_plain_tensor_is_computed_at_once(made: Callable[[Tensor], Tensor], way: str) -> None:
+    x, target = scores((6, 8), torch.bfloat16)
+    with Largest() as largest:
+        assert cross_entropy_loss(made(x.detach()), target).equal(of_float32(x, target))
+    assert largest.elements == 6 * 8
+
+
+class Own(Tensor):
+    pass
 
 
 class Largest(TorchDispatchMode):
@@ -113,7 +150,59 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def test_where_every_target_is_ignored_it_is_as_torchs(number: str) -> None:
+@pytest.mark.parametrize("rounds", [False, True])
+def test_several_gradients_at_once(rounds: bool, way: str) -> None:
+    x, target = scores((6, 8), torch.bfloat16)
+    several = torch.tensor([1.0, 2.0])
+    found, wanted = (
+        torch.autograd.grad(loss, x, several, is_grads_batched=True)[0]
+        for loss in (cross_entropy_loss(x, target, rounds=rounds), of_float32(x, target))
+    )
+    assert found.shape == (2, 6, 8)
+    assert relative_error(found, wanted) <= 2 * torch.finfo(torch.bfloat16).eps
+
+
+def test_targets_of_eight_bits_are_no_other_numbers(way: str) -> None:
+    """In eight bits -100, which is ignored, would be 156."""
+    x = torch.randn(3, 200, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    target = torch.tensor([156, 156, 3], dtype=torch.uint8)
+    found, wanted = cross_entropy_loss(x, target), of_float32(x, target)
+    assert found.equal(wanted)
+    assert torch.autograd.grad(found, x)[0].equal(torch.autograd.grad(wanted, x)[0])
+
+
+@pytest.mark.parametrize("targets", [5, 7])
+def test_as_many_targets_as_rows_are_asked_for(targets: int, way: str) -> None:
+    x, _ = scores((6, 8), torch.bfloat16)
+    with pytest.raises(ValueError, match=rf"batch_size \(6\) to match target batch_size \({targets}\)"):
+        cross_entropy_loss(x, torch.zeros(targets, dtype=torch.long))
+
+
+def test_scores_that_are_written_to_after_the_loss(way: str) -> None:
+    """The model is differentiated as it was, for torch's cross entropy does not keep its scores."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = nn.Linear(4, 8)
+
+        def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            found = self.scores(x)
+            loss = functional.cross_entropy(found, target)
+            found.view(-1).mul_(2.0)
+            return loss, found
+
+    model, inputs = Model(), (torch.randn(6, 4), torch.arange(6))
+    for fold in ("exact", "kernel"):
+        amp_model = autocastfx.convert(model, inputs, dtype=torch.bfloat16, fold=fold)
+        amp_model(*inputs)[0].backward()
+        plain = torch.autograd.grad(model(*inputs)[0], model.scores.weight)[0]
+        assert model.scores.weight.grad is not None
+        assert relative_error(model.scores.weight.grad, plain) <= 8 * torch.finfo(torch.bfloat16).eps
+        model.zero_grad()
+
+
+def test_where_every_target_is_ignored_it_is_as_torchs(way: str) -> None:
     x, _ = scores((6, 8), torch.bfloat16)
     target = torch.full((6,), -100)
     found = cross_entropy_loss(x, target)
@@ -121,13 +210,13 @@ def test_where_every_target_is_ignored_it_is_as_torchs(number: str) -> None:
     assert torch.autograd.grad(found, x)[0].equal(torch.autograd.grad(of_float32(x, target), x)[0])
 
 
-def test_a_class_that_there_is_not_is_refused(number: str) -> None:
+def test_a_class_that_there_is_not_is_refused(way: str) -> None:
     x, _ = scores((6, 8), torch.bfloat16)
     with pytest.raises(IndexError, match="Target 8 is out of bounds"):
         cross_entropy_loss(x, torch.arange(3, 9))
 
 
-def test_it_can_be_differentiated_twice(number: str) -> None:
+def test_it_can_be_differentiated_twice(way: str) -> None:
     x, target = scores((6, 8), torch.bfloat16)
     found, wanted = (
         torch.autograd.grad(torch.autograd.grad(loss(x, target), x, create_graph=True)[0].square().sum(), x)[0]
@@ -152,6 +241,14 @@ def test_where_it_rounds_it_cannot_be_differentiated_twice_and_says_so() -> None
         torch.autograd.grad(cross_entropy_loss(x, target, rounds=True), x, create_graph=True)
 
 
+@pytest.mark.parametrize("weight", [1e-9, 1e5])
+def test_weights_of_classes_that_sixteen_bits_do_not_have_are_not_rounded(weight: float) -> None:
+    x, target = scores((6, 8), torch.float16)
+    weights = torch.full((8,), weight)
+    (found,) = torch.autograd.grad(cross_entropy_loss(x, target, weights, rounds=True), x)
+    assert found.equal(torch.autograd.grad(of_float32(x, target, weight=weights), x)[0])
+
+
 def test_where_it_rounds_it_keeps_two_bytes_for_each_score() -> None:
     x, target = scores((64, 8), torch.bfloat16)
     kept: list[Tensor] = []
@@ -161,7 +258,7 @@ def test_where_it_rounds_it_keeps_two_bytes_for_each_score() -> None:
 
 
 @pytest.mark.parametrize("rounds", [False, True])
-def test_it_computes_under_fake_tensors_a_transform_and_a_compiler(rounds: bool, number: str) -> None:
+def test_it_computes_under_fake_tensors_a_transform_and_a_compiler(rounds: bool, way: str) -> None:
     def computed(x: Tensor, target: Tensor) -> Tensor:
         return cross_entropy_loss(x, target, rounds=rounds)
 
@@ -174,7 +271,7 @@ def test_it_computes_under_fake_tensors_a_transform_and_a_compiler(rounds: bool,
     assert relative_error(found, wanted) <= 2 * torch.finfo(torch.bfloat16).eps
 
 
-def test_a_compiler_and_an_exporter_see_no_parts(number: str) -> None:
+def test_a_compiler_and_an_exporter_see_no_parts(way: str) -> None:
     graphs: list[fx.Graph] = []
     x, target = scores((6, 8), torch.bfloat16)
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autocastfx.alias import alias_sets
-from autocastfx.cross_entropy import is_separable, widen
+from autocastfx.cross_entropy import is_over_classes, read_low
 from autocastfx.graph import (
     Origin,
     Use,
@@ -90,6 +90,7 @@ class _Run:
         runs_low = placement is not None and placement.run is Precision.LOW
         ports = self.policy.ports
         as_stored = placement.as_stored if placement is not None else ()
+        is_written = any(read in self.storages for read in node.all_input_nodes)
 
         def wanted(argument: str, read: fx.Node) -> fx.Node:
             if not is_float32(read):
@@ -107,8 +108,8 @@ class _Run:
             set_argument(node, fill.argument, math.copysign(fits(self.policy.low), fill.number))
         if as_stored and not runs_low and ports.asks_dtype(node):
             set_argument(node, "dtype", torch.float32)
-        elif as_stored and not runs_low and is_separable(node):
-            widen(node, rounds=self.policy.rounds)
+        elif as_stored and not runs_low and is_over_classes(node):
+            read_low(node, rounds=self.policy.rounds, recomputes=not is_written)
         if placement is None or not is_float32(node):
             return
         if placement.run is not placement.store:

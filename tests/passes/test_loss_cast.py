@@ -73,7 +73,7 @@ def ran(model: nn.Module) -> list[Tensor]:
 
 def test_it_is_recorded_chosen_and_done_once() -> None:
     amp_model = autocastfx.convert(Function(plain), (X, W, TARGET), dtype=LOW, recompose=["loss_cast"])
-    assert amp_model.plan.recomposed == (Recomposed("loss_cast", "matmul", ("to",)),)
+    assert amp_model.plan.recomposed == (Recomposed("loss_cast", "cross_entropy_loss", ("to",)),)
     assert "recomposed: loss_cast (1)" in autocastfx.dump(amp_model)
     again = autocastfx.convert(Function(plain), (X, W, TARGET), dtype=LOW, recompose=["softmax"])
     assert "to" in [node.op for node in again.plan.nodes]
@@ -118,8 +118,45 @@ def written(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(scores.view(-1, 8), target.view(-1))
 
 
-@pytest.mark.parametrize("loss", [shown, scaled, smoothed, written])
+def written_first(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    """What the cast read is written to later: without the cast the loss would read it then, too."""
+    low = x @ w
+    scores = low.to(torch.float32, copy=True)
+    low.mul_(2)
+    return functional.cross_entropy(scores.view(-1, 8), target.view(-1)) + low.sum()
+
+
+def laid_out(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    scores = (x @ w).transpose(0, 1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    return functional.cross_entropy(scores.view(-1, 8), target.t().reshape(-1))
+
+
+@pytest.mark.parametrize("loss", [shown, scaled, smoothed, written, written_first, laid_out])
 def test_a_cast_stays_that_something_else_needs(loss: Loss) -> None:
+    amp_model = autocastfx.convert(Function(loss), (X, W, TARGET), dtype=LOW)
+    assert "to" in [node.op for node in amp_model.plan.nodes]
+    assert amp_model.plan.recomposed == ()
+
+
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "index": lambda x: x.view(-1, 8)[torch.arange(8) % 3],
+    "gather": lambda x: x.view(-1, 8).gather(0, torch.zeros(8, 8, dtype=torch.long)),
+    "repeat": lambda x: x[:1].repeat(2, 1, 1).view(-1, 8),
+    "expand": lambda x: x[:1].expand(2, -1, -1).reshape(-1, 8),
+    "masked_fill": lambda x: x.view(-1, 8).masked_fill(torch.eye(8, dtype=torch.bool), -1000.3),
+    "clamp": lambda x: x.view(-1, 8).clamp(-0.3, 0.3),
+    "pad": lambda x: functional.pad(x, (0, 0, 0, 0), value=0.3).view(-1, 8),
+    "dropout": lambda x: functional.dropout(x, 0.3).view(-1, 8),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_cast_stays_that_more_than_views_read(name: str) -> None:
+    """What computes, or adds gradients up, is float32 as the model asks."""
+
+    def loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(OTHERS[name]((x @ w).float()), target.view(-1))
+
     amp_model = autocastfx.convert(Function(loss), (X, W, TARGET), dtype=LOW)
     assert "to" in [node.op for node in amp_model.plan.nodes]
     assert amp_model.plan.recomposed == ()
@@ -131,3 +168,12 @@ def test_it_stays_where_the_list_lets_the_loss_run_low() -> None:
     amp_model = autocastfx.convert(Function(plain), (X, W, TARGET), dtype=LOW, op_list=listed)
     assert amp_model.plan["cross_entropy_loss"].dtype == "float32"
     assert amp_model.plan.recomposed == ()
+
+
+def test_it_stays_where_the_list_keeps_casts_and_is_refused_where_it_bans_them() -> None:
+    kept, banned = (
+        autocastfx.load_op_list("bfloat16") | autocastfx.OpList.of({category: ["to"]}) for category in ("keep", "ban")
+    )
+    assert autocastfx.convert(Function(plain), (X, W, TARGET), dtype=LOW, op_list=kept).plan.recomposed == ()
+    with pytest.raises(autocastfx.BannedOpError):
+        autocastfx.convert(Function(plain), (X, W, TARGET), dtype=LOW, op_list=banned)
