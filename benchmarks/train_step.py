@@ -90,7 +90,12 @@ def times(sides: Mapping[str, Training], rounds: int, device: str) -> dict[str, 
 
 
 def measure(name: str, setting: Setting, rounds: int, sides: Sequence[str] = tuple(SIDES)) -> list[Row]:
-    """A row for each side: counts of the model as it is, and times of the model as it is or compiled."""
+    """A row for each side: counts of the model as it is, and times of the model as it is or compiled.
+
+    Nothing that is compiled for a model is there for the next: the compiler would give up, and run it as it is, after
+    some compilations of the same function. It then says so by an error.
+    """
+    torch.compiler.reset()
     rows: dict[str, Row] = {}
     held: dict[str, Training] = {}
     plain = Setting(setting.device, setting.dtype)
@@ -103,7 +108,8 @@ def measure(name: str, setting: Setting, rounds: int, sides: Sequence[str] = tup
         rows[side] = Row(**counts(name, side, made, setting.device))
         if rounds:
             held[side] = training(side, SMALL[name], setting) if setting.is_compiled else made
-    found = times(held, rounds, setting.device) if rounds else {}
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        found = times(held, rounds, setting.device) if rounds else {}
     for side, (backward, step) in found.items():
         autocast, half = found.get(AUTOCAST), found.get(HALF)
         rows[side] = Row(
