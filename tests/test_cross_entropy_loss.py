@@ -150,6 +150,23 @@ class Largest(TorchDispatchMode):
         return made
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_a_gpu_parts_give_the_same_and_take_less_memory(dtype: torch.dtype) -> None:
+    rows, classes = 8192, 32_000
+    x = torch.randn(rows, classes, device="cuda", dtype=dtype).requires_grad_()
+    target = torch.arange(rows, device="cuda")
+    wanted = of_float32(x, target)
+    of_wanted = torch.autograd.grad(wanted, x)[0]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = cross_entropy_loss(x, target)
+    of_found = torch.autograd.grad(found, x)[0]
+    assert torch.cuda.max_memory_allocated() - before < 4 * x.numel(), "less than one float32 copy"
+    assert relative_error(found, wanted) <= 4 * torch.finfo(torch.float32).eps  # of sums in another order
+    assert relative_error(of_found, of_wanted) <= torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("rounds", [False, True])
 def test_several_gradients_at_once(rounds: bool, way: str) -> None:
     x, target = scores((6, 8), torch.bfloat16)
