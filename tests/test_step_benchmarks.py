@@ -176,6 +176,7 @@ def test_the_sides_asked_for(tiny: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("side", [training.AUTOCAST, training.DEFAULT, "cached, fold=exact", training.HALF])
 def test_float16_losses_are_scaled_and_each_side_trains(side: str) -> None:
+    torch.manual_seed(0)  # with some numbers no neuron is active
     found = training.training(side, FullModel(Perceptron, _inputs), training.Setting("cpu", torch.float16))
     before = [parameter.detach().clone() for parameter in found.model.parameters()]
     found.forward_and_backward()
@@ -227,7 +228,7 @@ def test_compiled_models_are_timed_and_have_a_table_of_their_own(
     path = tmp_path / "rows.json"
     sides = "torch.autocast|cast, fold=exact"
     assert train_step.main(["--rounds", "2", "--json", str(path), "--compile", "--sides", sides]) == 0
-    assert [type(model) for model in compiled] == [Perceptron, autocastfx.AmpModule]
+    assert [isinstance(model, autocastfx.AmpModule) for model in compiled] == [False, True]
     assert json.loads(path.read_text())["compiled"]
     shown = capsys.readouterr().out
     assert "tiny          torch.autocast      |" in shown
