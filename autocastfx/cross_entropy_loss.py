@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autocastfx.errors import UnsupportedError
@@ -87,8 +88,7 @@ class _Rounding(torch.autograd.Function):
 
 def _is_batched(gradient: Tensor) -> bool:
     """Whether these are several gradients for one backward, which cannot be written into a plain tensor."""
-    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - a type checker knows of none
-    return bool(functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient))
+    return is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient)
 
 
 def _logarithms(scores: Tensor) -> Tensor:
