@@ -57,14 +57,14 @@ class _InParts(torch.autograd.Function):
         of_scores = torch.empty_like(scores)
         for rows in _parts(scores):
             of_loss = gradient[rows] if ctx.reduction == _NONE else gradient
-            of_scores[rows] = _gradient(of_loss, _logarithms(scores[rows]), target[rows], *options, total)
+            of_scores[rows] = _gradient(of_loss, _undifferentiated(scores[rows]), target[rows], *options, total)
         return of_scores, None, None, None
 
 
 class _Rounding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, target: Tensor, reduction: int, ignore_index: int) -> Tensor:
-        logarithms = _logarithms(scores)
+        logarithms = _undifferentiated(scores)
         loss, total = _loss_and_total(logarithms, target, None, reduction, ignore_index)
         ctx.save_for_backward(logarithms.to(scores.dtype), target, total)
         ctx.reduction, ctx.ignore_index = reduction, ignore_index
@@ -92,7 +92,19 @@ def _is_batched(gradient: Tensor) -> bool:
 
 
 def _logarithms(scores: Tensor) -> Tensor:
-    return torch.log_softmax(scores, min(scores.ndim, 2) - 1, dtype=torch.float32)
+    return torch.log_softmax(scores, _dimension(scores), dtype=torch.float32)
+
+
+def _undifferentiated(scores: Tensor) -> Tensor:
+    """``_logarithms``, written over the widened scores: half the memory, but nothing for autograd to follow."""
+    widened = scores.to(torch.float32, copy=True)
+    found: Tensor = aten._log_softmax.out(widened, _dimension(scores), False, out=widened)
+    return found
+
+
+def _dimension(scores: Tensor) -> int:
+    """That of the classes."""
+    return min(scores.ndim, 2) - 1
 
 
 def _loss_and_total(logarithms: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
@@ -125,7 +137,7 @@ def _in_parts(scores: Tensor, target: Tensor, reduction: int, ignore_index: int)
     """The loss and the number of targets; what rows give is added up as torch adds it, all at once."""
     losses = torch.empty(target.shape, dtype=torch.float32, device=scores.device)
     for rows in _parts(scores):
-        losses[rows], _ = _loss_and_total(_logarithms(scores[rows]), target[rows], None, _NONE, ignore_index)
+        losses[rows], _ = _loss_and_total(_undifferentiated(scores[rows]), target[rows], None, _NONE, ignore_index)
     if reduction == _NONE:
         return losses, None
     of_one_class = torch.where(target.long() == ignore_index, _IGNORED, 0)
