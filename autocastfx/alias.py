@@ -13,7 +13,7 @@ from autocastfx.graph import tensors, uses
 from autocastfx.op_name import op_name
 from autocastfx.schema import schema
 
-__all__ = ["AliasSet", "alias_sets", "aliased", "mutated_inputs"]
+__all__ = ["AliasSet", "alias_sets", "aliased", "is_handed_out", "mutated_inputs", "seen_by_functions"]
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -80,3 +80,21 @@ def aliased(node: fx.Node) -> Iterator[fx.Node]:
         yield from node.all_input_nodes[:1]
     elif isinstance(node.target, OpOverload) and (sharing := schema(node.target).shared):
         yield from (u.node for u in uses(node) if u.argument in sharing)
+
+
+def seen_by_functions(graph: fx.Graph) -> set[fx.Node]:
+    """Values that something without a schema reads, or an alias of them: it may write into what it is given."""
+    opaque = (n for n in graph.nodes if n.op == "call_function" and not isinstance(n.target, OpOverload))
+    queue = [read for node in opaque for read in node.all_input_nodes if tensors(read)]
+    found = set(queue)
+    while queue:
+        node = queue.pop()
+        near = {*aliased(node), *(reader for reader in node.users if node in aliased(reader))} - found
+        found |= near
+        queue += near
+    return found
+
+
+def is_handed_out(node: fx.Node) -> bool:
+    """Whether an output is ``node``, or a view of it."""
+    return any(r.op == "output" or (node in aliased(r) and is_handed_out(r)) for r in node.users)

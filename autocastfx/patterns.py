@@ -16,7 +16,7 @@ from autocastfx.pattern import Arguments, Found, Pattern
 from autocastfx.quick_gelu import SLOPE, quick_gelu
 from autocastfx.rms_norm import rms_norm
 
-__all__ = ["LOSS_CAST", "PATTERNS", "chosen"]
+__all__ = ["LOSS_CAST", "PATTERNS", "REPEATED", "chosen"]
 
 _aten: Any = torch.ops.aten
 One = Callable[[Any], Any]
@@ -189,6 +189,7 @@ PATTERNS = (
     ),
 )
 LOSS_CAST = "loss_cast"  # no formula: the model's own cast to float32 before a cross entropy that is float32 anyway
+REPEATED = "repeated"  # what is computed again from the same values
 
 
 def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
@@ -197,7 +198,7 @@ def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
     Raises:
         ValueError: there is no pattern of a name, or the argument is no such choice.
     """
-    known = (*(pattern.name for pattern in PATTERNS), LOSS_CAST)
+    known = (*(pattern.name for pattern in PATTERNS), REPEATED, LOSS_CAST)
     if isinstance(recompose, bool):
         on_demand = {pattern.name for pattern in PATTERNS if not pattern.by_default}
         return tuple(name for name in known if recompose and name not in on_demand)

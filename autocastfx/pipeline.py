@@ -30,6 +30,7 @@ from autocastfx.passes.classify import Classifier
 from autocastfx.passes.expand import expand
 from autocastfx.passes.follow import follow
 from autocastfx.passes.loss_cast import drop_loss_casts
+from autocastfx.passes.merge import merge_repeated
 from autocastfx.passes.place import place
 from autocastfx.passes.recast import recast
 from autocastfx.passes.recompose import recompose
@@ -38,7 +39,7 @@ from autocastfx.passes.simple import place_simply
 from autocastfx.passes.soften import soften
 from autocastfx.passes.store_weights import LowReads, lower_views, read_copies, store_low
 from autocastfx.passes.verify import verify
-from autocastfx.patterns import LOSS_CAST, PATTERNS, chosen
+from autocastfx.patterns import LOSS_CAST, PATTERNS, REPEATED, chosen
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Recomposed, Traffic
 from autocastfx.ports import Ports
 from autocastfx.ranges import Key, Ranges, key_of, mode_of
@@ -182,6 +183,8 @@ def _recompose(converter: Converter, state: State, device: torch.device) -> Stat
     recomposed = recompose(state.graph, [p for p in wanted if p not in banned], ruled)
     reached = {node.name: largest for node, largest in state.measured.items()}
     reached.update({r.node: reached[r.replaced[-1]] for r in recomposed if r.replaced[-1] in reached})
+    if REPEATED in converter.recompose:
+        recomposed = merge_repeated(state.graph, matcher, recomposed)
     if LOSS_CAST in converter.recompose:
         recomposed += drop_loss_casts(state.graph, category)
     measured = {node: reached[node.name] for node in state.graph.nodes if node.name in reached}

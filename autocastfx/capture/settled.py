@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from autocastfx.alias import alias_sets, aliased, mutated_inputs
+from autocastfx.alias import alias_sets, is_handed_out, mutated_inputs, seen_by_functions
 from autocastfx.graph import argument, set_argument, tensors
 from autocastfx.op_name import op_name
 
@@ -45,36 +44,18 @@ def drop_settled(graph: fx.Graph) -> None:
     the sign of a zero), a mask of attention that hides nothing, and what only they read. Not what shares storage that
     is written to, or may be, nor what is handed out, for that must not be an input.
     """
-    shared = alias_sets(graph).keys() | _seen_by_functions(graph)
+    shared = alias_sets(graph).keys() | seen_by_functions(graph)
     known = _bounds(graph, shared)
     dropped: list[fx.Node] = []
     for node in list(graph.nodes):
         source = _source(node, known)
-        if source is not None and not {node, source} & shared and not _is_handed_out(node):
+        if source is not None and not {node, source} & shared and not is_handed_out(node):
             dropped += [node, *node.all_input_nodes]
             node.replace_all_uses_with(source)
         elif op_name(node) == "scaled_dot_product_attention" and _hides_nothing(argument(node, "attn_mask"), known):
             dropped.append(argument(node, "attn_mask"))
             set_argument(node, "attn_mask", None)
     _erase_unread(graph, [*dropped, *known])
-
-
-def _seen_by_functions(graph: fx.Graph) -> set[fx.Node]:
-    """Values that something without a schema reads, or an alias of them: it may write into what it is given."""
-    opaque = (n for n in graph.nodes if n.op == "call_function" and not isinstance(n.target, OpOverload))
-    queue = [read for node in opaque for read in node.all_input_nodes if tensors(read)]
-    found = set(queue)
-    while queue:
-        node = queue.pop()
-        near = {*aliased(node), *(reader for reader in node.users if node in aliased(reader))} - found
-        found |= near
-        queue += near
-    return found
-
-
-def _is_handed_out(node: fx.Node) -> bool:
-    """Whether an output is ``node``, or a view of it."""
-    return any(r.op == "output" or (node in aliased(r) and _is_handed_out(r)) for r in node.users)
 
 
 def _source(node: fx.Node, known: Mapping[fx.Node, Bounds]) -> fx.Node | None:
