@@ -70,7 +70,8 @@ def convert(
             ``"exact"``: where that changes no more than an ulp. ``"kernel"``: also where the kernel computes in float32
             inside but rounds what it stores (norms, softmax), as a model does that is 16-bit throughout; it moves fewer
             bytes, and gradients pass through the rounded results. A cross entropy of 16-bit logits stays float32, but
-            keeps 16 bits for backward. ``"none"``: never.
+            keeps 16 bits for backward; attention with dropout, which torch computes in float32 on a CPU, is written
+            out in 16 bits there (in bfloat16). ``"none"``: never.
         calibrate: what the model's values reach: ranges that :func:`calibrate` measured, the path of a file of them,
             or batches to measure now, of which the first stands in for example inputs that are not given. A node
             whose output or input reaches too far for ``dtype`` is float32.
@@ -81,9 +82,10 @@ def convert(
             lines of one plan apply to the nodes of their names in all variants (:mod:`autocastfx.edited_plan`).
         recompose: replace what the model writes out in several ops by the one operator that computes it, which may run
             in 16 bits where the parts may not: ``True``, ``"tanh_gelu"``, ``"erf_gelu"``, ``"quick_gelu"``, ``"silu"``,
-            ``"rms_norm"``, ``"layer_norm"``, ``"softmax"`` and ``"loss_cast"``; ``False``, none; or the names of those
-            wanted, among which may be ``"attention"`` and ``"masked_attention"``. Rules for ops no longer see the
-            parts. A list with ``placement: follow`` recomposes nothing.
+            ``"rms_norm"``, ``"layer_norm"``, ``"softmax"``, ``"repeated"``, ``"loss_cast"`` and ``"math_attention"``
+            (design.md says what each is); ``False``, none; or the names of those wanted, among which may be
+            ``"attention"`` and ``"masked_attention"``. Rules for ops no longer see the parts. A list with
+            ``placement: follow`` recomposes nothing.
 
     Returns:
         A ``torch.fx.GraphModule`` that is called like ``model``.

@@ -16,7 +16,7 @@ from autocastfx.pattern import Arguments, Found, Pattern
 from autocastfx.quick_gelu import SLOPE, quick_gelu
 from autocastfx.rms_norm import rms_norm
 
-__all__ = ["LOSS_CAST", "PATTERNS", "REPEATED", "chosen"]
+__all__ = ["LOSS_CAST", "MATH_ATTENTION", "PATTERNS", "REPEATED", "chosen"]
 
 _aten: Any = torch.ops.aten
 One = Callable[[Any], Any]
@@ -190,6 +190,7 @@ PATTERNS = (
 )
 LOSS_CAST = "loss_cast"  # no formula: the model's own cast to float32 before a cross entropy that is float32 anyway
 REPEATED = "repeated"  # what is computed again from the same values
+MATH_ATTENTION = "math_attention"  # the other way: attention with dropout on a CPU, which torch computes in float32
 
 
 def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
@@ -198,7 +199,7 @@ def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
     Raises:
         ValueError: there is no pattern of a name, or the argument is no such choice.
     """
-    known = (*(pattern.name for pattern in PATTERNS), REPEATED, LOSS_CAST)
+    known = (*(pattern.name for pattern in PATTERNS), REPEATED, LOSS_CAST, MATH_ATTENTION)
     if isinstance(recompose, bool):
         on_demand = {pattern.name for pattern in PATTERNS if not pattern.by_default}
         return tuple(name for name in known if recompose and name not in on_demand)

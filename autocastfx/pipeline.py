@@ -39,7 +39,8 @@ from autocastfx.passes.simple import place_simply
 from autocastfx.passes.soften import soften
 from autocastfx.passes.store_weights import LowReads, lower_views, read_copies, store_low
 from autocastfx.passes.verify import verify
-from autocastfx.patterns import LOSS_CAST, PATTERNS, REPEATED, chosen
+from autocastfx.passes.write_out import write_out_attention
+from autocastfx.patterns import LOSS_CAST, MATH_ATTENTION, PATTERNS, REPEATED, chosen
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Recomposed, Traffic
 from autocastfx.ports import Ports
 from autocastfx.ranges import Key, Ranges, key_of, mode_of
@@ -181,6 +182,8 @@ def _recompose(converter: Converter, state: State, device: torch.device) -> Stat
         return found.category if (found := matcher(node)) is not None else None
 
     recomposed = recompose(state.graph, [p for p in wanted if p not in banned], ruled)
+    if MATH_ATTENTION in converter.recompose and _has_float32_attention(converter, state, device):
+        recomposed += write_out_attention(state.graph, category)
     reached = {node.name: largest for node, largest in state.measured.items()}
     reached.update({r.node: reached[r.replaced[-1]] for r in recomposed if r.replaced[-1] in reached})
     if REPEATED in converter.recompose:
@@ -191,6 +194,12 @@ def _recompose(converter: Converter, state: State, device: torch.device) -> Stat
     now = {node: dtypes(node) for node in state.graph.nodes}
     ops = {node: op_name(node) for node in state.graph.nodes}
     return replace(state, recomposed=recomposed, measured=measured, dtypes=now, ops=ops)
+
+
+def _has_float32_attention(converter: Converter, state: State, device: torch.device) -> bool:
+    """Whether attention may be computed in float32 that fold="kernel" would not: float16 does not hold all scores."""
+    is_kernel = converter.fold == "kernel" and converter.low == torch.bfloat16
+    return is_kernel and device.type == "cpu" and state.guesses is None
 
 
 def _classify(converter: Converter, state: State, device: torch.device) -> State:

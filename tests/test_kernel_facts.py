@@ -228,6 +228,7 @@ _ROUNDING: dict[str, Callable[..., torch.Tensor]] = {
     "group_norm": lambda x, w, b: _aten.group_norm(x, 8, w, b),  # on CUDA
     "rms_norm": lambda x, w, b: _aten.rms_norm(x, [512], w) + 0 * b,
     "softmax": lambda x, w, b: _aten.softmax(x, -1) + 0 * (w + b),
+    "_safe_softmax": lambda x, w, b: _aten._safe_softmax(x, -1) + 0 * (w + b),
     "log_softmax": lambda x, w, b: _aten.log_softmax(x, -1) + 0 * (w + b),
     "log_sigmoid": lambda x, w, b: _aten.log_sigmoid(x) + 0 * (w + b),
     "softplus": lambda x, w, b: _aten.softplus(x) + 0 * (w + b),

@@ -1,0 +1,112 @@
+"""Writes attention out, in place, where torch would compute it in float32 whatever its dtype.
+
+Fused attention on a CPU knows no dropout. With it torch takes the formula: it widens query, key and value, and keeps
+all weights in float32 for backward. Written out, the products are 16-bit ones, and the list decides of the softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from autocastfx.attention import is_finite
+from autocastfx.graph import argument, is_float32, set_value, tensors, value
+from autocastfx.op_name import op_name
+from autocastfx.patterns import MATH_ATTENTION
+from autocastfx.plan import Recomposed
+from autocastfx.rule import Category
+
+__all__ = ["write_out_attention"]
+
+_KEPT_META = ("nn_module_stack", "stack_trace")
+_aten: Any = torch.ops.aten
+
+
+def write_out_attention(graph: fx.Graph, category: Callable[[fx.Node], Category | None]) -> tuple[Recomposed, ...]:
+    """Replace each ``scaled_dot_product_attention`` with dropout by its formula, where the list lets it run in 16 bits.
+
+    It stays if it groups heads, and if its scale is not known. Dropout draws the same numbers.
+
+    Args:
+        graph: captured for a CPU, with abstract values.
+        category: of a node, by the list.
+    """
+    found: list[Recomposed] = []
+    for node in list(graph.nodes):
+        if op_name(node) == "scaled_dot_product_attention" and category(node) is Category.ALLOW:
+            call = _call(node)
+            if call is not None:
+                with graph.inserting_before(node):
+                    made = call.written_out(node)
+                node.replace_all_uses_with(made)
+                graph.erase_node(node)
+                found.append(Recomposed(MATH_ATTENTION, made.name, (node.name,)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """The arguments of a call."""
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    mask: fx.Node | None
+    is_causal: bool
+    dropout: float
+    scale: float
+
+    def written_out(self, node: fx.Node) -> fx.Node:
+        """The formula's last node, which gives what ``node`` gives."""
+
+        def op(part: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            name = f"{node.name.replace('scaled_dot_product_', '')}_{part}"
+            made = node.graph.create_node("call_function", target, args, kwargs, name)
+            made.meta.update({key: node.meta[key] for key in _KEPT_META if key in node.meta})
+            set_value(made, target(*map_arg(args, value), **map_arg(kwargs, value)))
+            return made
+
+        def size(read: fx.Node) -> Any:
+            found = tensors(read)[0].shape[-2]
+            return found if isinstance(found, int) else op("size", _aten.sym_size.int, read, -2)
+
+        query = self.query if self.scale == 1 else op("scaled", _aten.mul.Tensor, self.query, self.scale)
+        scores = op("scores", _aten.matmul.default, query, op("keys", _aten.transpose.int, self.key, -2, -1))
+        mask, softmax = self.mask, _aten._safe_softmax.default
+        if mask is None or (not _is_bool(mask) and is_finite(mask)):
+            softmax = _aten.softmax.int  # no row is -inf alone, whose softmax is NaN
+        if self.is_causal:
+            sizes = [size(self.query), size(self.key)]
+            ones = op("ones", _aten.new_ones.default, scores, sizes, dtype=torch.bool)
+            mask = op("causal", _aten.tril.default, ones)
+        if mask is not None and _is_bool(mask):
+            scores = op("masked", _aten.where.ScalarOther, mask, scores, -math.inf)
+        elif mask is not None:
+            scores = op("masked", _aten.add.Tensor, scores, mask)
+        weights = op("dropout", _aten.dropout.default, op("softmax", softmax, scores, -1), self.dropout, True)
+        return op("values", _aten.matmul.default, weights, self.value)
+
+
+def _call(node: fx.Node) -> _Attention | None:
+    """The arguments of ``node``, if it is attention that can be written out."""
+    query, key, values, mask = (argument(node, name) for name in ("query", "key", "value", "attn_mask"))
+    dropout, scale = argument(node, "dropout_p"), argument(node, "scale")
+    if scale is None and isinstance(tensors(query)[0].shape[-1], int):
+        scale = 1 / math.sqrt(tensors(query)[0].shape[-1])
+    is_plain = all(is_float32(read) for read in (query, key, values))
+    drops = isinstance(dropout, float) and dropout > 0
+    if not (is_plain and drops and isinstance(scale, float)) or argument(node, "enable_gqa"):
+        return None
+    if mask is not None and not (is_float32(mask) or _is_bool(mask)):
+        return None
+    return _Attention(query, key, values, mask, bool(argument(node, "is_causal")), dropout, scale)
+
+
+def _is_bool(node: fx.Node) -> bool:
+    return tensors(node)[0].dtype == torch.bool
