@@ -13,7 +13,7 @@ from autocastfx.alias import alias_sets
 from autocastfx.graph import Use, argument, constants, has_float32, tensors, uses, value
 from autocastfx.op_name import base_name, op_name
 
-__all__ = ["Fill", "come_in", "fills", "fits", "is_mask", "takes_mask"]
+__all__ = ["Fill", "come_in", "fills", "fits", "is_mask", "seen_as", "takes_mask"]
 
 # Arguments that may be a mask added to scores. A saturated mask needs headroom there, or score + mask is -inf.
 _MASKED = {
@@ -151,6 +151,18 @@ def come_in(graph: fx.Graph, nodes: Iterable[fx.Node], computed: Set[fx.Node]) -
 def takes_mask(node: fx.Node, use: Use) -> bool:
     """Whether ``node`` may add what it reads there to scores, as a mask."""
     return use.argument in _MASKED.get(base_name(op_name(node)), ())
+
+
+def seen_as(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """``nodes``, and what shows or copies the numbers of one of them."""
+    queue = list(nodes)
+    found = set(queue)
+    while queue:
+        read = queue.pop()
+        shown = {r for r in read.users if op_name(r) in (*_PASSES_MASK, *_COPIES) and tensors(r)} - found
+        found |= shown
+        queue += shown
+    return found
 
 
 def is_mask(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from autocastfx.graph import (
     set_argument,
     set_origin,
 )
-from autocastfx.mask import Fill, fits, is_mask
+from autocastfx.mask import Fill, fits, is_mask, seen_as
 from autocastfx.plan import Placement, Precision
 from autocastfx.ports import Ports
 from autocastfx.saturating_cast import saturating_cast
@@ -82,8 +82,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.storages = alias_sets(self.graph, self.policy.ports.written)
-        outside = (n for n in self.graph.nodes if n.op == "placeholder" or self._is_constant(n))
-        self.mask_like = {n for n in outside if is_mask(n)}
+        self.outside = seen_as(n for n in self.graph.nodes if n.op == "placeholder" or self._is_constant(n))
+        self.mask_like = {n for n in self.outside if is_mask(n)}
 
     def visit(self, node: fx.Node) -> None:
         placement = self.placements.get(node)
@@ -158,5 +158,5 @@ class _Run:
         """The magnitude at which a narrowing cast of ``read`` saturates finite values; None for a plain cast."""
         if read in self.wide or read in self.mask_like:
             return fits(self.policy.low)
-        is_outside = read.op == "placeholder" or self._is_constant(read)
-        return float(torch.finfo(self.policy.low).max) if is_outside and self.policy.low == torch.float16 else None
+        saturates = read in self.outside and self.policy.low == torch.float16
+        return float(torch.finfo(self.policy.low).max) if saturates else None

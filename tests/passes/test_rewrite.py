@@ -247,3 +247,15 @@ def test_a_parameter_that_is_added_is_no_mask() -> None:
 
     graph = autocastfx.convert(Model(), (torch.ones(2, 4),), dtype=torch.bfloat16).graph
     assert {n.all_input_nodes[0].name for n in graph.nodes if n.target is saturating_cast} == {"mask"}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_view_of_a_mask_that_stays_float32_is_cast_as_the_mask_would_be(dtype: torch.dtype) -> None:
+    def scores(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shown = mask.unsqueeze(0)
+        return torch.baddbmm(shown, x, x.mT).softmax(-1), shown.exp()
+
+    x, mask = torch.eye(4)[None], torch.full((4, 4), torch.finfo(torch.float32).min)
+    amp_model = autocastfx.convert(Function(scores), (x, mask), dtype=dtype)
+    assert [(c.value, c.saturates) for c in amp_model.plan.casts if c.readers == ("baddbmm",)] == [("unsqueeze", True)]
+    assert amp_model(x, mask)[0].equal(torch.full((1, 4, 4), 0.25)), "as large as all others, and not NaN"
