@@ -1,4 +1,4 @@
-"""Which values of a graph share storage, and who writes into it."""
+"""Which values of a graph share storage, and who writes into it, may do so, or is handed it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autocastfx.graph import tensors, uses
 from autocastfx.op_name import op_name
 from autocastfx.schema import schema
 
-__all__ = ["AliasSet", "alias_sets", "aliased", "is_handed_out", "mutated_inputs", "seen_by_functions"]
+__all__ = ["AliasSet", "alias_sets", "aliased", "handed_out", "mutated_inputs", "seen_by_functions"]
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -95,6 +95,12 @@ def seen_by_functions(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def is_handed_out(node: fx.Node) -> bool:
-    """Whether an output is ``node``, or a view of it."""
-    return any(r.op == "output" or (node in aliased(r) and is_handed_out(r)) for r in node.users)
+def handed_out(graph: fx.Graph) -> set[fx.Node]:
+    """The outputs, and what they may be views of."""
+    queue = [read for node in graph.nodes if node.op == "output" for read in node.all_input_nodes]
+    found = set(queue)
+    while queue:
+        near = {*aliased(queue.pop())} - found
+        found |= near
+        queue += near
+    return found

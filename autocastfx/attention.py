@@ -14,7 +14,7 @@ from autocastfx.graph import constants, has_float32, tensors
 from autocastfx.op_name import base_name, op_name
 from autocastfx.pattern import Arguments, Found
 
-__all__ = ["NUMBERS", "arguments", "formulas", "is_finite"]
+__all__ = ["NUMBERS", "arguments", "formulas"]
 
 NUMBERS = frozenset(("scale", "divisor", "dim", "first", "second"))
 
@@ -89,7 +89,7 @@ def arguments(found: Found) -> Arguments | None:
         fits = len(sizes) == 4 and all(
             _example(n) in (_example(whole), 1) for n, whole in zip(sizes, scores, strict=True)
         )
-        if not fits or not is_finite(mask):
+        if not fits or not _is_finite(mask):
             return None
     return (found["q"], found["k"], found["v"], mask), {"scale": float(scale)}
 
@@ -108,7 +108,7 @@ def _example(size: int | torch.SymInt) -> int | None:
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
-def is_finite(mask: fx.Node) -> bool:
+def _is_finite(mask: fx.Node) -> bool:
     """Whether ``mask`` is made of finite numbers, seen or looked up in a table, by ops that keep them finite."""
     seen, queue = {mask}, [mask]
     while queue:

@@ -82,10 +82,11 @@ def convert(
             lines of one plan apply to the nodes of their names in all variants (:mod:`autocastfx.edited_plan`).
         recompose: replace what the model writes out in several ops by the one operator that computes it, which may run
             in 16 bits where the parts may not: ``True``, ``"tanh_gelu"``, ``"erf_gelu"``, ``"quick_gelu"``, ``"silu"``,
-            ``"rms_norm"``, ``"layer_norm"``, ``"softmax"``, ``"repeated"``, ``"loss_cast"`` and ``"math_attention"``
-            (design.md says what each is); ``False``, none; or the names of those wanted, among which may be
-            ``"attention"`` and ``"masked_attention"``. Rules for ops no longer see the parts. A list with
-            ``placement: follow`` recomposes nothing.
+            ``"rms_norm"``, ``"layer_norm"``, ``"softmax"``, and what else is changed for speed: ``"repeated"``, equal
+            calls are one; ``"loss_cast"``, a cast of logits that the loss makes itself goes; ``"math_attention"``,
+            attention that torch would compute in float32 is written out. ``False``, none; or the names of those wanted,
+            among which may be ``"attention"`` and ``"masked_attention"``. Rules for ops no longer see the parts. A list
+            with ``placement: follow`` recomposes nothing.
 
     Returns:
         A ``torch.fx.GraphModule`` that is called like ``model``.

@@ -27,6 +27,7 @@ _CLASSES = 1024  # from here on it is a vocabulary: rows of few numbers take lon
 # devices, which want few and large kernels, 64 MiB.
 _PER_THREAD, _PER_KERNEL = 2**19, 2**24
 _PARTS = 8  # fewer are not worth it
+_ROUNDED = 2**18  # scores, from which on it is worth it to keep their logarithms rounded
 _NONE, _MEAN, _SUM = 0, 1, 2  # numbers of reductions, as torch has them
 _IGNORED = -100
 
@@ -96,8 +97,10 @@ def _logarithms(scores: Tensor) -> Tensor:
 
 
 def _undifferentiated(scores: Tensor) -> Tensor:
-    """``_logarithms``, written over the widened scores: half the memory, but nothing for autograd to follow."""
-    widened = scores.to(torch.float32, copy=True)
+    """``_logarithms`` outside of autograd, on a CPU written over the widened scores: half the memory."""
+    if not (_is_concrete(scores) and scores.is_cpu):
+        return _logarithms(scores)
+    widened = scores.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     found: Tensor = aten._log_softmax.out(widened, _dimension(scores), False, out=widened)
     return found
 
@@ -149,14 +152,22 @@ def _as_torch(scores: Tensor, target: Tensor, weight: Tensor | None, reduction: 
     return loss
 
 
+def _is_concrete(scores: Tensor) -> bool:
+    """Whether sizes may be looked at. Compilers, exporters and abstract tensors see the same for all."""
+    return type(scores) is Tensor and not torch.compiler.is_compiling() and get_proxy_mode() is None
+
+
 def _is_long(scores: Tensor, target: Tensor) -> bool:
-    """Whether these are rows over a vocabulary that make several parts. Compilers, exporters and abstract tensors see
-    one whole: in a graph there would be all parts.
-    """
-    if type(scores) is not Tensor or torch.compiler.is_compiling() or get_proxy_mode() is not None:
+    """Whether these are rows over a vocabulary that make several parts; in a graph there would be all parts."""
+    if not _is_concrete(scores):
         return False
     is_rows = scores.ndim == 2 and target.shape == scores.shape[:1]
     return is_rows and scores.shape[1] >= _CLASSES and scores.numel() > _PARTS * _part(scores.device)
+
+
+def _is_short(scores: Tensor) -> bool:
+    """Whether rounding the logarithms takes longer than what it saves."""
+    return _is_concrete(scores) and scores.numel() < _ROUNDED
 
 
 def _without_autograd(
@@ -191,7 +202,7 @@ def _with_autograd(
         return _without_autograd(scores, target, weight, *options)
     if recomputes and weight is None and _is_long(scores, target):
         loss: Tensor = _InParts.apply(scores, target, *options)
-    elif rounds and weight is None and scores.ndim in (2, 4):
+    elif rounds and weight is None and scores.ndim in (2, 4) and not _is_short(scores):
         loss = _Rounding.apply(scores, target, *options)
     else:
         loss = _as_torch(scores, target, weight, *options)

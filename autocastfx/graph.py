@@ -21,6 +21,7 @@ __all__ = [
     "Use",
     "dtypes",
     "elements",
+    "example_size",
     "has_float32",
     "is_float32",
     "map_uses",
@@ -110,10 +111,11 @@ def elements(node: fx.Node, dtype: torch.dtype = torch.float32) -> int:
 
     A size that depends on data counts as 1.
     """
-    return sum(math.prod(_size(n) for n in t.shape) for t in tensors(node) if t.dtype == dtype)
+    return sum(math.prod(example_size(n) for n in t.shape) for t in tensors(node) if t.dtype == dtype)
 
 
-def _size(size: int | torch.SymInt) -> int:
+def example_size(size: int | torch.SymInt) -> int:
+    """``size`` in the example inputs, or 1."""
     if isinstance(size, torch.SymInt):
         return int(size.node.hint) if size.node.hint is not None else 1
     return size

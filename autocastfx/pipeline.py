@@ -39,7 +39,7 @@ from autocastfx.passes.simple import place_simply
 from autocastfx.passes.soften import soften
 from autocastfx.passes.store_weights import LowReads, lower_views, read_copies, store_low
 from autocastfx.passes.verify import verify
-from autocastfx.passes.write_out import write_out_attention
+from autocastfx.passes.write_out import PARTS, write_out_attention
 from autocastfx.patterns import LOSS_CAST, MATH_ATTENTION, PATTERNS, REPEATED, chosen
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Recomposed, Traffic
 from autocastfx.ports import Ports
@@ -182,7 +182,7 @@ def _recompose(converter: Converter, state: State, device: torch.device) -> Stat
         return found.category if (found := matcher(node)) is not None else None
 
     recomposed = recompose(state.graph, [p for p in wanted if p not in banned], ruled)
-    if MATH_ATTENTION in converter.recompose and _has_float32_attention(converter, state, device):
+    if MATH_ATTENTION in converter.recompose and _writes_attention_out(converter, state, device):
         recomposed += write_out_attention(state.graph, category)
     reached = {node.name: largest for node, largest in state.measured.items()}
     reached.update({r.node: reached[r.replaced[-1]] for r in recomposed if r.replaced[-1] in reached})
@@ -196,10 +196,17 @@ def _recompose(converter: Converter, state: State, device: torch.device) -> Stat
     return replace(state, recomposed=recomposed, measured=measured, dtypes=now, ops=ops)
 
 
-def _has_float32_attention(converter: Converter, state: State, device: torch.device) -> bool:
-    """Whether attention may be computed in float32 that fold="kernel" would not: float16 does not hold all scores."""
-    is_kernel = converter.fold == "kernel" and converter.low == torch.bfloat16
-    return is_kernel and device.type == "cpu" and state.guesses is None
+def _writes_attention_out(converter: Converter, state: State, device: torch.device) -> bool:
+    """Whether what torch computes in float32 may run low as its parts (but float16 does not hold all scores)."""
+    if (
+        converter.fold != "kernel"
+        or (converter.low, device.type) != (torch.bfloat16, "cpu")
+        or state.guesses is not None
+    ):
+        return False
+    rules = {op: converter.op_list.rule(op, device.type) for op in PARTS}
+    categories = {op: converter.op_list.unlisted if rule is None else rule.category for op, rule in rules.items()}
+    return categories["matmul"] is Category.ALLOW and Category.BAN not in categories.values()
 
 
 def _classify(converter: Converter, state: State, device: torch.device) -> State:

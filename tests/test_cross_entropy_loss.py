@@ -52,6 +52,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
+@pytest.fixture
+def rounds_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of few scores the logarithms are kept rounded."""
+    monkeypatch.setattr(module, "_ROUNDED", 0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -70,6 +76,7 @@ def test_loss_and_gradient_are_float32s_to_the_bit(
         assert cross_entropy_loss(x, target, **options).equal(wanted)
 
 
+@pytest.mark.usefixtures("rounds_all")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [o for o in OPTIONS.values() if "weight" not in o], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -243,6 +250,7 @@ def test_it_can_be_differentiated_twice(way: str) -> None:
     assert found.count_nonzero()
 
 
+@pytest.mark.usefixtures("rounds_all")
 def test_a_mean_over_many_targets_is_divided_in_float32() -> None:
     """Their number has no 16 bits: in bfloat16 1001 would be 1000, in float16 70,001 would be infinite."""
     for dtype, rows in ((torch.bfloat16, 1001), (torch.float16, 70_001)):
@@ -252,6 +260,29 @@ def test_a_mean_over_many_targets_is_divided_in_float32() -> None:
         assert relative_error(found, wanted) <= 2 * torch.finfo(dtype).eps
 
 
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.mT.contiguous().mT if x.ndim == 2 else x.transpose(2, 3).contiguous().transpose(2, 3),
+    "classes last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
+    "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+@pytest.mark.usefixtures("rounds_all")
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("rounds", [True, False], ids=["rounds", "keeps"])
+def test_scores_may_lie_in_any_way(
+    shape: tuple[int, ...], layout: Callable[[Tensor], Tensor], rounds: bool, way: str
+) -> None:
+    x, target = scores(shape, torch.bfloat16)
+    found, wanted = cross_entropy_loss(layout(x), target, rounds=rounds), of_float32(layout(x), target)
+    assert found.equal(wanted)
+    (of_found,), (of_wanted,) = torch.autograd.grad(found, x), torch.autograd.grad(wanted, x)
+    assert relative_error(of_found, of_wanted) <= 2 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.usefixtures("rounds_all")
 def test_where_it_rounds_it_cannot_be_differentiated_twice_and_says_so() -> None:
     x, target = scores((6, 8), torch.bfloat16)
     with pytest.raises(autocastfx.UnsupportedError, match=r"differentiated twice: convert the model with fold='exact'"):
@@ -266,6 +297,13 @@ def test_weights_of_classes_that_sixteen_bits_do_not_have_are_not_rounded(weight
     assert found.equal(torch.autograd.grad(of_float32(x, target, weight=weights), x)[0])
 
 
+def test_few_scores_are_not_rounded_which_would_take_longer_than_it_saves() -> None:
+    x, target = scores((64, 8), torch.bfloat16)
+    (found,) = torch.autograd.grad(cross_entropy_loss(x, target, rounds=True), x)
+    assert found.equal(torch.autograd.grad(of_float32(x, target), x)[0])
+
+
+@pytest.mark.usefixtures("rounds_all")
 def test_where_it_rounds_it_keeps_two_bytes_for_each_score() -> None:
     x, target = scores((64, 8), torch.bfloat16)
     kept: list[Tensor] = []

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from autocastfx.alias import alias_sets, is_handed_out, mutated_inputs, seen_by_functions
+from autocastfx.alias import alias_sets, handed_out, mutated_inputs, seen_by_functions
 from autocastfx.graph import argument, set_argument, tensors
 from autocastfx.op_name import op_name
 
@@ -45,11 +45,11 @@ def drop_settled(graph: fx.Graph) -> None:
     is written to, or may be, nor what is handed out, for that must not be an input.
     """
     shared = alias_sets(graph).keys() | seen_by_functions(graph)
-    known = _bounds(graph, shared)
+    known, outputs = _bounds(graph, shared), handed_out(graph)
     dropped: list[fx.Node] = []
     for node in list(graph.nodes):
         source = _source(node, known)
-        if source is not None and not {node, source} & shared and not is_handed_out(node):
+        if source is not None and not {node, source} & shared and node not in outputs:
             dropped += [node, *node.all_input_nodes]
             node.replace_all_uses_with(source)
         elif op_name(node) == "scaled_dot_product_attention" and _hides_nothing(argument(node, "attn_mask"), known):

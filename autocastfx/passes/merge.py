@@ -1,4 +1,4 @@
-"""Merges what a model computes twice from the same values, in place: each layer the mask that the one before made."""
+"""Merges, in place, float32 values that a model computes twice: T5 makes the same mask in each layer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autocastfx.alias import alias_sets, is_handed_out, seen_by_functions
-from autocastfx.graph import is_float32
+from autocastfx.alias import alias_sets, handed_out, seen_by_functions
+from autocastfx.graph import is_float32, uses
 from autocastfx.patterns import REPEATED
 from autocastfx.plan import Recomposed
 from autocastfx.schema import schema
 
 __all__ = ["merge_repeated"]
+
+_STATISTICS = ("running_mean", "running_var")  # norms that take them write to them, which their schemas do not say
 
 
 def merge_repeated(
@@ -23,8 +25,8 @@ def merge_repeated(
 ) -> tuple[Recomposed, ...]:
     """Let the readers of each repeated float32 value read the first of its kind, and erase the others.
 
-    Repeated is a call of the same operator of torch's with the same arguments. Not one that is random, keeps running
-    statistics, shares storage that is written to or may be, or is handed out.
+    Repeated is a call of the same operator of torch's with the same arguments. Not one that is random, that keeps or
+    reads running statistics, that shares storage which is written to or may be, or reads such, or that is handed out.
 
     Args:
         graph: captured, with abstract values.
@@ -34,11 +36,12 @@ def merge_repeated(
     Returns:
         ``recomposed``, and what was merged.
     """
-    shared = alias_sets(graph).keys() | seen_by_functions(graph)
+    changing = alias_sets(graph).keys() | seen_by_functions(graph) | _statistics(graph)
+    outputs = handed_out(graph)
     first: dict[tuple[object, str], fx.Node] = {}
     found: dict[fx.Node, list[str]] = {}
     for node in list(graph.nodes):
-        if _is_pure(node) and node not in shared and not is_handed_out(node):
+        if _is_pure(node) and node not in outputs and changing.isdisjoint((node, *node.all_input_nodes)):
             call = f"{node.args} {node.kwargs}"  # as text, in which 1, 1.0 and True differ, and 0.0 and -0.0
             kept = first.setdefault((node.target, call), node)
             if kept is not node and rule(kept) == rule(node):
@@ -51,9 +54,24 @@ def merge_repeated(
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether ``node`` gives the same float32 value whenever it is called."""
+    """Whether ``node`` gives the same float32 value whenever it is called with the same numbers."""
     op = node.target
     if not isinstance(op, OpOverload) or op.namespace != "aten" or not is_float32(node):
         return False
-    is_random = torch.Tag.nondeterministic_seeded in op.tags
-    return not (is_random or op._schema.is_mutable or "running_mean" in schema(op).names)
+    return not (torch.Tag.nondeterministic_seeded in op.tags or op._schema.is_mutable or _keeps_statistics(node))
+
+
+def _statistics(graph: fx.Graph) -> set[fx.Node]:
+    """What norms keep running statistics in, and all that is made of these but by norms."""
+    norms = [node for node in graph.nodes if _keeps_statistics(node)]
+    found = {use.node for norm in norms for use in uses(norm) if use.argument in _STATISTICS}
+    names = {node.target for node in found if node.op == "get_attr"}
+    for node in graph.nodes if found else ():
+        is_kept = node.op == "get_attr" and node.target in names
+        if is_kept or (not _keeps_statistics(node) and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _keeps_statistics(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and not set(_STATISTICS).isdisjoint(schema(node.target).names)

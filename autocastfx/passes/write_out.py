@@ -1,13 +1,13 @@
 """Writes attention out, in place, where torch would compute it in float32 whatever its dtype.
 
 Fused attention on a CPU knows no dropout. With it torch takes the formula: it widens query, key and value, and keeps
-all weights in float32 for backward. Written out, the products are 16-bit ones, and the list decides of the softmax.
+all weights in float32 for backward. Written out, the products are 16-bit ones, and the list decides the softmax.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,16 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autocastfx.attention import is_finite
-from autocastfx.graph import argument, is_float32, set_value, tensors, value
+from autocastfx.graph import argument, elements, example_size, is_float32, set_value, tensors, value
 from autocastfx.op_name import op_name
 from autocastfx.patterns import MATH_ATTENTION
 from autocastfx.plan import Recomposed
 from autocastfx.rule import Category
 
-__all__ = ["write_out_attention"]
+__all__ = ["PARTS", "write_out_attention"]
 
+# The ops that stand for attention.
+PARTS = ("mul", "transpose", "matmul", "new_ones", "tril", "where", "add", "softmax", "_safe_softmax", "dropout")
 _KEPT_META = ("nn_module_stack", "stack_trace")
 _aten: Any = torch.ops.aten
 
@@ -31,7 +32,8 @@ _aten: Any = torch.ops.aten
 def write_out_attention(graph: fx.Graph, category: Callable[[fx.Node], Category | None]) -> tuple[Recomposed, ...]:
     """Replace each ``scaled_dot_product_attention`` with dropout by its formula, where the list lets it run in 16 bits.
 
-    It stays if it groups heads, and if its scale is not known. Dropout draws the same numbers.
+    It stays if it groups heads, if its scale is not known, if a size is 0, if a mask is larger than the scores, and if
+    not all that it reads is float32. Dropout draws the same numbers.
 
     Args:
         graph: captured for a CPU, with abstract values.
@@ -78,9 +80,8 @@ class _Attention:
 
         query = self.query if self.scale == 1 else op("scaled", _aten.mul.Tensor, self.query, self.scale)
         scores = op("scores", _aten.matmul.default, query, op("keys", _aten.transpose.int, self.key, -2, -1))
-        mask, softmax = self.mask, _aten._safe_softmax.default
-        if mask is None or (not _is_bool(mask) and is_finite(mask)):
-            softmax = _aten.softmax.int  # no row is -inf alone, whose softmax is NaN
+        mask = self.mask
+        softmax = _aten.softmax.int if mask is None else _aten._safe_softmax.default  # a mask may hide all of a row
         if self.is_causal:
             sizes = [size(self.query), size(self.key)]
             ones = op("ones", _aten.new_ones.default, scores, sizes, dtype=torch.bool)
@@ -97,15 +98,26 @@ def _call(node: fx.Node) -> _Attention | None:
     """The arguments of ``node``, if it is attention that can be written out."""
     query, key, values, mask = (argument(node, name) for name in ("query", "key", "value", "attn_mask"))
     dropout, scale = argument(node, "dropout_p"), argument(node, "scale")
-    if scale is None and isinstance(tensors(query)[0].shape[-1], int):
+    is_plain = all(is_float32(read) and elements(read) for read in (query, key, values))
+    if is_plain and scale is None and isinstance(tensors(query)[0].shape[-1], int):
         scale = 1 / math.sqrt(tensors(query)[0].shape[-1])
-    is_plain = all(is_float32(read) for read in (query, key, values))
     drops = isinstance(dropout, float) and dropout > 0
     if not (is_plain and drops and isinstance(scale, float)) or argument(node, "enable_gqa"):
         return None
-    if mask is not None and not (is_float32(mask) or _is_bool(mask)):
+    if mask is not None and not ((is_float32(mask) or _is_bool(mask)) and _fits(mask, query, key)):
         return None
     return _Attention(query, key, values, mask, bool(argument(node, "is_causal")), dropout, scale)
+
+
+def _fits(mask: fx.Node, query: fx.Node, key: fx.Node) -> bool:
+    """Whether the scores have their own sizes under ``mask``, in the example: torch refuses it otherwise."""
+    q, k, given = (_sizes(node) for node in (query, key, mask))
+    scores = (*torch.broadcast_shapes(q[:-2], k[:-2]), q[-2], k[-2])
+    return tuple(torch.broadcast_shapes(scores, given)) == scores
+
+
+def _sizes(node: fx.Node) -> Sequence[int]:
+    return [example_size(size) for size in tensors(node)[0].shape]
 
 
 def _is_bool(node: fx.Node) -> bool:

@@ -96,15 +96,57 @@ def viewed_and_handed_out(x: Tensor) -> tuple[Tensor, Tensor]:
 def source_is_written(x: Tensor) -> Tensor:
     y = x * 2
     a = y.exp()
+    y[0] = 5.0
+    return a - y.exp()
+
+
+def view_of_the_source_is_written(x: Tensor) -> Tensor:
+    y = x * 2
+    a = y.exp()
+    y.view(-1).add_(1)
+    return a - y.exp()
+
+
+def source_of_the_view_is_written(x: Tensor) -> Tensor:
+    y = x * 2
+    v = y.view(-1)
+    a = v.exp()
     y.add_(1)
-    return a @ y.exp()
+    return a - v.exp()
+
+
+def input_is_written(x: Tensor) -> Tensor:
+    a = x.exp()
+    x[0] = 5.0
+    return a - x.exp()
+
+
+@torch.library.custom_op("autocastfx_tests::written", mutates_args=("x",))
+def writes(x: Tensor) -> None:
+    x.add_(1)
+
+
+def operator_writes(x: Tensor) -> Tensor:
+    y = x * 2
+    a = y.exp()
+    writes(y)
+    return a - y.exp()
+
+
+WRITTEN = (written, source_is_written, view_of_the_source_is_written, source_of_the_view_is_written, input_is_written,
+           operator_writes)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", WRITTEN)
+def test_what_is_written_to_is_read_before_and_after(function: Callable[[Tensor], Tensor]) -> None:
+    model = autocastfx.convert(Function(function), (X.clone(),), op_list=autocastfx.OpList(unlisted="keep"))
+    assert "repeated" not in {one.pattern for one in model.plan.recomposed}
+    assert model(X.clone()).equal(function(X.clone()))
 
 
 OTHER: dict[str, Callable[..., Any]] = {
     "dropout": lambda x: torch.dropout(x, 0.5, True) @ torch.dropout(x, 0.5, True),
     "random": lambda x: (torch.rand_like(x) @ x) @ torch.rand_like(x),
-    "written to": written,
-    "what is read was written to": source_is_written,
     "outputs": handed_out,
     "views of it are outputs": viewed_and_handed_out,
     "1 and 1.0": lambda x: torch.full_like(x, True) @ torch.full_like(x, 1.0).mT,
@@ -134,6 +176,49 @@ def test_running_statistics_are_updated_as_often() -> None:
     amp_model(X)
     assert int(model.norm.num_batches_tracked) == before + 2  # type: ignore[arg-type]
     assert "repeated" not in {one.pattern for one in amp_model.plan.recomposed}
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)], ids=["batch", "instance"]
+)
+def test_running_statistics_change_between_two_reads(norm: nn.Module) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = self.norm.running_mean.exp()
+            return 0 * self.norm(x).sum() + before - self.norm.running_mean.exp()
+
+    model = Model().train()
+    amp_model = autocastfx.convert(model, (X[None] + 1,), op_list=autocastfx.OpList(unlisted="keep"))
+    assert amp_model(X[None] + 1).count_nonzero() == 4
+
+
+def test_a_buffer_changes_between_two_reads() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("memory", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = self.memory.exp()
+            self.memory[0] = x[0, 0]
+            return before - self.memory.exp()
+
+    amp_model = autocastfx.convert(Model(), (X,), op_list=autocastfx.OpList(unlisted="keep"))
+    assert amp_model(X).count_nonzero() == 1
+
+
+def test_a_long_chain_of_views() -> None:
+    def chain(x: Tensor) -> Tensor:
+        x = x.exp()
+        for _ in range(1200):
+            x = x.view(-1)
+        return x
+
+    assert merged(chain, X) == []
 
 
 def test_it_stays_where_rules_differ(tmp_path: Path) -> None:

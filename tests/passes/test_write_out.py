@@ -95,9 +95,9 @@ def test_it_drops_the_same_and_gives_what_torch_gives_but_for_roundings(mask: Te
     reference = result_and_gradients(function, *[t.float() if t.is_floating_point() else t for t in low])
     bare = result_and_gradients(function, *low)
     for found, expected, other in zip(result_and_gradients(model, *given), reference, bare, strict=True):
-        # scores, weights, dropped weights and the result are rounded, and scaled queries; in backward as many again
-        assert relative_error(found, expected) <= 5 * EPS
-        assert relative_error(other, expected) <= 5 * EPS
+        # roundings of scores, weights and results, which are independent of each other
+        assert relative_error(found, expected) <= 2 * EPS
+        assert relative_error(other, expected) <= 2 * EPS
 
 
 @pytest.mark.parametrize("length", [8, 12, 15])
@@ -107,17 +107,30 @@ def test_causal_attention_of_any_length(length: int) -> None:
     given = (torch.randn(2, 3, length, 16), K, V)
     assert len(written_out(model)) == 1
     for found, expected in zip(*(result_and_gradients(f, *given) for f in (model, function)), strict=True):
-        assert relative_error(found, expected) <= 5 * EPS
+        assert relative_error(found, expected) <= 2 * EPS
 
 
-def test_rows_that_are_masked_whole_give_zero_as_torchs_do() -> None:
-    mask = SEEN.clone()
-    mask[:, :, 3] = False
-    model = kernel(Function(attend), (Q, K, V, mask))
-    y, *gradients = result_and_gradients(model, Q, K, V, mask)
-    assert (y[:, :, 3] == 0).all()
-    assert (y[:, :, 4] != 0).any()
-    assert all(g.isfinite().all() for g in gradients)
+LOWEST = torch.finfo(torch.float32).min
+DEAD = SEEN.clone()
+DEAD[:, :, 3] = False
+HIDING: dict[str, Callable[[Tensor], Tensor]] = {
+    "truth values": lambda seen: seen,
+    "-inf": lambda seen: torch.where(seen, 0.0, -torch.inf),
+    "sum of two masks": lambda seen: torch.where(seen, 0.0, LOWEST) + torch.where(seen, 0.0, LOWEST),
+    "beyond the range": lambda seen: (1 - seen.float()) * LOWEST * 2.0,
+    "a table": lambda seen: functional.embedding((~seen).long(), torch.tensor([[0.0], [-torch.inf]])).squeeze(-1),
+}
+
+
+@pytest.mark.parametrize("mask", HIDING.values(), ids=HIDING)
+def test_rows_that_are_masked_whole_give_zero_as_torchs_do(mask: Callable[[Tensor], Tensor]) -> None:
+    function = Function(lambda q, k, v, seen: attend(q, k, v, mask(seen)))
+    model = kernel(function, (Q, K, V, DEAD))
+    assert len(written_out(model)) == 1
+    found, expected = (result_and_gradients(f, Q, K, V, DEAD) for f in (model, function))
+    assert (found[0][:, :, 3] == 0).all()
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) <= 2 * EPS
 
 
 def test_it_keeps_less_for_backward() -> None:
@@ -126,29 +139,6 @@ def test_it_keeps_less_for_backward() -> None:
     model, whole = kernel(function, given), kernel(function, given, recompose=False)
     leaves = [t.requires_grad_() for t in given]
     assert saved_bytes(lambda: model(*leaves)) <= 0.6 * saved_bytes(lambda: whole(*leaves))
-
-
-def hidden(x: Tensor, table: Tensor) -> Tensor:
-    """Attention with a mask of finite numbers: those of a table, and one that hides."""
-    bias = functional.embedding(torch.arange(8)[:, None] + torch.arange(8), table).permute(2, 0, 1)
-    seen = torch.ones(8, 8, dtype=torch.bool).tril()
-    return attend(x, x, x, torch.where(seen, bias, torch.finfo(torch.float32).min).expand(2, -1, -1, -1))
-
-
-@pytest.mark.parametrize(
-    ("function", "given", "softmax"),
-    [
-        pytest.param(attend, (Q, K, V), "softmax", id="no mask"),
-        pytest.param(hidden, (Q, torch.randn(15, 3)), "softmax", id="a mask that is finite"),
-        pytest.param(attend, (Q, K, V, BIAS), "_safe_softmax", id="a mask from outside"),
-        pytest.param(attend, (Q, K, V, SEEN), "_safe_softmax", id="a mask of truth values"),
-    ],
-)
-def test_rows_are_looked_at_where_they_may_be_masked_whole(
-    function: Callable[..., Tensor], given: tuple[Tensor, ...], softmax: str
-) -> None:
-    ops = [n.op for n in kernel(Function(function), given).plan.nodes]
-    assert [op for op in ops if "softmax" in op] == [softmax]
 
 
 LEFT: dict[str, dict[str, Any]] = {
@@ -165,6 +155,18 @@ def test_it_stays(options: dict[str, Any]) -> None:
     assert "scaled_dot_product_attention" in {n.op for n in model.plan.nodes}
 
 
+@pytest.mark.parametrize("given", [(Q[:0], K[:0], V[:0]), (Q[..., :0], K[..., :0], V)], ids=["batch", "head"])
+def test_it_stays_where_a_size_is_zero(given: tuple[Tensor, ...]) -> None:
+    assert not written_out(kernel(Function(functools.partial(attend, scale=None)), given))
+
+
+def test_a_mask_that_is_larger_than_the_scores_is_refused_as_before() -> None:
+    model = kernel(Function(attend), (Q[:1], K[:1], V[:1], SEEN))
+    assert not written_out(model)
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        model(Q[:1], K[:1], V[:1], SEEN)
+
+
 OTHERWISE: dict[str, dict[str, Any]] = {
     "fold": {"fold": "exact"},
     "float16 holds no large scores": {"dtype": torch.float16},
@@ -179,8 +181,21 @@ def test_it_stays_where(options: dict[str, Any]) -> None:
     assert not written_out(kernel(Function(attend), (Q, K, V), **options))
 
 
-def test_it_stays_where_a_list_denies_it(tmp_path: Path) -> None:
-    lists = ["bfloat16", op_list(tmp_path, "deny: [scaled_dot_product_attention]")]
+@pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")
+@pytest.mark.parametrize("op", ["scaled_dot_product_attention", "matmul"])
+@pytest.mark.parametrize("category", ["deny", "keep", "ban"])
+def test_a_list_decides(tmp_path: Path, op: str, category: str) -> None:
+    lists = ["bfloat16", op_list(tmp_path, f"{category}: [{op}]")]
+    if (op, category) == ("scaled_dot_product_attention", "ban"):
+        with pytest.raises(autocastfx.BannedOpError):
+            kernel(Function(attend), (Q, K, V), op_list=lists)
+    else:
+        assert not written_out(kernel(Function(attend), (Q, K, V), op_list=lists))
+
+
+@pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")
+def test_a_ban_on_a_part_is_none_on_the_whole(tmp_path: Path) -> None:
+    lists = ["bfloat16", op_list(tmp_path, "ban: [softmax]")]
     assert not written_out(kernel(Function(attend), (Q, K, V), op_list=lists))
 
 
@@ -201,11 +216,12 @@ def test_a_model_in_evaluation_keeps_torchs() -> None:
     assert sorted(found) == [[], ["math_attention"]]
     x = torch.randn(3, 5, 16)  # another batch, another length
     expected = seeded(lambda: block.train()(x)).detach()
-    assert relative_error(seeded(lambda: model.train()(x)).detach(), expected) <= 5 * EPS
+    assert relative_error(seeded(lambda: model.train()(x)).detach(), expected) <= 2 * EPS
 
 
-def test_ranges_of_the_whole_are_those_of_the_last_part() -> None:
-    block = Block().train()
+def test_the_range_of_the_whole_is_that_of_the_last_part() -> None:
     x = torch.randn(2, 8, 16)
-    model = kernel(block, calibrate=[(x,)], headroom=1.0)
-    assert "math_attention" in {one.pattern for one in model.plan.recomposed}
+    model = kernel(Block().train(), calibrate=[(x,)], headroom=torch.finfo(LOW).max / 1e-3)
+    reasons = {part: model.plan[f"attention_{part}"].decision.reason for part in ("scores", "values")}
+    assert reasons["values"].startswith("its output reached")
+    assert reasons["scores"].startswith("its input"), "its own output was not measured"
