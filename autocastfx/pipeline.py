@@ -198,11 +198,8 @@ def _recompose(converter: Converter, state: State, device: torch.device) -> Stat
 
 def _writes_attention_out(converter: Converter, state: State, device: torch.device) -> bool:
     """Whether what torch computes in float32 may run low as its parts (but float16 does not hold all scores)."""
-    if (
-        converter.fold != "kernel"
-        or (converter.low, device.type) != (torch.bfloat16, "cpu")
-        or state.guesses is not None
-    ):
+    is_kernel = converter.fold == "kernel" and converter.low == torch.bfloat16
+    if not is_kernel or device.type != "cpu" or state.guesses is not None:
         return False
     rules = {op: converter.op_list.rule(op, device.type) for op in PARTS}
     categories = {op: converter.op_list.unlisted if rule is None else rule.category for op, rule in rules.items()}

@@ -14,12 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autocastfx.graph import set_value
 from autocastfx.passes.recompose import recompose
 from autocastfx.pattern import Pattern
-from autocastfx.patterns import LOSS_CAST, PATTERNS, chosen
+from autocastfx.patterns import LOSS_CAST, MATH_ATTENTION, PATTERNS, REPEATED, chosen
 
 OF_ONE = [pattern for pattern in PATTERNS if "attention" not in pattern.name]  # attention has tests of its own
 CASES = [(pattern, formula) for pattern in OF_ONE for formula in pattern.formulas]
 IDS = [f"{p.name}-{i}" for p in OF_ONE for i, _ in enumerate(p.formulas)]
-NAMES = (*(p.name for p in PATTERNS), LOSS_CAST)
+NAMES = (*(p.name for p in PATTERNS), REPEATED, LOSS_CAST, MATH_ATTENTION)
 WRITTEN = {"dims": [-1], "dim": -1, "eps": 1e-5}
 
 
