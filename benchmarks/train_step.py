@@ -1,6 +1,6 @@
 """What a training step costs: counted and timed beside float32, torch.autocast and a model that is 16-bit by hand.
 
-    python -m benchmarks.train_step [--models "BERT 4x256"] [--rounds 0] [--json PATH]
+    python -m benchmarks.train_step [--models "BERT 4x256"] [--rounds 0] [--processes 2] [--json PATH]
     python -m benchmarks.train_step --device cuda --dtype float16 --json PATH
     python -m benchmarks.train_step --compile --sides "float32|torch.autocast|cast, fold=exact|pure half"
 
@@ -14,6 +14,9 @@ ratio is its time to the other's in the same round: medians, with quartiles. On 
 so that other processes count less; on a GPU they are wall time, synchronised. float16 losses are scaled: by GradScaler
 under torch.autocast, else by LossScalingOptimizer, with masters for the model that is 16-bit.
 
+Where in memory a side comes to lie makes it faster or slower for as long as its process runs, by 5 % and more. So
+each model is measured in several processes, in each of which another side is built first; all their rounds count.
+
 With ``--compile`` models are timed under torch.compile, and counted as they are without; each side takes half a minute
 and more to compile.
 
@@ -24,6 +27,7 @@ where something is above a limit; there is none for compiled models.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,7 +45,8 @@ from benchmarks.timing import milliseconds, ratios, turns
 from benchmarks.training import AUTOCAST, HALF, SIDES, Setting, Training, training
 
 WARM_UP = 2  # steps before anything is measured
-ROUNDS = 12
+ROUNDS, PROCESSES = 6, 2
+Times = dict[str, tuple[list[float], list[float]]]  # by side: of forward and backward, and of a whole step
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -68,9 +73,9 @@ def counts(name: str, side: str, found: Training, device: str) -> dict[str, Any]
     }
 
 
-def times(sides: Mapping[str, Training], rounds: int, device: str) -> dict[str, tuple[list[float], list[float]]]:
-    """By side: milliseconds of forward and backward, and of a whole step, in each round."""
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in sides}
+def times(sides: Mapping[str, Training], rounds: int, device: str) -> Times:
+    """Milliseconds of each round."""
+    found: Times = {name: ([], []) for name in sides}
     for is_counted, name in turns(list(sides), rounds):
         side = sides[name]
 
@@ -89,8 +94,10 @@ def times(sides: Mapping[str, Training], rounds: int, device: str) -> dict[str, 
     return found
 
 
-def measure(name: str, setting: Setting, rounds: int, sides: Sequence[str] = tuple(SIDES)) -> list[Row]:
-    """A row for each side: counts of the model as it is, and times of the model as it is or compiled.
+def measure(
+    name: str, setting: Setting, rounds: int, sides: Sequence[str] = tuple(SIDES)
+) -> tuple[dict[str, Row], Times]:
+    """By side, in the order in which they are built: counts of the model as it is, and its times as it is or compiled.
 
     Nothing that is compiled for a model is there for the next: the compiler would give up, and run it as it is, after
     some compilations of the same function. It then says so by an error.
@@ -109,7 +116,26 @@ def measure(name: str, setting: Setting, rounds: int, sides: Sequence[str] = tup
         if rounds:
             held[side] = training(side, SMALL[name], setting) if setting.is_compiled else made
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        found = times(held, rounds, setting.device) if rounds else {}
+        return rows, times(held, rounds, setting.device) if rounds else {}
+
+
+def measured(name: str, setting: Setting, rounds: int, processes: int, sides: Sequence[str]) -> list[Row]:
+    """A row for each side, of new processes, or of this one. Counts do not vary: those of the first stand for all."""
+    if processes == 1:
+        return _timed(*measure(name, setting, rounds, sides))
+    orders = [(*sides[first:], *sides[:first]) for first in (n * len(sides) // processes for n in range(processes))]
+    with multiprocessing.get_context("spawn").Pool(1, _one_thread, maxtasksperchild=1) as pool:
+        (rows, found), *others = [pool.apply(measure, (name, setting, rounds, order)) for order in orders]
+    for _, more in others:
+        found = {side: (a + more[side][0], b + more[side][1]) for side, (a, b) in found.items()}
+    return _timed({side: rows[side] for side in sides}, found)
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _timed(rows: dict[str, Row], found: Times) -> list[Row]:
     for side, (backward, step) in found.items():
         autocast, half = found.get(AUTOCAST), found.get(HALF)
         rows[side] = Row(
@@ -130,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--models", default=",".join(SMALL), help="separated by commas")
     parser.add_argument("--sides", default="|".join(SIDES), help="separated by |; default: all")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="0 counts alone; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of a process; 0 counts alone; default: %(default)s")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="for each model; default: %(default)s")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
     parser.add_argument("--compile", action="store_true", help="time the models under torch.compile")
@@ -144,9 +171,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown: {', '.join(unknown)}; there are {' | '.join(SIDES)}")
     if options.rounds == 1 or options.rounds < 0:
         parser.error("--rounds: quartiles need two or more; 0 counts alone")
+    if options.processes < 1:
+        parser.error("--processes: at least one")
 
     torch.set_num_threads(1)
-    settings = {"rounds": options.rounds, "dtype": options.dtype, "compiled": options.compile}
+    processes = options.processes if options.rounds else 1
+    settings = {"rounds": options.rounds, "dtype": options.dtype, "compiled": options.compile, "processes": processes}
     if sides != list(SIDES):
         settings["sides"] = sides
     if options.device == "cuda":
@@ -158,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         print(f"{name} ...", file=sys.stderr, flush=True)
         setting = Setting(options.device, DTYPES[options.dtype], options.compile)
-        store.extend(measure(name, setting, options.rounds, sides))
+        store.extend(measured(name, setting, options.rounds, processes, sides))
     if options.compile:
         print(compiled_table(store.rows))
         return 0

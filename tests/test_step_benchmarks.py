@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import multiprocessing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_counts_and_times_of_a_training_step(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rows.json"
-    arguments = ["--rounds", "2", "--json", str(path)]
+    arguments = ["--rounds", "2", "--processes", "1", "--json", str(path)]
     train_step.main(arguments)
     rows = {row["side"]: step_table.Row(**row) for row in json.loads(path.read_text())["rows"]}
     assert list(rows) == list(training.SIDES)
@@ -158,9 +159,40 @@ def test_counts_and_times_of_a_training_step(
 
     shown = capsys.readouterr().out
     assert all(side in shown for side in training.SIDES)
-    monkeypatch.setattr(train_step, "measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(train_step, "measured", lambda *_: pytest.fail("measured again"))
     train_step.main(arguments)
     assert capsys.readouterr().out == shown
+
+
+def test_rounds_of_all_processes_count_and_each_begins_with_another_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[tuple[str, ...]] = []
+
+    class Pool:
+        """Runs in this process what a new one would."""
+
+        def __init__(self, workers: int, begin: Callable[[], None], maxtasksperchild: int) -> None:
+            assert (workers, maxtasksperchild) == (1, 1), "a new process for each"
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+            return function(*arguments)
+
+    def measure(name: str, setting: training.Setting, rounds: int, sides: tuple[str, ...]) -> Any:
+        orders.append(sides)
+        found = {side: ([float(len(orders) + i)] * rounds, [1.0] * rounds) for i, side in enumerate(training.SIDES)}
+        return {side: step_table.Row(name, side) for side in sides}, found
+
+    monkeypatch.setattr(multiprocessing.get_context("spawn"), "Pool", Pool)
+    monkeypatch.setattr(train_step, "measure", measure)
+    rows = train_step.measured("m", training.Setting("cpu", torch.bfloat16), 3, 3, tuple(training.SIDES))
+    assert [order[0] for order in orders] == ["float32", "cast, fold=exact", "cached, fold=exact"]
+    assert all(set(order) == set(training.SIDES) for order in orders)
+    assert [row.side for row in rows] == list(training.SIDES)
+    assert rows[0].backward_ms == 2.0, "the median of 1, 2 and 3, three times each"
 
 
 def test_the_sides_asked_for(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +225,7 @@ def test_what_is_missing_is_told(tiny: str, monkeypatch: pytest.MonkeyPatch) -> 
         raise autocastfx.UnsupportedError("not built.")
 
     monkeypatch.setattr(autocastfx, "convert", refuse)
-    rows = train_step.measure(tiny, training.Setting("cpu", torch.bfloat16), 0)
+    rows = train_step.measured(tiny, training.Setting("cpu", torch.bfloat16), 0, 1, tuple(training.SIDES))
     assert [row.side for row in rows if row.note] == [name for name, side in training.SIDES.items() if side.convert]
     assert "not there yet: not built." in step_table.table(rows)
     assert step_table.targets(rows) == []
@@ -227,7 +259,8 @@ def test_compiled_models_are_timed_and_have_a_table_of_their_own(
     monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
     path = tmp_path / "rows.json"
     sides = "torch.autocast|cast, fold=exact"
-    assert train_step.main(["--rounds", "2", "--json", str(path), "--compile", "--sides", sides]) == 0
+    arguments = ["--rounds", "2", "--processes", "1", "--json", str(path)]
+    assert train_step.main([*arguments, "--compile", "--sides", sides]) == 0
     assert [isinstance(model, autocastfx.AmpModule) for model in compiled] == [False, True]
     assert json.loads(path.read_text())["compiled"]
     shown = capsys.readouterr().out
