@@ -70,8 +70,8 @@ def convert(
             ``"exact"``: where that changes no more than an ulp. ``"kernel"``: also where the kernel computes in float32
             inside but rounds what it stores (norms, softmax), as a model does that is 16-bit throughout; it moves fewer
             bytes, and gradients pass through the rounded results. A cross entropy of 16-bit logits stays float32, but
-            keeps 16 bits for backward; attention with dropout, which torch computes in float32 on a CPU, is written
-            out in 16 bits there (in bfloat16). ``"none"``: never.
+            keeps 16 bits for backward if they are many; attention with dropout, which torch computes in float32 on a
+            CPU, is written out in 16 bits there (in bfloat16). ``"none"``: never.
         calibrate: what the model's values reach: ranges that :func:`calibrate` measured, the path of a file of them,
             or batches to measure now, of which the first stands in for example inputs that are not given. A node
             whose output or input reaches too far for ``dtype`` is float32.
