@@ -28,6 +28,7 @@ __all__ = [
     "module_classes",
     "module_path",
     "origin",
+    "place_like",
     "set_argument",
     "set_origin",
     "stack_trace",
@@ -50,6 +51,11 @@ class Origin:
     rule: str
     value: str
     saturates: bool = False
+
+
+def place_like(made: fx.Node, node: fx.Node) -> None:
+    """Say that ``made`` stands in the module, and comes from the line, that ``node`` does."""
+    made.meta.update({key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta})
 
 
 def origin(node: fx.Node) -> Origin | None:

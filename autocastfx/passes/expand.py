@@ -22,14 +22,13 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.abstract import concrete_sizes
 from autocastfx.dispatch import Dispatch, like
-from autocastfx.graph import set_value, value
+from autocastfx.graph import place_like, set_value, value
 from autocastfx.op_list import Category
 from autocastfx.op_name import op_name
 
 __all__ = ["expand"]
 
 _COMPOSITE = "CompositeImplicitAutograd"
-_KEPT_META = ("nn_module_stack", "stack_trace")
 
 
 def expand(graph: fx.Graph, dispatch: Dispatch) -> fx.Graph:
@@ -211,7 +210,7 @@ class _Run:
                     continue
                 args, kwargs = map_arg((part.args, part.kwargs), lambda n: inner[n])
                 copied = self.graph.create_node("call_function", part.target, args, kwargs, name=name)
-                copied.meta.update({key: node.meta[key] for key in _KEPT_META if key in node.meta})
+                place_like(copied, node)
                 set_value(copied, value(part))
                 inner[part] = self._expanded(copied)
                 made.add(copied)

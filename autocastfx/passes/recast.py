@@ -11,7 +11,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autocastfx.dispatch import Followed, asked
-from autocastfx.graph import Origin, Use, map_uses, set_origin, tensors, uses
+from autocastfx.graph import Origin, Use, map_uses, place_like, set_origin, tensors, uses
 from autocastfx.plan import Precision
 
 __all__ = ["recast"]
@@ -97,9 +97,7 @@ class _Run:
             made = self.graph.create_node(
                 "call_function", torch.ops.aten.to.dtype, (read, to), {}, f"{read.name}_{suffix}"
             )
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in reader.meta:
-                made.meta[key] = reader.meta[key]
+        place_like(made, reader)
         set_origin(made, Origin("recast", "reader" if number is None else "parameter", read.name))
         if number is not None:
             self.made[number] = made

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autocastfx.alias import alias_sets
-from autocastfx.graph import has_float32, is_float32, set_value, tensors, value
+from autocastfx.graph import has_float32, is_float32, place_like, set_value, tensors, value
 from autocastfx.op_name import op_name
 from autocastfx.pattern import Arguments, Pattern
 from autocastfx.plan import Recomposed
@@ -22,7 +22,6 @@ __all__ = ["recompose"]
 _READS_LAYOUT = ("view", "view_as", "_unsafe_view", "unflatten", "as_strided")
 _PASSES_LAYOUT = ("transpose", "permute", "t", "mT", "swapaxes", "swapdims", "movedim", "slice", "select", "expand",
                   "unsqueeze", "squeeze", "split", "chunk", "getitem", "unbind", "dropout", "to")  # fmt: skip
-_KEPT_META = ("nn_module_stack", "stack_trace")
 
 
 def recompose(
@@ -123,7 +122,7 @@ def _made(graph: fx.Graph, pattern: Pattern, node: fx.Node, arguments: Arguments
     with graph.inserting_before(node):
         name = f"{node.name}_{pattern.op.rpartition('::')[2]}"
         made = graph.create_node("call_function", pattern.target, args, kwargs, name)
-    made.meta.update({key: node.meta[key] for key in _KEPT_META if key in node.meta})
+    place_like(made, node)
     set_value(made, value(node))
     node.replace_all_uses_with(made)
     return made

@@ -17,6 +17,7 @@ from autocastfx.graph import (
     Use,
     is_float32,
     map_uses,
+    place_like,
     set_argument,
     set_origin,
 )
@@ -145,9 +146,7 @@ class _Run:
         target, args = (_TO, (holder, dtype)) if bound is None else (saturating_cast, (holder, dtype, bound))
         with self.graph.inserting_before(before):
             made = self.graph.create_node("call_function", target, args, {}, f"{read.name}_{suffix}")
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in read.meta:
-                made.meta[key] = read.meta[key]
+        place_like(made, read)
         set_origin(made, mark)
         return made
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autocastfx.graph import argument, elements, example_size, is_float32, set_value, tensors, value
+from autocastfx.graph import argument, elements, example_size, is_float32, place_like, set_value, tensors, value
 from autocastfx.op_name import op_name
 from autocastfx.patterns import MATH_ATTENTION
 from autocastfx.plan import Recomposed
@@ -25,7 +25,6 @@ __all__ = ["PARTS", "write_out_attention"]
 
 # The ops that stand for attention.
 PARTS = ("mul", "transpose", "matmul", "new_ones", "tril", "where", "add", "softmax", "_safe_softmax", "dropout")
-_KEPT_META = ("nn_module_stack", "stack_trace")
 _aten: Any = torch.ops.aten
 
 
@@ -70,7 +69,7 @@ class _Attention:
         def op(part: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
             name = f"{node.name.replace('scaled_dot_product_', '')}_{part}"
             made = node.graph.create_node("call_function", target, args, kwargs, name)
-            made.meta.update({key: node.meta[key] for key in _KEPT_META if key in node.meta})
+            place_like(made, node)
             set_value(made, target(*map_arg(args, value), **map_arg(kwargs, value)))
             return made
 
