@@ -70,8 +70,9 @@ def convert(
             ``"exact"``: where that changes no more than an ulp. ``"kernel"``: also where the kernel computes in float32
             inside but rounds what it stores (norms, softmax), as a model does that is 16-bit throughout; it moves fewer
             bytes, and gradients pass through the rounded results. A cross entropy of 16-bit logits stays float32, but
-            keeps 16 bits for backward if they are many; attention with dropout, which torch computes in float32 on a
-            CPU, is written out in 16 bits there (in bfloat16). ``"none"``: never.
+            keeps 16 bits for backward if they are many; on a CPU (in bfloat16) attention with dropout, which torch
+            computes in float32 there, is written out in 16 bits, and that of few tokens goes backward by products of 16
+            bits. ``"none"``: never.
         calibrate: what the model's values reach: ranges that :func:`calibrate` measured, the path of a file of them,
             or batches to measure now, of which the first stands in for example inputs that are not given. A node
             whose output or input reaches too far for ``dtype`` is float32.
@@ -84,9 +85,10 @@ def convert(
             in 16 bits where the parts may not: ``True``, ``"tanh_gelu"``, ``"erf_gelu"``, ``"quick_gelu"``, ``"silu"``,
             ``"rms_norm"``, ``"layer_norm"``, ``"softmax"``, and what else is changed for speed: ``"repeated"``, equal
             calls are one; ``"loss_cast"``, a cast of logits that the loss makes itself goes; ``"math_attention"``,
-            attention that torch would compute in float32 is written out. ``False``, none; or the names of those wanted,
-            among which may be ``"attention"`` and ``"masked_attention"``. Rules for ops no longer see the parts. A list
-            with ``placement: follow`` recomposes nothing.
+            attention that torch would compute in float32 is written out; ``"short_attention"``, that of few tokens goes
+            backward faster. ``False``, none; or the names of those wanted, among which may be ``"attention"`` and
+            ``"masked_attention"``. Rules for ops no longer see the parts. A list with ``placement: follow`` recomposes
+            nothing.
 
     Returns:
         A ``torch.fx.GraphModule`` that is called like ``model``.

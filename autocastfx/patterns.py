@@ -16,7 +16,7 @@ from autocastfx.pattern import Arguments, Found, Pattern
 from autocastfx.quick_gelu import SLOPE, quick_gelu
 from autocastfx.rms_norm import rms_norm
 
-__all__ = ["LOSS_CAST", "MATH_ATTENTION", "PATTERNS", "REPEATED", "chosen"]
+__all__ = ["LOSS_CAST", "MATH_ATTENTION", "PATTERNS", "REPEATED", "SHORT_ATTENTION", "chosen"]
 
 _aten: Any = torch.ops.aten
 One = Callable[[Any], Any]
@@ -192,6 +192,8 @@ LOSS_CAST = "loss_cast"  # no formula: the model's own cast to float32 before a 
 REPEATED = "repeated"  # what is computed again from the same values
 MATH_ATTENTION = "math_attention"  # the other way: attention with dropout on a CPU, which torch computes in float32
 
+SHORT_ATTENTION = "short_attention"  # attention of few tokens on a CPU, of which backward computes the weights anew
+
 
 def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
     """The names of the patterns that ``convert``'s argument asks for; ``True`` is all but those on demand.
@@ -199,7 +201,7 @@ def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
     Raises:
         ValueError: there is no pattern of a name, or the argument is no such choice.
     """
-    known = (*(pattern.name for pattern in PATTERNS), REPEATED, LOSS_CAST, MATH_ATTENTION)
+    known = (*(pattern.name for pattern in PATTERNS), REPEATED, LOSS_CAST, MATH_ATTENTION, SHORT_ATTENTION)
     if isinstance(recompose, bool):
         on_demand = {pattern.name for pattern in PATTERNS if not pattern.by_default}
         return tuple(name for name in known if recompose and name not in on_demand)

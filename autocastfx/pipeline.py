@@ -39,8 +39,8 @@ from autocastfx.passes.simple import place_simply
 from autocastfx.passes.soften import soften
 from autocastfx.passes.store_weights import LowReads, lower_views, read_copies, store_low
 from autocastfx.passes.verify import verify
-from autocastfx.passes.write_out import PARTS, write_out_attention
-from autocastfx.patterns import LOSS_CAST, MATH_ATTENTION, PATTERNS, REPEATED, chosen
+from autocastfx.passes.write_out import PARTS, recompute_attention, write_out_attention
+from autocastfx.patterns import LOSS_CAST, MATH_ATTENTION, PATTERNS, REPEATED, SHORT_ATTENTION, chosen
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Recomposed, Traffic
 from autocastfx.ports import Ports
 from autocastfx.ranges import Key, Ranges, key_of, mode_of
@@ -182,8 +182,9 @@ def _recompose(converter: Converter, state: State, device: torch.device) -> Stat
         return found.category if (found := matcher(node)) is not None else None
 
     recomposed = recompose(state.graph, [p for p in wanted if p not in banned], ruled)
-    if MATH_ATTENTION in converter.recompose and _writes_attention_out(converter, state, device):
-        recomposed += write_out_attention(state.graph, category)
+    for name, run in ((MATH_ATTENTION, write_out_attention), (SHORT_ATTENTION, recompute_attention)):
+        if name in converter.recompose and _rounds_attention(converter, state, device):
+            recomposed += run(state.graph, category)
     reached = {node.name: largest for node, largest in state.measured.items()}
     reached.update({r.node: reached[r.replaced[-1]] for r in recomposed if r.replaced[-1] in reached})
     if REPEATED in converter.recompose:
@@ -196,8 +197,8 @@ def _recompose(converter: Converter, state: State, device: torch.device) -> Stat
     return replace(state, recomposed=recomposed, measured=measured, dtypes=now, ops=ops)
 
 
-def _writes_attention_out(converter: Converter, state: State, device: torch.device) -> bool:
-    """Whether what torch computes in float32 may run low as its parts (but float16 does not hold all scores)."""
+def _rounds_attention(converter: Converter, state: State, device: torch.device) -> bool:
+    """Whether the parts of attention on a CPU may give 16 bits each (but float16 does not hold all scores)."""
     is_kernel = converter.fold == "kernel" and converter.low == torch.bfloat16
     if not is_kernel or device.type != "cpu" or state.guesses is not None:
         return False

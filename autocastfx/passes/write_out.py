@@ -1,7 +1,9 @@
-"""Writes attention out, in place, where torch would compute it in float32 whatever its dtype.
+"""What attention becomes on a CPU, in place, where torch's own takes long.
 
 Fused attention on a CPU knows no dropout. With it torch takes the formula: it widens query, key and value, and keeps
 all weights in float32 for backward. Written out, the products are 16-bit ones, and the list decides the softmax.
+
+Without dropout it stays one operator; that of this package goes backward faster where sequences are short.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from torch.fx.node import map_arg
 
 from autocastfx.graph import argument, elements, example_size, is_float32, place_like, set_value, tensors, value
 from autocastfx.op_name import op_name
-from autocastfx.patterns import MATH_ATTENTION
+from autocastfx.patterns import MATH_ATTENTION, SHORT_ATTENTION
 from autocastfx.plan import Recomposed
 from autocastfx.rule import Category
+from autocastfx.short_attention import TOKENS, short_attention
 
-__all__ = ["PARTS", "write_out_attention"]
+__all__ = ["PARTS", "recompute_attention", "write_out_attention"]
 
 # The ops that stand for attention.
 PARTS = ("mul", "transpose", "matmul", "new_ones", "tril", "where", "add", "softmax", "_safe_softmax", "dropout")
@@ -49,6 +52,29 @@ def write_out_attention(graph: fx.Graph, category: Callable[[fx.Node], Category 
                 graph.erase_node(node)
                 found.append(Recomposed(MATH_ATTENTION, made.name, (node.name,)))
     return tuple(found)
+
+
+def recompute_attention(graph: fx.Graph, category: Callable[[fx.Node], Category | None]) -> tuple[Recomposed, ...]:
+    """Make of each ``scaled_dot_product_attention`` of few tokens without dropout that of this package, likewise.
+
+    Args:
+        graph: captured for a CPU, with abstract values.
+        category: of a node, by the list.
+    """
+    found: list[Recomposed] = []
+    for node in graph.nodes:
+        if node.target is _aten.scaled_dot_product_attention.default and category(node) is Category.ALLOW:
+            query, key = argument(node, "query"), argument(node, "key")
+            is_other = argument(node, "dropout_p") or argument(node, "enable_gqa")
+            if not is_other and all(_is_short(read) for read in (query, key)):
+                node.target = short_attention
+                found.append(Recomposed(SHORT_ATTENTION, node.name, (node.name,)))
+    return tuple(found)
+
+
+def _is_short(read: fx.Node) -> bool:
+    """Whether ``read`` holds few tokens for each head, in the example: when called, the operator looks itself."""
+    return is_float32(read) and tensors(read)[0].ndim == 4 and _sizes(read)[-2] <= TOKENS
 
 
 @dataclass(frozen=True)

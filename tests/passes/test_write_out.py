@@ -1,4 +1,4 @@
-"""Attention with dropout is written out where torch would widen it, and only there."""
+"""Attention with dropout is written out where torch would widen it, that of few tokens is ours, and only there."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import autocastfx
 from autocastfx.plan import Recomposed
+from autocastfx.short_attention import TOKENS, short_attention
 from tests.helpers import Function, op_list, relative_error, rewritten, saved_bytes, text
 
 LOW = torch.bfloat16
@@ -213,7 +214,7 @@ def test_a_model_in_evaluation_keeps_torchs() -> None:
     block = Block()
     model = kernel(block, (torch.randn(2, 8, 16),))
     found = [[one.pattern for one in variant.plan.recomposed] for variant in model.variants]
-    assert sorted(found) == [[], ["math_attention"]]
+    assert sorted(found) == [["math_attention"], ["short_attention"]]
     x = torch.randn(3, 5, 16)  # another batch, another length
     expected = seeded(lambda: block.train()(x)).detach()
     assert relative_error(seeded(lambda: model.train()(x)).detach(), expected) <= 2 * EPS
@@ -225,3 +226,91 @@ def test_the_range_of_the_whole_is_that_of_the_last_part() -> None:
     reasons = {part: model.plan[f"attention_{part}"].decision.reason for part in ("scores", "values")}
     assert reasons["values"].startswith("its output reached")
     assert reasons["scores"].startswith("its input"), "its own output was not measured"
+
+
+# -- attention of few tokens ----------------------------------------------------------------------------------------
+
+attend_all = functools.partial(attend, dropout_p=0.0)
+
+
+def made_short(model: autocastfx.AmpModule) -> list[tuple[str, ...]]:
+    found = [one.replaced for one in model.plan.recomposed if one.pattern == "short_attention"]
+    assert len(found) == sum(node.target is short_attention for node in model.graph.nodes)
+    return found
+
+
+def test_the_graph_with_attention_of_few_tokens() -> None:
+    def shown(**options: Any) -> str:
+        found = rewritten(attend_all, Q, K, V, SEEN, dtype=LOW, fold="kernel", keep_output_dtype=False, **options)
+        return found.replace("scaled_dot_product_attention", "sdpa")
+
+    assert (
+        shown()
+        == shown(recompose=False)
+        == text("""
+        + args_0_bfloat16: bf16 = to(args_0)
+        + args_1_bfloat16: bf16 = to(args_1)
+        + args_2_bfloat16: bf16 = to(args_2)
+          sdpa: bf16 = sdpa(args_0_bfloat16, args_1_bfloat16, args_2_bfloat16, args_3)
+          return sdpa
+    """)
+    )
+    assert made_short(kernel(Function(attend_all), (Q, K, V, SEEN)))
+    assert not made_short(kernel(Function(attend_all), (Q, K, V, SEEN), recompose=False))
+
+
+def test_the_plan_says_which_attention_is_of_few_tokens() -> None:
+    plan = kernel(Function(attend_all), (Q, K, V, BIAS)).plan
+    name = "scaled_dot_product_attention"
+    assert plan.recomposed == (Recomposed("short_attention", name, (name,)),)
+    assert plan[name].op == name
+    assert autocastfx.Plan.from_json(plan.to_json()) == plan
+    again = kernel(Function(attend_all), (Q, K, V, BIAS), plan=plan)
+    assert again.plan.recomposed == plan.recomposed
+
+
+@pytest.mark.parametrize("mask", [None, SEEN, BIAS, torch.where(SEEN, BIAS, -torch.inf)], ids=str)
+def test_few_tokens_give_what_torch_gives_but_for_roundings(mask: Tensor | None) -> None:
+    given = (Q, K, V) if mask is None else (Q, K, V, mask)
+    function = Function(attend_all)
+    model = kernel(function, given)
+    assert made_short(model)
+    for found, expected in zip(*(result_and_gradients(f, *given) for f in (model, function)), strict=True):
+        assert relative_error(found, expected) <= 2 * EPS
+
+
+@pytest.mark.parametrize("length", [5, TOKENS, TOKENS + 1])
+def test_a_call_may_bring_another_number_of_tokens(length: int) -> None:
+    x = torch.randn(1, 2, 8, 16)
+    function = Function(lambda x: attend_all(x, x, x))
+    model = kernel(function, (x,))
+    assert made_short(model)
+    given = torch.randn(1, 2, length, 16)
+    for found, expected in zip(*(result_and_gradients(f, given) for f in (model, function)), strict=True):
+        assert relative_error(found, expected) <= 2 * EPS
+
+
+LONG = torch.randn(1, 1, TOKENS + 1, 16)
+NOT_SHORT: dict[str, Callable[[], autocastfx.AmpModule]] = {
+    "many queries": lambda: kernel(Function(attend_all), (LONG, K[:1, :1], V[:1, :1])),
+    "many keys": lambda: kernel(Function(attend_all), (Q[:1, :1], LONG, LONG)),
+    "without heads": lambda: kernel(Function(attend_all), (Q[0], K[0], V[0])),
+    "heads in groups": lambda: kernel(Function(functools.partial(attend_all, enable_gqa=True)), (Q, K, V)),
+    **{
+        reason: lambda options=options: kernel(Function(attend_all), (Q, K, V), **options)
+        for reason, options in OTHERWISE.items()
+    },
+}
+
+
+@pytest.mark.parametrize("converted", NOT_SHORT.values(), ids=NOT_SHORT)
+def test_attention_stays_torchs(converted: Callable[[], autocastfx.AmpModule]) -> None:
+    assert not made_short(converted())
+
+
+@pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")
+@pytest.mark.parametrize("op", ["scaled_dot_product_attention", "matmul"])
+@pytest.mark.parametrize("category", ["deny", "keep"])
+def test_a_list_decides_of_attention_of_few_tokens(tmp_path: Path, op: str, category: str) -> None:
+    lists = ["bfloat16", op_list(tmp_path, f"{category}: [{op}]")]
+    assert not made_short(kernel(Function(attend_all), (Q, K, V), op_list=lists))
