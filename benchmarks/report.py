@@ -27,6 +27,7 @@ from benchmarks import (
     optimizer_step,
     pictures,
     placement,
+    short_attention,
     step_table,
     vocabulary,
 )
@@ -52,6 +53,9 @@ TABLES: dict[str, Callable[[Any], str]] = {
         [step_table.Row(**row) for row in held["rows"]]
     ),
     "vocabulary-cpu.json": lambda held: vocabulary.table([vocabulary.Row(**row) for row in held["rows"]]),
+    "short-attention-cpu.json": lambda held: short_attention.table(
+        [short_attention.Row(**row) for row in held["rows"]]
+    ),
     "losses-cpu.json": lambda held: losses.table([losses.Run(**row) for row in held["rows"]]),
     "inference-cpu.json": lambda held: inference.table([inference.Row(**row) for row in held["rows"]]),
 }

@@ -69,29 +69,30 @@ def _tokens(*, masked: bool = False) -> dict[str, Tensor]:
 
 
 _WIDTH: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-_EAGER: dict[str, Any] = {"attn_implementation": "eager"}
 
 
-def _vit() -> nn.Module:
+def _vit(**options: Any) -> nn.Module:
     sizes = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3, "intermediate_size": 768}
-    config = transformers.ViTConfig(**sizes, image_size=112, num_labels=CLASSES, **_EAGER)  # type: ignore[arg-type]
+    config = transformers.ViTConfig(**sizes, image_size=112, num_labels=CLASSES, **options)  # type: ignore[arg-type]
     return transformers.ViTForImageClassification(config)
 
 
-def _bert() -> nn.Module:
-    config = transformers.BertConfig(**_WIDTH, intermediate_size=1024, vocab_size=VOCABULARY, **_EAGER)
+def _bert(**options: Any) -> nn.Module:
+    config = transformers.BertConfig(**_WIDTH, intermediate_size=1024, vocab_size=VOCABULARY, **options)
     return transformers.BertForMaskedLM(config)
 
 
-def _gpt2() -> nn.Module:
+def _gpt2(**options: Any) -> nn.Module:
     sizes = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": TOKENS, "vocab_size": VOCABULARY}
     special = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(**sizes, **special, use_cache=False, **_EAGER)  # type: ignore[arg-type]
+    config = transformers.GPT2Config(**sizes, **special, use_cache=False, **options)  # type: ignore[arg-type]
     return transformers.GPT2LMHeadModel(config)
 
 
-def _llama() -> nn.Module:
-    config = transformers.LlamaConfig(**_WIDTH, intermediate_size=688, vocab_size=VOCABULARY, use_cache=False, **_EAGER)
+def _llama(**options: Any) -> nn.Module:
+    config = transformers.LlamaConfig(
+        **_WIDTH, intermediate_size=688, vocab_size=VOCABULARY, use_cache=False, **options
+    )
     return transformers.LlamaForCausalLM(config)
 
 
@@ -102,23 +103,30 @@ def _t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
-def _seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def _seeded(build: Callable[..., nn.Module], **options: Any) -> Callable[[], nn.Module]:
     def seeded() -> nn.Module:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
-            return build()
+            return build(**options)
 
     return seeded
 
 
-# Attention is written out (but T5's), as are GPT-2's GELU (gelu_new), and Llama's and T5's norms.
+_EAGER = {"attn_implementation": "eager"}
+
+# As transformers builds them by default, with scaled_dot_product_attention, but where "eager" says that attention is
+# written out, as are GPT-2's GELU (gelu_new), and Llama's and T5's norms.
 SMALL: dict[str, FullModel] = {
     "ResNet-18 112": FullModel(_seeded(lambda: ResNet((2, 2, 2, 2), classes=CLASSES)), lambda: _images(112)),
     "ResNet-50 112": FullModel(_seeded(lambda: ResNet50(classes=CLASSES)), lambda: _images(112)),
     "ViT 4x192": FullModel(_seeded(_vit), lambda: _images(112)),
+    "ViT eager": FullModel(_seeded(_vit, **_EAGER), lambda: _images(112)),
     "BERT 4x256": FullModel(_seeded(_bert), lambda: _tokens(masked=True)),
+    "BERT eager": FullModel(_seeded(_bert, **_EAGER), lambda: _tokens(masked=True)),
     "GPT-2 4x256": FullModel(_seeded(_gpt2), _tokens),
+    "GPT-2 eager": FullModel(_seeded(_gpt2, **_EAGER), _tokens),
     "Llama 4x256": FullModel(_seeded(_llama), _tokens),
+    "Llama eager": FullModel(_seeded(_llama, **_EAGER), _tokens),
     "T5 2+2x256": FullModel(_seeded(_t5), lambda: _tokens(masked=True)),
     "U-Net 64": FullModel(_seeded(UNet), lambda: _segmented(64)),
 }

@@ -20,6 +20,7 @@ from benchmarks import (
     optimizer_step,
     placement,
     report,
+    short_attention,
     vocabulary,
 )
 from benchmarks.accuracy_tasks import TASKS, CharacterGPT, DigitsCNN, DigitsViT, Underflow
@@ -323,6 +324,44 @@ def test_what_is_no_vocabulary_is_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         vocabulary.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+# ---- attention of few tokens -----------------------------------------------------------------------------------------
+
+
+def test_attention_of_few_tokens_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.json"
+    arguments = ["--tokens", "3,5", "--rounds", "2", "--json", str(path)]
+    threads = torch.get_num_threads()
+    try:
+        status = short_attention.main(arguments)
+        shown = capsys.readouterr().out
+        monkeypatch.setattr(short_attention, "measure", lambda *_: pytest.fail("measured again"))
+        assert short_attention.main(arguments) == status
+    finally:
+        torch.set_num_threads(threads)
+    assert capsys.readouterr().out == shown
+    rows = [short_attention.Row(**row) for row in json.loads(path.read_text())["rows"]]
+    assert [(row.tokens, row.is_causal) for row in rows] == [(3, False), (3, True), (5, False), (5, True)]
+    assert status == any(row.to_torch[1] > 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "few"], "--tokens: numbers separated by commas, not 'few'"),
+        (["--tokens", "0"], "--tokens are at least 1"),
+        (["--rounds", "1"], "--rounds: quartiles need two or more"),
+    ],
+)
+def test_what_is_no_number_of_tokens_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        short_attention.main(arguments)
     assert message in capsys.readouterr().err
 
 
