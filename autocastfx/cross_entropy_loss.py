@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from autocastfx.concrete import is_concrete
 from autocastfx.errors import UnsupportedError
 
 __all__ = ["cross_entropy_loss"]
@@ -98,7 +98,7 @@ def _logarithms(scores: Tensor) -> Tensor:
 
 def _undifferentiated(scores: Tensor) -> Tensor:
     """``_logarithms`` outside of autograd, on a CPU written over the widened scores: half the memory."""
-    if not (_is_concrete(scores) and scores.is_cpu):
+    if not (is_concrete(scores) and scores.is_cpu):
         return _logarithms(scores)
     widened = scores.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     found: Tensor = aten._log_softmax.out(widened, _dimension(scores), False, out=widened)
@@ -152,14 +152,9 @@ def _as_torch(scores: Tensor, target: Tensor, weight: Tensor | None, reduction: 
     return loss
 
 
-def _is_concrete(scores: Tensor) -> bool:
-    """Whether sizes may be looked at. Compilers, exporters and abstract tensors see the same for all."""
-    return type(scores) is Tensor and not torch.compiler.is_compiling() and get_proxy_mode() is None
-
-
 def _is_long(scores: Tensor, target: Tensor) -> bool:
     """Whether these are rows over a vocabulary that make several parts; in a graph there would be all parts."""
-    if not _is_concrete(scores):
+    if not is_concrete(scores):
         return False
     is_rows = scores.ndim == 2 and target.shape == scores.shape[:1]
     return is_rows and scores.shape[1] >= _CLASSES and scores.numel() > _PARTS * _part(scores.device)
@@ -167,7 +162,7 @@ def _is_long(scores: Tensor, target: Tensor) -> bool:
 
 def _is_short(scores: Tensor) -> bool:
     """Whether rounding the logarithms takes longer than what it saves."""
-    return _is_concrete(scores) and scores.numel() < _ROUNDED
+    return is_concrete(scores) and scores.numel() < _ROUNDED
 
 
 def _without_autograd(

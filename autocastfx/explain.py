@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autocastfx.amp_module import AmpModule
 from autocastfx.dump import view_of
-from autocastfx.plan import PlannedNode
+from autocastfx.plan import PlannedNode, Recomposed
 from autocastfx.report.reason import Reason, Reasons
 from autocastfx.selection import select
 
@@ -36,12 +36,16 @@ def explain(amp_model: AmpModule, what: str) -> str:
         raise TypeError(f"what is to be explained is named by a text, such as 'softmax', not {what!r}")
     shown = view_of(amp_model)
     reasons = Reasons(shown.rows)
+    recomposed = {one.node: one for one in shown.plan.recomposed}
     found = select(shown.plan, what)
-    return "\n".join(part for node in found for part in ("\n".join(_lines(node, reasons.of(node))), ""))
+    paragraphs = ("\n".join(_lines(node, reasons.of(node), recomposed.get(node.name))) for node in found)
+    return "\n".join(part for paragraph in paragraphs for part in (paragraph, ""))
 
 
-def _lines(node: PlannedNode, reason: Reason) -> Iterator[str]:
+def _lines(node: PlannedNode, reason: Reason, recomposed: Recomposed | None) -> Iterator[str]:
     yield f"{node.name} ({node.op}) in module {node.module or '(root)'} {reason.runs}."
+    if recomposed is not None:
+        yield f"  recomposed: {recomposed.pattern}, of {', '.join(recomposed.replaced)}; not so with recompose=False."
     if reason.decided:
         yield f"  decided: {reason.decided}."
     for clause in reason.placed:

@@ -191,7 +191,6 @@ PATTERNS = (
 LOSS_CAST = "loss_cast"  # no formula: the model's own cast to float32 before a cross entropy that is float32 anyway
 REPEATED = "repeated"  # what is computed again from the same values
 MATH_ATTENTION = "math_attention"  # the other way: attention with dropout on a CPU, which torch computes in float32
-
 SHORT_ATTENTION = "short_attention"  # attention of few tokens on a CPU, of which backward computes the weights anew
 
 

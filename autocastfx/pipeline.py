@@ -204,7 +204,7 @@ def _rounds_attention(converter: Converter, state: State, device: torch.device) 
         return False
     rules = {op: converter.op_list.rule(op, device.type) for op in PARTS}
     categories = {op: converter.op_list.unlisted if rule is None else rule.category for op, rule in rules.items()}
-    return categories["matmul"] is Category.ALLOW and Category.BAN not in categories.values()
+    return categories["matmul"] is Category.ALLOW and not {Category.BAN, Category.KEEP} & {*categories.values()}
 
 
 def _classify(converter: Converter, state: State, device: torch.device) -> State:

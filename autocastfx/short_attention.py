@@ -1,9 +1,10 @@
 """The operator ``autocastfx::scaled_dot_product_attention``: torch's, of which backward computes the weights anew.
 
-On a CPU torch's fused attention takes its time where sequences are short: its backward computes tiles one by one, which
-few tokens do not fill. Plain products of all tokens are faster there, up to three times. This operator keeps what
-torch's keeps or less: query, key and value, from which backward computes the weights once more. Elsewhere (another
-device, dtype or size, dropout, a mask to be learned, nothing to differentiate, a compiler) it is torch's.
+On a CPU the backward of torch's fused attention takes long where sequences are short: more than twice as long as plain
+products of all tokens. This operator's result is torch's. It keeps query, key and value, and in backward computes the
+weights as they are computed where a model writes attention out: in 16 bits, rounded after each product. Elsewhere
+(another device, dtype or number of tokens, a CPU with no wide vectors, dropout, a mask to be learned, nothing to
+differentiate, a compiler) it is torch's.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-__all__ = ["TOKENS", "short_attention"]
+from autocastfx.concrete import is_concrete
+
+__all__ = ["TOKENS", "recomputed", "short_attention"]
 
 aten: Any = torch.ops.aten
-TOKENS = 160  # of queries, and of keys: what is gained shrinks with more (python -m benchmarks.short_attention)
+# By python -m benchmarks.short_attention: what is gained shrinks with more queries and keys, and with few numbers what
+# operators cost by themselves weighs more.
+TOKENS, _SCORES = 160, 2**13
 
 _LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
 _LIBRARY.define(str(aten.scaled_dot_product_attention.default._schema).removeprefix("aten::"))
@@ -40,10 +44,11 @@ class _Recomputed(torch.autograd.Function):
             return (None,) * 6
         *given, mask = ctx.saved_tensors
         of_query, of_key, of_values = ctx.needs_input_grad[:3]
-        query, key, values, gradient = (t.reshape(-1, *t.shape[-2:]) for t in (*given, gradients[0]))
+        batch, heads = given[0].shape[:2]
+        query, key, values, gradient = (t.reshape(batch * heads, *t.shape[2:]) for t in (*given, gradients[0]))
         scale = 1 / math.sqrt(query.shape[-1]) if ctx.scale is None else ctx.scale
-        scores = _scaled(query, key.mT, scale).view(*given[0].shape[:2], query.shape[1], key.shape[1])
-        weights = _weights(scores, mask, ctx.is_causal).view(-1, *scores.shape[2:])
+        scores = _scaled(query, key.mT, scale)
+        weights = _weights(scores.view(batch, heads, *scores.shape[1:]), mask, ctx.is_causal).view(scores.shape)
         found = [None, None, weights.mT @ gradient if of_values else None]
         if of_query or of_key:
             of_weights = gradient @ values.mT
@@ -55,7 +60,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """``scale * left @ right`` of batches of matrices, rounded once."""
+    """``scale * left @ right`` of batches of matrices, rounded once; ``scale`` is not 0."""
     return torch.baddbmm(left.new_empty(()), left, right, beta=0, alpha=scale)
 
 
@@ -71,21 +76,42 @@ def _weights(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     return weights
 
 
+def recomputed(
+    query: Tensor,
+    key: Tensor,
+    values: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention whose backward computes the weights anew.
+
+    Args:
+        query: of shape (batch, heads, queries, size).
+        key: of shape (batch, heads, keys, size).
+        values: of shape (batch, heads, keys, any size).
+        mask: of truth values or to be added, for which there is no gradient.
+        is_causal: a query sees no later key; not beside a mask.
+        scale: of the scores, not 0; by default 1 over the root of the size.
+    """
+    result: Tensor = _Recomputed.apply(query, key, values, mask, is_causal, scale)
+    return result
+
+
 def _torchs(*args: Any, **kwargs: Any) -> Tensor:
     found: Tensor = aten.scaled_dot_product_attention.default(*args, **kwargs)
     return found
 
 
-def _is_short(query: Tensor, key: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
-    """Whether torch's would be the fused one, and the formula is faster in backward."""
-    if mask is not None and (is_causal or mask.requires_grad):
+def _is_short(query: Tensor, key: Tensor, values: Tensor) -> bool:
+    """Whether torch's would be the fused one, and ``recomputed`` takes less time."""
+    given = (query, key, values)
+    if not all(is_concrete(t) and t.is_cpu and t.dtype == torch.bfloat16 and t.ndim == 4 for t in given):
         return False
-    if type(query) is not Tensor or torch.compiler.is_compiling() or get_proxy_mode() is not None:
-        return False
-    if not (query.device.type == "cpu" and query.dtype == key.dtype == values.dtype == torch.bfloat16):
-        return False
-    is_plain = query.ndim == key.ndim == values.ndim == 4 and query.shape[:2] == key.shape[:2] == values.shape[:2]
-    return is_plain and 0 < query.shape[-2] <= TOKENS and 0 < key.shape[-2] <= TOKENS
+    (*left, queries, size), (*right, keys, _) = query.shape, key.shape
+    is_alike = left == right == [*values.shape[:2]] and size > 0
+    is_few = max(queries, keys) <= TOKENS and math.prod(left) * queries * keys >= _SCORES
+    return is_alike and is_few and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def _with_autograd(
@@ -101,11 +127,11 @@ def _with_autograd(
 ) -> Tensor:
     differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, values))
     transforms = torch._C._are_functorch_transforms_active()  # they take no autograd function here
-    is_other = transforms or dropout_p or enable_gqa or not differentiates
-    if is_other or not _is_short(query, key, values, attn_mask, is_causal):
-        return _torchs(query, key, values, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    result: Tensor = _Recomputed.apply(query, key, values, attn_mask, is_causal, scale)
-    return result
+    is_masked = attn_mask is not None and (is_causal or attn_mask.requires_grad)
+    is_other = transforms or is_masked or dropout_p or scale == 0 or enable_gqa
+    if differentiates and not is_other and _is_short(query, key, values):
+        return recomputed(query, key, values, attn_mask, is_causal, scale)
+    return _torchs(query, key, values, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 _LIBRARY.impl("scaled_dot_product_attention", _with_autograd, "Autograd")

@@ -5,7 +5,8 @@
 A batch of 8 in bfloat16, with 4 heads of 64, on one thread; query, key and value are views, as models give them. The
 sides take turns and each round begins with another; the ratio is that of the same round: medians, with quartiles.
 
-The exit status is 1 where the median of this package's is above 1: up to so many tokens it should not be used.
+Measured is the way that is not torch's, also beyond the number of tokens up to which the operator takes it. The exit
+status is 1 where it takes longer than torch's up to there.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autocastfx.short_attention import TOKENS, short_attention
+from autocastfx.short_attention import TOKENS, recomputed
 from benchmarks.store import Store
 from benchmarks.timing import milliseconds, ratios, turns
 
 BATCH, HEADS, SIZE = 8, 4, 64
-LENGTHS = (16, 50, 96, 128, TOKENS)  # 50 are those of a small image in patches
+LENGTHS = (16, 50, 96, 128, TOKENS, 192, 224, 256)
 ROUNDS = 15
 OURS, THEIRS = "autocastfx", "torch"
 
@@ -46,7 +47,7 @@ def measure(tokens: int, is_causal: bool, rounds: int) -> Row:
     """A row."""
     given = [torch.randn(BATCH, tokens, HEADS, SIZE, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
     gradient = torch.randn(BATCH, tokens, HEADS * SIZE, dtype=torch.bfloat16)
-    sides = {OURS: short_attention, THEIRS: functional.scaled_dot_product_attention}
+    sides = {OURS: recomputed, THEIRS: functional.scaled_dot_product_attention}
 
     def work(side: str) -> tuple[Tensor, ...]:
         result = sides[side](*(t.transpose(1, 2) for t in given), is_causal=is_causal)
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if case not in held:
             store.extend([measure(*case, options.rounds)])
     print(table(store.rows))
-    return int(any(row.to_torch[1] > 1 for row in store.rows))
+    return int(any(row.to_torch[1] > 1 for row in store.rows if row.tokens <= TOKENS))
 
 
 if __name__ == "__main__":

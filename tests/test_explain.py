@@ -12,6 +12,7 @@ from torch import nn
 import autocastfx
 from autocastfx.op_list import preset_folder
 from benchmarks.zoo_models import ZOO
+from tests.helpers import Function
 
 
 class Model(nn.Module):
@@ -128,3 +129,15 @@ def test_every_node_of_real_models_has_a_reason_whose_rule_is_where_it_says(name
 def test_what_is_no_text_is_refused() -> None:
     with pytest.raises(TypeError, match="is named by a text, such as 'softmax', not 3"):
         autocastfx.explain(autocastfx.convert(nn.ReLU(), torch.ones(2)), 3)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_was_recomposed_and_of_what() -> None:
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+    amp_model = autocastfx.convert(Function(gelu), (torch.randn(4, 8),), dtype=torch.bfloat16)
+    (one,) = amp_model.plan.recomposed
+    lines = autocastfx.explain(amp_model, one.node).splitlines()
+    assert lines[1] == f"  recomposed: quick_gelu, of {', '.join(one.replaced)}; not so with recompose=False."
+    assert len(one.replaced) == 3
+    assert "recomposed" not in autocastfx.explain(AMP_MODEL, "softmax")

@@ -1,4 +1,4 @@
-"""The operator for attention of few tokens: torch's result, and a gradient as near to the exact one as torch's."""
+"""The operator for attention of few tokens: torch's result, and the gradient of attention that is written out."""
 
 from __future__ import annotations
 
@@ -30,20 +30,27 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def inputs(queries: int = 12, keys: int = 9, dtype: torch.dtype = LOW) -> list[Tensor]:
+def inputs(queries: int = 40, keys: int = 36, dtype: torch.dtype = LOW, *, size: int = 16) -> list[Tensor]:
     """Query, key and value as models give them: heads of one product of all, transposed."""
-    found = [random(2, n, 3, 16, seed=seed).to(dtype) for seed, n in enumerate((queries, keys, keys))]
+    found = [random(2, n, 3, size, seed=seed).to(dtype) for seed, n in enumerate((queries, keys, keys))]
     return [t.transpose(1, 2).requires_grad_() for t in found]
 
 
-SEEN = torch.ones(2, 1, 12, 9, dtype=torch.bool).tril(2)
-BIAS = random(1, 3, 12, 9, seed=5).to(LOW)
+@pytest.fixture(autouse=True)
+def _wide_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+
+
+SEEN = torch.ones(2, 1, 40, 36, dtype=torch.bool).tril(2)
+BIAS = random(1, 3, 40, 36, seed=5).to(LOW)
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scaled": {"scale": 0.3},
     "causal": {"is_causal": True},
     "truth values": {"attn_mask": SEEN},
     "a bias": {"attn_mask": BIAS},
+    "a bias for all": {"attn_mask": BIAS[0, 0]},
+    "a float32 bias": {"attn_mask": BIAS.float()},
     "-inf": {"attn_mask": torch.where(SEEN, BIAS, -torch.inf)},
     "finfo.min": {"attn_mask": torch.where(SEEN, BIAS, torch.finfo(LOW).min)},
 }
@@ -72,7 +79,7 @@ def counted(run: Callable[[], Any]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
-def test_the_result_is_torchs_and_the_gradient_as_near_to_the_exact_one(options: dict[str, Any]) -> None:
+def test_the_result_is_torchs_and_so_is_the_gradient_but_for_roundings(options: dict[str, Any]) -> None:
     given = inputs()
     assert torch.equal(short_attention(*given, **options), torchs(*given, **options))
     exact = gradients(torchs, [t.detach().double().requires_grad_() for t in given], **_double(options))
@@ -85,10 +92,28 @@ def test_the_result_is_torchs_and_the_gradient_as_near_to_the_exact_one(options:
 
 
 def _double(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: held.double() if key == "attn_mask" and held.dtype == LOW else held for key, held in options.items()}
+    def widened(held: Any) -> Any:
+        return held.double() if isinstance(held, Tensor) and held.is_floating_point() else held
+
+    return {key: widened(held) for key, held in options.items()}
 
 
-@pytest.mark.parametrize("mask", [SEEN.clone(), torch.zeros(2, 1, 12, 9, dtype=LOW)], ids=["bool", "float"])
+def written_out(query: Tensor, key: Tensor, values: Tensor) -> Tensor:
+    return ((query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)).softmax(-1) @ values
+
+
+@pytest.mark.parametrize("factor", [2, 4, 8])
+def test_large_scores_are_rounded_as_in_attention_that_is_written_out(factor: int) -> None:
+    q, k, v = inputs()
+    given = [(t.detach() * by).requires_grad_() for t, by in ((q, factor), (k, factor), (v, 1))]
+    assert factor < 8 or (given[0] @ given[1].mT / 4).abs().max() > 150
+    exact = gradients(torchs, [t.detach().double().requires_grad_() for t in given])
+    ours, theirs = (gradients(function, given) for function in (short_attention, written_out))
+    for found, other, expected in zip(ours, theirs, exact, strict=True):
+        assert relative_error(found, expected) <= 1.5 * relative_error(other, expected)
+
+
+@pytest.mark.parametrize("mask", [SEEN.clone(), torch.zeros(2, 1, 40, 36, dtype=LOW)], ids=["bool", "float"])
 def test_a_row_that_is_hidden_whole_has_no_gradient(mask: Tensor) -> None:
     mask[:, :, 4] = False if mask.dtype == torch.bool else -torch.inf
     of_query, of_key, of_values = gradients(short_attention, inputs(), attn_mask=mask)
@@ -113,9 +138,9 @@ def test_only_what_is_asked_for_has_a_gradient(asked: tuple[bool, ...]) -> None:
 
 
 def test_one_tensor_may_be_all_three() -> None:
-    x = inputs(8, 8)[0]
+    x = inputs(40, 40)[0]
     apart = gradients(short_attention, [x.detach().clone().requires_grad_() for _ in range(3)])
-    (found,) = torch.autograd.grad(short_attention(x, x, x), x, random(2, 3, 8, 16, seed=7).to(LOW))
+    (found,) = torch.autograd.grad(short_attention(x, x, x), x, random(2, 3, 40, 16, seed=7).to(LOW))
     assert relative_error(found, sum(t.float() for t in apart)) <= EPS
 
 
@@ -125,10 +150,36 @@ def test_it_keeps_no_more_than_torchs() -> None:
     assert kept == sum(t.nbytes for t in given) < saved_bytes(lambda: torchs(*given))
 
 
+def is_torchs(given: Sequence[Tensor], **options: Any) -> bool:
+    return counted(lambda: gradients(short_attention, given, **options))[FUSED] == 1
+
+
+def test_it_is_torchs_where_there_are_many_tokens() -> None:
+    assert not is_torchs(inputs(queries=TOKENS, keys=TOKENS))
+    assert is_torchs(inputs(queries=TOKENS + 1))
+    assert is_torchs(inputs(keys=TOKENS + 1))
+
+
+def test_it_is_torchs_where_there_are_few_scores() -> None:
+    assert not is_torchs(inputs(64, 22))  # 2 x 3 x 64 x 22 are 8448
+    assert is_torchs(inputs(64, 21))
+
+
+def test_it_is_torchs_on_a_cpu_without_wide_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_torchs(inputs())
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert is_torchs(inputs())
+
+
+def test_it_is_torchs_where_nothing_is_scaled() -> None:
+    assert is_torchs(inputs(), scale=0.0)
+
+
 AS_TORCHS: dict[str, Callable[[Callable[..., Tensor]], list[Tensor]]] = {
-    "many queries": lambda f: gradients(f, inputs(queries=TOKENS + 1)),
-    "many keys": lambda f: gradients(f, inputs(keys=TOKENS + 1)),
     "no tokens": lambda f: gradients(f, inputs(queries=0)),
+    "heads of no size": lambda f: gradients(f, inputs(size=0), scale=1.0),
+    "one batch for all": lambda f: gradients(f, [inputs()[0], *(t[:1].detach() for t in inputs()[1:])]),
+    "one head for all": lambda f: gradients(f, [inputs()[0], *(t[:, :1].detach() for t in inputs()[1:])]),
     "float32": lambda f: gradients(f, inputs(dtype=torch.float32)),
     "float16": lambda f: gradients(f, inputs(dtype=torch.float16)),
     "a mask and causal": lambda f: gradients(f, inputs(), attn_mask=BIAS, is_causal=True),
@@ -156,6 +207,20 @@ def test_with_dropout_it_is_torchs() -> None:
 def test_without_gradients_it_is_torchs() -> None:
     with torch.no_grad():
         assert counted(lambda: short_attention(*inputs())) == counted(lambda: torchs(*inputs()))
+        assert saved_bytes(lambda: short_attention(*inputs())) == 0
+    constants = [t.detach() for t in inputs()]
+    assert not short_attention(*constants).requires_grad
+
+
+def test_values_may_have_another_size_and_weights_may_be_read_as_they_are() -> None:
+    q, k, v = inputs()
+    given = [nn.Parameter(q.detach()), k, torch.cat([v, v], -1)]
+    asked = [given[0], k, v]
+    exact = torch.autograd.grad(torchs(*(t.double() for t in given)).sum(), asked)
+    found = torch.autograd.grad(short_attention(*given).sum(), asked)
+    assert counted(lambda: short_attention(*given).sum().backward())[FUSED] == 0
+    for one, expected in zip(found, exact, strict=True):
+        assert relative_error(one, expected) <= EPS
 
 
 def test_a_mask_may_be_learned() -> None:

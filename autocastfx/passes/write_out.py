@@ -1,4 +1,4 @@
-"""What attention becomes on a CPU, in place, where torch's own takes long.
+"""What takes the place of torch's attention on a CPU: its formula where there is dropout, our operator for few tokens.
 
 Fused attention on a CPU knows no dropout. With it torch takes the formula: it widens query, key and value, and keeps
 all weights in float32 for backward. Written out, the products are 16-bit ones, and the list decides the softmax.
@@ -66,14 +66,14 @@ def recompute_attention(graph: fx.Graph, category: Callable[[fx.Node], Category 
         if node.target is _aten.scaled_dot_product_attention.default and category(node) is Category.ALLOW:
             query, key = argument(node, "query"), argument(node, "key")
             is_other = argument(node, "dropout_p") or argument(node, "enable_gqa")
-            if not is_other and all(_is_short(read) for read in (query, key)):
+            if not is_other and all(_has_few_tokens(read) for read in (query, key)):
                 node.target = short_attention
                 found.append(Recomposed(SHORT_ATTENTION, node.name, (node.name,)))
     return tuple(found)
 
 
-def _is_short(read: fx.Node) -> bool:
-    """Whether ``read`` holds few tokens for each head, in the example: when called, the operator looks itself."""
+def _has_few_tokens(read: fx.Node) -> bool:
+    """In the example: when called, the operator looks itself."""
     return is_float32(read) and tensors(read)[0].ndim == 4 and _sizes(read)[-2] <= TOKENS
 
 

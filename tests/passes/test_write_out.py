@@ -195,9 +195,12 @@ def test_a_list_decides(tmp_path: Path, op: str, category: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")
-def test_a_ban_on_a_part_is_none_on_the_whole(tmp_path: Path) -> None:
-    lists = ["bfloat16", op_list(tmp_path, "ban: [softmax]")]
-    assert not written_out(kernel(Function(attend), (Q, K, V), op_list=lists))
+@pytest.mark.parametrize("category", ["ban", "keep"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_ban_on_a_part_is_none_on_the_whole(tmp_path: Path, category: str, dropout: float) -> None:
+    lists = ["bfloat16", op_list(tmp_path, f"{category}: [softmax]")]
+    function = Function(functools.partial(attend, dropout_p=dropout))
+    assert kernel(function, (Q, K, V), op_list=lists).plan.recomposed == ()
 
 
 class Block(nn.Module):
