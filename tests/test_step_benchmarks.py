@@ -6,6 +6,7 @@ import json
 import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -328,3 +329,16 @@ def test_the_results_that_are_kept_are_whole() -> None:
     assert {(row["model"], row["side"]) for row in held} == {(m, s) for m in SMALL for s in COMPILED}
     held = json.loads((report.RESULTS / "inference-cpu.json").read_text())["rows"]
     assert {(row["model"], row["side"]) for row in held} == {(m, s) for m in SMALL for s in inference.SIDES}
+
+
+def test_the_readme_gives_the_times_that_were_measured() -> None:
+    readme = " ".join((Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8").split())
+    held = json.loads((report.RESULTS / "train-step-cpu.json").read_text())
+    rows = [row for row in held["rows"] if row["side"] == training.FASTEST]
+    times, steps = ([row[key][1] for row in rows] for key in ("backward_to_autocast", "step_to_autocast"))
+    assert len(rows) == 12
+    assert f"--rounds {held['rounds']} --processes {held['processes']}" in readme
+    assert (
+        f"forward and backward take {geometric_mean(times):.2f} of torch.autocast's time in the geometric mean "
+        f"({min(times):.2f} to {max(times):.2f}), whole steps {geometric_mean(steps):.2f}." in readme
+    )
