@@ -247,7 +247,7 @@ def test_targets_are_told_with_their_figures() -> None:
     worse = row(training.FASTEST, gradient_casts=5, ops=110, activation_casts=9, saved=1100)
     slow = row(training.DEFAULT, activation_bytes=81, backward_to_autocast=[1.0, 1.03, 1.1])
     told = step_table.targets([half, autocast, slow, worse])
-    assert len(told) == 9
+    assert len(told) == 10
     assert not any(reached for _, reached in told)
     assert "activation casts beyond pure half's: 7 (m), at most 6" in told[0][0]
     assert "MISSED   cast, fold=exact: cast bytes" in step_table.table([half, autocast, slow, worse])
