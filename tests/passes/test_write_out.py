@@ -272,18 +272,32 @@ def test_the_plan_says_which_attention_is_of_few_tokens() -> None:
     assert again.plan.recomposed == plan.recomposed
 
 
-@pytest.mark.parametrize("mask", [None, SEEN, BIAS, torch.where(SEEN, BIAS, -torch.inf)], ids=str)
-def test_few_tokens_give_what_torch_gives_but_for_roundings(mask: Tensor | None) -> None:
-    given = (Q, K, V) if mask is None else (Q, K, V, mask)
-    function = Function(attend_all)
-    model = kernel(function, given)
+# As many scores as the operator wants before it computes them anew.
+MANY = [torch.randn(2, 3, n, 16, generator=torch.Generator().manual_seed(n)) for n in (40, 36, 36)]
+MANY_SEEN, MANY_BIAS = SEEN.repeat(1, 1, 5, 3), BIAS.repeat(1, 1, 5, 3)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [None, MANY_SEEN, MANY_BIAS, torch.where(MANY_SEEN, MANY_BIAS, -torch.inf)],
+    ids=["no", "bool", "float", "inf"],
+)
+def test_few_tokens_give_what_torch_gives_but_for_roundings(
+    mask: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    function = Function(lambda q, k, v: attend_all(q, k, v, mask))
+    model = kernel(function, MANY, keep_output_dtype=False)
     assert made_short(model)
-    for found, expected in zip(*(result_and_gradients(f, *given) for f in (model, function)), strict=True):
+    result = model(*(t.clone().requires_grad_() for t in MANY))
+    assert type(result.grad_fn).__name__ == "_RecomputedBackward"
+    for found, expected in zip(*(result_and_gradients(f, *MANY) for f in (model, function)), strict=True):
         assert relative_error(found, expected) <= 2 * EPS
 
 
 @pytest.mark.parametrize("length", [5, TOKENS, TOKENS + 1])
-def test_a_call_may_bring_another_number_of_tokens(length: int) -> None:
+def test_a_call_may_bring_another_number_of_tokens(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     x = torch.randn(1, 2, 8, 16)
     function = Function(lambda x: attend_all(x, x, x))
     model = kernel(function, (x,))
