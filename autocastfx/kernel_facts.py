@@ -66,7 +66,7 @@ def load_kernel_facts() -> KernelFacts:
     Raises:
         OpListError: the file is damaged.
     """
-    tree = parse_file(preset_folder() / "kernel_facts.yaml", shown="op_lists/kernel_facts.yaml")
+    tree = parse_file(preset_folder() / "kernel_facts.yaml", shown="op_lists/kernel_facts.yaml", shipped=True)
     keys = ("computes_in_float32", "mixed_args", "takes_dtype", "no_kernel", "folds", "expands_range", "reduces")
     keys = (*keys, "float32_parameters", "joins", "folds_with_parameters")
     tree.check_keys(keys, what="kernel fact")

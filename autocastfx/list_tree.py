@@ -12,7 +12,7 @@ from autocastfx.list_keys import DEVICES, VALUES
 from autocastfx.op_name import located
 from autocastfx.rule import ANY_REDUCTION, Category, Condition, DepthLimit, ModuleRule, Rule, Scalar, module_pattern
 from autocastfx.signature import ArgumentType, argument_types
-from autocastfx.yaml_tree import Tree, legal_op_names, nearest
+from autocastfx.yaml_tree import Tree, is_known, legal_op_names, nearest
 
 __all__ = [
     "DEVICES",
@@ -36,8 +36,8 @@ _MODULE_KEYS = tuple(list_keys.MODULE_KEYS)
 _MODULE_WORDS = (*list_keys.MODULE_CATEGORIES, *list_keys.CATEGORIES)
 
 
-def op_rules(tree: Tree, *, shipped: bool) -> Iterator[Rule]:
-    """The rules under the categories of ``tree``; ``shipped`` marks them as the package's own.
+def op_rules(tree: Tree) -> Iterator[Rule]:
+    """The rules under the categories of ``tree``; of a shipped list, those of ops that this torch has.
 
     Raises:
         OpListError: an entry is wrong, or two speak of the same op, conditions and device.
@@ -46,7 +46,9 @@ def op_rules(tree: Tree, *, shipped: bool) -> Iterator[Rule]:
     overloads = placement(tree) == "follow"  # torch.autocast decides by overload
     for category in Category:
         for entry in tree.child(category.value).entries():
-            for rule, op in _entry(entry, category, shipped=shipped, overloads=overloads):
+            for rule, op in _entry(entry, category, overloads=overloads):
+                if op.shipped and not is_known(rule.op):
+                    continue
                 if rule.key in seen:
                     other = seen[rule.key]
                     raise op.error(
@@ -57,7 +59,7 @@ def op_rules(tree: Tree, *, shipped: bool) -> Iterator[Rule]:
                 yield rule
 
 
-def _entry(entry: Tree, category: Category, *, shipped: bool, overloads: bool) -> Iterator[tuple[Rule, Tree]]:
+def _entry(entry: Tree, category: Category, *, overloads: bool) -> Iterator[tuple[Rule, Tree]]:
     """The rules of an op name, of ``op: {when: …}``, or of a group ``{ops: […], reason: …}``."""
     ops, body = (entry,), Tree(None, entry.source)
     if entry.is_mapping:
@@ -68,7 +70,7 @@ def _entry(entry: Tree, category: Category, *, shipped: bool, overloads: bool) -
         name = op.op_name(overloads=overloads)
         when = _when(name, body.child("when"))
         for device in devices:
-            yield Rule(name, category, reason, op.source, when, device, shipped), op
+            yield Rule(name, category, reason, op.source, when, device, op.shipped), op
 
 
 def _group(entry: Tree) -> tuple[tuple[Tree, ...], Tree]:
@@ -154,7 +156,7 @@ def _devices(tree: Tree) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word.text for word in words))
 
 
-def module_rules(tree: Tree, *, shipped: bool) -> Iterator[ModuleRule]:
+def module_rules(tree: Tree) -> Iterator[ModuleRule]:
     """The rules under ``modules``.
 
     Raises:
@@ -162,7 +164,7 @@ def module_rules(tree: Tree, *, shipped: bool) -> Iterator[ModuleRule]:
     """
     seen: dict[object, ModuleRule] = {}
     for entry in tree.child("modules").entries():
-        for rule in _module_rule(entry, shipped=shipped):
+        for rule in _module_rule(entry):
             if rule.key in seen:
                 other = seen[rule.key]
                 raise entry.error(
@@ -173,7 +175,7 @@ def module_rules(tree: Tree, *, shipped: bool) -> Iterator[ModuleRule]:
             yield rule
 
 
-def _module_rule(entry: Tree, *, shipped: bool) -> Iterator[ModuleRule]:
+def _module_rule(entry: Tree) -> Iterator[ModuleRule]:
     entry.check_keys(_MODULE_KEYS, what="key of a module's entry")
     for key in ("path", "category"):
         if entry.child(key).is_missing:
@@ -194,13 +196,14 @@ def _module_rule(entry: Tree, *, shipped: bool) -> Iterator[ModuleRule]:
         "rank": 0 if rank.is_missing else rank.as_integer(),
     }
     for device in _devices(entry.child("devices")):
-        yield ModuleRule(**fields, device=device, source=entry.source, shipped=shipped)
+        yield ModuleRule(**fields, device=device, source=entry.source, shipped=entry.shipped)
 
 
 def keep_args(tree: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Per op, the arguments that stay float32."""
     for op, names in tree.child("keep_args").items():
-        yield op.op_name(), tuple(name.argument_of(op.op_name()) for name in names.as_strings())
+        if not (op.shipped and not is_known(op.text)):
+            yield op.op_name(), tuple(name.argument_of(op.op_name()) for name in names.as_strings())
 
 
 def aliases(tree: Tree) -> dict[str, str]:

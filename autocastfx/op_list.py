@@ -81,7 +81,7 @@ class OpList:
         Raises:
             OpListError: it would be wrong in a YAML file, too.
         """
-        return _from_tree(tree_of(data, name), name, Path.cwd(), (), shipped=False)
+        return _from_tree(tree_of(data, name), name, Path.cwd(), ())
 
     def every_rule(self) -> tuple[Rule | ModuleRule, ...]:
         """All rules: of ops, of ops under conditions or on devices, of modules."""
@@ -216,16 +216,16 @@ def load_op_list(lists: OpListLike, *, default: str = "float16") -> OpList:
 
 def _load_file(path: Path, opened: tuple[Path, ...]) -> OpList:
     shipped = path.parent == preset_folder()
-    tree = parse_file(path, shown=f"op_lists/{path.name}" if shipped else str(path))
-    return _from_tree(tree, path.stem, path.parent, (*opened, path), shipped=shipped)
+    tree = parse_file(path, shown=f"op_lists/{path.name}" if shipped else str(path), shipped=shipped)
+    return _from_tree(tree, path.stem, path.parent, (*opened, path))
 
 
-def _from_tree(tree: Tree, name: str, folder: Path, opened: tuple[Path, ...], *, shipped: bool) -> OpList:
+def _from_tree(tree: Tree, name: str, folder: Path, opened: tuple[Path, ...]) -> OpList:
     tree.check_keys(list_tree.KEYS, what="key of an op list")
     base = OpList()
     for parent in tree.child("extends").as_strings():
         base = base.merged(_load_parent(parent, folder, opened))
-    rules = tuple(list_tree.op_rules(tree, shipped=shipped))
+    rules = tuple(list_tree.op_rules(tree))
     own = OpList(
         rules={r.op: r for r in rules if not (r.when or r.device)},
         keep_args=dict(list_tree.keep_args(tree)),
@@ -235,7 +235,7 @@ def _from_tree(tree: Tree, name: str, folder: Path, opened: tuple[Path, ...], *,
         set_dtype=frozenset(op.op_name() for op in tree.child("set_dtype").as_strings()),
         reduction_depth=dict(list_tree.reduction_depth(tree)),
         conditional={r.key: r for r in rules if r.when or r.device},
-        modules=tuple(list_tree.module_rules(tree, shipped=shipped)),
+        modules=tuple(list_tree.module_rules(tree)),
     )
     return replace(base.merged(own), name=name)
 

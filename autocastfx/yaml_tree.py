@@ -21,7 +21,7 @@ from autocastfx.op_name import canonical, located, of_function
 from autocastfx.rule import Scalar
 from autocastfx.signature import argument_types
 
-__all__ = ["Tree", "legal_op_names", "nearest", "parse_file"]
+__all__ = ["Tree", "is_known", "legal_op_names", "nearest", "parse_file"]
 
 STANDARD = "tag:yaml.org,2002:"
 
@@ -49,6 +49,15 @@ def python_functions() -> Mapping[str, str]:
     return {name: path for name, path in found.items() if name not in legal_op_names()}
 
 
+def is_known(op: str) -> bool:
+    """Whether this torch has what an op list calls ``op``; of what is not torch's, nothing is known: true."""
+    head, dot, rest = op.partition(".")
+    if head in legal_op_names() and head != "torch":
+        return not dot or rest in _overloads(head)
+    owner = located(op.rpartition(".")[0]) if head == "torch" else None
+    return located(op) is not None if owner is not None else bool(dot) or "::" in op or op in python_functions()
+
+
 def nearest(word: str, legal: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` with the legal word nearest to ``word``, or nothing if none is near."""
     close = difflib.get_close_matches(word, sorted(legal), n=1)
@@ -57,10 +66,14 @@ def nearest(word: str, legal: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Tree:
-    """A node of a YAML file: a mapping, a sequence or a scalar; or nothing, where an optional key is missing."""
+    """A node of a YAML file: a mapping, a sequence or a scalar; or nothing, where an optional key is missing.
+
+    ``shipped`` files come with this package and speak of several versions of torch: what this torch lacks passes.
+    """
 
     node: yaml.Node | None
     source: Place
+    shipped: bool = False
 
     @property
     def is_missing(self) -> bool:
@@ -84,7 +97,7 @@ class Tree:
     def _at(self, node: yaml.Node) -> Tree:
         mark: Any = node.start_mark
         place = Source(self.source.file, mark.line + 1, mark.column + 1) if isinstance(self.source, Source) else mark
-        tree = Tree(node, place)
+        tree = Tree(node, place, self.shipped)
         if not node.tag.startswith(STANDARD) or node.tag.startswith(f"{STANDARD}python"):
             raise tree.error(
                 f"the tag {node.tag!r} is not allowed: an op list holds plain text, lists and mappings only"
@@ -113,7 +126,7 @@ class Tree:
 
     def child(self, name: str) -> Tree:
         """The value of a key; nothing where the key is missing."""
-        return next((value for key, value in self.items() if key.text == name), Tree(None, self.source))
+        return next((value for key, value in self.items() if key.text == name), Tree(None, self.source, self.shipped))
 
     def entries(self) -> tuple[Tree, ...]:
         """Members of a sequence; nothing for a missing or empty node."""
@@ -216,6 +229,8 @@ class Tree:
         """
         name = self.as_text()
         head = name.partition(".")[0]
+        if self.shipped and not is_known(name):
+            return name
         if "::" in name:
             if name.startswith("aten::"):
                 raise self.error(f"ATen ops are listed by their base name: write {name[6:].partition('.')[0]!r}")
@@ -261,8 +276,8 @@ def _kind(node: yaml.Node | None) -> str:
     return "nothing" if node is None or not node.value else f"the word {node.value!r}"
 
 
-def parse_file(path: Path, *, shown: str) -> Tree:
-    """The root mapping of a YAML file, which messages call ``shown``.
+def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
+    """The root mapping of a YAML file, which messages call ``shown``; ``shipped`` if it comes with this package.
 
     Raises:
         OpListError: the file is missing, is no UTF-8 text, or is no YAML mapping; the message names the place.
@@ -294,6 +309,6 @@ def parse_file(path: Path, *, shown: str) -> Tree:
         raise OpListError(
             "the file is empty. A list has at least one category, such as 'deny: [my_lib::my_op]'.", start
         )
-    root = Tree(node, start)._at(node)
+    root = Tree(node, start, shipped)._at(node)
     root.items()
     return root

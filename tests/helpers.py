@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 
 import autocastfx
 from autocastfx.graph import dtypes, origin
 from autocastfx.op_name import op_name
+
+_PINNED = re.search(r"^torch==(\S+)", (Path(__file__).parents[1] / "constraints.txt").read_text(), re.MULTILINE)
+is_pinned_torch = _PINNED is not None and torch.__version__.partition("+")[0] == _PINNED[1]
+with_pinned_torch = pytest.mark.skipif(not is_pinned_torch, reason="of the torch of constraints.txt; this is another")
 
 SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64", torch.bool: "bool"}
 

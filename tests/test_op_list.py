@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 import torch
 import yaml
 
-from autocastfx import Category, OpList, OpListError, load_op_list, presets
+from autocastfx import Category, OpList, OpListError, kernel_facts, load_op_list, presets
+from autocastfx import op_list as op_list_module
 from autocastfx.errors import KeyPath
+from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.op_list import Rule, preset_folder, preset_path
-from autocastfx.yaml_tree import legal_op_names, parse_file
-from tests.helpers import op_list
+from autocastfx.yaml_tree import parse_file
+from tests.helpers import op_list, with_pinned_torch
 
 
 def write(path: Path, text: str) -> Path:
@@ -384,12 +387,41 @@ def test_shipped_list(name: str) -> None:
     assert lists.name == name
     assert lists.unlisted is not None
     for op, rule in lists.rules.items():
-        assert op in legal_op_names() or "::" in op or "." in op
         assert rule.reason, f"{op} has no reason"
         assert str(rule.source).startswith("op_lists/")
     for op, arguments in lists.keep_args.items():
         assert op in lists.rules
         assert arguments
+
+
+@with_pinned_torch
+@pytest.mark.parametrize("name", presets())
+def test_a_shipped_list_names_nothing_that_the_pinned_torch_lacks(name: str, tmp_path: Path) -> None:
+    elsewhere = shutil.copy(preset_path(name), tmp_path)  # there it is checked as anybody's
+    assert load_op_list(elsewhere) == load_op_list(name)
+
+
+@with_pinned_torch
+def test_the_kernel_facts_name_nothing_that_the_pinned_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_facts, "parse_file", lambda path, *, shown, shipped: parse_file(path, shown=shown))
+    assert load_kernel_facts()
+
+
+@pytest.mark.parametrize("gone", ["gone", "mm.gone", "torch.gone", "torch.nn.functional.gone"])
+def test_a_shipped_list_may_name_what_this_torch_lacks(
+    gone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (
+        f"placement: follow\ndeny: [mm, {gone}, mm.dtype, my_lib::op, torch.nn.LayerNorm]\nkeep_args: {{{gone}: [a]}}\n"
+    )
+    path = write(tmp_path / "other.yaml", text)
+    with pytest.raises(OpListError, match="gone"):
+        load_op_list(path)
+    monkeypatch.setattr(op_list_module, "preset_folder", lambda: tmp_path)
+    found = load_op_list(path)
+    norm = "torch.nn.modules.normalization.LayerNorm"
+    assert (set(found.rules), dict(found.keep_args)) == ({"mm", "mm.dtype", "my_lib::op", norm}, {})
+    assert all(rule.shipped for rule in found.every_rule())
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
