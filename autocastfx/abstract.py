@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
+from autocastfx.example import example
 from autocastfx.graph import value
 
 __all__ = ["concrete_sizes", "dtypes_of"]
@@ -38,7 +39,7 @@ def concrete_sizes(graph: fx.Graph) -> Callable[[Any], Any]:
             if id(leaf) not in made:
                 made[id(leaf)] = leaf, _of_example_sizes(leaf, mode)
             return made[id(leaf)][1]
-        return _example(leaf)
+        return example(leaf)
 
     def concrete_value(abstract: Any) -> Any:
         is_leaf = isinstance(abstract, torch.Tensor)
@@ -49,14 +50,10 @@ def concrete_sizes(graph: fx.Graph) -> Callable[[Any], Any]:
 
 def _of_example_sizes(abstract: FakeTensor, mode: FakeTensorMode) -> FakeTensor:
     """What ``torch.empty_strided`` gives under ``mode``, made without dispatch, which takes most of its time."""
-    sizes = [int(_example(n)) for n in abstract.shape], [int(_example(n)) for n in abstract.stride()]
+    sizes = [example(n) for n in abstract.shape], [example(n) for n in abstract.stride()]
     with no_dispatch():
         elements = torch.empty_strided(*sizes, dtype=abstract.dtype, device="meta")
     return FakeTensor(mode, elements, abstract.device)
-
-
-def _example(leaf: Any) -> Any:
-    return leaf.node.hint if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) else leaf
 
 
 def _depends_on_data(leaf: torch.Tensor | torch.SymInt) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autocastfx.example import example
 from autocastfx.graph import constants, has_float32, tensors
 from autocastfx.op_name import base_name, op_name
 from autocastfx.pattern import Arguments, Found
@@ -86,8 +87,9 @@ def arguments(found: Found) -> Arguments | None:
     mask = found.get("mask")
     if mask is not None:
         scores, sizes = (*q.shape[:3], k.shape[2]), tensors(mask)[0].shape
+        # In the example; that the mask was added says that it fits other sizes, too.
         fits = len(sizes) == 4 and all(
-            _example(n) in (_example(whole), 1) for n, whole in zip(sizes, scores, strict=True)
+            example(n) in (example(whole), 1) for n, whole in zip(sizes, scores, strict=True)
         )
         if not fits or not _is_finite(mask):
             return None
@@ -101,11 +103,6 @@ def _is_number(value: Any) -> bool:
 def _sizes(tensor: torch.Tensor) -> tuple[str, ...]:
     """Sizes as text: comparing symbols would add conditions to the graph."""
     return tuple(str(size) for size in tensor.shape)
-
-
-def _example(size: int | torch.SymInt) -> int | None:
-    """A size in the example; that the mask was added says that it fits others, too."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _is_finite(mask: fx.Node) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from autocastfx.example import example
 from autocastfx.graph import argument, tensors, value
 
 __all__ = ["KINDS", "depth"]
@@ -46,9 +46,8 @@ def depth(node: fx.Node, kind: str) -> int | None:
 def _sizes(node: object) -> list[int] | None:
     """Sizes of a node's first tensor, a symbolic one as its example."""
     found = tensors(node) if isinstance(node, fx.Node) and value(node) is not None else ()
-    if not found or any(free_unbacked_symbols(n) for n in found[0].shape if isinstance(n, torch.SymInt)):
-        return None
-    return [int(n.node.hint) if isinstance(n, torch.SymInt) else int(n) for n in found[0].shape]
+    sizes: list[Any] = [example(n) for n in found[0].shape] if found else [None]
+    return None if None in sizes else sizes
 
 
 def _contracted(equation: str, operands: Sequence[list[int] | None]) -> int | None:

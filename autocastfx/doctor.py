@@ -15,7 +15,7 @@ from autocastfx.rule import Category
 
 __all__ = ["Diagnosis", "examine"]
 
-_PACKAGES = ("torch", "autocastfx", "networkx", "pyyaml")
+_PACKAGES = ("autocastfx", "networkx", "pyyaml")
 _LOW = ("float16", "bfloat16")
 _MAY_BE_LOW = (Category.ALLOW, Category.INFER, Category.CLEAR, Category.PROMOTE)
 
@@ -60,7 +60,11 @@ def examine() -> Diagnosis:
     kinds = tuple(dict.fromkeys(kind for kind, _ in devices))
     known = tuple(kind for kind in kinds if any(device == kind for device, _ in facts.no_kernel))
     return Diagnosis(
-        versions={"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{name: _version(name) for name in _PACKAGES},
+        },
         devices=devices,
         no_kernel={kind: {dtype: _missing(facts, kind, dtype) for dtype in _LOW} for kind in known},
         unmeasured=tuple(kind for kind in kinds if kind not in known),

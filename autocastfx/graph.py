@@ -13,6 +13,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from autocastfx.example import example_size
 from autocastfx.op_name import op_name
 from autocastfx.schema import schema
 
@@ -21,7 +22,6 @@ __all__ = [
     "Use",
     "dtypes",
     "elements",
-    "example_size",
     "has_float32",
     "is_float32",
     "map_uses",
@@ -118,13 +118,6 @@ def elements(node: fx.Node, dtype: torch.dtype = torch.float32) -> int:
     A size that depends on data counts as 1.
     """
     return sum(math.prod(example_size(n) for n in t.shape) for t in tensors(node) if t.dtype == dtype)
-
-
-def example_size(size: int | torch.SymInt) -> int:
-    """``size`` in the example inputs, or 1."""
-    if isinstance(size, torch.SymInt):
-        return int(size.node.hint) if size.node.hint is not None else 1
-    return size
 
 
 @dataclass(frozen=True)

@@ -119,10 +119,10 @@ def _dimension(x: fx.Node, dims: Any) -> int | None:
 
 
 def _softmax() -> Iterator[Three]:
-    yield _over_sum(lambda x, dims, dim: x - torch.amax(x, dims, True))
-    yield _over_sum(lambda x, dims, dim: x - torch.max(x, dim, True)[0])
-    yield _over_sum(lambda x, dims, dim: x - torch.amax(x, dims, True).detach())
-    yield _over_sum(lambda x, dims, dim: x - torch.max(x, dim, True)[0].detach())
+    yield _over_sum(lambda x, dims, dim: x - x.amax(dims, True))
+    yield _over_sum(lambda x, dims, dim: x - x.max(dim, True)[0])
+    yield _over_sum(lambda x, dims, dim: x - x.amax(dims, True).detach())
+    yield _over_sum(lambda x, dims, dim: x - x.max(dim, True)[0].detach())
 
 
 def _over_sum(shifted: Three) -> Three:

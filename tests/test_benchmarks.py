@@ -26,6 +26,7 @@ from benchmarks import (
 from benchmarks.accuracy_tasks import TASKS, CharacterGPT, DigitsCNN, DigitsViT, Underflow
 from benchmarks.graphs import SHAPES
 from benchmarks.models import FullModel, ResNet50
+from tests.helpers import is_pinned_torch
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -141,6 +142,8 @@ def test_ratios_are_to_the_first_policy_and_what_is_missing_says_so(
 
 @pytest.mark.parametrize("optimizer", optimizer_step.OPTIMIZERS)
 def test_a_step_reads_and_runs_no_more_for_more_parameters(optimizer: str) -> None:
+    if optimizer == "Adagrad fused" and not is_pinned_torch:
+        pytest.skip("before torch 2.13 it takes no scale")
     small, large = ({row.side: row for row in optimizer_step.measure(optimizer, n, rounds=6)} for n in (3, 40))
     ours, theirs, bare = (large[name] for name in optimizer_step.SIDES)
     assert ours.host_reads - bare.host_reads == (0 if "fused" in optimizer else 1)
@@ -176,7 +179,7 @@ def test_what_does_not_hold_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 # ---- memory of a parameter ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Profiler clears events")
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_bytes_of_a_parameter(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     other = torch.eye(3).to_sparse()

@@ -20,6 +20,7 @@ import autocastfx
 from autocastfx.cli import main
 from tests.golden.models import comparable
 from tests.golden.readme import blocks
+from tests.helpers import with_pinned_torch
 
 # The command shows warnings on standard error; here they must not be raised.
 pytestmark = pytest.mark.filterwarnings("always::autocastfx.UnmatchedRuleWarning")
@@ -348,6 +349,7 @@ def test_the_installed_command_is_main() -> None:
     assert 'autocastfx = "autocastfx.cli:main"' in text.partition("[project.scripts]\n")[2].partition("[")[0]
 
 
+@with_pinned_torch
 def test_the_page_shows_what_its_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = blocks(PAGE.read_text(encoding="utf-8"))

@@ -16,6 +16,8 @@ import torch
 from torch import fx
 from torch.utils._sympy.printers import PythonPrinter
 
+from autocastfx.example import example
+
 __all__ = ["ShapeGuard", "shape_guard"]
 
 Sizes = Sequence[Sequence[int]]
@@ -74,7 +76,7 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
     Args:
         inputs: its placeholders, with abstract values, all tensors.
     """
-    captured = [[_number(size) for size in node.meta["val"].shape] for node in inputs]
+    captured = [[example(size) for size in node.meta["val"].shape] for node in inputs]
     symbols: dict[str, tuple[str, int, int]] = {}
     conditions: dict[str, None] = {}
     equal: list[tuple[int, int, sympy.Basic]] = []
@@ -111,10 +113,6 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
             pinned = {f"{name} == {captured[i][d]}": None for name, i, d in symbols.values() if name in names}
             conditions.update({condition: None} if holds_when_captured(condition) else pinned)
     return ShapeGuard(tuple(symbols.values()), tuple(conditions))
-
-
-def _number(size: int | torch.SymInt) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
 def _python(expression: sympy.Basic) -> str:

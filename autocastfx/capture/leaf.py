@@ -74,14 +74,15 @@ def whole_calls(functions: Iterable[str]) -> Generator[list[Callable[..., Any]],
     a graph cannot hold, raises :class:`CaptureError`.
     """
     called: list[Callable[..., Any]] = []
-    original_apply = torch.autograd.Function.apply.__func__
+    found: Any = inspect.getattr_static(torch.autograd.Function, "apply")  # in Python, from 2.15 on in C
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch.utils.checkpoint":
             refuse_checkpoint()
         inside_torch = cls.__module__.split(".")[0] == "torch"
         call = AutogradCall(cls)
-        return _record(call, lambda: original_apply(cls, *args, **kwargs), args, kwargs, called, trace=inside_torch)
+        original: Any = found.__get__(None, cls)
+        return _record(call, lambda: original(*args, **kwargs), args, kwargs, called, trace=inside_torch)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))

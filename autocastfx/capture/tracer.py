@@ -243,7 +243,7 @@ class Tracer(fx.Tracer):
         python = function if function is not None else getattr(torch.Tensor, name, None)
         found: Any = getattr(torch.ops.aten, name, None)
         if isinstance(python, types.FunctionType):
-            last = next(reversed(self.graph.nodes))
+            last = next(iter(reversed(self.graph.nodes)))  # torch 2.11 gives no iterator
             try:
                 return python(*args, **kwargs)
             except TypeError:  # it asks for a real tensor

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autocastfx.example import example
 from autocastfx.graph import argument, tensors
 from autocastfx.hardware.walk import Located
-from autocastfx.hardware.work import depends_on_data, example
 from autocastfx.op_name import op_name
 
 __all__ = ["TILE", "Size", "sizes_of"]
@@ -111,7 +111,7 @@ def _of_attention(located: Located) -> Iterator[Size | None]:
 
 
 def _size(located: Located, name: str, source: str, factors: Sequence[Any]) -> Size | None:
-    if any(map(depends_on_data, factors)):
+    if any(example(factor) is None for factor in factors):
         return None
     from_inputs = any(isinstance(factor, torch.SymInt) and factor.node.maybe_as_int() is None for factor in factors)
     operand = "input" if from_inputs else _weight(located, source) or "activation"

@@ -14,11 +14,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from autocastfx.alias import aliased
+from autocastfx.example import example_size
 from autocastfx.graph import dtypes, is_member, tensors, uses, value
 from autocastfx.op_name import op_name
 from autocastfx.traffic import moves
 
-__all__ = ["Work", "depends_on_data", "example", "work_of"]
+__all__ = ["Work", "work_of"]
 
 _LOW = {"float16", "bfloat16"}
 _GATHERS = ("embedding", "gather", "index", "index_select", "take", "take_along_dim")  # they read what they give
@@ -61,20 +62,6 @@ def _moves(node: fx.Node) -> bool:
     return moves(node) or any(set(dtypes(node)) != set(dtypes(read)) for read in aliased(node))
 
 
-def example(number: Any) -> Any:
-    """A size, or another symbolic number, for the example inputs; 1 for a size that depends on data."""
-    if isinstance(number, torch.SymInt):
-        return int(number.node.hint) if number.node.hint is not None else 1
-    if isinstance(number, (torch.SymFloat, torch.SymBool)):
-        return number.node.hint
-    return number
-
-
-def depends_on_data(number: Any) -> bool:
-    """Whether a size is known only once the graph runs."""
-    return isinstance(number, torch.SymInt) and number.node.hint is None
-
-
 def _bytes(node: fx.Node, read: list[torch.Tensor]) -> int:
     written = sum(map(_size, tensors(node)))
     if op_name(node) in _GATHERS:
@@ -84,7 +71,7 @@ def _bytes(node: fx.Node, read: list[torch.Tensor]) -> int:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    return math.prod(map(example, tensor.shape)) * tensor.itemsize
+    return math.prod(map(example_size, tensor.shape)) * tensor.itemsize
 
 
 def _flops(node: fx.Node) -> int | None:
@@ -104,10 +91,10 @@ def _flops(node: fx.Node) -> int | None:
 
 def _meta(leaf: Any) -> Any:
     """An argument without storage, at the sizes of the example inputs."""
-    return pytree.tree_map(_without_storage, value(leaf)) if isinstance(leaf, fx.Node) else example(leaf)
+    return pytree.tree_map(_without_storage, value(leaf)) if isinstance(leaf, fx.Node) else example_size(leaf)
 
 
 def _without_storage(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return torch.empty([example(n) for n in leaf.shape], dtype=leaf.dtype, device="meta")
-    return example(leaf)
+        return torch.empty([example_size(n) for n in leaf.shape], dtype=leaf.dtype, device="meta")
+    return example_size(leaf)

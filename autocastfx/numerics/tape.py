@@ -81,9 +81,10 @@ class Backward:
     def __init__(self, output: torch.Tensor, gradient: torch.Tensor) -> None:
         self._waiting: dict[Any, list[torch.Tensor | None]] = {}
         self._order: list[tuple[int, int, Any]] = []
+        self._owners: dict[Any, list[Any]] = {}  # of functions in Python, which torch frees with what led to them
         self._given = 0
         self.at: float = float("inf")
-        self._add(edge_of(output), gradient)
+        self._add(edge_of(output), gradient, get_gradient_edge(output).ownership_token)
 
     @property
     def pending(self) -> int:
@@ -95,8 +96,9 @@ class Backward:
         self.at = min(self.at, mark)
         while self._order and -self._order[0][0] >= mark:
             function = heapq.heappop(self._order)[2]
+            owner = function, self._owners.pop(function, None)
             for edge, gradient in _apply(function, self._waiting.pop(function)):
-                self._add(edge, gradient)
+                self._add(edge, gradient, owner)
 
     def gradient(self, edge: Edge) -> torch.Tensor | None:
         """The gradient of a value; None if there is none. Complete once all that reads the value has run."""
@@ -107,9 +109,11 @@ class Backward:
         """Drop the gradient of a leaf."""
         self._waiting.pop(edge[0], None)
 
-    def _add(self, edge: Edge, gradient: torch.Tensor) -> None:
+    def _add(self, edge: Edge, gradient: torch.Tensor, owner: Any) -> None:
         function, output = edge
         kinds = function._input_metadata
+        if isinstance(function, torch._C._FunctionBase):
+            self._owners.setdefault(function, []).append(owner)
         if function not in self._waiting:
             self._waiting[function] = [None] * len(kinds)
             if not _is_leaf(function):

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 import autocastfx
 from autocastfx import AmpModule, Precision
 from autocastfx.op_list import preset_folder
+from tests.helpers import with_pinned_torch
 from tests.invariants.pair import HUGE, LOW, inserted_casts, twice
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")
@@ -121,6 +122,7 @@ def _reordered(tree: Any, shuffle: random.Random) -> Any:
     return tree
 
 
+@with_pinned_torch
 @pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")  # a copy of a shipped list is one's own
 @pytest.mark.parametrize("low", LOW)
 def test_the_order_of_the_lists_entries_does_not_matter(low: torch.dtype, tmp_path: Path) -> None:

@@ -70,15 +70,15 @@ def test_a_cast_to_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch, ind
 
 def test_a_cast_of_an_index_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def cast_index(state: Any) -> None:
-        (gather,) = [n for n in state.graph.nodes if n.name == "embedding"]
+        (gather,) = [n for n in state.graph.nodes if n.name == "gather"]
         with state.graph.inserting_before(gather):
-            wrong = state.graph.call_function(torch.ops.aten.to.dtype, (gather.args[1], torch.bfloat16))
-        gather.update_arg(1, wrong)
+            wrong = state.graph.call_function(torch.ops.aten.to.dtype, (gather.args[2], torch.bfloat16))
+        gather.update_arg(2, wrong)
 
     planted(monkeypatch, cast_index)
-    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
-    with pytest.raises(autocastfx.VerifyError, match=r"node 'embedding' \(embedding\)"):
-        autocastfx.convert(model, (torch.tensor([1, 2]),), dtype=torch.bfloat16)
+    model = Function(lambda x, index: torch.gather(x @ x, 0, index))
+    with pytest.raises(autocastfx.VerifyError, match=r"node 'gather' \(gather\)"):
+        autocastfx.convert(model, (torch.ones(2, 2), torch.tensor([[1, 0]])), dtype=torch.bfloat16)
 
 
 def test_an_output_of_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

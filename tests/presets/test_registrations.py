@@ -9,6 +9,7 @@ from torch import fx
 import autocastfx
 from autocastfx import Category, OpList
 from autocastfx.match import Matcher
+from tests.helpers import with_pinned_torch
 
 KEYS = {"torch_autocast_cpu": "AutocastCPU", "torch_autocast_cuda": "AutocastCUDA"}
 # A build of torch without CUDA does not register it; the list must hold for both.
@@ -30,6 +31,7 @@ def category(op_list: OpList, op: str, overload: str) -> Category | None:
     return rule.category if rule is not None else None
 
 
+@with_pinned_torch
 @pytest.mark.parametrize("preset", KEYS)
 def test_every_registered_overload_is_listed(preset: str) -> None:
     op_list = autocastfx.load_op_list(preset)
@@ -37,6 +39,7 @@ def test_every_registered_overload_is_listed(preset: str) -> None:
     assert not missing
 
 
+@with_pinned_torch
 @pytest.mark.parametrize("preset", KEYS)
 def test_every_listed_op_is_registered(preset: str) -> None:
     listed = {name.partition(".")[0] for name in autocastfx.load_op_list(preset).rules}

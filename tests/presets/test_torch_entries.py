@@ -15,6 +15,7 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 from torch.utils import _pytree as pytree
 
 import autocastfx
+from tests.helpers import with_pinned_torch
 
 LOW = [torch.float16, torch.bfloat16]
 MODULES = {"nn": torch._C._nn, "linalg": torch._C._linalg, "torch": torch, "methods": torch.Tensor}
@@ -124,6 +125,7 @@ def same(result: Any, expected: Any) -> None:
             assert one == other
 
 
+@with_pinned_torch
 def test_every_entry_is_here() -> None:
     assert (len(CPU), len(CUDA), len(CUDNN), len(BANNED), len(RUN)) == (55, 121, 2, 1, 118)
 

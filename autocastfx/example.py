@@ -1,0 +1,26 @@
+"""The value of a size for the example inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["example", "example_size"]
+
+
+def example(number: Any) -> Any:
+    """``number``, or what a symbolic one is for the example inputs; None for one that depends on data."""
+    if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return number
+    node = number.node
+    if node.hint is None:  # in torch 2.11 also if it was found equal to what does not
+        found = node.shape_env.size_hint(node.expr, allow_none=True)
+        return None if found is None else node.pytype(found)
+    return node.hint
+
+
+def example_size(number: Any) -> Any:
+    """The same, but 1 for one that depends on data."""
+    found = example(number)
+    return 1 if found is None and isinstance(number, torch.SymInt) else found
