@@ -5,6 +5,8 @@ PYTHON ?= python3
 # Two test workers with one computing thread each: more would compete for the cores of a small machine.
 WORKERS ?= 2
 PYTEST_ARGS ?=
+# For `make other-torch`.
+TORCH ?= 2.15.0
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -23,7 +25,7 @@ EXTRAS := dev,docs,demo,plot
 # $(call step,what it does) { commands; } prints what it does and then how long it took.
 step = @echo "==> $(1)"; TIMEFORMAT="    %1R s"; time
 
-.PHONY: help test demo env lint types browser unit docs wheel format clean distclean
+.PHONY: help test demo env lint types browser unit other-torch docs wheel format clean distclean
 
 help:
 	@echo "make test    everything that continuous integration checks: lint, types, unit, docs, wheel"
@@ -33,6 +35,7 @@ help:
 	@echo "make types   basedpyright, strict, on autocastfx/"
 	@echo "make browser install Debian's chromium for the tests of the HTML page, as root where apt-get exists"
 	@echo "make unit    pytest; options go in PYTEST_ARGS, for example PYTEST_ARGS='-k place -x'"
+	@echo "make other-torch TORCH=2.11.0: pytest with another torch, in an environment of its own (several gigabytes)"
 	@echo "make docs    the documentation, into docs/_build/html; a warning is an error"
 	@echo "make wheel   build the sdist and the wheel, install the wheel in a clean environment, use it there"
 	@echo "make format  apply ruff's fixes and formatting"
@@ -80,6 +83,15 @@ unit: $(INSTALLED) browser
 	  $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS); \
 	}
 
+# Not a part of `make test`: torch comes with the libraries of its GPU build, several gigabytes.
+other-torch:
+	$(call step,other-torch: pytest with torch $(TORCH)) { \
+	  [ -x .torch-$(TORCH)/bin/python ] || $(PYTHON) -m venv .torch-$(TORCH); \
+	  { grep -v '^torch==\|^setuptools==' constraints.txt; echo "torch==$(TORCH)"; } > .torch-$(TORCH)/constraints.txt; \
+	  .torch-$(TORCH)/bin/python -m pip install -q -c .torch-$(TORCH)/constraints.txt -e '.[$(EXTRAS)]'; \
+	  $(ONE_THREAD) .torch-$(TORCH)/bin/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS); \
+	}
+
 docs: $(INSTALLED)
 	$(call step,docs: sphinx-build -W) { \
 	  $(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html; \
@@ -114,7 +126,7 @@ format: $(INSTALLED)
 
 clean:
 	@rm -rf build dist docs/_build .wheel-venv .pytest_cache .ruff_cache .hypothesis
-	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . -path ./.venv -prune -o -path "./.torch-*" -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	@rm -rf .venv
+	@rm -rf .venv .torch-*

@@ -14,9 +14,9 @@ def example(number: Any) -> Any:
     if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return number
     node = number.node
-    if node.hint is None:  # in torch 2.11 also if it was found equal to what does not
-        found = node.shape_env.size_hint(node.expr, allow_none=True)
-        return None if found is None else node.pytype(found)
+    if node.hint is None:  # torch 2.11 keeps none for what it finds equal to the size of an input only later
+        found = node.expr.xreplace(node.shape_env.backed_var_to_val)
+        return None if found.free_symbols else node.pytype(found)
     return node.hint
 
 

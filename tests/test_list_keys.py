@@ -12,8 +12,10 @@ from autocastfx.errors import OpListError
 from autocastfx.list_tree import KEYS, PLACEMENTS, UNLISTED
 from autocastfx.op_list import Category, OpList
 from tests.golden.yaml_reference import PAGE, page
+from tests.helpers import with_pinned_torch
 
 
+@with_pinned_torch
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tests.golden` and review what changed"
     assert "yaml-reference" in (PAGE.parent / "index.md").read_text(encoding="utf-8").split()

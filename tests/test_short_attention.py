@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocastfx.op_name import of_function
 from autocastfx.short_attention import TOKENS, short_attention
-from tests.helpers import relative_error, saved_bytes
+from tests.helpers import is_pinned_torch, relative_error, saved_bytes
 
 LOW = torch.bfloat16
 EPS = torch.finfo(LOW).eps
@@ -192,6 +192,8 @@ AS_TORCHS: dict[str, Callable[[Callable[..., Tensor]], list[Tensor]]] = {
 
 @pytest.mark.parametrize("run", AS_TORCHS.values(), ids=AS_TORCHS)
 def test_elsewhere_it_is_torchs(run: Callable[[Callable[..., Tensor]], list[Tensor]]) -> None:
+    if run is AS_TORCHS["a mask and causal"] and not is_pinned_torch:
+        pytest.skip("torch refuses it from 2.15 on")
     assert counted(lambda: run(short_attention)) == counted(lambda: run(torchs))
     for found, expected in zip(run(short_attention), run(torchs), strict=True):
         assert torch.equal(found, expected)
@@ -255,6 +257,7 @@ def test_several_gradients_at_once() -> None:
         assert all(relative_error(t[n], one) <= EPS for t, one in zip(found, expected, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's has no rule for batches either
 def test_transforms_of_functions_take_it() -> None:
     q, k, v = (t.detach() for t in inputs())
     found, expected = (torch.func.grad(lambda q, f=f: f(q, k, v).sum())(q) for f in (short_attention, torchs))

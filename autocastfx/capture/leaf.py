@@ -41,7 +41,9 @@ class _Leaf(HigherOrderOperator):
 
 
 LEAF = _Leaf()
-CHECKPOINT = "_checkpoint_without_reentrant_generator"  # of torch.utils.checkpoint
+# Of torch.utils.checkpoint, the function that all its ways without reentry go through: from torch 2.15 on the first.
+_CHECKPOINTS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+CHECKPOINT = next(name for name in _CHECKPOINTS if hasattr(torch.utils.checkpoint, name))
 
 
 class AutogradCall:

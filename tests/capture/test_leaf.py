@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 import sys
 import types
@@ -18,7 +19,7 @@ from torch.utils import checkpoint
 
 import autocastfx
 from autocastfx import AmpModule, CaptureError, OpList, VariantError
-from autocastfx.capture.leaf import AutogradCall, whole_calls
+from autocastfx.capture.leaf import CHECKPOINT, AutogradCall, whole_calls
 from tests.helpers import op_list, relative_error
 
 
@@ -422,11 +423,10 @@ def test_a_function_of_modules_is_no_node() -> None:
 def patched() -> list[Any]:
     return [
         vars(torch.autograd.Function).get("apply"),
-        torch.autograd.Function.apply.__func__,
-        checkpoint._checkpoint_without_reentrant_generator,
+        vars(checkpoint)[CHECKPOINT],
         fused,
         vars(Holder)["static"],
-        Straight.apply.__func__,
+        inspect.getattr_static(Straight, "apply"),
     ]
 
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx import AmpModule, Precision
+from autocastfx.capture.leaf import CHECKPOINT
 from autocastfx.graph import dtypes, origin
 from autocastfx.op_name import of_function, op_name
 from autocastfx.saturating_cast import saturating_cast
@@ -230,7 +231,7 @@ def settings_now() -> list[Any]:
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
         torch.autograd.Function.__dict__.get("apply"),
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator,
+        vars(torch.utils.checkpoint)[CHECKPOINT],
         torch.fx.experimental._config.backed_size_oblivious,
         torch._C._len_torch_function_stack(),
         torch._C._len_torch_dispatch_stack(),
