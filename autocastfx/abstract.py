@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from autocastfx.example import example
+from autocastfx.example_size import example
 from autocastfx.graph import value
 
 __all__ = ["concrete_sizes", "dtypes_of"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autocastfx.example import example
+from autocastfx.example_size import example
 from autocastfx.graph import constants, has_float32, tensors
 from autocastfx.op_name import base_name, op_name
 from autocastfx.pattern import Arguments, Found

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autocastfx.example import example
+from autocastfx.example_size import example
 from autocastfx.graph import argument, tensors, value
 
 __all__ = ["KINDS", "depth"]

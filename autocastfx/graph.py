@@ -13,7 +13,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autocastfx.example import example_size
+from autocastfx.example_size import example_size
 from autocastfx.op_name import op_name
 from autocastfx.schema import schema
 

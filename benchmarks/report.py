@@ -49,6 +49,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "placement.json": lambda held: placement.table([placement.Row(**row) for row in held["rows"]]),
     "memory.json": lambda held: memory.table([memory.Row(**row) for row in held["rows"]]),
     "train-step-cpu.json": lambda held: step_table.table([step_table.Row(**row) for row in held["rows"]]),
+    "train-step-default-cpu.json": lambda held: step_table.table([step_table.Row(**row) for row in held["rows"]]),
     "train-step-compiled-cpu.json": lambda held: step_table.compiled_table(
         [step_table.Row(**row) for row in held["rows"]]
     ),

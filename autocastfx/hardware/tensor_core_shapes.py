@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autocastfx.example import example
+from autocastfx.example_size import example
 from autocastfx.graph import argument, tensors
 from autocastfx.hardware.walk import Located
 from autocastfx.op_name import op_name

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from autocastfx.alias import aliased
-from autocastfx.example import example_size
+from autocastfx.example_size import example_size
 from autocastfx.graph import dtypes, is_member, tensors, uses, value
 from autocastfx.op_name import op_name
 from autocastfx.traffic import moves
