@@ -39,7 +39,7 @@ help:
 	@echo "make docs    the documentation, into docs/_build/html; a warning is an error"
 	@echo "make wheel   build the sdist and the wheel, install the wheel in a clean environment, use it there"
 	@echo "make format  apply ruff's fixes and formatting"
-	@echo "make clean   remove what was built; distclean also removes .venv"
+	@echo "make clean   remove what was built; distclean also removes .venv and .torch-*"
 
 test: lint types unit docs wheel
 	@echo "==> make test: every step passed"
@@ -83,7 +83,8 @@ unit: $(INSTALLED) browser
 	  $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS); \
 	}
 
-# Not a part of `make test`: torch comes with the libraries of its GPU build, several gigabytes.
+# Not a part of `make test`: torch comes with the libraries of its GPU build, several gigabytes. Each version of torch asks
+# for its own setuptools.
 other-torch:
 	$(call step,other-torch: pytest with torch $(TORCH)) { \
 	  [ -x .torch-$(TORCH)/bin/python ] || $(PYTHON) -m venv .torch-$(TORCH); \

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "UNLISTED",
     "aliases",
     "keep_args",
+    "known",
     "module_rules",
     "op_rules",
     "placement",
@@ -36,6 +37,11 @@ _MODULE_KEYS = tuple(list_keys.MODULE_KEYS)
 _MODULE_WORDS = (*list_keys.MODULE_CATEGORIES, *list_keys.CATEGORIES)
 
 
+def known(ops: Iterable[Tree]) -> Iterator[Tree]:
+    """``ops`` without those that this torch lacks, if they stand in a shipped list."""
+    return (op for op in ops if not (op.shipped and not is_known(op.text)))
+
+
 def op_rules(tree: Tree) -> Iterator[Rule]:
     """The rules under the categories of ``tree``; of a shipped list, those of ops that this torch has.
 
@@ -47,8 +53,6 @@ def op_rules(tree: Tree) -> Iterator[Rule]:
     for category in Category:
         for entry in tree.child(category.value).entries():
             for rule, op in _entry(entry, category, overloads=overloads):
-                if op.shipped and not is_known(rule.op):
-                    continue
                 if rule.key in seen:
                     other = seen[rule.key]
                     raise op.error(
@@ -66,7 +70,7 @@ def _entry(entry: Tree, category: Category, *, overloads: bool) -> Iterator[tupl
         ops, body = _group(entry)
     reason = body.child("reason").as_text(default="")
     devices = _devices(body.child("devices"))
-    for op in ops:
+    for op in known(ops):
         name = op.op_name(overloads=overloads)
         when = _when(name, body.child("when"))
         for device in devices:
@@ -181,6 +185,8 @@ def _module_rule(entry: Tree) -> Iterator[ModuleRule]:
         if entry.child(key).is_missing:
             raise entry.error(f"this entry has no {key!r}: an entry is {{path: …, category: …}}")
     path, ops, rank = entry.child("path"), entry.child("ops"), entry.child("rank")
+    if not ops.is_missing and ops.as_strings() and not any(known(ops.as_strings())):
+        return  # without its ops it would speak of all
     pattern = path.as_text()
     try:
         module_pattern(pattern)
@@ -192,7 +198,7 @@ def _module_rule(entry: Tree) -> Iterator[ModuleRule]:
         "path": pattern,
         "wanted": entry.child("category").one_of(_MODULE_WORDS, "category"),
         "reason": entry.child("reason").as_text(default=""),
-        "ops": tuple(sorted({op.op_name() for op in ops.as_strings()})),
+        "ops": tuple(sorted({op.op_name() for op in known(ops.as_strings())})),
         "rank": 0 if rank.is_missing else rank.as_integer(),
     }
     for device in _devices(entry.child("devices")):
@@ -202,13 +208,14 @@ def _module_rule(entry: Tree) -> Iterator[ModuleRule]:
 def keep_args(tree: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Per op, the arguments that stay float32."""
     for op, names in tree.child("keep_args").items():
-        if not (op.shipped and not is_known(op.text)):
+        if any(known([op])):
             yield op.op_name(), tuple(name.argument_of(op.op_name()) for name in names.as_strings())
 
 
 def aliases(tree: Tree) -> dict[str, str]:
     """Listed names by further names."""
-    return {further.op_name(): listed.op_name() for further, listed in tree.child("aliases").items()}
+    pairs = tree.child("aliases").items()
+    return {further.op_name(): listed.op_name() for further, listed in pairs if len([*known((further, listed))]) == 2}
 
 
 def unlisted(tree: Tree) -> Category | None:
@@ -231,4 +238,5 @@ def reduction_depth(tree: Tree) -> Iterator[tuple[str, DepthLimit]]:
         return
     for op, limit in found.items():
         name = ANY_REDUCTION if op.text == ANY_REDUCTION else op.op_name()
-        yield name, DepthLimit(limit.as_limit(), limit.source)
+        if op.text == ANY_REDUCTION or any(known([op])):
+            yield name, DepthLimit(limit.as_limit(), limit.source)

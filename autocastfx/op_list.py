@@ -145,7 +145,8 @@ class OpList:
     def save(self, path: str | Path) -> None:
         """Write a YAML file, grouped by category and reason, that :func:`load_op_list` reads back as an equal list.
 
-        What the list extends is written out; comments and names are not kept.
+        What the list extends is written out; comments and names are not kept. With another torch the file may name
+        operators that are not there, which is an error then.
 
         Raises:
             OSError: the file cannot be written.
@@ -232,7 +233,7 @@ def _from_tree(tree: Tree, name: str, folder: Path, opened: tuple[Path, ...]) ->
         aliases=list_tree.aliases(tree),
         unlisted=list_tree.unlisted(tree),
         placement=list_tree.placement(tree),
-        set_dtype=frozenset(op.op_name() for op in tree.child("set_dtype").as_strings()),
+        set_dtype=frozenset(op.op_name() for op in list_tree.known(tree.child("set_dtype").as_strings())),
         reduction_depth=dict(list_tree.reduction_depth(tree)),
         conditional={r.key: r for r in rules if r.when or r.device},
         modules=tuple(list_tree.module_rules(tree)),

@@ -50,12 +50,11 @@ def python_functions() -> Mapping[str, str]:
 
 
 def is_known(op: str) -> bool:
-    """Whether this torch has what an op list calls ``op``; of what is not torch's, nothing is known: true."""
+    """Whether this torch has what a shipped op list calls ``op``; custom operators are taken for known."""
     head, dot, rest = op.partition(".")
-    if head in legal_op_names() and head != "torch":
+    if head in legal_op_names():
         return not dot or rest in _overloads(head)
-    owner = located(op.rpartition(".")[0]) if head == "torch" else None
-    return located(op) is not None if owner is not None else bool(dot) or "::" in op or op in python_functions()
+    return "::" in op or op in python_functions() or bool(dot and located(op) is not None)
 
 
 def nearest(word: str, legal: Iterable[str]) -> str:

@@ -17,8 +17,10 @@ import autocastfx
 from autocastfx.graph import dtypes, origin
 from autocastfx.op_name import op_name
 
-_PINNED = re.search(r"^torch==(\S+)", (Path(__file__).parents[1] / "constraints.txt").read_text(), re.MULTILINE)
-is_pinned_torch = _PINNED is not None and torch.__version__.partition("+")[0] == _PINNED[1]
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+_CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+PINNED = tuple(map(int, re.findall(r"^torch==(\d+)\.(\d+)\.", _CONSTRAINTS.read_text(), re.MULTILINE)[0]))
+is_pinned_torch = TORCH == PINNED
 with_pinned_torch = pytest.mark.skipif(not is_pinned_torch, reason="of the torch of constraints.txt; this is another")
 
 SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64", torch.bool: "bool"}

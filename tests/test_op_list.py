@@ -407,21 +407,39 @@ def test_the_kernel_facts_name_nothing_that_the_pinned_torch_lacks(monkeypatch: 
     assert load_kernel_facts()
 
 
-@pytest.mark.parametrize("gone", ["gone", "mm.gone", "torch.gone", "torch.nn.functional.gone"])
+@pytest.mark.parametrize("gone", ["gone", "mm.gone", "gone.default", "torch.gone", "torch.nn.functional.gone"])
 def test_a_shipped_list_may_name_what_this_torch_lacks(
     gone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (
-        f"placement: follow\ndeny: [mm, {gone}, mm.dtype, my_lib::op, torch.nn.LayerNorm]\nkeep_args: {{{gone}: [a]}}\n"
-    )
+    text = f"""\
+        placement: follow
+        deny: [mm, {gone}, mm.dtype, my_lib::op, torch.nn.LayerNorm]
+        keep_args: {{{gone}: [a], mm: [mat2]}}
+        """
+    everywhere = f"""\
+        aliases: {{{gone}: mm, my_lib::further: {gone}, my_lib::other: mm}}
+        set_dtype: [{gone}, sum]
+        reduction_depth: {{{gone}: 3, "*": 4, sum: 5}}
+        modules:
+          - {{path: a, category: allow, ops: [{gone}]}}
+          - {{path: b, category: allow, ops: [{gone}, mm]}}
+        """
+    text = textwrap.dedent(text) + (textwrap.dedent(everywhere) if "." not in gone else "")
     path = write(tmp_path / "other.yaml", text)
-    with pytest.raises(OpListError, match="gone"):
-        load_op_list(path)
+    if gone != "gone.default":  # in anybody's list a Python path
+        with pytest.raises(OpListError, match="gone"):
+            load_op_list(path)
     monkeypatch.setattr(op_list_module, "preset_folder", lambda: tmp_path)
     found = load_op_list(path)
     norm = "torch.nn.modules.normalization.LayerNorm"
-    assert (set(found.rules), dict(found.keep_args)) == ({"mm", "mm.dtype", "my_lib::op", norm}, {})
+    assert (set(found.rules), set(found.keep_args)) == ({"mm", "mm.dtype", "my_lib::op", norm}, {"mm"})
     assert all(rule.shipped for rule in found.every_rule())
+    if "." not in gone:
+        assert (dict(found.aliases), found.set_dtype) == ({"my_lib::other": "mm"}, {"sum"})
+        assert set(found.reduction_depth) == {"*", "sum"}
+        assert [(rule.path, rule.ops) for rule in found.modules] == [("b", ("mm",))]  # one without ops speaks of all
+    found.save(tmp_path / "saved.yaml")
+    assert load_op_list(tmp_path / "saved.yaml") == found
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])

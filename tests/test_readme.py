@@ -56,7 +56,7 @@ def test_every_list_and_link_exists() -> None:
 
 def test_every_command_is_a_target_of_the_makefile() -> None:
     makefile = (README.parent / "Makefile").read_text(encoding="utf-8")
-    commands = re.findall(r"\bmake (\w+)", TEXT)
+    commands = re.findall(r"\bmake ([\w-]+)", TEXT)
     assert {"demo", "test"} <= set(commands)
     assert all(re.search(rf"^{command}:", makefile, re.MULTILINE) for command in commands)
 

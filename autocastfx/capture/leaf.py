@@ -41,7 +41,7 @@ class _Leaf(HigherOrderOperator):
 
 
 LEAF = _Leaf()
-# Of torch.utils.checkpoint, the function that all its ways without reentry go through: from torch 2.15 on the first.
+# Of torch.utils.checkpoint, what `checkpoint` without reentry goes through: from torch 2.15 on the first of these.
 _CHECKPOINTS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
 CHECKPOINT = next(name for name in _CHECKPOINTS if hasattr(torch.utils.checkpoint, name))
 

@@ -81,7 +81,7 @@ class Backward:
     def __init__(self, output: torch.Tensor, gradient: torch.Tensor) -> None:
         self._waiting: dict[Any, list[torch.Tensor | None]] = {}
         self._order: list[tuple[int, int, Any]] = []
-        self._owners: dict[Any, list[Any]] = {}  # of functions in Python, which torch frees with what led to them
+        self._owners: dict[Any, list[Any]] = {}  # what keeps a function in Python alive: its object does not
         self._given = 0
         self.at: float = float("inf")
         self._add(edge_of(output), gradient, get_gradient_edge(output).ownership_token)

@@ -14,7 +14,7 @@ import autocastfx
 from autocastfx import pipeline
 from autocastfx.graph import origin
 from autocastfx.plan import Placement, Precision
-from tests.helpers import Function
+from tests.helpers import TORCH, Function
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Any], Any]) -> None:
@@ -68,17 +68,24 @@ def test_a_cast_to_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch, ind
         convert()
 
 
-def test_a_cast_of_an_index_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [
+        pytest.param("embedding", 1, marks=pytest.mark.skipif(TORCH < (2, 13), reason="no index is checked there")),
+        ("gather", 2),
+    ],
+)
+def test_a_cast_of_an_index_is_refused(name: str, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def cast_index(state: Any) -> None:
-        (gather,) = [n for n in state.graph.nodes if n.name == "gather"]
-        with state.graph.inserting_before(gather):
-            wrong = state.graph.call_function(torch.ops.aten.to.dtype, (gather.args[2], torch.bfloat16))
-        gather.update_arg(2, wrong)
+        (reader,) = [n for n in state.graph.nodes if n.name == name]
+        with state.graph.inserting_before(reader):
+            wrong = state.graph.call_function(torch.ops.aten.to.dtype, (reader.args[position], torch.bfloat16))
+        reader.update_arg(position, wrong)
 
     planted(monkeypatch, cast_index)
-    model = Function(lambda x, index: torch.gather(x @ x, 0, index))
-    with pytest.raises(autocastfx.VerifyError, match=r"node 'gather' \(gather\)"):
-        autocastfx.convert(model, (torch.ones(2, 2), torch.tensor([[1, 0]])), dtype=torch.bfloat16)
+    reads = {"embedding": lambda x, i: torch.embedding(x, i) @ x, "gather": lambda x, i: torch.gather(x @ x, 0, i)}
+    with pytest.raises(autocastfx.VerifyError, match=rf"node '{name}' \({name}\)"):
+        autocastfx.convert(Function(reads[name]), (torch.ones(2, 2), torch.tensor([[1, 0]])), dtype=torch.bfloat16)
 
 
 def test_an_output_of_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
