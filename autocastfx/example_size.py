@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-__all__ = ["example", "example_size"]
+__all__ = ["example", "example_size", "largest_size"]
 
 
 def example(number: Any) -> Any:
@@ -24,3 +25,11 @@ def example_size(number: Any) -> Any:
     """The same, but 1 for one that depends on data."""
     found = example(number)
     return 1 if found is None and isinstance(number, torch.SymInt) else found
+
+
+def largest_size(number: Any) -> float:
+    """Magnitude of ``number``, or the most that a symbolic one may be; infinite where nothing bounds it."""
+    if not isinstance(number, torch.SymInt):
+        return abs(float(number))
+    bound = number.node.shape_env.bound_sympy(number.node.expr).upper
+    return float(bound) if bound.is_finite else math.inf

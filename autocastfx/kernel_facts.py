@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autocastfx.depth import KINDS
 from autocastfx.op_list import preset_folder
 from autocastfx.op_name import base_name
+from autocastfx.product import KINDS
 from autocastfx.yaml_tree import Tree, parse_file
 
 __all__ = ["LEVELS", "KernelFacts", "load_kernel_facts"]
 
 # Levels of folding: which tables of ops each takes.
 LEVELS: Mapping[str, tuple[str, ...]] = {"none": (), "exact": ("exact",), "kernel": ("exact", "kernel")}
+
+_WHOLE = ("made", "truth", "counted", "added", "multiplied", "summed", "moved", "bounded")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class KernelFacts:
         folds_with_parameters: folds only where it has a weight or a bias.
         joins: values are joined, never computed.
         expands_range: finite inputs can give results beyond their range.
+        same_operands: the op that an op of two equal operands is.
+        whole_numbers: for ops that give whole numbers, what of.
         reduces: for ops that reduce many elements into one, what tells how many.
     """
 
@@ -45,6 +49,8 @@ class KernelFacts:
     float32_parameters: Mapping[str, frozenset[str]] = field(default_factory=dict)
     joins: frozenset[str] = frozenset()
     folds_with_parameters: frozenset[str] = frozenset()
+    same_operands: Mapping[str, str] = field(default_factory=dict[str, str])
+    whole_numbers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def runs(self, op: str, dtype: str, device: str) -> bool:
         """Whether ``device`` has a kernel of ``op`` for ``dtype``, as far as the table knows."""
@@ -68,9 +74,10 @@ def load_kernel_facts() -> KernelFacts:
     """
     tree = parse_file(preset_folder() / "kernel_facts.yaml", shown="op_lists/kernel_facts.yaml", shipped=True)
     keys = ("computes_in_float32", "mixed_args", "takes_dtype", "no_kernel", "folds", "expands_range", "reduces")
-    keys = (*keys, "float32_parameters", "joins", "folds_with_parameters")
+    keys = (*keys, "float32_parameters", "joins", "folds_with_parameters", "same_operands", "whole_numbers")
     tree.check_keys(keys, what="kernel fact")
     tree.child("folds").check_keys(LEVELS["kernel"], what="level of folding")
+    tree.child("whole_numbers").check_keys(_WHOLE, what="kind of whole number")
     tree.child("reduces").check_keys(KINDS, what="kind of reduction")
     return KernelFacts(
         computes_in_float32=_ops(tree.child("computes_in_float32")),
@@ -82,6 +89,8 @@ def load_kernel_facts() -> KernelFacts:
         float32_parameters={device.text: _ops(ops) for device, ops in tree.child("float32_parameters").items()},
         joins=_ops(tree.child("joins")),
         folds_with_parameters=_ops(tree.child("folds_with_parameters")),
+        same_operands={op.op_name(): other.op_name() for op, other in tree.child("same_operands").items()},
+        whole_numbers={op: kind.text for kind, ops in tree.child("whole_numbers").items() for op in _ops(ops)},
         reduces={op: kind.text for kind, ops in tree.child("reduces").items() for op in _ops(ops)},
     )
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 __all__ = [
     "CATEGORIES",
+    "DEMANDS",
+    "DEMAND_KEYS",
     "DEVICES",
     "ENTRY_KEYS",
     "LIST_KEYS",
@@ -31,6 +33,9 @@ LIST_KEYS: Mapping[str, str] = {
     "set_dtype": "under `placement: follow`, the `deny` ops that are asked for float32 by their dtype argument",
     "reduction_depth": "per op, how many elements it may reduce into one in 16 bits; a number alone, or `*`, is for "
     "all reductions, and `null` lifts a limit",
+    "product_depth": "products that add up fewer elements into one are elementwise work, as `infer`; a dot product, "
+    "which gives one number, is a `sum`; `null` lifts the limit",
+    "demands": "a list of entries for ops that cannot use a rounded operand, however it was made",
     "aliases": "per further name, the listed name whose rules it takes",
     "unlisted": "what becomes of an op that has no rule",
     "extends": "the preset, or the file beside this one, on which this list builds; or a list of these",
@@ -41,6 +46,21 @@ ENTRY_KEYS: Mapping[str, str] = {
     "when": "the rule holds for calls whose arguments have these values: for each argument a value, or a list of which "
     "one must fit",
     "devices": "the type, or types, of device that the rule is for; all if it is left out",
+}
+DEMAND_KEYS: Mapping[str, str] = {
+    "ops": "the ops: they run in float32, and so does what leads to them",
+    "through": "how far back float32 is asked for",
+    "arguments": "only what leads to these arguments; to any if it is left out",
+    "of": "only where one of these ops makes such an argument; any if it is left out",
+    "at": "the arguments that `of` is about, if not all that are asked for",
+    "reason": "text that plans, dumps and errors show",
+}
+DEMANDS: Mapping[str, str] = {
+    "free": "to the last `allow` op: the `infer`, `clear` and `promote` ops after it, but for those that another "
+    "`allow` op reads",
+    "products": "all of those, and the products of two computed values that they read",
+    "both": "as `products`, and the products of two computed values that read the result",
+    "nothing": "the demand of an earlier list is lifted",
 }
 MODULE_KEYS: Mapping[str, str] = {
     "path": "a glob of module paths (`*` and `?` inside a name, `**` for any number of names), or `re:` and a regular "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from autocastfx.list_tree import UNLISTED
-from autocastfx.rule import ANY_REDUCTION, Category, Condition, DepthLimit, ModuleRule, Rule
+from autocastfx.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
 
 if TYPE_CHECKING:
     from autocastfx.op_list import OpList
@@ -53,6 +53,8 @@ def _said(op_list: OpList) -> dict[str, tuple[str, str]]:
     said.update({f"alias {further}": (listed, "") for further, listed in op_list.aliases.items()})
     said.update({f"set_dtype of {op}": ("float32", "") for op in op_list.set_dtype})
     said.update({f"reduction_depth of {op}": (_limit(d), "") for op, d in op_list.reduction_depth.items()})
+    said.update({f"demand of {op}": (_demanded(d), d.reason) for op, d in op_list.demands.items()})
+    said["product_depth"] = (_limit(op_list.product_depth) if op_list.product_depth else "", "")
     said["unlisted"] = (_unlisted(op_list), "")
     said["placement"] = (op_list.placement or "", "")
     return said
@@ -60,6 +62,12 @@ def _said(op_list: OpList) -> dict[str, tuple[str, str]]:
 
 def _limit(depth: DepthLimit) -> str:
     return "no limit" if depth.most is None else str(depth.most)
+
+
+def _demanded(demand: Demand) -> str:
+    where = f" for {', '.join(demand.arguments)}" if demand.arguments else ""
+    of = f" of {', '.join(demand.of)}" if demand.of else ""
+    return f"through {demand.through}{where}{of}" + (f" at {', '.join(demand.at)}" if demand.at else "")
 
 
 def _ranked(rule: ModuleRule) -> str:
@@ -90,6 +98,10 @@ def text(op_list: OpList) -> str:
     if op_list.reduction_depth:
         limits = {op: depth.most for op, depth in sorted(op_list.reduction_depth.items())}
         data["reduction_depth"] = limits.pop(ANY_REDUCTION) if set(limits) == {ANY_REDUCTION} else limits
+    if op_list.product_depth is not None:
+        data["product_depth"] = op_list.product_depth.most
+    if op_list.demands:
+        data["demands"] = _demands(op_list.demands.values())
     if op_list.aliases:
         data["aliases"] = dict(sorted(op_list.aliases.items()))
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=118, default_flow_style=None, allow_unicode=True)
@@ -141,6 +153,19 @@ def _modules(rules: Iterable[ModuleRule]) -> list[dict[str, Any]]:
         }
         for (rank, path, ops, wanted, reason), listed in sorted(devices.items())
         for on in _apart(listed)
+    ]
+
+
+def _demands(demands: Iterable[Demand]) -> list[dict[str, Any]]:
+    ops: dict[tuple[str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for demand in demands:
+        ops.setdefault((demand.reason, demand.through, demand.arguments, demand.of, demand.at), []).append(demand.op)
+    return [
+        {
+            **_unless_empty(reason=reason, through=through, arguments=list(arguments), of=list(of), at=list(at)),
+            "ops": sorted(names),
+        }
+        for (reason, through, arguments, of, at), names in sorted(ops.items())
     ]
 
 

@@ -10,7 +10,17 @@ import torch
 from autocastfx import list_keys
 from autocastfx.list_keys import DEVICES, VALUES
 from autocastfx.op_name import located
-from autocastfx.rule import ANY_REDUCTION, Category, Condition, DepthLimit, ModuleRule, Rule, Scalar, module_pattern
+from autocastfx.rule import (
+    ANY_REDUCTION,
+    Category,
+    Condition,
+    Demand,
+    DepthLimit,
+    ModuleRule,
+    Rule,
+    Scalar,
+    module_pattern,
+)
 from autocastfx.signature import ArgumentType, argument_types
 from autocastfx.yaml_tree import Tree, is_known, legal_op_names, nearest
 
@@ -20,11 +30,13 @@ __all__ = [
     "PLACEMENTS",
     "UNLISTED",
     "aliases",
+    "demands",
     "keep_args",
     "known",
     "module_rules",
     "op_rules",
     "placement",
+    "product_depth",
     "reduction_depth",
     "unlisted",
 ]
@@ -34,6 +46,7 @@ PLACEMENTS = tuple(list_keys.PLACEMENTS)
 KEYS = (*list_keys.CATEGORIES, *list_keys.LIST_KEYS)
 _RULE_KEYS = tuple(list_keys.ENTRY_KEYS)
 _MODULE_KEYS = tuple(list_keys.MODULE_KEYS)
+_DEMAND_KEYS = tuple(list_keys.DEMAND_KEYS)
 _MODULE_WORDS = (*list_keys.MODULE_CATEGORIES, *list_keys.CATEGORIES)
 
 
@@ -240,3 +253,34 @@ def reduction_depth(tree: Tree) -> Iterator[tuple[str, DepthLimit]]:
         name = ANY_REDUCTION if op.text == ANY_REDUCTION else op.op_name()
         if op.text == ANY_REDUCTION or any(known([op])):
             yield name, DepthLimit(limit.as_limit(), limit.source)
+
+
+def product_depth(tree: Tree) -> DepthLimit | None:
+    """The depth from which a contraction is a product, if the list says any."""
+    found = tree.child("product_depth")
+    return None if found.is_missing else DepthLimit(found.as_limit(), found.source)
+
+
+def demands(tree: Tree) -> Iterator[Demand]:
+    """The demands, one for each op named.
+
+    Raises:
+        OpListError: an entry is wrong, or two speak of the same op.
+    """
+    seen: dict[str, Demand] = {}
+    for entry in tree.child("demands").entries():
+        entry.check_keys(_DEMAND_KEYS, what="key of a demand")
+        ops, through = entry.child("ops"), entry.child("through")
+        if ops.is_missing or not ops.as_strings():
+            raise entry.error("this demand names no op: give it 'ops: [...]'")
+        word = "free" if through.is_missing else through.one_of(tuple(list_keys.DEMANDS), "word for 'through'")
+        reason = entry.child("reason").as_text(default="")
+        of = tuple(op.op_name() for op in known(entry.child("of").as_strings()))
+        for op in known(ops.as_strings()):
+            name = op.op_name()
+            if name in seen:
+                raise op.error(f"{name!r} has a demand at {seen[name].source} already. Keep one of the two.")
+            arguments = tuple(argument.argument_of(name) for argument in entry.child("arguments").as_strings())
+            at = tuple(argument.argument_of(name) for argument in entry.child("at").as_strings())
+            seen[name] = Demand(name, word, arguments, of, at, reason, op.source)
+            yield seen[name]

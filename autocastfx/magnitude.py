@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["magnitude"]
+__all__ = ["is_here", "magnitude"]
 
 
 def magnitude(found: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -20,7 +20,7 @@ def magnitude(found: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     float32 tensor with elements here: a fake one has none, and a distributed one has them elsewhere.
     """
     leaves = (leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor))
-    reached = [_of(leaf.detach()) for leaf in leaves if leaf.dtype == torch.float32 and leaf.numel() and _is_here(leaf)]
+    reached = [_of(leaf.detach()) for leaf in leaves if leaf.dtype == torch.float32 and leaf.numel() and is_here(leaf)]
     if not reached:
         return None
     largest, count = reached[0]
@@ -29,7 +29,8 @@ def magnitude(found: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     return largest, count
 
 
-def _is_here(tensor: torch.Tensor) -> bool:
+def is_here(tensor: torch.Tensor) -> bool:
+    """True for a dense tensor with values in this process."""
     if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
         return False
     return tensor.layout == torch.strided and not tensor.is_meta

@@ -13,7 +13,7 @@ from autocastfx.alias import alias_sets
 from autocastfx.graph import Use, argument, constants, has_float32, tensors, uses, value
 from autocastfx.op_name import base_name, op_name
 
-__all__ = ["Fill", "come_in", "fills", "fits", "is_mask", "seen_as", "takes_mask"]
+__all__ = ["Fill", "come_in", "fills", "fits", "is_mask", "read_as_scores", "seen_as", "takes_mask"]
 
 # Arguments that may be a mask added to scores. A saturated mask needs headroom there, or score + mask is -inf.
 _MASKED = {
@@ -71,7 +71,7 @@ def fills(graph: fx.Graph, beyond: float) -> dict[fx.Node, Fill]:
     if not found:
         return {}
     written = alias_sets(graph).keys()
-    made = {node: _reached(node, written) for node in found}
+    made = {node: read_as_scores(node, written) for node in found}
     numbers: dict[fx.Node, set[float]] = {}
     for node, reached in made.items():
         for each in reached:
@@ -90,8 +90,13 @@ def _filled(node: fx.Node) -> tuple[str, float] | None:
     return given[0] if beside and len(given) == 1 else None
 
 
-def _reached(node: fx.Node, written: Set[fx.Node]) -> frozenset[fx.Node]:
-    """The values that hold what ``node`` fills in; none if any of them is read otherwise than as scores or a mask."""
+def read_as_scores(node: fx.Node, written: Set[fx.Node]) -> frozenset[fx.Node]:
+    """``node`` and the views, copies and sums of it; none of them if any is read otherwise than as scores or a mask.
+
+    Args:
+        node: a float32 value.
+        written: values whose storage is written into, which are not followed.
+    """
     seen, queue = {node}, [node]
     while queue:
         read = queue.pop()

@@ -16,7 +16,7 @@ from autocastfx.data_tree import tree_of
 from autocastfx.errors import OpListError
 from autocastfx.list_text import Change
 from autocastfx.op_name import base_name
-from autocastfx.rule import ANY_REDUCTION, Category, Condition, DepthLimit, ModuleRule, Rule
+from autocastfx.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
 from autocastfx.whole_file import write_whole
 from autocastfx.yaml_tree import Tree, nearest, parse_file
 
@@ -44,6 +44,8 @@ class OpList:
             in-place form, and an overload may be listed apart (``mm.dtype``).
         set_dtype: the ``deny`` ops that ``follow`` asks for float32 by their dtype argument, not by casts.
         reduction_depth: per op, how many elements it may reduce into one in 16 bits.
+        product_depth: how many elements a contraction must add up to be a product; fewer are elementwise work.
+        demands: per op that cannot use a rounded operand, what it asks of the ops before it.
         conditional: the rules with a ``when`` or for one device type, by op name, conditions and device.
         modules: the rules for module paths, sorted; a later list's have the higher ranks.
     """
@@ -56,6 +58,8 @@ class OpList:
     placement: str | None = None
     set_dtype: frozenset[str] = frozenset()
     reduction_depth: Mapping[str, DepthLimit] = field(default_factory=dict[str, DepthLimit])
+    product_depth: DepthLimit | None = None
+    demands: Mapping[str, Demand] = field(default_factory=dict[str, Demand])
     conditional: Mapping[RuleKey, Rule] = field(default_factory=dict[RuleKey, Rule])
     modules: tuple[ModuleRule, ...] = ()
 
@@ -116,6 +120,11 @@ class OpList:
         names = (*self.names_of(op), *((ANY_REDUCTION,) if of_group else ()))
         return next((self.reduction_depth[name] for name in names if name in self.reduction_depth), None)
 
+    def demand(self, op: str) -> Demand | None:
+        """The demand of ``op``; None if it has none, or it was lifted."""
+        found = next((self.demands[name] for name in self.names_of(op) if name in self.demands), None)
+        return None if found is None or found.through == "nothing" else found
+
     def merged(self, later: OpList) -> OpList:
         """This list with ``later`` laid over it, key by key."""
         replaced = {rule.key for rule in later.modules}
@@ -131,6 +140,8 @@ class OpList:
             placement=later.placement or self.placement,
             set_dtype=self.set_dtype | later.set_dtype,
             reduction_depth={**depths, **later.reduction_depth},
+            product_depth=later.product_depth or self.product_depth,
+            demands={**self.demands, **later.demands},
             conditional={**self.conditional, **later.conditional},
             modules=(*(rule for rule in self.modules if rule.key not in replaced), *raised),
         )
@@ -235,6 +246,8 @@ def _from_tree(tree: Tree, name: str, folder: Path, opened: tuple[Path, ...]) ->
         placement=list_tree.placement(tree),
         set_dtype=frozenset(op.op_name() for op in list_tree.known(tree.child("set_dtype").as_strings())),
         reduction_depth=dict(list_tree.reduction_depth(tree)),
+        product_depth=list_tree.product_depth(tree),
+        demands={demand.op: demand for demand in list_tree.demands(tree)},
         conditional={r.key: r for r in rules if r.when or r.device},
         modules=tuple(list_tree.module_rules(tree)),
     )

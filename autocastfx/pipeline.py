@@ -11,7 +11,9 @@ from torch import fx, nn
 
 from autocastfx.capture.export import Captured
 from autocastfx.capture.guard import shape_guard
+from autocastfx.demand import Demands
 from autocastfx.dispatch import Dispatch
+from autocastfx.distances import distance_products
 from autocastfx.edited_plan import EditedPlan
 from autocastfx.fold import Folding
 from autocastfx.graph import (
@@ -22,7 +24,7 @@ from autocastfx.graph import (
     tensors,
 )
 from autocastfx.kernel_facts import KernelFacts
-from autocastfx.magnitude import magnitude
+from autocastfx.magnitude import is_here, magnitude
 from autocastfx.match import Matcher
 from autocastfx.op_list import Category, OpList
 from autocastfx.op_name import op_name
@@ -49,6 +51,7 @@ from autocastfx.state import State, planned_casts, planned_copies, planned_node
 from autocastfx.traffic import bytes_moved
 from autocastfx.unit import Units, units_of
 from autocastfx.variant import Variant
+from autocastfx.whole_numbers import WholeNumbers, largest_whole
 
 __all__ = ["CONVERTED_INSIDE", "FOLLOW_PIPELINE", "LOW", "PIPELINE", "Converter", "State"]
 
@@ -150,6 +153,8 @@ class Converter:
             attributes=converted,
             parameters=frozenset(n for n, t in held.items() if isinstance(t, nn.Parameter)),
             largest=_largest({**held, **attributes}),
+            single=frozenset(n for n, t in {**held, **attributes}.items() if _is_single(t)),
+            whole=_whole({n: t for n, t in {**held, **attributes}.items() if not isinstance(t, nn.Parameter)}),
             dtypes={node: dtypes(node) for node in graph.nodes},
             ops={node: op_name(node) for node in graph.nodes},
             cached=_cached(held),
@@ -212,9 +217,21 @@ def _classify(converter: Converter, state: State, device: torch.device) -> State
     limit = Limit(converter.low, converter.headroom if calibrated else 1.0)
     held = {n: v for n, v in state.largest.items() if calibrated or n in state.parameters}
     reached = reach(state.graph, state.measured, held, converter.op_list, limit)
-    classifier = Classifier(converter.op_list, converter.facts, converter.low, device.type, reached.too_far)
+    rules = converter.op_list
+    allowed = {n: (r := rules.rule(op_name(n))) is not None and r.category is Category.ALLOW for n in state.graph.nodes}
+    classifier = Classifier(
+        rules,
+        converter.facts,
+        converter.low,
+        device.type,
+        reached.too_far,
+        WholeNumbers.of(state.graph, state.whole, state.measured, rules, converter.facts, converter.low),
+        distance_products(state.graph, allowed, rules, converter.facts),
+        {n: number for n, number in state.largest.items() if n in state.single},
+    )
     found = classifier(state.graph, state.largest)
-    return replace(state, classification=replace(found, wide=found.wide | reached.wide))
+    decisions = Demands(converter.ports(device), state.parameters)(state.graph, found.decisions)
+    return replace(state, classification=replace(found, decisions=decisions, wide=found.wide | reached.wide))
 
 
 def _place(converter: Converter, state: State, device: torch.device) -> State:
@@ -242,7 +259,15 @@ def _cut(converter: Converter, state: State, units: Units, device: torch.device)
     decisions = state.classification.decisions
     folding = Folding(converter.ports(device), converter.fold, LOW[converter.low])
     folds = folding(state.graph, decisions, state.classification.wide)
-    placed = place(state.graph, decisions, units, folds=folds, keep_output_dtype=converter.keep_output_dtype)
+    placed = place(
+        state.graph,
+        decisions,
+        units,
+        folds=folds,
+        keep_output_dtype=converter.keep_output_dtype,
+        parameters=state.parameters,
+        rounds=converter.fold == "kernel",
+    )
     return _with_views(converter, state, device, decisions, placed)
 
 
@@ -333,6 +358,19 @@ def _largest(tensors: Mapping[str, Any]) -> dict[str, float]:
     """Largest finite magnitude of each float32 parameter, buffer and constant that has values."""
     reached = {n: magnitude(t) for n, t in tensors.items() if isinstance(t, torch.Tensor)}
     return {name: float(found[0]) for name, found in reached.items() if found is not None}
+
+
+def _is_single(held: Any) -> bool:
+    """True for a tensor of one element that no optimizer changes."""
+    is_trained = isinstance(held, nn.Parameter) and held.requires_grad
+    return isinstance(held, torch.Tensor) and held.numel() == 1 and not is_trained
+
+
+def _whole(tensors: Mapping[str, Any]) -> dict[str, float]:
+    """Largest magnitude of each buffer and constant that holds whole numbers alone, and has values here."""
+    held = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor) and is_here(t)}
+    reached = {n: largest_whole(t) for n, t in held.items()}
+    return {name: found for name, found in reached.items() if found is not None}
 
 
 def _prefixed(found: Recomposed, prefix: str) -> Recomposed:

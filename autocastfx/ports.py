@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,25 @@ class Ports:
         if base_name(op_name(node)) not in self.facts.takes_dtype or not isinstance(node.target, OpOverload):
             return False
         return any(a.name == "dtype" for a in node.target._schema.arguments) and not mutated_inputs(node)
+
+    def reads_as_stored(
+        self, nodes: Iterable[fx.Node], placements: Mapping[fx.Node, Placement], written: Set[fx.Node]
+    ) -> dict[fx.Node, tuple[str, ...]]:
+        """For each node, the arguments that it takes as they are stored.
+
+        Where a value is cast to float32 for one reader, all float32 readers take that cast: then what flows back to
+        the value is added up in float32. Not of ``written`` values, which are cast anew for each reader.
+        """
+        found = {node: self.as_stored(node, placements) for node in nodes}
+        cast: set[fx.Node] = set()
+        for node, taken in found.items():
+            if node in placements and placements[node].run is Precision.FLOAT32:
+                cast.update(u.node for u in uses(node) if u.argument not in taken and u.node not in written)
+        for node, taken in found.items():
+            if taken and placements[node].run is Precision.FLOAT32 and not self.asks_dtype(node):
+                shared = {u.argument for u in uses(node) if u.node in cast}
+                found[node] = tuple(name for name in taken if name not in shared)
+        return found
 
     def as_stored(self, node: fx.Node, placements: Mapping[fx.Node, Placement]) -> tuple[str, ...]:
         """The arguments that ``node`` takes as they are stored, for its kernel computes in the widest precision.

@@ -13,7 +13,17 @@ import torch
 
 from autocastfx.errors import Place
 
-__all__ = ["ANY_REDUCTION", "Category", "Condition", "DepthLimit", "ModuleRule", "Rule", "Scalar", "module_pattern"]
+__all__ = [
+    "ANY_REDUCTION",
+    "Category",
+    "Condition",
+    "Demand",
+    "DepthLimit",
+    "ModuleRule",
+    "Rule",
+    "Scalar",
+    "module_pattern",
+]
 
 
 class Category(str, Enum):
@@ -203,4 +213,29 @@ class DepthLimit:
     """How many elements an op may reduce into one in 16 bits (None: any number), and where a list says so."""
 
     most: int | None
+    source: Place | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """An op that cannot use a rounded operand, however it was made: it runs in float32, and so does what leads to it.
+
+    Attributes:
+        op: its name.
+        through: ``free``: the ops before it that the placement is free to choose for, but for those that an ``allow``
+            op reads in 16 bits. ``products``: all of them, and the products of two computed values that they read.
+            ``both``: those, and the products of two computed values that read the result. ``nothing``: the demand is
+            lifted.
+        arguments: only what leads to these arguments; to any if empty.
+        of: only where one of these ops makes one of them, or one of ``at`` if that is given.
+        at: arguments.
+        reason: text that plans, dumps and errors show.
+    """
+
+    op: str
+    through: str = "free"
+    arguments: tuple[str, ...] = ()
+    of: tuple[str, ...] = ()
+    at: tuple[str, ...] = ()
+    reason: str = ""
     source: Place | None = field(default=None, compare=False)

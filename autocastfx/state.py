@@ -30,6 +30,8 @@ class State:
     attributes: Mapping[str, Any]
     parameters: frozenset[str]
     largest: Mapping[str, float]
+    single: frozenset[str]  # tensors of one element that no optimizer changes
+    whole: Mapping[str, float]  # largest magnitudes of buffers and constants that hold whole numbers alone
     dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]  # before rewriting, as the op names are
     ops: Mapping[fx.Node, str]
     guesses: frozenset[str] | None = None

@@ -89,7 +89,8 @@ class Units:
         for node in (n for n in decisions if is_member(n)):
             captured = Placement(Precision.CAPTURED, Precision.CAPTURED, "no float32 value")
             found[node] = found[producer(node)] if has_float32(node) else captured
-        return {n: replace(found[n], as_stored=self.ports.as_stored(n, found)) for n in decisions}
+        as_stored = self.ports.reads_as_stored(decisions, found, self.storages.keys())
+        return {n: replace(found[n], as_stored=as_stored[n]) for n in decisions}
 
 
 _SHARES = "shares storage that stays float32"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
 
-from autocastfx.depth import depth
 from autocastfx.errors import BannedOpError
 from autocastfx.graph import (
     argument,
@@ -27,7 +26,9 @@ from autocastfx.match import Matcher
 from autocastfx.op_list import OpList
 from autocastfx.op_name import base_name, op_name
 from autocastfx.plan import Decision
+from autocastfx.product import product
 from autocastfx.rule import Category, ModuleRule, Rule
+from autocastfx.whole_numbers import WholeNumbers, told_apart
 
 __all__ = ["Classification", "Classifier"]
 
@@ -59,6 +60,9 @@ class Classifier:
         low: ``torch.float16`` or ``torch.bfloat16``.
         device: device type that the graph will run on.
         too_far: why a node's values reach too far for the low dtype, for those that do.
+        whole: the values that are whole numbers.
+        distances: products that are added to squares of their own operands, each with such a square.
+        numbers: constants and buffers of one element, by ``get_attr`` target.
     """
 
     op_list: OpList
@@ -66,6 +70,9 @@ class Classifier:
     low: torch.dtype
     device: str
     too_far: Mapping[fx.Node, str] = field(default_factory=dict)
+    whole: WholeNumbers = field(default_factory=lambda: WholeNumbers({}, frozenset()))
+    distances: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, graph: fx.Graph, largest: Mapping[str, float]) -> Classification:
         """Decide each computing node of ``graph``.
@@ -142,11 +149,19 @@ class Classifier:
             return Decision(Category.KEEP, "makes float32 values from none", "eligibility")
         if op_name(node) in _CASTS:
             return self._user_cast(node, listed)
+        if not isinstance(rule, ModuleRule):
+            listed = self._square(node, listed)
         if listed.category in (Category.DENY, Category.KEEP):
             return listed
         for check in (self._explicit_dtype, self._no_kernel, self._range, self._depth):
             if forced := check(node):
                 return forced
+        if listed.category is Category.ALLOW:
+            for check in (self._island, self._whole_operand, self._distance):
+                if forced := check(node):
+                    return forced
+            if not isinstance(rule, ModuleRule):
+                listed = self._product(node, listed)
         if node in fitting:
             return self._wide(node, listed, wide, hidden) or self._filled(fitting[node], listed)
         asked_low = isinstance(rule, ModuleRule) and rule.wanted == "low"  # by a person who saw no number
@@ -221,17 +236,96 @@ class Classifier:
         limit = self.op_list.depth_limit(name, of_group=kind == "elements")
         if limit is None or limit.most is None:
             return None
-        found = depth(node, kind or "elements")
-        if found is None or found <= limit.most:
+        found = product(node, kind or "elements")
+        if found is None or found.depth <= limit.most:
             return None
-        reason = f"reduces {found} elements, more than reduction_depth {limit.most}"
+        reason = f"reduces {found.depth} elements, more than reduction_depth {limit.most}"
         return Decision(Category.DENY, reason, str(limit.source or "list"))
 
+    def _square(self, node: fx.Node, listed: Decision) -> Decision:
+        """An op of two equal operands that is another op: ``x * x`` is a square, and has its rule."""
+        name, reads = base_name(op_name(node)), [u.node for u in uses(node)]
+        other = self.facts.same_operands.get(name)
+        if other is None or len(reads) != 2 or reads[0] is not reads[1]:
+            return listed
+        return self._as_op(other, f"a {name} of a value with itself is a {other}", listed)
+
+    def _product(self, node: fx.Node, listed: Decision) -> Decision:
+        """A contraction as its sizes say: one of few elements is elementwise work, one to a single number is a sum."""
+        limit, kind = self.op_list.product_depth, self.facts.reduces.get(base_name(op_name(node)))
+        sizes = product(node, kind) if limit is not None and limit.most is not None and kind is not None else None
+        if sizes is None or limit is None or limit.most is None:
+            return listed
+        if sizes.is_sum:
+            return self._as_op("sum", f"adds up {sizes.depth} elements into one number, as a sum does", listed)
+        if sizes.depth >= limit.most:
+            return listed
+        reason = f"adds up {sizes.depth} elements, fewer than product_depth {limit.most}: elementwise work"
+        return Decision(Category.INFER, reason, str(limit.source or "list"))
+
+    def _as_op(self, other: str, because: str, listed: Decision) -> Decision:
+        """The decision of the op ``other``, if the list has a rule for it."""
+        rule = self.op_list.rule(other, self.device)
+        if rule is None:
+            return listed
+        return replace(self._listed(rule), reason=f"{because}; {rule.reason}" if rule.reason else because)
+
+    def _island(self, node: fx.Node) -> Decision | None:
+        """A product of which the model casts every operand to float32 itself."""
+        reads = [u.node for u in uses(node) if has_float32(u.node)]
+        if not reads or not all(self._is_cast_by_model(read) for read in reads):
+            return None
+        return Decision(Category.DENY, "the model casts all its operands to float32", "forced:user-cast")
+
+    def _is_cast_by_model(self, value: fx.Node) -> bool:
+        while value.op == "call_function" and op_name(value) not in _CASTS:
+            rule = self.op_list.rule(op_name(value))
+            if rule is None or rule.category is not Category.CLEAR or len(value.all_input_nodes) != 1:
+                return False
+            value = value.all_input_nodes[0]
+        return op_name(value) in _CASTS[:2] and argument(value, "dtype") == torch.float32
+
+    def _whole_operand(self, node: fx.Node) -> Decision | None:
+        """A product that reads or gives whole numbers which the low dtype does not tell apart."""
+        most = told_apart(self.low)
+        for value in (*(u.node for u in uses(node)), node):
+            reach = self.whole.reach.get(value, 0.0) if has_float32(value) else 0.0
+            if reach > most:
+                upto = "of any size" if math.isinf(reach) else f"up to {reach:,.0f}"
+                what = "gives" if value is node else f"reads {value.name}:"
+                reason = f"{what} whole numbers {upto}; {self._low_name} tells them apart up to {most:,}"
+                return Decision(Category.DENY, reason, "forced:whole")
+        for use in uses(node):
+            if use.node in self.whole.scaled and takes_mask(node, use):
+                return Decision(Category.DENY, f"adds positions: {use.node.name}", "forced:whole")
+        return None
+
+    def _distance(self, node: fx.Node) -> Decision | None:
+        if node not in self.distances:
+            return None
+        reason = f"is taken from the squares of its own operands ({self.distances[node].name}): a small difference"
+        return Decision(Category.DENY, reason, "forced:distance")
+
+    def _numbers(self, node: fx.Node) -> Iterator[tuple[str, float]]:
+        """The numbers written into a node, and those that it reads from a constant of one element."""
+        yield from constants(node)
+        for use in uses(node):
+            if use.node.op == "get_attr" and str(use.node.target) in self.numbers:
+                yield str(use.node.target), self.numbers[str(use.node.target)]
+
+    def _becomes_one(self, number: float) -> bool:
+        """True for a number that is ±1 once it is rounded to the low dtype: a bound, or a decay, that is none then."""
+        return (
+            abs(number) != 1
+            and abs(abs(number) - 1) <= torch.finfo(self.low).eps / 2
+            and (float(torch.tensor(abs(number), dtype=self.low)) == 1)
+        )
+
     def _constant(self, node: fx.Node) -> Decision | None:
-        """A number written into the node that the low dtype cannot hold: too large, or rounded towards zero."""
+        """A number that the low dtype cannot hold: too large, or rounded towards zero or one."""
         info = torch.finfo(self.low)
         inside = base_name(op_name(node)) in self.facts.computes_in_float32
-        for name, number in constants(node):
+        for name, number in self._numbers(node):
             size = abs(number)
             if math.isfinite(size) and size > info.max:
                 return Decision(
@@ -239,5 +333,8 @@ class Classifier:
                 )
             if 0 < size < info.tiny and not inside:
                 reason = f"{name}={number:g} is below {self._low_name}'s smallest normal value"
+                return Decision(Category.DENY, reason, "forced:epsilon")
+            if not inside and self._becomes_one(number):
+                reason = f"{name}={number:.9g} is rounded to {math.copysign(1, number):g} in {self._low_name}"
                 return Decision(Category.DENY, reason, "forced:epsilon")
         return None

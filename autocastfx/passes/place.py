@@ -1,26 +1,28 @@
 """decisions → the placements that move the fewest bytes: a minimum cut. Pure: no edge is touched, no pass is known.
 
 What the categories leave free is labelled low or float32. ``allow`` and ``deny`` are given; an ``infer`` after a
-``deny`` is float32 (TensorFlow's rule), and so is one that no ``allow`` comes before; a ``promote`` is low only if its
-inputs are; a ``clear`` never rounds what a float32 op reads, and an ``infer`` nothing that was computed from outside in
-float32 (a mask, say, which may be beyond the range); a ``deny`` that folds may be low between low neighbours.
-Ties are float32.
+``deny`` is float32 (TensorFlow's rule), and so is one that no ``allow`` comes before; a ``deny`` that folds may be low
+between low neighbours. float32 stays float32 until an ``allow`` asks for less: an ``infer`` or a ``promote`` is low
+only if its operands are (torch's own promotion; a parameter may be cast), and so is a ``clear``, but for one that
+``allow`` ops alone read. With ``rounds``, an ``infer`` may narrow what an ``allow`` led to, never what came from
+outside. Ties are float32.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from autocastfx.cut import Label, Term, cheapest
 from autocastfx.fold import Fold
 from autocastfx.graph import elements, has_float32, is_float32, is_member, tensors, uses
 from autocastfx.op_list import Category
 from autocastfx.plan import Decision, Placement, Precision
+from autocastfx.provenance import Provenance, decisive
 from autocastfx.traffic import BYTES, CAST, moves
 from autocastfx.unit import Unit, Units, reach
 
@@ -44,6 +46,8 @@ def place(
     *,
     folds: Mapping[fx.Node, Fold] | None = None,
     keep_output_dtype: bool = True,
+    parameters: frozenset[str] = frozenset(),
+    rounds: bool = False,
 ) -> dict[fx.Node, Placement]:
     """A placement for each computing node of ``graph``.
 
@@ -54,13 +58,16 @@ def place(
         folds: ``deny`` nodes that may run low between low neighbours, and ``promote`` nodes before them, with what each
             asks of its neighbours.
         keep_output_dtype: whether the graph's outputs are read in float32.
+        parameters: ``get_attr`` targets that may be cast beside a low operand.
+        rounds: an ``infer`` may narrow activations, as a 16-bit model does.
     """
     folding = _folding(units, folds or {})
     float32 = _forced(units, folding)
     low = {u: "allow" for u in units if u.category is Category.ALLOW}
     readers = {u: _readers(u, units, keep_output_dtype) for u in units}
     terms = list(_Terms(graph, units, float32, keep_output_dtype))
-    terms += _rules(units, folding, float32, readers)
+    provenance = Provenance.of(graph, units, parameters)
+    terms += _rules(units, folding, provenance, readers, rounds=rounds)
     terms += _taints(folding, float32)
     fixed: dict[Label, bool] = {_OUTSIDE: False, **dict.fromkeys(float32, False), **dict.fromkeys(low, True)}
     found = cheapest(terms, fixed)
@@ -68,7 +75,7 @@ def place(
         if unit in found:
             low.setdefault(unit, "folded" if unit in folding else "fewest bytes moved")
         else:
-            float32.setdefault(unit, _because(unit, folding, units, found))
+            float32.setdefault(unit, _because(unit, folding, units, found, provenance, rounds=rounds))
     return units.placements(decisions, low, float32)
 
 
@@ -95,10 +102,23 @@ def _forced(units: Units, folding: Mapping[Unit, Fold]) -> dict[Unit, str]:
     return found
 
 
-def _because(unit: Unit, folding: Mapping[Unit, Fold], units: Units, found: frozenset[Label]) -> str:
+def _because(
+    unit: Unit,
+    folding: Mapping[Unit, Fold],
+    units: Units,
+    found: frozenset[Label],
+    provenance: Provenance,
+    *,
+    rounds: bool,
+) -> str:
     if unit in folding:
         return str(unit.category)
-    if unit.category is Category.PROMOTE and not found.issuperset(_sources(unit, units)):
+    asked: Iterable[fx.Node] = ()
+    if unit.category is Category.PROMOTE:
+        asked = provenance.read_by(unit, units)
+    elif unit.category is Category.INFER:
+        asked = (n for n in unit.nodes if n in provenance.outside) if rounds else _widening(unit, units, provenance)
+    if not found.issuperset(units.stored(read) or _OUTSIDE for read in asked):
         return "an input is float32"
     return "fewest bytes moved"
 
@@ -199,39 +219,52 @@ def _readers(unit: Unit, units: Units, keep_output_dtype: bool) -> tuple[Label, 
 
 
 def _rules(
-    units: Units, folding: Mapping[Unit, Fold], float32: Mapping[Unit, str], readers: Mapping[Unit, tuple[Label, ...]]
+    units: Units,
+    folding: Mapping[Unit, Fold],
+    provenance: Provenance,
+    readers: Mapping[Unit, tuple[Label, ...]],
+    *,
+    rounds: bool,
 ) -> Iterator[Term]:
-    """What a unit that is low asks of its neighbours."""
-    allow = [u for u in units if u.category is Category.ALLOW]
-    after_allow = reach(allow, lambda u: u.after, lambda u: u.is_free and u not in float32, {})
-    only_for_low: set[Label] = set(allow)
-    for unit in reversed(list(units)):
-        if unit.category is Category.CLEAR and readers[unit] and only_for_low.issuperset(readers[unit]):
-            only_for_low.add(unit)
+    """Each neighbour that must be low where a unit is."""
+    only_for_low = _only_for({Category.ALLOW}, units, readers)
+    only_beside_low = _only_for({Category.ALLOW, Category.INFER}, units, readers)
     for unit in units:
-        rounds = unit.category is Category.CLEAR and unit not in only_for_low
+        asked: Iterable[fx.Node] = ()
         if unit in folding:
-            reads = dict.fromkeys(folding[unit].reads)
-            yield from (Term(None, (unit,), (units.stored(read) or _OUTSIDE,)) for read in reads)
-        elif unit.category is Category.PROMOTE or (rounds and unit in after_allow):
-            yield from (Term(None, (unit,), (source,)) for source in _sources(unit, units))
-        if unit.category is Category.INFER:  # what was computed from outside in float32 may not fit
-            free = (s for s in _sources(unit, units) if isinstance(s, Unit) and s.is_free and s not in after_allow)
-            yield from (Term(None, (unit,), (source,)) for source in free)
-        if unit in folding or (rounds and unit not in after_allow):
+            asked = dict.fromkeys(folding[unit].reads)
             yield from (Term(None, (unit,), (reader,)) for reader in readers[unit])
-        joined = any(isinstance(r, Unit) and r.category is Category.PROMOTE for r in readers[unit])
-        if rounds and unit not in after_allow and joined:
-            yield Term(None, (unit,), (_OUTSIDE,))  # it moves a float32 value, the widest of those that meet there
+        elif unit.category is Category.PROMOTE:
+            asked = provenance.read_by(unit, units)
+        elif unit.category is Category.INFER and not rounds:
+            asked = _widening(unit, units, provenance)
+        elif unit.category is Category.INFER and not provenance.outside.isdisjoint(unit.nodes):
+            yield Term(None, (unit,), (_OUTSIDE,))
+        elif unit.category is Category.CLEAR and unit not in only_for_low:
+            held = provenance.parameters if unit in only_beside_low else frozenset[fx.Node]()
+            asked = (read for read in provenance.read_by(unit, units) if read not in held)
+        yield from (Term(None, (unit,), (units.stored(read) or _OUTSIDE,)) for read in asked)
 
 
-def _sources(unit: Unit, units: Units) -> Iterator[Label]:
-    """The labels of what a unit reads in its own precision: with dimensions, for a 0-d operand widens nothing."""
+def _only_for(categories: set[Category], units: Units, readers: Mapping[Unit, tuple[Label, ...]]) -> set[Label]:
+    """The units of these categories, and the ``clear`` units that they alone read."""
+    found: set[Label] = {u for u in units if u.category in categories}
+    for unit in reversed(list(units)):
+        if unit.category is Category.CLEAR and readers[unit] and found.issuperset(readers[unit]):
+            found.add(unit)
+    return found
+
+
+def _widening(unit: Unit, units: Units, provenance: Provenance) -> Iterator[fx.Node]:
+    """The operands that make a float32 result. Not a parameter that is spread over rows: a bias, a scale.
+
+    One of the size of the result is a value: weights that the model itself updates, a state that is learned.
+    """
     for node in unit.nodes:
-        for use in uses(node):
-            widens = any(t.ndim for t in tensors(use.node) if t.dtype == torch.float32)
-            if widens and not units.ports.stays_float32(node, use):
-                yield units.stored(use.node) or _OUTSIDE
+        for read in decisive(node, units.ports, provenance.outside):
+            is_whole = statically_known_true(tensors(read)[0].numel() == tensors(node)[0].numel())
+            if is_whole or read not in provenance.parameters:
+                yield read
 
 
 def _taints(folding: Mapping[Unit, Fold], float32: Mapping[Unit, str]) -> Iterator[Term]:

@@ -25,7 +25,7 @@ UNARY = {
     "clear": aten.relu.default,
     "keep": aten.sinh.default,
 }
-KINDS = (*UNARY, *["allow"] * 4, *["fold", "infer", "sum"] * 2, "in place", "view", "promote", "join", "split")
+KINDS = (*UNARY, *["allow"] * 4, *["fold", "infer", "sum"] * 2, "in place", "view", "promote", "join", "split", "scale")
 CATEGORIES = {
     aten.linear.default: Category.ALLOW,
     aten.exp.default: Category.DENY,
@@ -34,6 +34,7 @@ CATEGORIES = {
     aten.tanh.default: Category.INFER,
     aten.add.Tensor: Category.INFER,
     aten.add_.Tensor: Category.INFER,
+    aten.mul.Tensor: Category.INFER,
     aten.relu.default: Category.CLEAR,
     aten.view.default: Category.CLEAR,
     aten.split.Tensor: Category.CLEAR,
@@ -66,8 +67,9 @@ def build(steps: list[tuple[str, int, int]], outputs: list[int]) -> tuple[fx.Gra
         return values[-1 - place % len(values)]
 
     with mode:
-        values += [made(graph.placeholder(name), torch.empty(4, 8)) for name in ("x", "y")]
         weight = made(graph.get_attr("weight"), torch.empty(8, 8))
+        scale = made(graph.get_attr("scale"), torch.empty(8))
+        values += [weight, *(made(graph.placeholder(name), torch.empty(4, 8)) for name in ("x", "y"))]
     for kind, first, second in steps:
         a, b = read(first), read(second)
         rows, same = value(a).shape[0], b if value(a).shape == value(b).shape else a
@@ -75,6 +77,8 @@ def build(steps: list[tuple[str, int, int]], outputs: list[int]) -> tuple[fx.Gra
             values.append(call(aten.linear.default, a, weight))
         elif kind == "sum":
             values.append(call(aten.add.Tensor, a, same))
+        elif kind == "scale":
+            values.append(call(aten.mul.Tensor, a, scale))
         elif kind == "in place":
             values.append(call(aten.add_.Tensor, a, same))
         elif kind == "view":

@@ -31,6 +31,7 @@ from tests.helpers import Function, op_list, rewritten, text
 from tests.passes.random_graphs import build, outputs, reordered, steps
 
 FACTS = load_kernel_facts()
+WEIGHT = frozenset({"weight", "scale"})
 UNMIXED = Ports(autocastfx.OpList(), replace(FACTS, mixed_args=frozenset()))
 MIXED = Ports(autocastfx.OpList(), FACTS)
 many = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -44,24 +45,35 @@ def folding(graph: fx.Graph) -> dict[fx.Node, Fold]:
     return found | dict.fromkeys(joins, Fold((), taints=False))
 
 
-def obeys(low: set[Unit], units: Units, folds: Mapping[fx.Node, Fold], keeps: bool) -> bool:
+def obeys(low: set[Unit], units: Units, folds: Mapping[fx.Node, Fold], keeps: bool, rounds: bool) -> bool:
     """The rules of placement, written down again, node by node."""
     folding = {u: folds[u.nodes[0]] for u in units if u.nodes[0] in folds and len(u.nodes) == 1}
     foldable = {u for u in folding if u.category in (Category.DENY, Category.PROMOTE)}
+    parameters, outside = origins(units)
     for unit in units:
-        if unit in low and unit.category in (Category.DENY, Category.KEEP) and unit not in foldable:
-            return False
         if unit not in low and unit.category is Category.ALLOW:
             return False
-        if unit in low and unit in units.updates:
+    for unit in low:
+        if unit.category in (Category.DENY, Category.KEEP) and unit not in foldable:
             return False
-        sources = [units.stored(u.node) for n in unit.nodes for u in uses(n) if has_float32(u.node)]
-        needed = sources if unit.category is Category.PROMOTE and unit not in foldable else []
-        needed = [units.stored(read) for read in folding[unit].reads] if unit in foldable else needed
-        if unit in low and not low.issuperset(needed):
+        if unit in units.updates:
             return False
-        read_by = list(readers(unit, units, keeps))
-        if unit in low and unit in foldable and not low.issuperset(read_by):
+        reads = {u.node for n in unit.nodes for u in uses(n) if has_float32(u.node)}
+        if unit in foldable:
+            asked = set(folding[unit].reads)
+            if not low.issuperset(readers(unit, units, keeps)):
+                return False
+        elif unit.category is Category.PROMOTE:
+            asked = reads
+        elif unit.category is Category.INFER:
+            if rounds and not outside.isdisjoint(unit.nodes):
+                return False
+            asked = set() if rounds else reads - {read for read in parameters if read.target == "scale"}
+        else:
+            is_read_low = unit.category is not Category.CLEAR or only_for(unit, units, keeps, Category.ALLOW)
+            asked = set() if is_read_low else reads
+            asked -= parameters if only_for(unit, units, keeps, Category.ALLOW, Category.INFER) else set()
+        if not low.issuperset(map(units.stored, asked)):
             return False
     surely = {u for u in units if (u.category is Category.DENY and u not in foldable) or u in units.updates}
     quiet = {u for u in foldable if not folds[u.nodes[0]].taints}
@@ -69,24 +81,31 @@ def obeys(low: set[Unit], units: Units, folds: Mapping[fx.Node, Fold], keeps: bo
     forced = spread(surely, set()) | {u for u in units if u.category is Category.KEEP}
     forced -= {u for u in forced if u.category is Category.CLEAR and u not in units.updates}
     reached = spread({u for u in units if u.category is Category.ALLOW} | foldable, forced)
-    lowable = spread({u for u in units if u.category is Category.ALLOW}, forced | surely_tainted(units, surely))
-    for unit in (u for u in low if u.category is Category.CLEAR and not only_for_allow(u, units, keeps)):
-        around = [units.stored(u.node) for n in unit.nodes for u in uses(n) if has_float32(u.node)]
-        if not low.issuperset(around if unit in lowable else readers(unit, units, keeps)):
-            return False  # it would round what a float32 op reads
-        read_by = [r for r in readers(unit, units, keeps) if r is not None]
-        if unit not in lowable and any(r.category is Category.PROMOTE for r in read_by):
-            return False  # or what a promote op takes as float32
     for unit in low:
-        sources = {units.stored(u.node) for n in unit.nodes for u in uses(n) if has_float32(u.node)}
-        computed = {s for s in sources if s is not None and s.category in FREE and s not in lowable}
-        if unit.category is Category.INFER and not low.issuperset(computed):
-            return False
         if unit.category in (Category.INFER, Category.PROMOTE) and unit in tainted:
             return False
         if unit.category is Category.INFER and unit not in reached:
             return False
     return True
+
+
+def origins(units: Units) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The parameters and views of them; and what comes from outside, or is computed with such a value."""
+    parameters, outside = set[fx.Node](), set[fx.Node]()
+    for node in next(iter(units)).nodes[0].graph.nodes:
+        if not has_float32(node):
+            continue
+        if node not in units.of and producer(node) not in units.of:
+            (parameters if node.op == "get_attr" else outside).add(node)
+            continue
+        unit, reads = units.of[producer(node)], {u.node for u in uses(producer(node)) if has_float32(u.node)}
+        if unit.category is Category.CLEAR and reads <= parameters:
+            parameters.add(node)
+        elif unit.category is Category.KEEP:
+            outside |= set() if reads <= parameters else {node}
+        elif unit.category in FREE and reads & outside:
+            outside.add(node)
+    return parameters, outside
 
 
 def spread(starts: set[Unit], closed: set[Unit]) -> set[Unit]:
@@ -107,27 +126,28 @@ def readers(unit: Unit, units: Units, keeps: bool) -> Iterator[Unit | None]:
             yield units.of[node]
 
 
-def surely_tainted(units: Units, surely: set[Unit]) -> set[Unit]:
-    return {u for u in spread(surely, set()) if u.category in (Category.INFER, Category.PROMOTE)}
-
-
-def only_for_allow(unit: Unit, units: Units, keeps: bool) -> bool:
+def only_for(unit: Unit, units: Units, keeps: bool, *categories: Category) -> bool:
     read_by = list(readers(unit, units, keeps))
     return bool(read_by) and all(
         r is not None
-        and (r.category is Category.ALLOW or (r.category is Category.CLEAR and only_for_allow(r, units, keeps)))
+        and (r.category in categories or (r.category is Category.CLEAR and only_for(r, units, keeps, *categories)))
         for r in read_by
     )
 
 
 def least(
-    graph: fx.Graph, decisions: dict[fx.Node, Decision], units: Units, folds: Mapping[fx.Node, Fold], keeps: bool
+    graph: fx.Graph,
+    decisions: dict[fx.Node, Decision],
+    units: Units,
+    folds: Mapping[fx.Node, Fold],
+    keeps: bool,
+    rounds: bool,
 ) -> int:
     every = list(units)
     costs = []
     for bits in itertools.product((False, True), repeat=len(every)):
         low = {u for u, is_low in zip(every, bits, strict=True) if is_low}
-        if obeys(low, units, folds, keeps):
+        if obeys(low, units, folds, keeps, rounds):
             placements = units.placements(decisions, dict.fromkeys(low, ""), dict.fromkeys(every, ""))
             costs.append(bytes_moved(graph, placements, units, keep_output_dtype=keeps))
     return min(costs)
@@ -137,18 +157,18 @@ READ_TWICE = [("allow", 0, 0), ("deny", 0, 0), ("infer", 2, 0), ("in place", 2, 
 
 
 @many
-@given(steps, outputs, st.booleans())
-@example([*READ_TWICE, ("fold", 0, 0)], [0], False)  # one reader of what is mutated needs one cast
+@given(steps, outputs, st.booleans(), st.booleans())
+@example([*READ_TWICE, ("fold", 0, 0)], [0], False, True)  # one reader of what is mutated needs one cast
 def test_the_cut_moves_as_few_bytes_as_brute_force_finds(
-    steps: list[tuple[str, int, int]], outputs: list[int], keeps: bool
+    steps: list[tuple[str, int, int]], outputs: list[int], keeps: bool, rounds: bool
 ) -> None:
     graph, decisions = build(steps, outputs)
     units, folds = units_of(graph, decisions, UNMIXED), folding(graph)
-    placements = place(graph, decisions, units, folds=folds, keep_output_dtype=keeps)
+    placements = place(graph, decisions, units, folds=folds, keep_output_dtype=keeps, parameters=WEIGHT, rounds=rounds)
     low = {units.of[n] for n in units.of if placements[n].run is Precision.LOW}
-    assert obeys(low, units, folds, keeps)
+    assert obeys(low, units, folds, keeps, rounds)
     found = bytes_moved(graph, placements, units, keep_output_dtype=keeps)
-    assert found == least(graph, decisions, units, folds, keeps)
+    assert found == least(graph, decisions, units, folds, keeps, rounds)
 
 
 @many
@@ -177,7 +197,7 @@ def test_the_graph_is_as_placed_and_no_value_is_cast_twice(
     placements = place(graph, decisions, units, folds=folding(graph), keep_output_dtype=keeps)
     mutated = {n.name for n in units.storages}
     captured = {n: dtypes(n) for n in graph.nodes}
-    Rewriter(low, MIXED, keeps)(graph, placements, frozenset(), frozenset({"weight"}))
+    Rewriter(low, MIXED, keeps)(graph, placements, frozenset(), WEIGHT)
     verify(graph, placements, captured, low=low, ports=MIXED, keep_output_dtype=keeps, attributes={})
     casts = [(m.value, dtypes(n)) for n in graph.nodes if (m := origin(n)) is not None]
     once = [cast for cast in casts if cast[0] not in mutated]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autocastfx
-from autocastfx.depth import KINDS
+from autocastfx.product import KINDS
 from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.op_list import OpList
 from autocastfx.plan import Decision
