@@ -40,7 +40,7 @@ def distance_products(
         if name not in _SUMS:
             continue
         terms = set(_terms(node, op_list))
-        sums = {square for root, square in squares.items() for t in terms if _adds_up(t, square)}
+        sums = {square for square in squares.values() for t in terms if _adds_up(t, square)}
         for term in terms:
             near = [square for u in uses(term) if (square := squares.get(_origin(u.node, op_list))) in sums]
             if near and allowed.get(term):
