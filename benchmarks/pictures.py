@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import conversion, losses, memory, optimizer_step, placement, step_table
+from benchmarks import conversion, losses, memory, optimizer_step, placement, principles, step_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -214,7 +214,29 @@ class Picture:
     draw: Callable[[Any], Figure]
 
 
+def _principles(rows: Sequence[principles.Row]) -> Figure:
+    """An axis for each principle: the error of each side, from small to large."""
+    looks = {principles.OURS: _EXACT, principles.AUTOCAST: _AUTOCAST, principles.HALF: _HALF}
+    titles = {
+        "provenance": ("Steps of an ODE", "steps"),
+        "shape": ("Rotary angles", "position"),
+        "demand": ("log(1 - p)", "logit of p"),
+    }
+    figure, axes = _figure(9, 3.6, len(titles))
+    for axis, (principle, (title, label)) in zip(axes, titles.items(), strict=True):
+        for side, look in looks.items():
+            points = sorted((row.x, row.error) for row in rows if (row.principle, row.side) == (principle, side))
+            axis.plot(*zip(*points, strict=True), look.marker, linestyle="-", color=look.colour, markersize=6)
+        axis.set(title=title, xlabel=label, yscale="log")
+        if principle != "demand":
+            axis.set_xscale("log")
+    axes[0].set_ylabel("relative error")
+    _legend(figure, looks)
+    return figure
+
+
 PICTURES: dict[str, Picture] = {
+    "principles.svg": Picture("principles-cpu.json", principles.Row, _principles),
     "train-step.svg": Picture("train-step-cpu.json", step_table.Row, _train_step),
     "memory.svg": Picture("memory.json", memory.Row, _memory),
     "placement.svg": Picture("placement.json", placement.Row, _placement),

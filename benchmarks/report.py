@@ -1,4 +1,4 @@
-"""Writes the tables and the pictures of docs/benchmarks.md and docs/placement.md from the results that are kept.
+"""Writes the tables and the pictures of the documentation from the results that are kept: in benchmarks, placement, precision.
 
     python -m benchmarks.report
 
@@ -27,6 +27,7 @@ from benchmarks import (
     optimizer_step,
     pictures,
     placement,
+    principles,
     short_attention,
     step_table,
     vocabulary,
@@ -35,7 +36,7 @@ from benchmarks.pictures import PICTURES, svg
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 IMAGES = DOCS / "images"
-PAGES = (DOCS / "benchmarks.md", DOCS / "placement.md")
+PAGES = (DOCS / "benchmarks.md", DOCS / "placement.md", DOCS / "precision.md")
 RESULTS = Path(__file__).resolve().parent / "results"
 # By file: its table, as the benchmark prints it.
 TABLES: dict[str, Callable[[Any], str]] = {
@@ -47,6 +48,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "conversion-cpu.json": lambda held: conversion.table([conversion.Row(**row) for row in held["rows"]]),
     "conversion-zoo-cpu.json": lambda held: conversion_zoo.table([conversion_zoo.Row(**row) for row in held["rows"]]),
     "placement.json": lambda held: placement.table([placement.Row(**row) for row in held["rows"]]),
+    "principles-cpu.json": lambda held: principles.table([principles.Row(**row) for row in held["rows"]]),
     "memory.json": lambda held: memory.table([memory.Row(**row) for row in held["rows"]]),
     "train-step-cpu.json": lambda held: step_table.table([step_table.Row(**row) for row in held["rows"]]),
     "train-step-default-cpu.json": lambda held: step_table.table([step_table.Row(**row) for row in held["rows"]]),
