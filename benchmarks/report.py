@@ -1,4 +1,4 @@
-"""Writes the tables and the pictures of the documentation from the results that are kept: in benchmarks, placement, precision.
+"""Writes the tables and the pictures of the documentation from the results that are kept.
 
     python -m benchmarks.report
 
