@@ -224,9 +224,8 @@ def _principles(rows: Sequence[principles.Row]) -> Figure:
     }
     figure, axes = _figure(9, 3.6, len(titles))
     for axis, (principle, (title, label)) in zip(axes, titles.items(), strict=True):
-        for side, look in reversed(looks.items()):
+        for size, (side, look) in zip((11, 8, 5), reversed(looks.items()), strict=True):  # equal ones are all seen
             points = sorted((row.x, row.error) for row in rows if (row.principle, row.side) == (principle, side))
-            size = 10 if side == principles.AUTOCAST else 5  # where two sides are equal, both are seen
             axis.plot(*zip(*points, strict=True), look.marker, linestyle="-", color=look.colour, markersize=size)
         axis.set(title=title, xlabel=label, yscale="log")
         if principle != "demand":
