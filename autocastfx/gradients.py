@@ -23,6 +23,7 @@ __all__ = [
     "parameter_names",
     "present",
     "refuse_complex",
+    "settled",
     "unscale_",
 ]
 
@@ -45,14 +46,20 @@ def present(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
-    grad = cast("torch.Tensor", parameter.grad)
+    held = cast("torch.Tensor", parameter.grad)
+    grad = settled(held, parameter)
+    if grad is not held:
+        parameter.grad = grad
+    return grad._values() if grad.layout is torch.sparse_coo else local(grad)
+
+
+def settled(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``grad``, coalesced if it is sparse, and added up if it is spread over processes as a sum."""
     if grad.layout is torch.sparse_coo:
-        if not grad.is_coalesced():
-            parameter.grad = grad = grad.coalesce()
-        return grad._values()
+        return grad if grad.is_coalesced() else grad.coalesce()
     if any(placement.is_partial() for placement in getattr(grad, "placements", ())):
-        parameter.grad = grad = cast("Any", grad).redistribute(placements=cast("Any", parameter).placements)
-    return local(grad)
+        return cast("Any", grad).redistribute(placements=cast("Any", parameter).placements)
+    return grad
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,6 +167,8 @@ def clip_norm_(groups: Sequence[dict[str, Any]], max_norm: float, norm_type: flo
     """Clip the norm of all gradients together, as torch's ``clip_grad_norm_``; what it was before. Reads nothing."""
     grads = present(groups)
     found = norm(groups, norm_type)
+    if not grads:
+        return found
     factor = torch.clamp(max_norm / (found + 1e-6), max=1.0)
     for (device, _), ((alike,), _) in _by_device_and_dtype([grads], False).items():
         _KERNELS._foreach_mul_(alike, factor.to(device))

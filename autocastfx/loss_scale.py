@@ -12,29 +12,14 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["DynamicLossScale", "LossScale", "NoLossScale", "ScaleState", "StaticLossScale", "suggest_loss_scale"]
+from autocastfx.errors import LossScaleError
+from autocastfx.scale_state import ScaleNumbers, ScaleState
+
+__all__ = ["DynamicLossScale", "LossScale", "NoLossScale", "StaticLossScale", "suggest_loss_scale"]
 
 _KERNELS: Any = torch  # its stubs leave the fused kernels out
 _LARGEST_FLOAT16 = 65504.0
-
-
-@dataclass
-class ScaleState:
-    """What changes from step to step: three tensors without dimensions on one device, changed in place.
-
-    Attributes:
-        scale: float32; what losses are multiplied by.
-        good_steps: int32; steps without overflow since the scale last changed.
-        spare: int32; overflows until the scale backs off.
-    """
-
-    scale: torch.Tensor
-    good_steps: torch.Tensor
-    spare: torch.Tensor
-
-    def to(self, device: torch.device) -> ScaleState:
-        """The same state on ``device``."""
-        return ScaleState(self.scale.to(device), self.good_steps.to(device), self.spare.to(device))
+_OTHER_RULE = "give the rule of the run that was saved, or load the state without its 'loss_scale'."
 
 
 class LossScale(Protocol):
@@ -58,6 +43,14 @@ class LossScale(Protocol):
         """Change ``state`` after a step: ``found_inf`` (float32, no dimensions) is 1 if it was skipped, else 0.
 
         Reads nothing on the host.
+        """
+        ...
+
+    def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
+        """What a run with this rule goes on with after a checkpoint that holds ``saved``.
+
+        Raises:
+            LossScaleError: no run with this rule has such a scale.
         """
         ...
 
@@ -87,6 +80,10 @@ class NoLossScale:
 
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
         """Nothing changes."""
+
+    def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
+        """``saved``, if its scale is 1."""
+        return _admit_constant(self, saved)
 
     def overflows_to_floor(self, scale: float) -> float:
         """There is no floor."""
@@ -118,6 +115,10 @@ class StaticLossScale:
 
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
         """Nothing changes."""
+
+    def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
+        """``saved``, if it has this scale."""
+        return _admit_constant(self, saved)
 
     def overflows_to_floor(self, scale: float) -> float:
         """There is no floor."""
@@ -194,6 +195,16 @@ class DynamicLossScale:
         state.good_steps.mul_(1 - overflow).sub_(overflow)  # -1, so that a tolerated overflow leaves 0 steps counted
         return found_inf * (state.spare == 0)
 
+    def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
+        """``saved``, if its scale is between ``min`` and ``max``; its counters as far as this rule counts."""
+        if not _float32(self.min) <= saved.scale <= _float32(self.max):
+            raise LossScaleError(
+                f"the state holds the loss scale {saved.scale:g}, which is not between min={self.min:g} and "
+                f"max={self.max:g} of this run: {_OTHER_RULE}"
+            )
+        good_steps = min(saved.good_steps, self.interval - 1)
+        return ScaleNumbers(saved.scale, good_steps, min(saved.spare, self.hysteresis))
+
     def overflows_to_floor(self, scale: float) -> float:
         """At least so many overflows bring ``scale`` to the floor."""
         count = 0
@@ -220,6 +231,19 @@ def suggest_loss_scale(largest_gradient: float, *, margin: float = 1.0) -> float
     while largest_gradient * margin * 2.0 ** (exponent + 1) < _LARGEST_FLOAT16:
         exponent += 1
     return 2.0**exponent
+
+
+def _admit_constant(rule: LossScale, saved: ScaleNumbers) -> ScaleNumbers:
+    if saved.scale != _float32(rule.initial):
+        raise LossScaleError(
+            f"the state holds the loss scale {saved.scale:g}, and that of {rule} is {rule.initial:g} always: "
+            f"{_OTHER_RULE}"
+        )
+    return ScaleNumbers(saved.scale, 0, 1)
+
+
+def _float32(number: float) -> float:
+    return float(torch.tensor(number, dtype=torch.float32))  # as a state holds it
 
 
 def _check_positive(name: str, given: float) -> None:

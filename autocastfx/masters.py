@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from autocastfx.errors import LossScaleError
-from autocastfx.gradients import local
+from autocastfx.gradients import local, settled
+from autocastfx.tensor_mark import TensorMark
 
 __all__ = ["Masters"]
 
@@ -23,72 +24,118 @@ class Masters:
 
     As in Apex's ``FP16_Optimizer``: an update smaller than half a unit in the last place of a 16-bit weight would be
     lost in it, and is kept in the master.
+
+    Master and parameter share one float32 gradient once it is collected, so that what looks at the model's gradients,
+    changes or drops them does that to the optimizer's.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.working: list[torch.Tensor] = []
         self.masters: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._marks: list[TensorMark | None] = []  # of the parameters, as they were when their masters agreed
+        self._shared: list[torch.Tensor | None] = []  # gradients
         for group in optimizer.param_groups:
             self.adopt(group, optimizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"working": self.working, "masters": self.masters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._marks, self._shared = [None] * len(self), [None] * len(self)
 
     def __len__(self) -> int:
         return len(self.masters)
 
     def adopt(self, group: dict[str, Any], optimizer: Optimizer) -> None:
         """Put masters in the place of the 16-bit parameters of ``group``; the optimizer's state of them is widened."""
+        known = {id(working): master for working, master in zip(self.working, self.masters, strict=True)}
         for index, parameter in enumerate(group["params"]):
             if parameter.dtype in _LOW:
-                master = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
-                group["params"][index] = master
+                if id(parameter) not in known:
+                    known[id(parameter)] = self._add(parameter)
+                master = group["params"][index] = known[id(parameter)]
                 if parameter in optimizer.state:
                     optimizer.state[master] = {k: _widened(v) for k, v in optimizer.state.pop(parameter).items()}
-                self.working.append(parameter)
-                self.masters.append(master)
-                self._versions.append(parameter._version)
+
+    def _add(self, parameter: torch.Tensor) -> torch.Tensor:
+        master = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+        self.working.append(parameter)
+        self.masters.append(master)
+        self._marks.append(TensorMark(parameter))
+        self._shared.append(None)
+        return master
+
+    def refuse_known(self, group: Mapping[str, Any]) -> None:
+        """Check the parameters of a group that is to be adopted; torch itself compares them with the masters.
+
+        Raises:
+            ValueError: one has a master already.
+        """
+        known = set(map(id, self.working))
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) in known:
+                raise ValueError(
+                    f"parameter {index} of shape {tuple(parameter.shape)} is in another group already, by its master: "
+                    "leave it out of this one."
+                )
 
     def collect(self) -> None:
-        """Move the gradients of the 16-bit parameters, as float32, to their masters, adding to what is there."""
-        if not self.masters:
-            return
-        self._follow()
-        pairs = [(m, w) for m, w in zip(self.masters, self.working, strict=True) if w.grad is not None]
-        added = [(m, w) for m, w in pairs if m.grad is not None]
-        for master, working in pairs:
-            if master.grad is None:
-                master.grad = cast("torch.Tensor", working.grad).float()
-        if added:
-            _KERNELS._foreach_add_([m.grad for m, _ in added], [cast("torch.Tensor", w.grad).float() for _, w in added])
-        for _, working in pairs:
-            working.grad = None
+        """Give the gradients of the 16-bit parameters to their masters, in float32; both have the same tensor then.
 
-    def _follow(self) -> None:
-        """Take over weights that were changed from outside: a checkpoint that was loaded, an average swapped in."""
-        for index, (working, version) in enumerate(zip(self.working, self._versions, strict=True)):
-            if working._version != version:
+        The next backward pass adds to it in float32. A gradient that the model has dropped, its master drops too.
+        """
+        self.follow()
+        for index, (working, master) in enumerate(zip(self.working, self.masters, strict=True)):
+            grad, shared = working.grad, self._shared[index]
+            if grad is None:
+                if master.grad is shared:
+                    master.grad = None
+            elif (wide := settled(grad.float(), working)) is not master.grad:
+                if master.grad is not None and master.grad is not shared:  # the master was given one of its own
+                    wide = wide + master.grad
+                if working.grad_dtype is not None:
+                    working.grad = None  # else its dtype is settled
+                    working.grad_dtype = None
+                working.grad = master.grad = self._shared[index] = wide
+
+    def follow(self) -> None:
+        """Take over what was done to the parameters from outside: freezing, a loaded checkpoint, an average swapped in.
+
+        A master stays as it is, element by element, where its parameter still is its rounding.
+        """
+        for index, (working, master) in enumerate(zip(self.working, self.masters, strict=True)):
+            if master.requires_grad != working.requires_grad:
+                master.requires_grad_(working.requires_grad)
+            mark = self._marks[index]
+            if mark is None or not mark.fits(working):
                 with torch.no_grad():
-                    self.masters[index].copy_(working)
-                self._versions[index] = working._version
+                    low, wide = local(working), local(master)
+                    wide.copy_(torch.where(low == wide.to(low.dtype), wide, low.float()))
+                self._marks[index] = TensorMark(working)
 
     def publish(self) -> None:
         """Copy the masters that are trained to the 16-bit parameters, rounding to nearest."""
-        if not self.masters:
-            return
-        moved = [i for i, master in enumerate(self.masters) if master.requires_grad]
+        pairs = zip(self.working, self.masters, strict=True)
+        moved = [i for i, (working, master) in enumerate(pairs) if working.requires_grad or master.grad is not None]
         if moved:
             with torch.no_grad():
                 working, masters = ([local(kept[i]) for i in moved] for kept in (self.working, self.masters))
                 _KERNELS._foreach_copy_(working, masters)
             for i in moved:
-                self._versions[i] = self.working[i]._version
+                mark = self._marks[i]
+                if mark is not None:
+                    mark.version = self.working[i]._version
 
     def zero_grad(self) -> None:
         """Drop the gradients of both."""
         for tensor in (*self.working, *self.masters):
             tensor.grad = None
+        self._shared = [None] * len(self)
 
     def state(self) -> list[torch.Tensor]:
         """The masters' values, in the order of the groups."""
+        self.follow()
         return [m.detach() for m in self.masters]
 
     def check(self, values: Sequence[torch.Tensor]) -> None:
@@ -103,13 +150,20 @@ class Masters:
                 "or they differ in shape: give the model the dtypes that it was saved with."
             )
 
-    def load(self, values: Sequence[torch.Tensor]) -> None:
-        """Take over masters' values, and give their roundings to the 16-bit parameters."""
+    def load(self, values: Sequence[torch.Tensor] | None) -> None:
+        """Take over masters' values, and give their roundings to the 16-bit parameters.
+
+        Args:
+            values: None: those of the parameters.
+        """
         with torch.no_grad():
-            for index, (master, value) in enumerate(zip(self.masters, values, strict=True)):
-                master.copy_(value)
-                self.working[index].copy_(master)
-                self._versions[index] = self.working[index]._version
+            for index, (master, working) in enumerate(zip(self.masters, self.working, strict=True)):
+                if values is not None:
+                    master.copy_(values[index])
+                    working.copy_(master)
+                else:
+                    master.copy_(working)
+                self._marks[index] = TensorMark(working)
 
 
 def _widened(held: Any) -> Any:

@@ -13,16 +13,16 @@ from autocastfx import gradients
 from autocastfx.errors import LossScaleError, UnsupportedError
 from autocastfx.fused_step import FusedStep
 from autocastfx.loss_scale import DynamicLossScale, LossScale
-from autocastfx.loss_scaler import LossScaler, numbers_of
+from autocastfx.loss_scaler import LossScaler
 from autocastfx.masters import Masters
 from autocastfx.snapshot import Snapshot
 from autocastfx.step_result import GradientsOf, StepResult, exhausted
-from autocastfx.wrapping_optimizer import WrappingOptimizer, needs_closure
+from autocastfx.unscaled import Unscaled, unscale_
+from autocastfx.wrapping_optimizer import WrappingOptimizer, needs_closure, steps_to_make_state
 
 __all__ = ["LossScalingOptimizer"]
 
 Losses = TypeVar("Losses")
-_ZERO, _ONE = torch.zeros(()), torch.ones(())
 _OWN = ("loss_scale", "masters")  # keys of a state dict that a bare optimizer's does not have
 
 
@@ -41,6 +41,7 @@ class LossScalingOptimizer(WrappingOptimizer):
     reads one number a step.
 
     16-bit parameters get float32 masters: ``param_groups`` holds the masters, and each step copies them back, rounded.
+    From ``unscale_``, ``accumulate`` or ``step`` on a parameter and its master share one float32 gradient.
 
     Hooks for state dicts belong to the wrapped optimizer; step hooks run around each call of this one's ``step``.
     """
@@ -57,7 +58,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         Args:
             optimizer: is used on; its ``param_groups`` and ``state`` are this one's.
             loss_scale: a rule, ``DynamicLossScale()`` if None; or the ``loss_scaler`` of another wrapper, to share its
-                scale.
+                scale, which ``loss_scaler.update()`` updates then.
             process_group: processes that step together: all skip a step if one overflows. ``"world"``: all of them,
                 where torch.distributed is initialized. None: this process alone.
 
@@ -81,26 +82,26 @@ class LossScalingOptimizer(WrappingOptimizer):
         self._set_up()
 
     def _set_up(self) -> None:
-        self.loss_scaler.join(self)
+        self.loss_scaler.rounds.join(self)
         self._searches = needs_closure(self.optimizer)
         self._fused = FusedStep()
-        self._found_inf: torch.Tensor | None = None  # of gradients that are unscaled already
-        self._scale: torch.Tensor | None = None  # that they had
-        self._norm: torch.Tensor | None = None
+        self._unscaled: Unscaled | None = None  # of gradients that are unscaled already
         self._epoch = 0  # counts what makes gradients others than those of the last step
-        self._last: StepResult | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int] | None = None
+        self._last: StepResult | tuple[Unscaled, int] | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer.
 
         Raises:
             UnsupportedError: a parameter is complex.
+            ValueError: a group has one of the parameters already.
         """
         self.optimizer.add_param_group(param_group)
         added = self.optimizer.param_groups[-1]
         try:
             gradients.refuse_complex(added)
-        except UnsupportedError:
+            self.masters.refuse_known(added)
+        except (UnsupportedError, ValueError):
             self.optimizer.param_groups.pop()
             raise
         self.masters.adopt(added, self.optimizer)
@@ -111,15 +112,23 @@ class LossScalingOptimizer(WrappingOptimizer):
         self.optimizer.zero_grad(set_to_none)
         self.masters.zero_grad()
 
+    def has_gradients(self) -> bool:
+        """True if a parameter of the model has a gradient, scaled or not."""
+        masters = set(map(id, self.masters.masters))
+        own = [p for group in self.param_groups for p in group["params"] if id(p) not in masters]
+        return any(p.grad is not None for p in (*self.masters.working, *own))
+
     # ---- scaling ----------------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: Losses) -> Losses:
         """``loss``, a tensor or a tree of tensors, times the scale; in float32 where it has 16 bits.
 
+        Of a shared scale it is this optimizer that steps with the gradients; ``loss_scaler.scale(loss)`` is for all.
+
         Raises:
             LossScaleError: the gradients at hand are unscaled already, and cannot be added to.
         """
-        if self._found_inf is not None:
+        if self._unscaled is not None:
             raise LossScaleError(
                 "the gradients are unscaled already, and those of a further loss would be added scaled: call step() "
                 "first, or zero_grad()."
@@ -132,43 +141,32 @@ class LossScalingOptimizer(WrappingOptimizer):
         self.scale_loss(loss).backward(**options)
 
     def accumulate(self) -> None:
-        """Add the gradients of 16-bit parameters to their masters', in float32. For micro-batches, after each backward.
+        """Add up the gradients of 16-bit parameters in float32. For micro-batches, after each backward.
 
-        The sum of many 16-bit gradients loses small ones. Gradients of float32 parameters add up by themselves.
+        The sum of many 16-bit gradients loses small ones. Gradients of float32 parameters add up by themselves, and
+        those of 16-bit parameters do from here on: they are float32 tensors, which the masters share.
         """
         self.masters.collect()
 
     def unscale_(self) -> None:
         """Divide the gradients by the scale, in place, once between two steps; for looking at them or changing them.
 
+        Those of 16-bit parameters are float32 then, and the same tensors as their masters'.
+
         Raises:
-            LossScaleError: no loss was scaled since the last step.
+            LossScaleError: no loss was scaled since the last step or ``zero_grad``; or, with a shared scale, this
+                optimizer has stepped since its last update, or added up gradients over it.
         """
-        if self._found_inf is not None:
-            return
         if self.masters.masters:
             self.masters.collect()
-        if not self.loss_scaler.rule.is_checked:
-            self._found_inf, self._scale = _ZERO, _ONE
+        if self._unscaled is not None:
             return
         is_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # torch.no_grad() takes as long as two of the operators
         try:
-            self._unscale()
+            self._unscaled = unscale_(self, self.optimizer.param_groups, self.loss_scaler, self.process_group)
         finally:
             torch._C._set_grad_enabled(is_enabled)
-
-    def _unscale(self) -> None:
-        grads = gradients.present(self.optimizer.param_groups)
-        if grads and not self.loss_scaler.has_scaled:
-            raise LossScaleError(
-                "there are gradients, but no loss was scaled since the last step: call optimizer.backward(loss), "
-                "or optimizer.scale_loss(loss).backward(), in place of loss.backward()."
-            )
-        self._scale = self.loss_scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
-        self._found_inf = torch.zeros_like(self._scale)
-        gradients.unscale_(grads, self._scale.reciprocal(), self._found_inf)
-        gradients.agree(self._found_inf, self.process_group)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Unscale the gradients and clip their common norm, as ``torch.nn.utils.clip_grad_norm_``; waits for nothing.
@@ -178,8 +176,9 @@ class LossScalingOptimizer(WrappingOptimizer):
         """
         self.unscale_()
         with torch.no_grad():
-            self._norm = gradients.clip_norm_(self.param_groups, max_norm, norm_type)
-        return self._norm
+            norm = gradients.clip_norm_(self.param_groups, max_norm, norm_type)
+        cast("Unscaled", self._unscaled).norm = norm
+        return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Unscale the gradients and clip each element to [-clip_value, clip_value]."""
@@ -194,8 +193,8 @@ class LossScalingOptimizer(WrappingOptimizer):
 
         Args:
             closure: computes gradients with ``backward`` or ``scale_loss`` and returns the loss, not scaled. An
-                optimizer that cannot step without one (LBFGS) may call it several times; if one call overflows, the
-                whole step is undone.
+                optimizer that cannot step without one (LBFGS) may call it several times; if one call overflows or
+                raises, the whole step is undone.
 
         Returns:
             What the closure returned, else what the wrapped optimizer's step does.
@@ -217,13 +216,12 @@ class LossScalingOptimizer(WrappingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self.unscale_()
-        result = self._step_or_skip(cast("torch.Tensor", self._found_inf))
+        result = self._step_or_skip(cast("Unscaled", self._unscaled).found_inf)
         return loss if closure is not None else result
 
     def _makes_state(self) -> bool:
-        """Whether it is torch.distributed.checkpoint that steps, with learning rates of 0, to have a state to load."""
-        is_between = not self.loss_scaler.has_scaled and self._found_inf is None
-        return is_between and all(float(group.get("lr", 1)) == 0 for group in self.param_groups)
+        has_loss = self._unscaled is not None or self.loss_scaler.rounds.is_scaled(self)
+        return self.loss_scaler.rule.is_checked and not has_loss and steps_to_make_state(self.optimizer)
 
     def _step_or_skip(self, found_inf: torch.Tensor) -> Any:
         result, skipped = None, None
@@ -236,43 +234,43 @@ class LossScalingOptimizer(WrappingOptimizer):
             if not skipped:
                 result = self.optimizer.step()
                 self._fused.note(self.optimizer)
-        self._finish(found_inf, skipped)
+        self._finish(skipped)
         return result
 
     def _search(self, closure: Callable[[], Any]) -> Any:
-        before = Snapshot(self.optimizer)
         seen: list[Any] = [None]
 
         def evaluate() -> Any:
-            self._found_inf = None
+            self._unscaled = None
             self.masters.publish()
             with torch.enable_grad():
                 seen[0] = closure()
             self.unscale_()
-            if cast("torch.Tensor", self._found_inf).item():
+            if cast("Unscaled", self._unscaled).found_inf.item():
                 raise _Overflow
             return seen[0]
 
         try:
-            result, skipped = cast("Any", self.optimizer).step(evaluate), False
+            with Snapshot(self.optimizer, self.masters):
+                result, skipped = cast("Any", self.optimizer).step(evaluate), False
         except _Overflow:
-            before.restore()
-            self.masters.publish()
             result, skipped = seen[0], True
-        self._finish(cast("torch.Tensor", self._found_inf), skipped)
+        self._finish(skipped)
         return result
 
-    def _finish(self, found_inf: torch.Tensor, skipped: bool | None) -> None:
+    def _finish(self, skipped: bool | None) -> None:
         if skipped:
             inner: Any = self.optimizer
             inner._opt_called = True  # else its schedulers warn that it never stepped
         elif self.masters.masters:
             self.masters.publish()
         self._epoch += 1
-        self._last = (found_inf, cast("torch.Tensor", self._scale), self._norm, self._epoch)
-        self._found_inf = self._norm = None
-        if self.loss_scaler.rule.is_checked and self.loss_scaler.stepped(self, found_inf, skipped):
-            raise exhausted(self.param_groups, self.loss_scaler.value)
+        unscaled, self._unscaled = cast("Unscaled", self._unscaled), None
+        self._last = unscaled, self._epoch
+        if self.loss_scaler.rule.is_checked:
+            found_inf = None if unscaled.is_empty else unscaled.found_inf
+            if self.loss_scaler.stepped(self, found_inf, skipped):
+                raise exhausted(self.param_groups, self.loss_scaler.value)
 
     @property
     def last_step(self) -> StepResult:
@@ -284,9 +282,9 @@ class LossScalingOptimizer(WrappingOptimizer):
         if self._last is None:
             raise LossScaleError("there was no step yet.")
         if isinstance(self._last, tuple):  # made when it is asked for, which is seldom
-            found_inf, scale, norm, epoch = self._last
+            unscaled, epoch = self._last
             still = GradientsOf(self.param_groups, lambda: self._epoch == epoch)
-            self._last = StepResult(found_inf, scale, norm, still)
+            self._last = StepResult(unscaled, still)
         return self._last
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> None:
@@ -295,8 +293,9 @@ class LossScalingOptimizer(WrappingOptimizer):
             scheduler.step(*args)
 
     def _forget(self) -> None:
-        self._found_inf = self._norm = None
+        self._unscaled = None
         self._epoch += 1
+        self.loss_scaler.rounds.drop(self)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -315,7 +314,8 @@ class LossScalingOptimizer(WrappingOptimizer):
         the scale and its counter are taken.
 
         Raises:
-            LossScaleError: the masters are not those of these parameters; nothing is loaded.
+            LossScaleError: the masters are not those of these parameters, or no run with this rule has such a loss
+                scale; nothing is loaded.
             ValueError: the groups are not those of this optimizer (raised by torch).
         """
         if "param_groups" not in state_dict:
@@ -325,12 +325,11 @@ class LossScalingOptimizer(WrappingOptimizer):
         if masters is not None:
             self.masters.check(masters)
         if "loss_scale" in state_dict:
-            numbers_of(state_dict["loss_scale"])  # refuses before anything is loaded
+            self.loss_scaler.admit(state_dict["loss_scale"])  # refuses before anything is loaded
         self.optimizer.load_state_dict({key: held for key, held in state_dict.items() if key not in _OWN})
         if "loss_scale" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scale"])
-        if masters is not None:
-            self.masters.load(masters)
+        self.masters.load(masters)
         self._fused.note_loaded(self.optimizer)
         self._forget()
 

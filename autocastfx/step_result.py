@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from autocastfx import gradients
 from autocastfx.errors import LossScaleError
+from autocastfx.unscaled import Unscaled
 
 __all__ = ["GradientsOf", "StepResult", "exhausted"]
 
@@ -49,15 +48,13 @@ class StepResult:
     Reading a value waits for the device; not reading it costs nothing.
     """
 
-    _found_inf: torch.Tensor
-    _scale: torch.Tensor
-    _norm: torch.Tensor | None
+    _unscaled: Unscaled
     _groups: GradientsOf
 
     @property  # not cached: the replay of a CUDA graph that holds the step makes them anew
     def found_inf(self) -> bool:
         """Whether a gradient was not finite, in any process; False where the loss scale checks none."""
-        return bool(self._found_inf.item())
+        return bool(self._unscaled.found_inf.item())
 
     @property
     def skipped(self) -> bool:
@@ -67,7 +64,7 @@ class StepResult:
     @property
     def scale(self) -> float:
         """What the loss had been multiplied by."""
-        return float(self._scale.item())
+        return float(self._unscaled.scale.item())
 
     @cached_property
     def grad_norm(self) -> float:
@@ -76,7 +73,8 @@ class StepResult:
         Raises:
             LossScaleError: the gradients are gone.
         """
-        return float((self._norm if self._norm is not None else gradients.norm(self._groups())).item())
+        norm = self._unscaled.norm
+        return float((norm if norm is not None else gradients.norm(self._groups())).item())
 
     @cached_property
     def culprits(self) -> tuple[str, ...]:

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autocastfx.errors import UnsupportedError
+from autocastfx.tensor_mark import TensorMark
 
 __all__ = ["ATTRIBUTE", "WorkingCopies", "working_copy"]
 
@@ -64,26 +64,18 @@ class _Bridge(torch.autograd.Function):
 class _Copy:
     """A copy, and what its master was when it was copied."""
 
-    __slots__ = ("dtype", "master", "pointer", "sizes", "storage", "tensor", "version")
+    __slots__ = ("dtype", "mark", "master", "sizes", "tensor")
 
     def __init__(self, master: weakref.ref[torch.Tensor], dtype: torch.dtype) -> None:
         self.master, self.dtype = master, dtype
         self.tensor = torch.empty(0, dtype=dtype)
         self.sizes: list[int] = []
-        self.version, self.pointer = -1, 0
-        self.storage: StorageWeakRef | None = None
-
-    def is_fresh(self, master: torch.Tensor) -> bool:
-        """Whether ``master`` has neither been written to nor been given other memory (``p.data = other``)."""
-        if self.version != master._version or self.pointer != master.data_ptr():
-            return False
-        return self.storage is not None and not self.storage.expired()  # else another's memory may have its address
+        self.mark: TensorMark | None = None
 
     def become(self, tensor: torch.Tensor, master: torch.Tensor) -> None:
         """Hold ``tensor``, a copy of ``master`` as it now is. The one before is its readers', as a cast is."""
         self.tensor, self.sizes = tensor, list(master.shape)
-        self.version, self.pointer = master._version, master.data_ptr()
-        self.storage = StorageWeakRef(master.untyped_storage())
+        self.mark = TensorMark(master)
 
 
 class WorkingCopies:
@@ -116,7 +108,8 @@ class WorkingCopies:
             master = held.master()
             if master is not None:
                 on_cuda = on_cuda or master.is_cuda
-                if not held.is_fresh(master):
+                mark = held.mark
+                if mark is None or not mark.fits(master):
                     stale.append((held, master))
         if on_cuda and torch.cuda.is_current_stream_capturing():
             return None
@@ -143,7 +136,7 @@ class WorkingCopies:
         changed = None if masters is None else {id(master) for master in masters}
         for (number, _), held in list(self._held.items()):
             if changed is None or number in changed:
-                held.version = -1
+                held.mark = None
 
     @torch.compiler.assume_constant_result
     def _warn_of_compiler(self) -> None:

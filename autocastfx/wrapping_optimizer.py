@@ -9,7 +9,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["WrappingOptimizer", "needs_closure"]
+from autocastfx import gradients
+
+__all__ = ["WrappingOptimizer", "needs_closure", "steps_to_make_state"]
 
 _SHARED = (
     "_optimizer_state_dict_pre_hooks",
@@ -77,3 +79,12 @@ def needs_closure(optimizer: Optimizer) -> bool:
     """Whether ``step`` cannot be called without a closure, which it may call as often as it likes."""
     found = inspect.signature(type(optimizer).step).parameters.get("closure")
     return found is not None and found.default is inspect.Parameter.empty
+
+
+def steps_to_make_state(optimizer: Optimizer) -> bool:
+    """True if it is torch.distributed.checkpoint that steps, to have a state to load: all gradients and rates are 0."""
+    groups = optimizer.param_groups
+    trained = [p for group in groups for p in group["params"] if p.requires_grad]
+    if any(float(group.get("lr", 1)) != 0 for group in groups) or any(p.grad is None for p in trained):
+        return False
+    return not any(bool(grad.any().item()) for grad in gradients.present(groups))

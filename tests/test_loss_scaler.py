@@ -1,12 +1,16 @@
-"""When the host looks at a loss scale that lives on a device."""
+"""A loss scale at work: when the host looks at it, rounds of several optimizers, states that it takes and refuses."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import pytest
 import torch
 
-from autocastfx import DynamicLossScale, LossScaler
+from autocastfx import DynamicLossScale, LossScaleError, LossScaler, NoLossScale, StaticLossScale
 from autocastfx.host_copy import HostCopy, Seen
+from autocastfx.loss_scale import LossScale
 
 ZERO, ONE = torch.zeros(()), torch.ones(())
 
@@ -36,8 +40,18 @@ class Slow(HostCopy):
         return Seen(float(number), 0)
 
 
+class Owner:
+    """An optimizer as far as a scale knows one."""
+
+    def __init__(self) -> None:
+        self.keeps_gradients = False
+
+    def has_gradients(self) -> bool:
+        return self.keeps_gradients
+
+
 def _run(scaler: LossScaler, founds: list[torch.Tensor]) -> list[bool]:
-    optimizer = object()
+    optimizer = Owner()
     results = []
     for found in founds:
         scaler.scale(ONE, optimizer)
@@ -78,31 +92,174 @@ def test_it_can_grow_away_from_the_floor() -> None:
     assert _run(scaler, [ONE, ZERO, ZERO, ONE, ONE]) == [False, False, False, False, True]
 
 
-def test_an_optimizer_that_is_gone_does_not_hold_up_the_others() -> None:
-    class Owner:
-        pass
+# ---- rounds of a shared scale ---------------------------------------------------------------------------------------
 
-    scaler = LossScaler(DynamicLossScale(2.0**6))
-    one, two, gone = Owner(), Owner(), Owner()
-    for owner in (one, two, gone):
-        scaler.join(owner)
-    scaler.scale(ONE, gone)
+
+def _shared(rule: DynamicLossScale) -> tuple[LossScaler, Owner, Owner]:
+    scaler, one, two = LossScaler(rule), Owner(), Owner()
+    scaler.rounds.join(one)
+    scaler.rounds.join(two)
+    return scaler, one, two
+
+
+def test_a_shared_scale_is_updated_once_a_round_by_hand() -> None:
+    scaler, one, two = _shared(DynamicLossScale(2.0**6, interval=2))
+    for founds, scale in [((ONE, ONE), 2.0**5), ((ZERO, ONE), 2.0**4), ((ZERO, ZERO), 2.0**4), ((ZERO, ZERO), 2.0**5)]:
+        before = scaler.value
+        scaler.scale(ONE)
+        scaler.stepped(one, founds[0], None)
+        scaler.stepped(two, founds[1], None)
+        assert scaler.value == before
+        scaler.update()
+        assert scaler.value == scale
+
+
+def test_looking_at_a_shared_scale_changes_nothing() -> None:
+    def run(looks: bool) -> dict[str, float | int]:
+        scaler, one, two = _shared(DynamicLossScale(2.0**6))
+        for owner in (one, two):
+            scaler.scale(ONE, owner)
+        for owner in (one, two):
+            scaler.rounds.check(owner)
+            scaler.stepped(owner, ONE, None)
+            if looks:
+                assert scaler.value == scaler.state_dict()["scale"] == 2.0**6
+        scaler.update()
+        return scaler.state_dict()
+
+    assert run(looks=True) == run(looks=False) == {"scale": 2.0**5, "good_steps": 0, "spare": 1}
+
+
+def test_a_second_step_in_a_round_is_refused() -> None:
+    scaler, one, two = _shared(DynamicLossScale(2.0**6))
+    scaler.scale(ONE)
+    scaler.stepped(one, ZERO, None)
+    scaler.rounds.check(two)
+    scaler.scale(ONE)
+    with pytest.raises(LossScaleError, match=r"has stepped since the last update .* call loss_scaler\.update\(\) once"):
+        scaler.rounds.check(one)
+    scaler.update()
+    scaler.scale(ONE)
+    scaler.rounds.check(one)
+
+
+def test_a_round_without_a_step_cannot_end() -> None:
+    scaler, one, _ = _shared(DynamicLossScale(2.0**6))
+    with pytest.raises(LossScaleError, match="no optimizer has stepped since the last update of the scale"):
+        scaler.update()
+    scaler.stepped(one, None, None)  # without gradients: says nothing
+    scaler.update()
+    assert scaler.state_dict()["good_steps"] == 0
+
+
+def test_a_loss_of_one_optimizer_is_not_another_ones() -> None:
+    scaler, one, two = _shared(DynamicLossScale(2.0**6))
     scaler.scale(ONE, one)
+    scaler.rounds.check(one)
+    with pytest.raises(LossScaleError, match=r"no loss was scaled .* share a scale, loss_scaler\.scale\(loss\)"):
+        scaler.rounds.check(two)
+
+
+def test_gradients_that_add_up_over_an_update_are_refused() -> None:
+    scaler, one, two = _shared(DynamicLossScale(2.0**6))
+    scaler.scale(ONE)
     scaler.stepped(one, ONE, None)
-    assert scaler.value == 2.0**6
-    del gone
-    assert scaler.value == 2.0**6 or scaler.value == 2.0**5
-    del owner
-    assert scaler.value == 2.0**5
+    scaler.update()
+    two.keeps_gradients = True
+    scaler.scale(ONE)
+    scaler.rounds.check(one)
+    with pytest.raises(LossScaleError, match="the shared scale was updated while gradients were added up"):
+        scaler.rounds.check(two)
+    two.keeps_gradients = False  # by model.zero_grad(), say
+    scaler.scale(ONE)
+    scaler.rounds.check(two)
+
+
+def test_a_loss_counts_when_it_goes_backward() -> None:
+    scaler, one = LossScaler(DynamicLossScale()), Owner()
+    loss = scaler.scale(torch.ones((), requires_grad=True), one)
+    assert not scaler.rounds.is_scaled(one)
+    loss.backward()
+    assert scaler.rounds.is_scaled(one)
+
+
+def test_the_update_of_a_scale_that_is_not_shared_is_the_steps() -> None:
+    scaler = LossScaler(DynamicLossScale(interval=2))
+    _run(scaler, [ZERO])
+    scaler.update()
+    assert scaler.state_dict()["good_steps"] == 1
+    LossScaler(NoLossScale()).update()
+
+
+# ---- states ---------------------------------------------------------------------------------------------------------
+
+
+STATE = {"scale": 64.0, "good_steps": 3, "spare": 1}
+WRONG: dict[str, tuple[LossScale, dict[str, Any], str]] = {
+    "zero": (DynamicLossScale(), {"scale": 0.0}, r"positive finite number, in float32 too, and the state holds 0\.0"),
+    "negative": (DynamicLossScale(), {"scale": -2.0}, "positive finite number"),
+    "underflow": (DynamicLossScale(min=1e-50), {"scale": 1e-46}, "positive finite number, in float32 too"),
+    "inf": (DynamicLossScale(), {"scale": math.inf}, "positive finite number, .* inf"),
+    "NaN": (DynamicLossScale(), {"scale": math.nan}, "positive finite number, .* nan"),
+    "text": (DynamicLossScale(), {"scale": "8"}, "positive finite number, .* '8'"),
+    "above": (DynamicLossScale(), {"scale": 2.0**25}, r"3.35544e\+07, which is not between min=1 and max=1.67772e\+07"),
+    "below": (DynamicLossScale(min=2.0), {"scale": 1.0}, "the loss scale 1, which is not between min=2 and max"),
+    "negative count": (DynamicLossScale(), {"good_steps": -1}, "'good_steps' .* whole number of at least 0, not -1"),
+    "fraction": (DynamicLossScale(), {"spare": 0.5}, r"'spare' .* whole number of at least 0, not 0\.5"),
+    "dynamic into none": (NoLossScale(), {}, r"64, and that of NoLossScale\(\) is 1 always: give the rule of the run"),
+    "dynamic into static": (StaticLossScale(8.0), {}, r"64, and that of StaticLossScale\(scale=8\.0\) is 8 always"),
+}
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize(("rule", "change", "message"), WRONG.values(), ids=WRONG)
+def test_a_state_that_no_such_run_has_is_refused_and_changes_nothing(
+    rule: LossScale, change: dict[str, Any], message: str, used: bool
+) -> None:
+    scaler = LossScaler(rule)
+    if used:
+        _run(scaler, [ZERO])
+    before = scaler.state_dict()
+    with pytest.raises(LossScaleError, match=message):
+        scaler.load_state_dict(STATE | change)
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [NoLossScale(), StaticLossScale(0.1), DynamicLossScale(0.1, min=0.1, max=0.1), DynamicLossScale(hysteresis=3)],
+    ids=str,
+)
+def test_a_state_of_its_own_is_taken(rule: LossScale) -> None:
+    scaler, again = LossScaler(rule), LossScaler(rule)
+    if rule.is_checked:
+        _run(scaler, [ZERO])
+    again.load_state_dict(scaler.state_dict())
+    assert again.state_dict() == scaler.state_dict()
+
+
+def test_counters_beyond_a_rules_are_its_largest() -> None:
+    scaler = LossScaler(DynamicLossScale(8.0, interval=4, hysteresis=2))
+    scaler.load_state_dict({"scale": 4.0, "good_steps": 7, "spare": 5})
+    assert scaler.state_dict() == {"scale": 4.0, "good_steps": 3, "spare": 2}
+    _run(scaler, [ZERO])
+    assert scaler.value == 8.0  # it has waited long enough
+
+
+def test_a_gradscalers_state_restores_what_hysteresis_tolerates() -> None:
+    scaler = LossScaler(DynamicLossScale(8.0, hysteresis=3))
+    _run(scaler, [ONE])
+    scaler.load_state_dict({"scale": 4.0, "_growth_tracker": 0})
+    assert scaler.state_dict()["spare"] == 3
 
 
 def test_an_unused_scaler_has_the_rules_first_scale() -> None:
     scaler = LossScaler(DynamicLossScale(8.0))
     assert scaler.value == 8.0
     assert scaler.state_dict() == {"scale": 8.0, "good_steps": 0, "spare": 1}
-    scaler.load_state_dict({"scale": 4.0, "good_steps": 3, "spare": 2})
+    scaler.load_state_dict({"scale": 4.0, "good_steps": 3, "spare": 1})
     assert scaler.value == 4.0
-    assert scaler.state_dict() == {"scale": 4.0, "good_steps": 3, "spare": 2}
+    assert scaler.state_dict() == {"scale": 4.0, "good_steps": 3, "spare": 1}
 
 
 def test_a_loaded_scale_counts_its_way_to_the_floor_anew() -> None:

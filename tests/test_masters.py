@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -97,7 +99,9 @@ def test_micro_batches_add_up_in_float32_on_request() -> None:
         for _ in range(4):
             if accumulates:
                 optimizer.accumulate()
-                assert model.weight.grad is None
+                (master, _) = optimizer.param_groups[0]["params"]
+                assert model.weight.grad is master.grad
+                assert master.grad.dtype == torch.float32
             optimizer.backward(model(ones(1)))  # 2048 + 1 is 2048 in float16
         optimizer.unscale_()
         assert model.scale.grad is not None
@@ -173,31 +177,243 @@ def test_zero_grad_drops_the_gradients_of_both() -> None:
     assert all(p.grad is None for p in (*model.parameters(), *optimizer.param_groups[0]["params"]))
 
 
-@pytest.mark.parametrize("again", ["load", "copy"])
-def test_resuming_is_never_having_stopped(again: str) -> None:
-    def train(model: Mixed, optimizer: LossScalingOptimizer, steps: range) -> None:
-        for step in steps:
-            optimizer.zero_grad()
-            optimizer.backward(model(ones() * (math.inf if step == 2 else 1 + step)))
-            optimizer.step()
+Pair = tuple[Mixed, LossScalingOptimizer]
 
-    def start() -> tuple[Mixed, LossScalingOptimizer]:
+
+def _start() -> Pair:
+    model = Mixed(torch.float16)
+    return model, LossScalingOptimizer(torch.optim.Adam(model.parameters(), 1e-4), DynamicLossScale(2.0**4))
+
+
+def _train(pair: Pair, steps: range, bad: int = 2) -> None:
+    model, optimizer = pair
+    for step in steps:
+        optimizer.zero_grad()
+        optimizer.backward(model(ones() * (math.inf if step == bad else 1 + step)))
+        optimizer.step()
+        assert optimizer.last_step.skipped == (step == bad)
+
+
+def _load(pair: Pair) -> Pair:
+    model, optimizer = _start()
+    model.load_state_dict(copy.deepcopy(pair[0].state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(pair[1].state_dict()))
+    return model, optimizer
+
+
+def _load_optimizer_first(pair: Pair) -> Pair:
+    model, optimizer = _start()
+    optimizer.load_state_dict(copy.deepcopy(pair[1].state_dict()))
+    model.load_state_dict(copy.deepcopy(pair[0].state_dict()))
+    return model, optimizer
+
+
+AGAIN: dict[str, Callable[[Pair], Pair]] = {
+    "loaded": _load,
+    "loaded, optimizer first": _load_optimizer_first,
+    "copied": copy.deepcopy,
+    "pickled": lambda pair: pickle.loads(pickle.dumps(pair)),
+}
+
+
+@pytest.mark.parametrize("again", AGAIN.values(), ids=AGAIN)
+def test_resuming_is_never_having_stopped(again: Callable[[Pair], Pair]) -> None:
+    pair = _start()
+    _train(pair, range(4))
+    model, optimizer = pair
+    assert not model.weight.float().equal(optimizer.param_groups[0]["params"][0])  # the master says more
+    resumed = again(pair)
+    _train(pair, range(4, 8))
+    _train(resumed, range(4, 8))
+    assert same(contents(resumed[1]), contents(optimizer))
+    assert resumed[0].weight.equal(model.weight)
+
+
+# ---- what the model's owner does to its parameters -----------------------------------------------------------------
+
+
+def test_a_parameter_that_is_unfrozen_moves_with_its_master() -> None:
+    model = Mixed(torch.float16)
+    optimizer = LossScalingOptimizer(torch.optim.SGD(model.parameters(), 0.25), DynamicLossScale(2.0**4))
+    master = optimizer.param_groups[0]["params"][2]
+    for is_frozen, expected in [(True, 1.0), (False, 0.75), (False, 0.5), (True, 0.5)]:
+        model.frozen.requires_grad_(not is_frozen)
+        optimizer.zero_grad()
+        optimizer.backward(model(ones()) + model.frozen.float().sum())
+        optimizer.step()
+        assert not optimizer.last_step.skipped
+        assert model.frozen.eq(expected).all()
+        assert master.eq(expected).all()
+        assert master.requires_grad != is_frozen
+
+
+def test_a_parameter_that_is_frozen_after_going_backward_moves_with_its_master() -> None:
+    model = Mixed(torch.float16)
+    optimizer = LossScalingOptimizer(torch.optim.SGD([model.weight], 0.25), DynamicLossScale(2.0**4))
+    before = model.weight.detach().clone()
+    optimizer.backward(model(ones()))
+    model.weight.requires_grad_(False)
+    optimizer.step()
+    assert model.weight.equal(optimizer.param_groups[0]["params"][0].half())
+    assert not model.weight.equal(before)
+
+
+def test_an_average_that_is_swapped_in_is_trained_on_and_one_that_is_swapped_out_leaves_no_trace() -> None:
+    pair, plain = _start(), _start()
+    for one in (pair, plain):
+        _train(one, range(2))
+    model, optimizer = pair
+    own = model.weight.data
+    model.weight.data = torch.zeros_like(own)
+    model.weight.data = own
+    for one in (pair, plain):
+        _train(one, range(3, 5))
+    assert same(contents(optimizer), contents(plain[1]))
+    model.weight.data = torch.full_like(model.weight, 3.0)
+    optimizer.zero_grad()
+    optimizer.backward(model(ones()))
+    optimizer.step()
+    assert (model.weight - 3).abs().max() < 2e-3
+    assert model.weight.equal(optimizer.param_groups[0]["params"][0].half())
+
+
+def test_a_state_holds_weights_that_were_changed_since_the_last_step() -> None:
+    pair = _start()
+    _train(pair, range(2))
+    with torch.no_grad():
+        pair[0].weight.fill_(3.0)
+    assert pair[1].state_dict()["masters"][0].eq(3.0).all()
+
+
+def test_lbfgs_starts_from_weights_that_were_changed_since_the_last_step() -> None:
+    weight = nn.Parameter(torch.tensor([3.0], dtype=torch.float16))
+    optimizer = LossScalingOptimizer(torch.optim.LBFGS([weight], 0.5, max_iter=2), DynamicLossScale(2.0**4))
+    seen: list[float] = []
+
+    def closure() -> torch.Tensor:
+        seen.append(float(weight.detach()))
+        optimizer.zero_grad()
+        loss = (weight.float() * (math.inf if weight > 5 else 1.0)).square().sum()
+        optimizer.backward(loss)
+        return loss
+
+    for start in (2.0, 6.0):
+        weight.data = torch.tensor([start], dtype=torch.float16)
+        first = len(seen)
+        optimizer.step(closure)
+        assert seen[first] == start
+    assert optimizer.last_step.skipped
+    assert weight == 6.0
+
+
+def test_the_state_of_a_bare_optimizer_makes_masters_of_the_present_weights() -> None:
+    model, optimizer = _start()
+    _train((model, optimizer), range(2))
+    master = optimizer.param_groups[0]["params"][0]
+    assert not master.equal(model.weight.float())
+    bare = torch.optim.Adam(Mixed(torch.float16).parameters(), 1e-3)
+    optimizer.load_state_dict(bare.state_dict())
+    assert master.equal(model.weight.float())
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_parameter_that_it_has_is_not_added_again(named: bool) -> None:
+    model = Mixed(torch.float16)
+    optimizer = LossScalingOptimizer(torch.optim.SGD([("weight", model.weight)] if named else [model.weight], 1.0))
+    added = {"params": [("scale", model.scale), ("again", model.weight)] if named else [model.scale, model.weight]}
+    with pytest.raises(ValueError, match=r"parameter 1 of shape \(4, 3\) is in another group already, by its master"):
+        optimizer.add_param_group(added)
+    assert len(optimizer.param_groups) == len(optimizer.masters) == 1
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_a_group_has_twice_has_one_master() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = LossScalingOptimizer(torch.optim.SGD([weight, weight], 1.0))
+    first, second = optimizer.param_groups[0]["params"]
+    assert first is second
+    assert len(optimizer.masters) == 1
+
+
+def test_sparse_gradients_add_up_and_are_unscaled_once() -> None:
+    embedding = nn.Embedding(5, 2, sparse=True, dtype=torch.float16)
+    nn.init.ones_(embedding.weight)
+    optimizer = LossScalingOptimizer(torch.optim.SGD(embedding.parameters(), 0.25), DynamicLossScale(2.0**4))
+    for _ in range(2):
+        optimizer.backward(embedding(torch.tensor([1, 3, 1])).float().sum())
+        optimizer.accumulate()
+    optimizer.unscale_()
+    optimizer.step()
+    assert embedding.weight[:, 0].tolist() == [1, 0, 1, 0.5, 1]
+
+
+# ---- what the model's owner does to its gradients ------------------------------------------------------------------
+
+
+def test_clipping_the_models_gradients_clips_the_masters() -> None:
+    model = Mixed(torch.float16)
+    optimizer = LossScalingOptimizer(torch.optim.SGD(model.parameters(), 1.0), DynamicLossScale(2.0**4))
+    bare = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    optimizer.backward(model(ones()))
+    optimizer.unscale_()
+    for parameter, plain in zip(model.parameters(), bare, strict=True):
+        plain.grad = parameter.grad.clone() if parameter.grad is not None else None
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    assert norm > 0.5
+    assert norm.equal(torch.nn.utils.clip_grad_norm_(bare, 0.5))
+    optimizer.step()
+    torch.optim.SGD(bare, 1.0).step()
+    assert same(contents(optimizer), [p.detach() for p in bare])
+
+
+def test_gradients_that_the_model_drops_its_masters_drop() -> None:
+    def step(*, drops: str) -> list[torch.Tensor]:
         model = Mixed(torch.float16)
-        return model, LossScalingOptimizer(torch.optim.Adam(model.parameters(), 1e-4))
+        optimizer = LossScalingOptimizer(torch.optim.SGD(model.parameters(), 2.0**-4), DynamicLossScale(2.0**4))
+        if drops != "never":
+            optimizer.backward(model(ones()) * 8)
+        if drops == "after a step":
+            optimizer.step()
+            model.load_state_dict(Mixed(torch.float16).state_dict())
+        if drops == "after unscaling":
+            optimizer.unscale_()
+            optimizer._forget()  # which scale_loss asks for, by optimizer.zero_grad()
+        if drops.startswith("after adding up"):
+            optimizer.accumulate()
+        model.zero_grad(set_to_none=not drops.endswith("by zeros"))
+        optimizer.backward(model(ones()))
+        optimizer.step()
+        return contents(optimizer)
 
-    model, optimizer = start()
-    train(model, optimizer, range(4))
-    if again == "load":
-        resumed, loaded = start()
-        resumed.load_state_dict(copy.deepcopy(model.state_dict()))
-        loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    else:
-        resumed, loaded = copy.deepcopy((model, optimizer))
-    train(model, optimizer, range(4, 8))
-    train(resumed, loaded, range(4, 8))
-    assert same(contents(loaded), contents(optimizer))
-    assert resumed.weight.equal(model.weight)
-    assert not resumed.weight.float().equal(loaded.param_groups[0]["params"][0])  # the master says more
+    expected = step(drops="never")
+    for drops in ("before a step", "after a step", "after unscaling", "after adding up", "after adding up, by zeros"):
+        assert same(step(drops=drops), expected), drops
+
+
+@pytest.mark.parametrize("replacement", ["None", "other"])
+def test_a_gradient_that_is_replaced_after_unscaling_is_taken(replacement: str) -> None:
+    model = Mixed(torch.float16)
+    optimizer = LossScalingOptimizer(torch.optim.SGD([model.weight], 1.0), DynamicLossScale(2.0**4))
+    before = model.weight.detach().clone()
+    optimizer.backward(model(ones()))
+    optimizer.unscale_()
+    model.weight.grad = None if replacement == "None" else torch.full((4, 3), 0.25)
+    optimizer.step()
+    assert model.weight.equal(before if replacement == "None" else before - 0.25)
+
+
+def test_a_gradient_that_the_master_alone_was_given_is_taken() -> None:
+    model = Mixed(torch.float16)
+    optimizer = LossScalingOptimizer(torch.optim.SGD([model.weight], 1.0), NoLossScale())
+    before = model.weight.detach().clone()
+    optimizer.param_groups[0]["params"][0].grad = torch.full((4, 3), 0.25)
+    optimizer.step()
+    assert model.weight.equal(before - 0.25)
+    optimizer.zero_grad()
+    model.weight.grad = torch.full((4, 3), 0.25, dtype=torch.float16)
+    optimizer.param_groups[0]["params"][0].grad = torch.full((4, 3), 0.5)
+    optimizer.step()
+    assert model.weight.equal(before - 1)
 
 
 def test_masters_of_other_parameters_are_refused_and_nothing_is_loaded() -> None:

@@ -162,6 +162,40 @@ def test_lbfgs_undoes_a_step_in_which_any_evaluation_overflows(max_iter: int, sc
     assert same(contents(optimizer), contents(bare))
 
 
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("evaluations", [1, 3])
+def test_lbfgs_undoes_a_step_whose_closure_raises(evaluations: int, low: bool) -> None:
+    class Interrupt(BaseException):
+        pass
+
+    model = Model().half() if low else Model()
+    inputs = INPUTS.to(model.weight.dtype)
+    optimizer = LossScalingOptimizer(torch.optim.LBFGS(model.parameters(), 0.1, 4), DynamicLossScale(2.0**4))
+    left = math.inf
+
+    def closure() -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise Interrupt
+        optimizer.zero_grad()
+        loss = model(inputs).float()
+        optimizer.backward(loss)
+        return loss
+
+    optimizer.step(closure)
+    before, weights = contents(optimizer), copy.deepcopy(list(model.parameters()))
+    left = evaluations
+    with pytest.raises(Interrupt):
+        optimizer.step(closure)
+    assert same(contents(optimizer), before)
+    assert same(list(model.parameters()), weights)
+    left = math.inf
+    optimizer.step(closure)
+    assert not optimizer.last_step.skipped
+    assert not same(contents(optimizer), before)
+
+
 @pytest.mark.parametrize("by_keyword", [False, True])
 @pytest.mark.parametrize("make", [OPTIMIZERS["SGD"], OPTIMIZERS["AdamW fused"]])
 def test_a_closure_is_called_once_and_its_loss_returned(make: Make, by_keyword: bool) -> None:
@@ -250,6 +284,21 @@ def test_gradients_of_double_precision_keep_it() -> None:
     assert weight.tolist() == [1 - 1 / 3, 2 - 1 / 3]
 
 
+@pytest.mark.parametrize("make", [OPTIMIZERS["SGD"], OPTIMIZERS["AdamW fused"]])
+def test_steps_without_gradients_do_not_count_as_good_ones(make: Make) -> None:
+    model = Model()
+    optimizer = LossScalingOptimizer(make(model.parameters()), DynamicLossScale(4.0, interval=2))
+    for _ in range(3):
+        optimizer.step()
+        assert not optimizer.last_step.skipped
+    assert optimizer.loss_scaler.state_dict() == {"scale": 4.0, "good_steps": 0, "spare": 1}
+    for scale in (4.0, 8.0):
+        optimizer.zero_grad()
+        optimizer.backward(model(INPUTS))
+        optimizer.step()
+        assert optimizer.loss_scaler.value == scale
+
+
 # ---- no rule, or a fixed one ----------------------------------------------------------------------------------------
 
 
@@ -264,6 +313,35 @@ def test_without_a_loss_scale_it_is_the_bare_optimizer() -> None:
     bare.step()
     assert same(contents(optimizer), contents(bare))
     assert (optimizer.last_step.skipped, optimizer.last_step.scale) == (False, 1.0)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], OPTIMIZERS["SGD momentum"]])
+@pytest.mark.parametrize("rule", [NoLossScale(), DynamicLossScale(8.0)], ids=str)
+def test_a_warm_up_may_begin_at_a_rate_of_zero(rule: Any, make: Make) -> None:
+    """torch.distributed.checkpoint makes an optimizer's state by a step of rate 0, too."""
+    model, bare_model = Model().bfloat16(), Model().bfloat16()
+    optimizer, bare = LossScalingOptimizer(make(model.parameters()), rule), make([torch.zeros(1)])
+    bare.param_groups[0]["params"] = masters = [nn.Parameter(p.detach().float()) for p in bare_model.parameters()]
+    for rate in (0.0, 0.1, 0.2):
+        optimizer.param_groups[0]["lr"] = bare.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        loss = model(INPUTS.bfloat16())
+        optimizer.backward(loss) if rule.is_checked else loss.backward()
+        optimizer.step()
+        assert not optimizer.last_step.skipped
+        for master, own in zip(masters, optimizer.param_groups[0]["params"], strict=True):
+            master.grad = own.grad
+        bare.step()
+        assert same(contents(optimizer), contents(bare))
+    assert not model.weight.equal(Model().weight)
+
+
+def test_a_loss_that_was_not_scaled_is_refused_at_a_rate_of_zero() -> None:
+    model = Model()
+    optimizer = LossScalingOptimizer(SGD(model.parameters(), 0.0))
+    model(INPUTS).backward()
+    with pytest.raises(LossScaleError, match="no loss was scaled"):
+        optimizer.step()
 
 
 def test_a_static_scale_skips_and_stays() -> None:
@@ -360,10 +438,42 @@ def test_a_loss_that_was_not_scaled_is_refused() -> None:
     optimizer = LossScalingOptimizer(SGD(model.parameters(), 0.1))
     model(INPUTS).backward()
     with pytest.raises(
-        LossScaleError, match=r"no loss was scaled since the last step: call optimizer\.backward\(loss\)"
+        LossScaleError,
+        match=r"no loss was scaled since the last step or zero_grad\(\): call optimizer\.backward\(loss\)",
     ):
         optimizer.step()
     assert model.weight.equal(Model().weight)
+
+
+def test_a_loss_that_was_not_scaled_is_refused_after_the_gradients_of_one_that_was_are_dropped() -> None:
+    model = Model()
+    optimizer = LossScalingOptimizer(SGD(model.parameters(), 0.1))
+    optimizer.backward(model(INPUTS))
+    optimizer.zero_grad()
+    model(INPUTS).backward()
+    with pytest.raises(LossScaleError, match="no loss was scaled since the last step or zero_grad"):
+        optimizer.step()
+    assert model.weight.equal(Model().weight)
+
+
+def test_gradients_may_be_dropped_between_scaling_a_loss_and_going_backward() -> None:
+    model, bare_model = Model(), Model()
+    optimizer, bare = LossScalingOptimizer(SGD(model.parameters(), 0.1)), SGD(bare_model.parameters(), 0.1)
+    loss = optimizer.scale_loss(model(INPUTS))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    bare_model(INPUTS).backward()
+    bare.step()
+    assert same(contents(optimizer), contents(bare))
+
+
+def test_gradients_of_a_functional_transform_are_those_of_a_scaled_loss() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = LossScalingOptimizer(SGD([weight], 0.5))
+    weight.grad = torch.func.grad(lambda w: optimizer.scale_loss(w.square().sum()))(weight.detach())
+    optimizer.step()
+    assert weight.eq(0).all()
 
 
 def test_a_loss_after_unscaling_is_refused() -> None:
@@ -411,6 +521,15 @@ def test_clipping_sees_unscaled_gradients() -> None:
     assert float(model.weight.grad.abs().max()) == pytest.approx(0.01, rel=torch.finfo(torch.float32).eps)
     optimizer.step()
     assert optimizer.last_step.grad_norm == float(expected)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_no_gradients_have_a_norm_of_zero(norm_type: float) -> None:
+    optimizer = LossScalingOptimizer(SGD(Model().parameters(), 0.1))
+    assert optimizer.clip_grad_norm_(1.0, norm_type) == 0
+    optimizer.clip_grad_value_(1.0)
+    optimizer.step()
+    assert optimizer.last_step.grad_norm == 0
 
 
 def test_the_norm_of_a_step_is_found_while_its_gradients_are_there() -> None:
@@ -529,7 +648,7 @@ def test_two_optimizers_with_a_scale_each_do_not_see_each_other() -> None:
     assert (one.loss_scaler.value, two.loss_scaler.value) == (2.0**15, 2.0**16)
 
 
-def test_two_optimizers_can_share_a_scale_that_is_adjusted_once_a_round() -> None:
+def test_two_optimizers_can_share_a_scale_that_is_updated_once_a_round() -> None:
     body, head = Model(), nn.Parameter(torch.ones(()))
     one = LossScalingOptimizer(SGD(body.parameters(), 0.1), DynamicLossScale(2.0**4, interval=3))
     two = LossScalingOptimizer(SGD([head], 0.1), one.loss_scaler)
@@ -537,9 +656,11 @@ def test_two_optimizers_can_share_a_scale_that_is_adjusted_once_a_round() -> Non
     bare = SGD([*bare_body.parameters(), bare_head], 0.1)
     scales = []
     for _ in range(4):
-        one.backward(body(INPUTS) * head)
+        one.loss_scaler.scale(body(INPUTS) * head).backward()
         one.step()
+        assert (one.loss_scaler.value, two.loss_scaler.state_dict()["scale"]) == (one.last_step.scale,) * 2
         two.step()
+        one.loss_scaler.update()
         one.zero_grad()
         two.zero_grad()
         scales.append((one.last_step.scale, two.last_step.scale))
@@ -549,26 +670,77 @@ def test_two_optimizers_can_share_a_scale_that_is_adjusted_once_a_round() -> Non
     assert scales == [(16.0, 16.0)] * 3 + [(32.0, 32.0)]
     assert body.weight.equal(bare_body.weight)
     assert head.equal(bare_head)
-    two.backward(body(INPUTS) * head * math.inf)
+    two.loss_scaler.scale(body(INPUTS) * head * math.inf).backward()
     one.step()
     two.step()
+    assert one.loss_scaler.value == 32.0
+    two.loss_scaler.update()
     assert one.loss_scaler.value == 16.0
 
 
-def test_a_shared_scale_waits_for_every_optimizer_that_scaled_a_loss() -> None:
+def _shared() -> tuple[Model, LossScalingOptimizer, Model, LossScalingOptimizer]:
     first, second = Model(), Model()
     one = LossScalingOptimizer(SGD(first.parameters(), 0.0))
-    two = LossScalingOptimizer(SGD(second.parameters(), 0.0), one.loss_scaler)
+    return first, one, second, LossScalingOptimizer(SGD(second.parameters(), 0.0), one.loss_scaler)
+
+
+def test_with_a_shared_scale_each_optimizer_wants_a_scaled_loss() -> None:
+    first, one, second, two = _shared()
+    one.backward(first(INPUTS))
+    second(INPUTS).backward()
+    with pytest.raises(LossScaleError, match="there are gradients, but no loss was scaled"):
+        two.step()
+    one.step()
+    with pytest.raises(LossScaleError, match="there are gradients, but no loss was scaled"):
+        two.step()
+
+
+def test_gradients_that_add_up_over_an_update_of_a_shared_scale_are_refused() -> None:
+    first, one, second, two = _shared()
     two.backward(second(INPUTS))  # the first of two micro-batches
     one.backward(first(INPUTS * math.inf))
     one.step()
+    one.loss_scaler.update()
     two.backward(second(INPUTS))
-    two.step()
-    bare = Model()
-    (2 * bare(INPUTS)).backward()
-    assert second.weight.grad is not None
-    assert second.weight.grad.equal(bare.weight.grad)
-    assert one.loss_scaler.value == 2.0**15
+    with pytest.raises(LossScaleError, match="the shared scale was updated while gradients were added up"):
+        two.step()
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_two_networks_against_each_other_may_scale_as_with_gradscaler(low: bool) -> None:
+    """Each loss reaches both networks; the gradients that a network does not want are dropped by its own zero_grad."""
+    nets = [nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)]
+    for net in nets:
+        nn.init.eye_(net.weight)
+        net.to(torch.float16 if low else torch.float32)
+    inputs = torch.ones(2, 4, dtype=nets[0].weight.dtype)
+    one = LossScalingOptimizer(SGD(nets[0].parameters(), 2.0**-6), DynamicLossScale(2.0**4, interval=1))
+    two = LossScalingOptimizer(SGD(nets[1].parameters(), 2.0**-6), one.loss_scaler)
+    for number in range(3):
+        for net, optimizer in zip(nets, (one, two), strict=True):
+            net.zero_grad()
+            one.loss_scaler.scale(nets[1](nets[0](inputs)).float().mean()).backward()
+            optimizer.step()
+        one.loss_scaler.update()
+        assert one.loss_scaler.value == 2.0 ** (5 + number)
+    bare = [torch.eye(4, requires_grad=True), torch.eye(4, requires_grad=True)]
+    for _ in range(3):
+        for weight in bare:
+            (grad,) = torch.autograd.grad((torch.ones(2, 4) @ bare[0].T @ bare[1].T).mean(), weight)
+            weight.data -= 2.0**-6 * grad
+    eps = torch.finfo(inputs.dtype).eps
+    for net, weight in zip(nets, bare, strict=True):
+        assert (net.weight - weight).abs().max() <= 8 * eps
+
+
+def test_copies_of_two_optimizers_share_a_scale_of_their_own() -> None:
+    first, one, second, two = _shared()
+    copies = copy.deepcopy((first, one, second, two))
+    copies[1].backward(copies[0](INPUTS * math.inf))
+    copies[1].step()
+    assert copies[3].loss_scaler.value == 2.0**16
+    copies[3].loss_scaler.update()
+    assert (copies[1].loss_scaler.value, one.loss_scaler.value) == (2.0**15, 2.0**16)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
@@ -638,6 +810,39 @@ def test_a_wrong_state_is_refused() -> None:
     with pytest.raises(LossScaleError, match=r"this one has \[\]"):
         optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 0.1  # nothing half done
+
+
+@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, 2.0**25])
+def test_a_state_with_a_wrong_scale_is_refused_whole(scale: float) -> None:
+    model = Model()
+    optimizer = LossScalingOptimizer(Adam(model.parameters(), 0.1))
+    _train(model, optimizer, range(1))
+    before, state = contents(optimizer), copy.deepcopy(optimizer.state_dict())
+    state["loss_scale"]["scale"] = scale
+    state["param_groups"][0]["lr"] = 7.0
+    state["state"][0]["exp_avg"].fill_(5.0)
+    with pytest.raises(LossScaleError, match="scale"):
+        optimizer.load_state_dict(state)
+    with pytest.raises(LossScaleError, match="scale"):
+        optimizer.load_state_dict({"scale": scale, "_growth_tracker": 0})
+    assert same(contents(optimizer), before)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    _train(model, optimizer, range(2, 3))
+    assert model.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("rule", [NoLossScale(), StaticLossScale(128.0)], ids=str)
+def test_the_scale_of_a_run_with_another_rule_is_refused_and_may_be_left_out(rule: Any) -> None:
+    model = Model()
+    saved = LossScalingOptimizer(SGD(model.parameters(), 0.5)).state_dict()
+    optimizer = LossScalingOptimizer(SGD(model.parameters(), 0.1), rule)
+    with pytest.raises(LossScaleError, match=r"65536, and that of .* load the state without its 'loss_scale'\."):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    del saved["loss_scale"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.loss_scaler.value == rule.initial
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copied", "pickled"])

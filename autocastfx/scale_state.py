@@ -1,0 +1,76 @@
+"""What a loss scale changes from step to step, on a device and as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autocastfx.errors import LossScaleError
+
+__all__ = ["ScaleNumbers", "ScaleState"]
+
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+@dataclass
+class ScaleState:
+    """What changes from step to step: three tensors without dimensions on one device, changed in place.
+
+    Attributes:
+        scale: float32; what losses are multiplied by.
+        good_steps: int32; steps without overflow since the scale last changed.
+        spare: int32; overflows until the scale backs off.
+    """
+
+    scale: torch.Tensor
+    good_steps: torch.Tensor
+    spare: torch.Tensor
+
+    def to(self, device: torch.device) -> ScaleState:
+        """The same state on ``device``."""
+        return ScaleState(self.scale.to(device), self.good_steps.to(device), self.spare.to(device))
+
+    def fill(self, numbers: ScaleNumbers) -> None:
+        """Take over ``numbers``."""
+        self.scale.fill_(numbers.scale)
+        self.good_steps.fill_(numbers.good_steps)
+        self.spare.fill_(numbers.spare)
+
+
+@dataclass(frozen=True)
+class ScaleNumbers:
+    """The numbers of a ``ScaleState``, as a checkpoint holds them."""
+
+    scale: float
+    good_steps: int
+    spare: int
+
+    @staticmethod
+    def of(saved: Mapping[str, Any], *, spare: int) -> ScaleNumbers:
+        """Those in the state dict of a loss scale or of a ``torch.amp.GradScaler``, which has no ``spare``.
+
+        Raises:
+            LossScaleError: it is neither, or they are no numbers that a loss scale has.
+        """
+        scale, good_steps = saved.get("scale"), saved.get("good_steps", saved.get("_growth_tracker"))
+        if scale is None or good_steps is None:
+            raise LossScaleError(
+                "a loss scale's state has 'scale' and 'good_steps' (a GradScaler's '_growth_tracker'), this one has "
+                f"{sorted(saved)}: give it what LossScalingOptimizer.state_dict() or GradScaler.state_dict() gave."
+            )
+        if not (isinstance(scale, (int, float)) and _SMALLEST <= scale <= _LARGEST):
+            raise LossScaleError(
+                f"a loss scale is a positive finite number, in float32 too, and the state holds {scale!r}: load the "
+                "state without it."
+            )
+        counts = {"good_steps": good_steps, "spare": saved.get("spare", spare)}
+        for name, count in counts.items():
+            if not isinstance(count, int) or count < 0:
+                raise LossScaleError(
+                    f"{name!r} of a loss scale's state is a whole number of at least 0, not {count!r}: load the state "
+                    "without it."
+                )
+        return ScaleNumbers(float(scale), **counts)
