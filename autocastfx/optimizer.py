@@ -112,11 +112,11 @@ class LossScalingOptimizer(WrappingOptimizer):
         self.optimizer.zero_grad(set_to_none)
         self.masters.zero_grad()
 
-    def has_gradients(self) -> bool:
-        """True if a parameter of the model has a gradient, scaled or not."""
+    def model_parameters(self) -> list[torch.Tensor]:
+        """The parameters of ``param_groups``, and 16-bit ones in place of their masters."""
         masters = set(map(id, self.masters.masters))
         own = [p for group in self.param_groups for p in group["params"] if id(p) not in masters]
-        return any(p.grad is not None for p in (*self.masters.working, *own))
+        return [*self.masters.working, *own]
 
     # ---- scaling ----------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
+
+import torch
 
 from autocastfx.errors import LossScaleError
 
 __all__ = ["Rounds"]
+
+
+@dataclass
+class _Scaled:
+    """Gradients of scaled losses: the round of the first loss, and how often they began since the last one."""
+
+    round: int
+    starts: int = 0
 
 
 class Rounds:
@@ -22,19 +34,39 @@ class Rounds:
         self.optimizers: WeakSet[Any] = WeakSet()
         self.are_shared = self._is_used = False
         self._number = 0
-        self._scaled: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the round of the first of their gradients
+        self._scaled: WeakKeyDictionary[Any, _Scaled] = WeakKeyDictionary()
         self._stepped: WeakSet[Any] = WeakSet()
 
     def join(self, optimizer: Any) -> None:
-        """Serve ``optimizer`` too."""
+        """Serve ``optimizer`` too.
+
+        Its first parameter that requires a gradient is watched: ``model.zero_grad()`` tells an optimizer nothing.
+        """
         self.are_shared, self._is_used = self._is_used, True
         self.optimizers.add(optimizer)
+        watched = next((p for p in optimizer.model_parameters() if p.requires_grad), None)
+        if watched is not None:
+            weakref.finalize(optimizer, self._watch(watched, weakref.ref(optimizer)).remove)
+
+    def _watch(self, parameter: torch.Tensor, known: weakref.ref[Any]) -> torch.utils.hooks.RemovableHandle:
+        def note(_: torch.Tensor) -> None:
+            scaled = self._scaled.get(known()) if parameter.grad is None else None
+            if scaled is not None:
+                scaled.starts += 1
+                if scaled.starts > 1:  # those of the scaled loss were dropped, and here come others
+                    self.drop(known())
+
+        return parameter.register_hook(note)
 
     def note_backward(self, optimizer: Any) -> None:
         """A scaled loss begins to give gradients to ``optimizer``."""
-        begun = self._scaled.get(optimizer)
-        if begun is None or (begun != self._number and not optimizer.has_gradients()):
-            self._scaled[optimizer] = self._number
+        scaled = self._scaled.get(optimizer)
+        if scaled is not None and scaled.round != self._number:
+            scaled = scaled if any(p.grad is not None for p in optimizer.model_parameters()) else None
+        if scaled is None:
+            self._scaled[optimizer] = _Scaled(self._number)
+        else:
+            scaled.starts = 0
 
     def note_step(self, optimizer: Any) -> None:
         """``optimizer`` has stepped."""
@@ -68,7 +100,7 @@ class Rounds:
                 "optimizer.backward(loss), or optimizer.scale_loss(loss).backward(), in place of loss.backward(); "
                 "for a loss of several optimizers that share a scale, loss_scaler.scale(loss).backward()."
             )
-        if self._scaled[optimizer] != self._number:
+        if self._scaled[optimizer].round != self._number:
             raise LossScaleError(
                 "the shared scale was updated while gradients were added up, so that they have two scales: call "
                 "loss_scaler.update() only when each optimizer with scaled gradients has stepped, or zero_grad()."

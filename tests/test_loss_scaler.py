@@ -44,10 +44,10 @@ class Owner:
     """An optimizer as far as a scale knows one."""
 
     def __init__(self) -> None:
-        self.keeps_gradients = False
+        self.weight = torch.zeros((), requires_grad=True)
 
-    def has_gradients(self) -> bool:
-        return self.keeps_gradients
+    def model_parameters(self) -> list[torch.Tensor]:
+        return [self.weight]
 
 
 def _run(scaler: LossScaler, founds: list[torch.Tensor]) -> list[bool]:
@@ -165,12 +165,12 @@ def test_gradients_that_add_up_over_an_update_are_refused() -> None:
     scaler.scale(ONE)
     scaler.stepped(one, ONE, None)
     scaler.update()
-    two.keeps_gradients = True
+    two.weight.grad = ONE
     scaler.scale(ONE)
     scaler.rounds.check(one)
     with pytest.raises(LossScaleError, match="the shared scale was updated while gradients were added up"):
         scaler.rounds.check(two)
-    two.keeps_gradients = False  # by model.zero_grad(), say
+    two.weight.grad = None  # by model.zero_grad(), say
     scaler.scale(ONE)
     scaler.rounds.check(two)
 

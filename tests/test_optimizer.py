@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 from collections.abc import Callable
@@ -336,9 +337,10 @@ def test_a_warm_up_may_begin_at_a_rate_of_zero(rule: Any, make: Make) -> None:
     assert not model.weight.equal(Model().weight)
 
 
-def test_a_loss_that_was_not_scaled_is_refused_at_a_rate_of_zero() -> None:
+@pytest.mark.parametrize("has_unused", [False, True])
+def test_a_loss_that_was_not_scaled_is_refused_at_a_rate_of_zero(has_unused: bool) -> None:
     model = Model()
-    optimizer = LossScalingOptimizer(SGD(model.parameters(), 0.0))
+    optimizer = LossScalingOptimizer(SGD(list(model.parameters())[: 3 if has_unused else 2], 0.0))
     model(INPUTS).backward()
     with pytest.raises(LossScaleError, match="no loss was scaled"):
         optimizer.step()
@@ -454,6 +456,54 @@ def test_a_loss_that_was_not_scaled_is_refused_after_the_gradients_of_one_that_w
     with pytest.raises(LossScaleError, match="no loss was scaled since the last step or zero_grad"):
         optimizer.step()
     assert model.weight.equal(Model().weight)
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_a_loss_that_was_not_scaled_is_refused_after_the_model_has_dropped_its_gradients(low: bool) -> None:
+    model = Model().half() if low else Model()
+    inputs = INPUTS.to(model.weight.dtype)
+    optimizer = LossScalingOptimizer(SGD(model.parameters(), 0.1))
+    for _ in range(2):
+        model.zero_grad()
+        optimizer.backward(model(inputs).float())
+        optimizer.step()
+    before = contents(optimizer)
+    model.zero_grad()
+    optimizer.backward(model(inputs).float())
+    model.zero_grad()
+    model(inputs).backward()
+    with pytest.raises(LossScaleError, match="no loss was scaled since the last step or zero_grad"):
+        optimizer.step()
+    assert same(contents(optimizer), before)
+    model.zero_grad()
+    optimizer.backward(model(inputs).float())
+    optimizer.step()
+
+
+def test_a_scaled_loss_may_go_backward_in_parts() -> None:
+    model, bare_model = Model(), Model()
+    optimizer, bare = LossScalingOptimizer(SGD(model.parameters(), 0.1)), SGD(bare_model.parameters(), 0.1)
+    for _ in range(2):
+        for parts in (INPUTS[:3], INPUTS[3:]):
+            hidden = parts @ model.weight
+            cut = hidden.detach().requires_grad_()
+            optimizer.backward((cut + model.bias).square().mean())
+            hidden.backward(cut.grad)  # a backward pass of its own
+            bare_model(parts).backward()
+        optimizer.step()
+        bare.step()
+        model.zero_grad()
+        bare.zero_grad()
+    assert same(contents(optimizer), contents(bare))
+
+
+def test_a_wrapper_that_is_gone_leaves_its_parameters_alone() -> None:
+    model = Model()
+    optimizer = LossScalingOptimizer(SGD(model.parameters(), 0.1))
+    assert model.weight._backward_hooks
+    del optimizer
+    gc.collect()
+    assert not model.weight._backward_hooks
 
 
 def test_gradients_may_be_dropped_between_scaling_a_loss_and_going_backward() -> None:
