@@ -337,11 +337,12 @@ def test_a_warm_up_may_begin_at_a_rate_of_zero(rule: Any, make: Make) -> None:
     assert not model.weight.equal(Model().weight)
 
 
+@pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("has_unused", [False, True])
-def test_a_loss_that_was_not_scaled_is_refused_at_a_rate_of_zero(has_unused: bool) -> None:
-    model = Model()
+def test_a_loss_that_was_not_scaled_is_refused_at_a_rate_of_zero(has_unused: bool, low: bool) -> None:
+    model = Model().half() if low else Model()
     optimizer = LossScalingOptimizer(SGD(list(model.parameters())[: 3 if has_unused else 2], 0.0))
-    model(INPUTS).backward()
+    model(INPUTS.to(model.weight.dtype)).backward()
     with pytest.raises(LossScaleError, match="no loss was scaled"):
         optimizer.step()
 
