@@ -1,0 +1,145 @@
+"""Hold the small models of tests/numerics/corpus against what an expert demands of them, on the CPU.
+
+    python -m benchmarks.corpus [--dtypes float16,bfloat16] [--fold none|exact|kernel] [--cases 'rotary*'] [--json PATH]
+
+Each model is judged converted, under torch.autocast, and under torch.autocast with hand-written float32 islands. The
+worst tensor is the one whose error is the largest part of its bound. `ratio` is the largest error relative to that of
+torch.autocast on the same tensor, of those errors that are above the dtype's epsilon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import math
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from tests.numerics.corpus import CASES
+from tests.numerics.corpus.case import Case
+from tests.numerics.corpus.judge import DTYPES, Judgement, judge_model, judge_ours, refer
+
+__all__ = ["Row", "main", "measure"]
+
+FOLDS = ("none", "exact", "kernel")
+VERSIONS = ("ours", "autocast", "islands")
+_HEADER = (
+    f"{'case':<34} {'point':<14} {'dtype':<8} {'ours':<4} {'auto':<4} {'isl':<4} {'worst tensor':<40} {'error':>8} "
+    f"{'bound':>8} {'ratio':>8} {'s':>5}"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case in one dtype; errors and bounds by tensor."""
+
+    case: str
+    point: str
+    dtype: str
+    fold: str
+    held: dict[str, bool]
+    faults: dict[str, str]
+    worst: str
+    ratio: float
+    seconds: float
+    errors: dict[str, dict[str, float]]
+    bounds: dict[str, float]
+
+
+def _ratio(ours: Judgement, autocast: Judgement, eps: float) -> float:
+    """The largest of our errors beside torch.autocast's: NaN where either did not run, 0 where none exceeds epsilon."""
+    if not ours.errors or not autocast.errors:
+        return math.nan
+    pairs = ((error, autocast.errors[name]) for name, error in ours.errors.items() if error > eps)
+    return max((error / other if other else math.inf for error, other in pairs), default=0.0)
+
+
+def measure(case: Case, dtypes: Iterable[str], fold: str) -> list[Row]:
+    """Judge one case in each dtype."""
+    rows: list[Row] = []
+    reference = refer(case)
+    for name in dtypes:
+        dtype, started = DTYPES[name], time.perf_counter()
+        found = {
+            "ours": judge_ours(reference, dtype, fold=fold),
+            "autocast": judge_model(reference, case.model(), dtype),
+            "islands": judge_model(reference, case.with_islands(), dtype),
+        }
+        rows.append(
+            Row(
+                case.name,
+                case.point,
+                name,
+                fold,
+                held={version: judgement.held for version, judgement in found.items()},
+                faults={version: judgement.fault for version, judgement in found.items()},
+                worst=found["ours"].worst,
+                ratio=_ratio(found["ours"], found["autocast"], torch.finfo(dtype).eps),
+                seconds=time.perf_counter() - started,
+                errors={version: dict(judgement.errors) for version, judgement in found.items()},
+                bounds=reference.bounds(dtype),
+            )
+        )
+    return rows
+
+
+def _line(row: Row) -> str:
+    marks = " ".join(f"{'yes' if row.held[version] else 'NO':<4}" for version in VERSIONS)
+    error = row.errors["ours"].get(row.worst, math.nan)
+    bound = row.bounds.get(row.worst, math.nan)
+    said = f"{row.worst or '-':<40} {error:>8.1e} {bound:>8.1e} {row.ratio:>8.2f}"
+    faults = "".join(f"\n      {version}: {fault}" for version, fault in row.faults.items() if fault)
+    return f"{row.case:<34} {row.point:<14} {row.dtype:<8} {marks} {said} {row.seconds:>5.1f}{faults}"
+
+
+def _totals(rows: Sequence[Row]) -> str:
+    lines = [f"\n{'point':<16} {'cases':>5} {'ours':>6} {'autocast':>8} {'islands':>8}"]
+    for point in [*dict.fromkeys(row.point for row in rows), "all"]:
+        group = [row for row in rows if point in (row.point, "all")]
+        counts = [sum(row.held[version] for row in group) for version in VERSIONS]
+        lines.append(f"{point:<16} {len(group):>5} {counts[0]:>6} {counts[1]:>8} {counts[2]:>8}")
+    lost = [row for row in rows if row.held["autocast"] and not row.held["ours"]]
+    lines.append(f"\ntorch.autocast holds and ours does not: {len(lost)}")
+    lines += [f"  {row.case} {row.dtype}" for row in lost]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Judge the cases asked for; the exit status is 1 where ours does not hold."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.corpus", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="float16, bfloat16 or both, separated by a comma")
+    parser.add_argument("--fold", default="exact", choices=FOLDS, help="convert's fold")
+    parser.add_argument("--cases", default="*", help="patterns of names or of points, separated by commas")
+    parser.add_argument("--json", type=Path, help="also write what was found here")
+    options = parser.parse_args(arguments)
+    dtypes, patterns = options.dtypes.split(","), options.cases.split(",")
+    if unknown := [name for name in dtypes if name not in DTYPES]:
+        parser.error(f"unknown: {', '.join(unknown)}; dtypes: {', '.join(DTYPES)}")
+    cases = [c for c in CASES if any(fnmatch.fnmatch(name, p) for p in patterns for name in (c.name, c.point))]
+    if not cases:
+        parser.error(f"no case is called {options.cases}; cases: {', '.join(case.name for case in CASES)}")
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rows: list[Row] = []
+    print(_HEADER)
+    for case in cases:
+        for row in measure(case, dtypes, options.fold):
+            rows.append(row)
+            print(_line(row), flush=True)
+    print(_totals(rows))
+    if options.json:
+        held = {"torch": torch.__version__, "device": "cpu", "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(held, indent=1) + "\n")
+    return int(not all(row.held["ours"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""The judge of the corpus tells right from wrong, and what each case demands is met by a version written by hand."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import corpus
+from tests.numerics.corpus import CASES
+from tests.numerics.corpus.case import Case, Demand
+from tests.numerics.corpus.judge import DTYPES, Run, judge, judge_model, refer
+from tests.numerics.corpus.parts import rows
+
+
+class Plain(nn.Module):
+    """A layer, with what is done to its result, to its gradient, and to a buffer."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor] = lambda y: y) -> None:
+        super().__init__()
+        self.layer, self.change = nn.Linear(4, 4), change
+        self.register_buffer("seen", torch.ones(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.layer(x)
+        self.seen.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        return {"y": self.change(y)}
+
+
+PLAIN = Case("plain", Plain, rows(4), "judge", Demand(3), "linear 3")
+
+
+def coarse(y: Tensor) -> Tensor:
+    """Six significant bits."""
+    return (y.detach() * 8).round() / 8 + (y - y.detach())
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 1.1
+
+
+def fails(case: Case, change: Callable[[Tensor], Tensor]) -> str:
+    """The tensor that is farthest off in a model with a fault."""
+    reference = refer(case)
+    model = case.model()
+    assert isinstance(model, Plain)
+    model.change = change
+    found = judge_model(reference, model, torch.float16)
+    assert not found.held
+    return found.fault or found.worst
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_a_right_model_holds(dtype: torch.dtype) -> None:
+    found = judge_model(refer(PLAIN), PLAIN.model(), dtype)
+    assert found.held, (found.fault, found.worst)
+    assert len(found.errors) == 4 * 3 + 2, "two modes, two sizes: output, buffer, input; and two gradients"
+
+
+def test_planted_faults_are_found() -> None:
+    assert "output" in fails(PLAIN, coarse)
+    assert "gradient" in fails(PLAIN, WrongGradient.apply)
+    assert "output" in fails(PLAIN, lambda y: y.where(y < y.amax(), math.nan))
+    assert "structure" in fails(PLAIN, lambda y: (y, y))  # type: ignore[return-value]
+    assert "gradient" in fails(PLAIN, lambda y: y.detach() + 0.0 * y.sum())
+    assert "output" in fails(PLAIN, lambda y: y[:, :3])
+
+
+def test_a_wrong_buffer_and_a_changed_input_are_found() -> None:
+    reference = refer(PLAIN)
+    run = reference.run
+    for name in ("train 8: buffer seen", "eval 12: input 0", "train 8: gradient layer.bias"):
+        planted = Run({**run.tensors, name: run.tensors[name] * 1.01}, run.others)
+        found = judge(reference, planted, torch.float16, dtypes=False)
+        assert not found.held
+        assert found.worst == name
+
+
+def test_a_dtype_is_judged_where_asked_for() -> None:
+    reference = refer(PLAIN)
+    exact = Run({name: tensor.to(reference.dtypes[name]) for name, tensor in reference.run.tensors.items()},
+                reference.run.others)  # fmt: skip
+    assert judge(reference, exact, torch.float16, dtypes=True).held
+    wide = judge(reference, reference.run, torch.float16, dtypes=True)
+    assert "torch.float64" in wide.fault
+
+
+def test_a_small_wrong_gradient_is_not_lost_beside_a_large_one() -> None:
+    case = Case(
+        "two", lambda: Plain(lambda y: y * torch.tensor([1.0, 1.0, 1.0, 1e-4])), rows(4), "judge", Demand(4), ""
+    )
+    reference = refer(case)
+    name = "train 8: gradient layer.weight"
+    wrong = reference.run.tensors[name] * 1.05
+    assert not judge(reference, Run({**reference.run.tensors, name: wrong}, reference.run.others), torch.float16,
+                     dtypes=False).held  # fmt: skip
+
+
+class Centred(nn.Module):
+    """A bias whose gradient is zero in exact arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+
+def test_a_gradient_that_is_zero_is_held_against_the_others() -> None:
+    reference = refer(Case("centred", Centred, rows(4), "judge", Demand(4), ""))
+    name = "train 8: gradient layer.bias"
+    assert reference.run.tensors[name].norm() < 1e-6
+    largest = reference.run.tensors["train 8: gradient layer.weight"]
+    for share, held in ((1e-3, True), (0.5, False)):
+        planted = {**reference.run.tensors, name: largest[0] * share}
+        assert judge(reference, Run(planted, reference.run.others), torch.float16, dtypes=False).held is held
+
+
+def test_a_case_that_float32_does_not_hold_is_refused() -> None:
+    case = Case("ill", lambda: Plain(lambda y: (y * 1e9).sin()), rows(4), "judge", Demand(4), "")
+    with pytest.raises(ValueError, match="float32 itself is off by"):
+        refer(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_version_with_islands_holds(case: Case) -> None:
+    """A demand that a hand-written mixed precision version does not meet would be a wrong demand."""
+    reference = refer(case)
+    for name, dtype in DTYPES.items():
+        found = judge_model(reference, case.with_islands(), dtype)
+        assert not found.fault, f"{name}: {found.fault}"
+        worst = found.worst
+        assert found.held, f"{name}: {worst} is off by {found.errors[worst]:.2e}, allowed {found.bounds[worst]:.2e}"
+
+
+def test_cases_have_names_of_their_own_and_a_reason() -> None:
+    assert [name for name, count in Counter(case.name for case in CASES).items() if count > 1] == []
+    assert [case.name for case in CASES if not case.why] == []
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    corpus.main(["--cases", "rotary", "--dtypes", "bfloat16"])
+    printed = capsys.readouterr().out
+    assert "rotary" in printed
+    assert "torch.autocast holds and ours does not: " in printed
+    with pytest.raises(SystemExit):
+        corpus.main(["--cases", "nothing"])
