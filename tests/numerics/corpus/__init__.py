@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tests.numerics.corpus import positions, solvers
+from tests.numerics.corpus import demands, losses, positions, scatters, solvers, states, whole_numbers
 from tests.numerics.corpus.case import Case
 
 __all__ = ["CASES"]
 
-CASES: tuple[Case, ...] = (*positions.CASES, *solvers.CASES)
+FAMILIES = (positions, solvers, demands, whole_numbers, losses, scatters, states)
+CASES: tuple[Case, ...] = tuple(case for family in FAMILIES for case in family.CASES)
