@@ -55,7 +55,7 @@ class Row:
 
 
 def _ratio(ours: Judgement, autocast: Judgement, eps: float) -> float:
-    """The largest of our errors, each less an epsilon, beside torch.autocast's; NaN where one of the two did not run."""
+    """The largest of our errors, each less an epsilon, beside torch.autocast's; NaN where one of them did not run."""
     if not ours.errors or not autocast.errors:
         return math.nan
     beyond = ((error - eps, autocast.errors[name]) for name, error in ours.errors.items() if error > eps)

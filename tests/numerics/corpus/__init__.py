@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
-from tests.numerics.corpus import demands, losses, positions, scatters, solvers, states, whole_numbers
+from tests.numerics.corpus import (
+    demands,
+    epsilons,
+    islands,
+    linear_algebra,
+    losses,
+    positions,
+    scatters,
+    solvers,
+    squares,
+    states,
+    warps,
+    whole_numbers,
+)
 from tests.numerics.corpus.case import Case
 
 __all__ = ["CASES"]
 
-FAMILIES = (positions, solvers, demands, whole_numbers, losses, scatters, states)
+FAMILIES = (
+    positions,
+    solvers,
+    demands,
+    whole_numbers,
+    losses,
+    scatters,
+    states,
+    warps,
+    linear_algebra,
+    epsilons,
+    squares,
+    islands,
+)
 CASES: tuple[Case, ...] = tuple(case for family in FAMILIES for case in family.CASES)
