@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from tests.numerics.corpus import (
     demands,
+    derivatives,
+    dtypes,
     epsilons,
     islands,
     linear_algebra,
     losses,
+    ordinary,
     positions,
+    residual_streams,
     scatters,
     solvers,
     squares,
     states,
+    structure,
     warps,
     whole_numbers,
 )
@@ -33,5 +38,10 @@ FAMILIES = (
     epsilons,
     squares,
     islands,
+    derivatives,
+    residual_streams,
+    structure,
+    dtypes,
+    ordinary,
 )
 CASES: tuple[Case, ...] = tuple(case for family in FAMILIES for case in family.CASES)

@@ -1,8 +1,9 @@
 """Judge one case: the converted model, the model under torch.autocast, and the one with hand-written float32 islands.
 
-Every tensor is judged on its own: outputs, gradients, buffers and inputs after the call, in training and in evaluation,
-at two sizes. The reference is a float64 copy of the model, so that float32's own error is known: a result may be off by
-its demand, and by four times what float32 itself is off by, as sums may be added up in another order.
+Every tensor is judged on its own: outputs and gradients, and after the call buffers, frozen parameters and inputs; in
+training and in evaluation, at two sizes. The reference is a float64 copy of the model, so that float32's own error is
+known: a result may be off by its demand, and by four times what float32 itself is off by, as sums may be added up in
+another order.
 
 A gradient (or a buffer) may be zero in exact arithmetic, as that of a bias before a batch norm: only the roundings of
 terms that cancel. It is known by float32's error: where that leaves no digit which 16 bits could hold, no relative
@@ -127,6 +128,7 @@ def _run(call: nn.Module, owner: nn.Module, case: Case, dtype: torch.dtype | Non
                 result = call(*given.args, **given.kwargs)
             found = dict(_leaves("output", result))
             found |= {f"buffer {name}": buffer.clone() for name, buffer in owner.named_buffers()}
+            found |= {f"frozen {name}": p.clone() for name, p in owner.named_parameters() if not p.requires_grad}
             found |= dict(_leaves("input", (given.args, given.kwargs)))
             if backward:
                 found |= _gradients(case, owner, result, given, LOSS_SCALES if dtype == torch.float16 else (1.0,))
