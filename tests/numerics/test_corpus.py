@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks import corpus
 from tests.numerics.corpus import CASES
 from tests.numerics.corpus.case import Case, Demand
-from tests.numerics.corpus.judge import DTYPES, Run, judge, judge_model, refer
+from tests.numerics.corpus.judge import DTYPES, Run, judge, judge_model, judge_ours, refer
 from tests.numerics.corpus.parts import rows
 
 
@@ -145,15 +147,42 @@ def test_the_version_with_islands_holds(case: Case) -> None:
         assert found.held, f"{name}: {worst} is off by {found.errors[worst]:.2e}, allowed {found.bounds[worst]:.2e}"
 
 
+# A sample of the cases that the default conversion holds; `python -m benchmarks.corpus` runs them all.
+HELD = (
+    "rotary", "diffusion-timesteps", "policy-entropy", "masked-mean", "label-smoothing", "scatter-add", "memory-bank",
+    "gradient-penalty", "low-rank-adapter", "transformer", "dictionary-out", "filled-input", "disabled-region",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in HELD], ids=str)
+def test_the_conversion_holds(case: Case) -> None:
+    reference = refer(case)
+    for name, dtype in DTYPES.items():
+        found = judge_ours(reference, dtype)
+        worst = found.worst
+        assert not found.fault, f"{name}: {found.fault}"
+        assert found.held, f"{name}: {worst} is off by {found.errors[worst]:.2e}, allowed {found.bounds[worst]:.2e}"
+
+
+def test_a_model_that_cannot_be_converted_does_not_hold() -> None:
+    found = judge_ours(refer(PLAIN), torch.float32)
+    assert not found.held
+    assert "ValueError" in found.fault
+
+
 def test_cases_have_names_of_their_own_and_a_reason() -> None:
     assert [name for name, count in Counter(case.name for case in CASES).items() if count > 1] == []
     assert [case.name for case in CASES if not case.why] == []
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    corpus.main(["--cases", "rotary", "--dtypes", "bfloat16"])
+def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    corpus.main(["--cases", "tied-weights,dtypes", "--dtypes", "bfloat16", "--fold", "none", "--json", str(path)])
+    rows = [corpus.Row(**row) for row in json.loads(path.read_text())["rows"]]
+    assert {row.case for row in rows} == {case.name for case in CASES if case.point == "dtypes"} | {"tied-weights"}
+    assert all(row.held["islands"] for row in rows)
     printed = capsys.readouterr().out
-    assert "rotary" in printed
+    assert all(row.case in printed for row in rows)
     assert "torch.autocast holds and ours does not: " in printed
     with pytest.raises(SystemExit):
         corpus.main(["--cases", "nothing"])

@@ -58,7 +58,7 @@ def weighted_sum(outputs: Any, args: tuple[Any, ...]) -> Tensor:
     total = torch.zeros(())
     for leaf in pytree.tree_leaves(outputs):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            weights = torch.randn(leaf.shape, generator=generator) if leaf.ndim else torch.ones(())
+            weights = torch.randn(leaf.shape, generator=generator, dtype=torch.float64) if leaf.ndim else torch.ones(())
             wide = torch.promote_types(leaf.dtype, torch.float32)
             total = total + (leaf.to(wide) * weights.to(wide)).sum()
     return total

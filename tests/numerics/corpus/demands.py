@@ -43,6 +43,19 @@ class KernelFeatures(nn.Module):
         return self.out(math.sqrt(2 / 32) * torch.cos(self.encode(x) + self.shift))
 
 
+class ComplexWaves(nn.Module):
+    """Complex exponentials of phases, as state space models and spectral layers write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.rand(WIDTH) * 2)
+        self.out = nn.Linear(2 * WIDTH, 3)
+
+    def forward(self, time: Tensor) -> Tensor:
+        waves = torch.exp(1j * (time[:, None] * self.rate))
+        return self.out(torch.cat([waves.real, waves.imag], -1))
+
+
 class SineSource(nn.Module):
     """The harmonic source of a vocoder: sines of a running sum of a pitch contour."""
 
@@ -265,6 +278,8 @@ CASES = (
          ("wave",)),
     Case("kernel-features", KernelFeatures, rows(WIDTH), POINT, Demand(6),
          "encode 3, of phases near 1; cosine 1, out 2"),
+    Case("complex-exponential", ComplexWaves, lambda n: torch.rand(n) * 300, POINT, Demand(3),
+         "out 3; phases are exact"),
     Case("sine-source", SineSource, _contour, POINT, Demand(4), "merge 3, tanh 1; phases are exact", sizes=(200, 320)),
     Case("log-complement", LogComplement, rows(WIDTH), POINT, Demand(3), "score 3; the sum is 4 + 2 z, its error 2 z",
          ("likelihood",)),

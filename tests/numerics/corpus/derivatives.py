@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -175,6 +176,17 @@ class BroadBias(nn.Module):
         return self.norm(self.encode(x)).tanh() * self.scale + self.bias
 
 
+class SharedNorm(nn.Module):
+    """A norm between two layers: its weight and bias gather the gradients of thousands of rows."""
+
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.before, self.norm, self.after = nn.Linear(WIDTH, WIDTH), norm(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.norm(self.before(x))) + 0.5
+
+
 class FrozenFirst(nn.Module):
     """A frozen layer below, and an adapter of low rank that starts near zero."""
 
@@ -203,6 +215,14 @@ def _played(size: int) -> tuple[Tensor, ...]:
 
 
 POINT = "gradients"
+NORMED = "before 3, norm 1, after 2, sum 1"
+
+
+def _norm(name: str, norm: Callable[[], nn.Module]) -> Case:
+    return Case(name, lambda: SharedNorm(norm), rows(WIDTH), "gradients", Demand(7), NORMED, ("norm",),
+                sizes=(3000, 4000), loss=mean_square)  # fmt: skip
+
+
 TWICE = "a slope runs through all layers again"
 CASES = (
     Case("gradient-penalty", Critic, _wanting(WIDTH), POINT, Demand(8, 1.0, 2.0), f"score 3 + 1 + 2 + 1 + 2; {TWICE}",
@@ -225,5 +245,9 @@ CASES = (
          sizes=(3000, 4000)),
     Case("broad-bias", BroadBias, rows(WIDTH), POINT, Demand(7), "encode 3, norm 1, tanh 1, scale 1, bias 1", ("norm",),
          sizes=(3000, 4000), loss=mean_square),
+    _norm("layer-norm-gradients", lambda: nn.LayerNorm(WIDTH)),
+    _norm("rms-norm-gradients", lambda: nn.RMSNorm(WIDTH, eps=1e-6)),
+    _norm("group-norm-gradients", lambda: nn.GroupNorm(4, WIDTH)),
+    _norm("batch-norm-gradients", lambda: nn.BatchNorm1d(WIDTH)),
     Case("low-rank-adapter", FrozenFirst, rows(WIDTH), POINT, Demand(6), "down 3, up 2, scaling 1"),
 )  # fmt: skip

@@ -26,6 +26,14 @@ class DoubleSum(Encoded):
         return z.sum(dtype=torch.float64), z.mean(0, dtype=torch.float64)
 
 
+class LowSum(Encoded):
+    """A sum that the model itself makes bfloat16."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.encode(x)
+        return z.sum(-1, dtype=torch.bfloat16), self.out(z)
+
+
 class DoubleSoftmax(Encoded):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         z = self.encode(x)
@@ -110,6 +118,8 @@ POINT = "dtypes"
 ENCODED = "encode 3; the rest is exact"
 CASES = (
     Case("double-sums", DoubleSum, rows(WIDTH), POINT, Demand(3, 2.0), "encode 3; sums cancel to a half"),
+    Case("low-sum", LowSum, rows(WIDTH), POINT, Demand(5), "encode 3, out 2", exact=False,
+         tensors={"output 0": Demand(8 + 4)}),
     Case("double-softmax", DoubleSoftmax, rows(WIDTH), POINT, Demand(3), ENCODED),
     Case("float-softmax", FloatSoftmax, rows(WIDTH), POINT, Demand(11, 2.0),
          "encode 3, scores 2, scaling 1, softmax 1, product 2, out 2"),

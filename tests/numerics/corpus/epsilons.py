@@ -32,7 +32,7 @@ class ClampedOne(Encoded):
     """A bound of 1 - 1e-7 before a pole."""
 
     def finish(self, z: Tensor) -> Tensor:
-        return torch.atanh(torch.tanh(4 * z).clamp(-1 + 1e-6, 1 - 1e-6)) / 4
+        return torch.atanh(torch.tanh(3 * z).clamp(-1 + 1e-6, 1 - 1e-6)) / 3
 
 
 class BufferEpsilon(Encoded):
@@ -149,15 +149,15 @@ def _started(size: int) -> tuple[Tensor, Tensor]:
 POINT = "epsilons"
 DONE = ("finish",)
 CASES = (
-    Case("clamped-one", ClampedOne, lambda n: torch.rand(n, WIDTH) - 0.5, POINT, Demand(3),
+    Case("clamped-one", ClampedOne, rows(WIDTH), POINT, Demand(3),
          "encode 3; back from its own tanh",
          DONE),
-    Case("buffer-epsilon", BufferEpsilon, lambda n: torch.randn(n, WIDTH) * 3, POINT, Demand(3, 3.0),
-         "encode 3; values stand near 3, from which 3 is taken", DONE),
-    Case("parameter-epsilon", ParameterEpsilon, lambda n: torch.randn(n, WIDTH) * 3, POINT, Demand(3, 3.0),
-         "encode 3; values stand near 3, from which 3 is taken", DONE),
-    Case("number-epsilon", NumberEpsilon, lambda n: torch.randn(n, WIDTH) * 3, POINT, Demand(3, 3.0),
-         "encode 3; values stand near 3, from which 3 is taken", DONE),
+    Case("buffer-epsilon", BufferEpsilon, lambda n: torch.randn(n, WIDTH) * 3, POINT, Demand(3, 6.0),
+         "encode 3; of values near 3.5 three are taken", DONE),
+    Case("parameter-epsilon", ParameterEpsilon, lambda n: torch.randn(n, WIDTH) * 3, POINT, Demand(3, 6.0),
+         "encode 3; of values near 3.5 three are taken", DONE),
+    Case("number-epsilon", NumberEpsilon, lambda n: torch.randn(n, WIDTH) * 3, POINT, Demand(3, 6.0),
+         "encode 3; of values near 3.5 three are taken", DONE),
     Case("tiny-scale", TinyScale, rows(WIDTH), POINT, Demand(3), "encode 3", DONE),
     Case("large-scale", LargeScale, rows(WIDTH), POINT, Demand(3), "encode 3, below a logarithm", DONE),
     Case("product-of-probabilities", Underflow, rows(WIDTH), POINT, Demand(3, 2.0),

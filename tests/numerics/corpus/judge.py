@@ -57,7 +57,8 @@ class Reference:
     noise: Mapping[str, float]
 
     def scales(self, dtype: torch.dtype) -> dict[str, float]:
-        largest = dict.fromkeys(("gradient", "buffer"), 0.0)
+        """The norm of each tensor; for those that hold no digits, the norm that the largest of their kind gives."""
+        largest = dict.fromkeys(("gradient", "buffer", "frozen"), 0.0)
         for name, tensor in self.run.tensors.items():
             if (kind := _kind(name)) in largest:
                 largest[kind] = max(largest[kind], _norm(tensor) / math.sqrt(max(tensor.numel(), 1)))
@@ -82,6 +83,7 @@ class Reference:
         return found
 
     def bounds(self, dtype: torch.dtype) -> dict[str, float]:
+        """The error that each tensor may have."""
         scales = self.scales(dtype)
         bounds: dict[str, float] = {}
         for name, tensor in self.run.tensors.items():
@@ -131,7 +133,7 @@ def _run(call: nn.Module, owner: nn.Module, case: Case, dtype: torch.dtype | Non
             found |= {f"frozen {name}": p.clone() for name, p in owner.named_parameters() if not p.requires_grad}
             found |= dict(_leaves("input", (given.args, given.kwargs)))
             if backward:
-                found |= _gradients(case, owner, result, given, LOSS_SCALES if dtype == torch.float16 else (1.0,))
+                found |= _gradients(case, owner, result, given, dtype)
             others[f"{mode} {size}: structure"] = pytree.tree_structure(result)
             for name, leaf in found.items():
                 (tensors if isinstance(leaf, Tensor) else others)[f"{mode} {size}: {name}"] = _read(leaf)
@@ -181,17 +183,16 @@ def _read(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _gradients(
-    case: Case, owner: nn.Module, result: Any, given: Call, loss_scales: tuple[float, ...]
-) -> dict[str, Tensor]:
+def _gradients(case: Case, owner: nn.Module, result: Any, given: Call, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Gradients of parameters and inputs, at the first of the loss scales that leaves them finite, unscaled."""
     inputs = [(name, leaf) for name, leaf in _leaves("input", (given.args, dict(given.kwargs)))]
     wanted = [(name, leaf) for name, leaf in [*owner.named_parameters(), *inputs] if _wants_gradient(leaf)]
-    loss = case.loss(result, given.args)
+    with _context(dtype, autocast=False):
+        loss = case.loss(result, given.args)
     found: dict[str, Tensor] = {}
     if not loss.requires_grad:
         return found
-    for scale in loss_scales:
+    for scale in LOSS_SCALES if dtype == torch.float16 else (1.0,):
         for _, leaf in wanted:
             leaf.grad = None
         (loss * scale).backward(retain_graph=True)
@@ -218,10 +219,11 @@ def refer(case: Case) -> Reference:
         model = case.model().double()
         run = _run(model, model, case, torch.float64, autocast=False)
         noise = {name: _own_error(narrow.tensors[name], tensor) for name, tensor in run.tensors.items()}
-    given = {name: error for name, error in noise.items() if _kind(name) in ("output", "input")}
-    if ill := {name: error for name, error in given.items() if error > EPS16}:
+    dtypes = {name: tensor.dtype for name, tensor in narrow.tensors.items()}
+    reference = Reference(case, run, dtypes, noise)
+    if ill := {name: e for name, e in reference.errors(narrow, torch.float16).items() if e > EPS16}:
         raise ValueError(f"{case}: float32 itself is off by {ill}: no 16-bit version can be judged")
-    return Reference(case, run, {name: tensor.dtype for name, tensor in narrow.tensors.items()}, noise)
+    return reference
 
 
 def judge(reference: Reference, run: Run, dtype: torch.dtype, *, dtypes: bool) -> Judgement:
