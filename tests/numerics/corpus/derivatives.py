@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.numerics.corpus.case import Case, Demand, weighted_sum
-from tests.numerics.corpus.parts import mlp, rows
+from tests.numerics.corpus.parts import mean_square, mlp, rows
 
 __all__ = ["CASES"]
 
@@ -27,11 +27,6 @@ def forces(outputs: Any, args: tuple[Any, ...]) -> Tensor:
     """Forces are slopes of an energy; the loss is theirs."""
     (force,) = torch.autograd.grad(outputs.float().sum(), args[0], create_graph=True)
     return weighted_sum(force.float(), ())
-
-
-def mean_square(outputs: Any, args: tuple[Any, ...]) -> Tensor:
-    """A loss in which the gradients of rows add up, not cancel."""
-    return outputs.float().pow(2).sum(-1).mean()
 
 
 class Critic(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.numerics.corpus.case import Case, Demand
-from tests.numerics.corpus.parts import images, mlp, sequences, tokens
+from tests.numerics.corpus.parts import images, mean_square, mlp, sequences, tokens
 
 __all__ = ["CASES"]
 
@@ -171,6 +171,20 @@ class PostNorm(nn.Module):
         return x
 
 
+class LastNorm(EmbeddedStream):
+    """GPT-2's end: a norm of the stream, whose weight and bias gather the gradients of all rows, and a tied head."""
+
+    depth = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.LayerNorm(WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        stream, _ = super().forward(ids)
+        return F.linear(self.last(stream), self.embed.weight) + 0.5
+
+
 class Decoder(nn.Module):
     """A pyramid whose levels are summed over skips, starting from the picture itself."""
 
@@ -210,6 +224,12 @@ CASES = (
          "two blocks add branches of 8, the head 2, the norm 1"),
     Case("post-norm", PostNorm, tokens(50), POINT, Demand(10),
          "three times a branch of 6 beside the stream, and a norm"),
+    Case("post-norm-of-many-rows", PostNorm, tokens(50), "gradients", Demand(10),
+         "three times a branch of 6 beside the stream, and a norm; sums over rows are exact", sizes=(1000, 1500),
+         loss=mean_square),
+    Case("last-norm-of-many-rows", LastNorm, tokens(50), "gradients", Demand(6),
+         "stream and norm 1, head 3, sum 1; branches add little; sums over rows are exact", sizes=(1000, 1500),
+         loss=mean_square),
     Case("detail-pyramid", Decoder, images(3, 16), POINT, Demand(7, 0.1, 1.0),
          "convolutions 3 + 2, upsampling 1, scaling 1; a tenth",
          tensors={"output 1": Demand(0)}),
