@@ -99,14 +99,23 @@ def test_a_dtype_is_judged_where_asked_for() -> None:
 
 
 def test_a_small_wrong_gradient_is_not_lost_beside_a_large_one() -> None:
-    case = Case(
-        "two", lambda: Plain(lambda y: y * torch.tensor([1.0, 1.0, 1.0, 1e-4])), rows(4), "judge", Demand(4), ""
-    )
-    reference = refer(case)
-    name = "train 8: gradient layer.weight"
-    wrong = reference.run.tensors[name] * 1.05
-    assert not judge(reference, Run({**reference.run.tensors, name: wrong}, reference.run.others), torch.float16,
-                     dtypes=False).held  # fmt: skip
+    reference = refer(next(case for case in CASES if case.name == "small-gradients"))
+    assert judge(reference, reference.run, torch.float16, dtypes=False).held
+    small, large = (f"train 8: gradient {name}.0.weight" for name in ("side", "main"))
+    gradients = reference.run.tensors
+    assert gradients[small].norm() < 1e-4 * gradients[large].norm()
+    planted = Run({**gradients, small: gradients[small] * 1.05}, reference.run.others)
+    assert judge(reference, planted, torch.float16, dtypes=False).worst == small
+    assert not judge(reference, planted, torch.float16, dtypes=False).held
+
+
+def test_each_call_starts_from_the_state_of_the_model() -> None:
+    found = refer(PLAIN).run.tensors
+    for mode in ("train", "eval"):
+        for size in PLAIN.sizes:
+            model, call = PLAIN.model().train(mode == "train"), PLAIN.call(size)
+            model(*call.args)
+            torch.testing.assert_close(found[f"{mode} {size}: buffer seen"].float(), model.get_buffer("seen"))
 
 
 class Centred(nn.Module):
