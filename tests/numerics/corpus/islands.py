@@ -68,9 +68,6 @@ class UpcastScores(Layered):
         scores = query.float() @ query.float().transpose(-1, -2)
         return (scores * 4).softmax(-1).to(query.dtype) @ x.to(query.dtype)
 
-    def scores(self, query: Tensor) -> Tensor:
-        return query @ query.transpose(-1, -2)
-
 
 class UpcastNorm(Layered):
     """Llama's norm: up, and back to the type that came."""
