@@ -216,9 +216,10 @@ class Classifier:
         return Decision(Category.DENY, "the model's own cast to float32", "forced:user-cast")
 
     def _explicit_dtype(self, node: fx.Node) -> Decision | None:
-        if argument(node, "dtype") != torch.float32:
+        named = argument(node, "dtype")
+        if named is None or (named != torch.float32 and base_name(op_name(node)) not in self.facts.takes_dtype):
             return None
-        return Decision(Category.DENY, "the call names dtype=float32", "forced:dtype")
+        return Decision(Category.DENY, f"the call names dtype={str(named).removeprefix('torch.')}", "forced:dtype")
 
     def _no_kernel(self, node: fx.Node) -> Decision | None:
         if self.facts.runs(op_name(node), self._low_name, self.device):

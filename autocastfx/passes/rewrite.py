@@ -15,6 +15,7 @@ from autocastfx.cross_entropy import is_over_classes, read_low
 from autocastfx.graph import (
     Origin,
     Use,
+    argument,
     is_float32,
     map_uses,
     place_like,
@@ -108,7 +109,8 @@ class _Run:
             fill = self.fills[node]
             set_argument(node, fill.argument, math.copysign(fits(self.policy.low), fill.number))
         if as_stored and not runs_low and ports.asks_dtype(node):
-            set_argument(node, "dtype", torch.float32)
+            if argument(node, "dtype") is None:  # else the model says which
+                set_argument(node, "dtype", torch.float32)
         elif as_stored and not runs_low and is_over_classes(node):
             read_low(node, rounds=self.policy.rounds, recomputes=not is_written)
         if placement is None or not is_float32(node):

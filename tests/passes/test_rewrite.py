@@ -259,3 +259,44 @@ def test_a_view_of_a_mask_that_stays_float32_is_cast_as_the_mask_would_be(dtype:
     amp_model = autocastfx.convert(Function(scores), (x, mask), dtype=dtype)
     assert [(c.value, c.saturates) for c in amp_model.plan.casts if c.readers == ("baddbmm",)] == [("unsqueeze", True)]
     assert amp_model(x, mask)[0].equal(torch.full((1, 4, 4), 0.25)), "as large as all others, and not NaN"
+
+
+# -- dtypes that the model names --------------------------------------------------------------------------------------
+
+NAMING = ["softmax", "log_softmax", "sum", "nansum", "mean", "prod"]
+
+
+@pytest.mark.parametrize("fold", ["none", "exact", "kernel"])
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("op", NAMING)
+def test_a_dtype_that_the_model_names_is_obeyed(op: str, low: torch.dtype, fold: str) -> None:
+    """The result has it, computed from the product as it is stored: no float32 copy and no other rounding."""
+    x = torch.randn(3, 4)
+    for named in (torch.float64, torch.bfloat16, torch.float16):
+
+        def reduced(y: torch.Tensor, named: torch.dtype = named) -> torch.Tensor:
+            return getattr(y, op)(-1, dtype=named)
+
+        amp_model = autocastfx.convert(Function(lambda x: reduced(x @ x.t())), (x,), dtype=low, fold=fold)
+        product = x.to(low) @ x.to(low).t()
+        found, expected = amp_model(x), reduced(product)
+        assert found.dtype == named
+        assert torch.equal(found, expected)
+        given = x.clone().requires_grad_()
+        amp_model(given).sum().backward()
+        assert given.grad is not None
+        assert given.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("category", ["allow", "infer"])
+@pytest.mark.parametrize("op", NAMING)
+def test_a_float32_operand_of_a_call_that_names_a_dtype_is_not_rounded(op: str, category: str) -> None:
+    x = torch.randn(3, 4)
+    lists = ["default", autocastfx.OpList.of({category: [op]})]
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.exp()
+        return y @ y.t(), getattr(y, op)(-1, dtype=torch.float64)
+
+    amp_model = autocastfx.convert(Function(both), (x,), dtype=torch.bfloat16, op_list=lists)
+    assert torch.equal(amp_model(x)[1], both(x)[1])
