@@ -10,14 +10,22 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from autocastfx.errors import UnsupportedError
+from autocastfx.tree_spec import leaf_paths, written
+
 __all__ = ["Call", "CallSignature", "CallStructure", "pack_spec", "unpack_spec"]
 
 _EMPTY = inspect.Parameter.empty
+# All that an argument may hold besides tensors. Compilers pass symbols for numbers.
+_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, Enum)
+_PLAIN = (type(None), bool, int, complex, str, *_CONSTANTS, torch.SymInt, torch.SymFloat, torch.SymBool)
+_LONG = 256  # bits of an integer that is not written out
 # What the code of a graph means by these names, a tensor cannot be called.
 _TAKEN = ("self", "torch", "device", "inf", "nan", "NoneType", "pytree", "fx_pytree")
 
@@ -41,7 +49,7 @@ class CallStructure:
     """All of a call that a captured graph bakes in: which arguments, nested how, their dtypes and plain values."""
 
     spec: pytree.TreeSpec
-    leaves: tuple[tuple[Any, ...], ...]  # ("tensor", dtype, ndim) or ("value", type, value)
+    leaves: tuple[tuple[Any, ...], ...]  # ("tensor", dtype, ndim) or ("value", type, value), of a float its sign too
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """The bound arguments, with ``tensors`` in the places of the tensors, in order."""
@@ -51,12 +59,10 @@ class CallStructure:
 
     def tensor_names(self) -> list[str]:
         """A Python name for each tensor, in order, from the argument and the keys that lead to it."""
-        arguments = pytree.tree_unflatten([leaf[0] for leaf in self.leaves], self.spec)
-        paths, _ = pytree.tree_flatten_with_path(arguments)
         names: dict[str, None] = dict.fromkeys(_TAKEN)
-        for path, kind in paths:
-            if kind == "tensor":
-                name = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_") or "input"
+        for path, leaf in zip(leaf_paths(self.spec), self.leaves, strict=True):
+            if leaf[0] == "tensor":
+                name = re.sub(r"\W+", "_", "_".join(map(str, path))).strip("_") or "input"
                 again = (f"{name}_{n}" for n in itertools.count(1))
                 names[name if name not in names else next(n for n in again if n not in names)] = None
         return list(names)[len(_TAKEN) :]
@@ -65,12 +71,18 @@ class CallStructure:
         return (_structure, (pack_spec(self.spec), self.leaves))
 
     def __str__(self) -> str:
-        stand_ins = [
-            f"{str(leaf[1]).removeprefix('torch.')}[{leaf[2]}d]" if leaf[0] == "tensor" else repr(leaf[2])
-            for leaf in self.leaves
-        ]
-        arguments = pytree.tree_unflatten(stand_ins, self.spec)
-        return ", ".join(f"{name}={shown}" for name, shown in arguments.items()).replace("'", "")
+        words = iter([_word(leaf) for leaf in self.leaves])
+        children = zip(self.spec.context, self.spec.children(), strict=True)
+        shown = [f"{name}={written(child, itertools.islice(words, child.num_leaves))}" for name, child in children]
+        return ", ".join(shown).replace("'", "")
+
+
+def _word(leaf: tuple[Any, ...]) -> str:
+    """A leaf in a word: ``float32[2d]``, or the value. Python writes no number of more than 4,300 digits."""
+    kind, of, held = leaf[:3]
+    if kind == "tensor":
+        return f"{str(of).removeprefix('torch.')}[{held}d]"
+    return f"int of {held.bit_length()} bits" if isinstance(held, int) and held.bit_length() > _LONG else repr(held)
 
 
 def _structure(spec: bytes, leaves: tuple[tuple[Any, ...], ...]) -> CallStructure:
@@ -103,6 +115,7 @@ class CallSignature:
 
         Raises:
             TypeError: as Python itself would, for missing and unknown arguments.
+            UnsupportedError: an argument holds an object that is no tensor, no plain value and no registered pytree.
         """
         return _call(self._arguments(args, kwargs))
 
@@ -173,9 +186,22 @@ def _call(arguments: dict[str, Any]) -> Call:
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
             described.append(("tensor", leaf.dtype, leaf.ndim))
+        elif isinstance(leaf, float):  # a NaN as one object, so that it equals itself; zeros with their sign
+            described.append(("value", type(leaf), math.nan if leaf != leaf else leaf, math.copysign(1.0, leaf)))
+        elif isinstance(leaf, _PLAIN):
+            described.append(("value", type(leaf), leaf))
         else:
-            is_nan = isinstance(leaf, float) and leaf != leaf
-            described.append(
-                ("value", type(leaf), math.nan if is_nan else leaf)
-            )  # one object, so that it equals itself
+            raise UnsupportedError(_refusal(leaf, leaf_paths(spec)[len(described)]))
     return Call(tuple(tensors), CallStructure(spec, tuple(described)))
+
+
+def _refusal(leaf: Any, path: tuple[Any, ...]) -> str:
+    kind = type(leaf).__name__
+    place = "".join(f"[{step!r}]" for step in path[1:])
+    return (
+        f"argument {path[0]}{place} is an object of class {kind}, of which a graph knows nothing. Arguments are tensors, "
+        "numbers, text, None, dtypes, devices, layouts and enums, in lists, tuples, dicts and registered pytrees. Pass "
+        f"the tensors of the {kind} in one of these; or register the class with "
+        "torch.utils._pytree.register_pytree_node (transformers: for a DynamicCache, "
+        "transformers.integrations.executorch.register_dynamic_cache_export_support() does; or use_cache=False)."
+    )

@@ -1,0 +1,179 @@
+"""Objects passed to forward: registered pytrees are taken apart, all else is refused before anything is touched."""
+
+from __future__ import annotations
+
+import enum
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import autocastfx
+from autocastfx import UnsupportedError
+from autocastfx.call import CallSignature
+from tests.invariants.pair import Pair, net, settings_now, snapshot
+
+
+class Cache:
+    """What transformers' caches are: an object that forward reads and writes."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+
+def with_cache(m: Any, x: Tensor, cache: Any = None) -> Tensor:
+    y = m.a(x)
+    if cache is not None:
+        cache.kept.append(y)
+    return m.b(y)
+
+
+class Holder(dict[str, Any]):
+    """A dict that torch does not know."""
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (Cache(), r"argument (args\[1\]|kwargs\['cache'\]) is an object of class Cache"),
+        ([1, {"k": Cache()}], r"\[1\]\['k'\] is an object of class Cache"),
+        (SimpleNamespace(x=torch.ones(2)), "an object of class SimpleNamespace"),
+        (Holder(x=torch.ones(2)), "an object of class Holder"),
+        (len, "an object of class builtin_function_or_method"),
+        (nn.ReLU(), "an object of class ReLU"),
+        ({1, 2}, "an object of class set"),
+        (np.ones(2), "an object of class ndarray"),
+        (torch.Generator(), "an object of class Generator"),
+    ],
+)
+def test_an_opaque_object_is_refused_before_anything_is_touched(given: Any, named: str) -> None:
+    model, x = net(with_cache), torch.randn(2, 4)
+    before, now = snapshot(model), settings_now()
+    with pytest.raises(UnsupportedError, match=f"{named}, of which a graph knows nothing.* registered pytrees"):
+        autocastfx.convert(model, (x, given), dtype=torch.bfloat16)
+    amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)
+    count = len(amp_model.variants)
+    with pytest.raises(UnsupportedError, match=named):
+        amp_model(x, cache=given)
+    with pytest.raises(UnsupportedError, match=named):
+        autocastfx.convert(model, dtype=torch.bfloat16)(x, given)
+    assert len(amp_model.variants) == count
+    assert (snapshot(model), settings_now()) == (before, now)
+    if isinstance(given, Cache):
+        assert given.kept == []
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, True, 2, 2.5, 1j, "word", torch.float64, torch.device("cpu"), torch.strided, torch.channels_last, Color.RED],
+    ids=repr,
+)
+def test_plain_values_are_taken(given: Any) -> None:
+    def run(m: Any, x: Tensor, by: Any) -> Any:
+        assert by is given or by == given
+        return m.a(x)
+
+    Pair.of(net(run), (torch.randn(2, 4), given), torch.bfloat16).agree(torch.randn(2, 4), given)
+
+
+def test_the_sign_of_a_zero_is_part_of_the_call() -> None:
+    def run(m: Any, x: Tensor, by: float) -> Tensor:
+        return m.a(x).abs() + (1.0 if str(by) == "0.0" else 2.0)
+
+    pair = Pair.of(net(run), (torch.randn(2, 4), 0.0), torch.bfloat16)
+    pair.agree(torch.randn(2, 4), -0.0)
+    pair.agree(torch.randn(2, 4), 0.0)
+
+
+def test_a_number_of_thousands_of_digits_is_a_number() -> None:
+    def run(m: Any, x: Tensor, by: int) -> Tensor:
+        return m.a(x) * (by % 7)
+
+    x = torch.randn(2, 4)
+    amp_model = autocastfx.convert(net(run), (x, 10**5000), dtype=torch.bfloat16)
+    assert torch.equal(amp_model(x, 10**5000), amp_model(x, 10**5000 % 7))
+    loaded = pickle.loads(pickle.dumps(amp_model))
+    with pytest.raises(autocastfx.VariantError, match=r"\(args=\(float32\[2d\], 4\)\), only for .*int of 16610 bits"):
+        loaded(x, 4)
+
+
+# -- pytrees whose constructors check what they get -------------------------------------------------------------------
+
+
+@dataclass
+class Checked:
+    """A registered class that takes nothing but matrices."""
+
+    left: Tensor
+    right: Tensor
+
+    def __post_init__(self) -> None:
+        for held in (self.left, self.right):
+            if not isinstance(held, Tensor):
+                raise TypeError(f"a Checked holds tensors, no {type(held).__name__}")
+            assert held.ndim == 2
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    pytree.register_pytree_node(
+        Checked,
+        lambda c: ([c.left, c.right], None),
+        lambda leaves, _: Checked(*leaves),
+        serialized_type_name="tests.Checked",
+    )
+    yield
+    pytree._deregister_pytree_node(Checked)
+
+
+def doubled(m: Any, c: Checked) -> Checked:
+    return Checked(m.a(c.left), m.b(c.right))
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_a_pytree_whose_constructor_checks_its_leaves(registered: None, low: torch.dtype) -> None:
+    given = Checked(torch.randn(2, 4), torch.randn(3, 4))
+    pair = Pair.of(net(doubled), (given,), low)
+    pair.agree(given)
+    pair.agree(Checked(torch.randn(5, 4), torch.randn(1, 4)))
+    found = pickle.loads(pickle.dumps(pair.amp_model))(given)
+    assert isinstance(found, Checked)
+    call = CallSignature.of(pair.amp_model.forward).bind((given,), {})
+    assert call.structure.tensor_names() == ["args_0_0", "args_0_1"]
+    assert str(call.structure) == "args=(Checked(float32[2d], float32[2d]),)"
+
+
+# -- transformers -----------------------------------------------------------------------------------------------------
+
+
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=11, n_positions=16, n_embd=8, n_layer=1, n_head=2)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def test_a_cache_of_transformers_is_refused_and_left() -> None:
+    model, ids = gpt2(), torch.arange(6).view(2, 3)
+    cache = pytest.importorskip("transformers").DynamicCache()
+    with pytest.raises(
+        UnsupportedError, match="argument past_key_values is an object of class DynamicCache.*use_cache"
+    ):
+        autocastfx.convert(model, (ids,), {"past_key_values": cache}, dtype=torch.bfloat16)
+    amp_model = autocastfx.convert(model, (ids,), {"use_cache": False}, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="argument past_key_values is an object of class DynamicCache"):
+        amp_model(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    model(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 3
+    assert all(type(layer.keys) is Tensor for layer in cache.layers)
