@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from autocastfx.errors import UnsupportedError
+from autocastfx.errors import UnsupportedError, shown
 from autocastfx.tree_spec import leaf_paths, written
 
 __all__ = ["Call", "CallSignature", "CallStructure", "pack_spec", "unpack_spec"]
@@ -25,7 +25,6 @@ _EMPTY = inspect.Parameter.empty
 # All that an argument may hold besides tensors. Compilers pass symbols for numbers.
 _CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, Enum)
 _PLAIN = (type(None), bool, int, complex, str, *_CONSTANTS, torch.SymInt, torch.SymFloat, torch.SymBool)
-_LONG = 256  # bits of an integer that is not written out
 # What the code of a graph means by these names, a tensor cannot be called.
 _TAKEN = ("self", "torch", "device", "inf", "nan", "NoneType", "pytree", "fx_pytree")
 
@@ -73,16 +72,14 @@ class CallStructure:
     def __str__(self) -> str:
         words = iter([_word(leaf) for leaf in self.leaves])
         children = zip(self.spec.context, self.spec.children(), strict=True)
-        shown = [f"{name}={written(child, itertools.islice(words, child.num_leaves))}" for name, child in children]
-        return ", ".join(shown).replace("'", "")
+        named = [f"{name}={written(child, itertools.islice(words, child.num_leaves))}" for name, child in children]
+        return ", ".join(named).replace("'", "")
 
 
 def _word(leaf: tuple[Any, ...]) -> str:
-    """A leaf in a word: ``float32[2d]``, or the value. Python writes no number of more than 4,300 digits."""
+    """A leaf in a word: ``float32[2d]``, or the value."""
     kind, of, held = leaf[:3]
-    if kind == "tensor":
-        return f"{str(of).removeprefix('torch.')}[{held}d]"
-    return f"int of {held.bit_length()} bits" if isinstance(held, int) and held.bit_length() > _LONG else repr(held)
+    return f"{str(of).removeprefix('torch.')}[{held}d]" if kind == "tensor" else shown(held)
 
 
 def _structure(spec: bytes, leaves: tuple[tuple[Any, ...], ...]) -> CallStructure:
@@ -199,9 +196,9 @@ def _refusal(leaf: Any, path: tuple[Any, ...]) -> str:
     kind = type(leaf).__name__
     place = "".join(f"[{step!r}]" for step in path[1:])
     return (
-        f"argument {path[0]}{place} is an object of class {kind}, of which a graph knows nothing. Arguments are tensors, "
-        "numbers, text, None, dtypes, devices, layouts and enums, in lists, tuples, dicts and registered pytrees. Pass "
-        f"the tensors of the {kind} in one of these; or register the class with "
+        f"argument {path[0]}{place} is an object of class {kind}, of which a graph knows nothing. Arguments are "
+        "tensors, numbers, text, None, dtypes, devices, layouts and enums, in lists, tuples, dicts and registered "
+        f"pytrees. Pass the tensors of the {kind} in one of these; or register the class with "
         "torch.utils._pytree.register_pytree_node (transformers: for a DynamicCache, "
         "transformers.integrations.executorch.register_dynamic_cache_export_support() does; or use_cache=False)."
     )

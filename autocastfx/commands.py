@@ -24,7 +24,7 @@ from autocastfx.plan import Plan
 from autocastfx.plan_diff import PlanDiff
 from autocastfx.plan_diff import diff as diff_plans
 from autocastfx.selection import select
-from autocastfx.whole_file import check_writable, replacing
+from autocastfx.whole_file import check_writable, read_whole, replacing
 
 __all__ = [
     "check_list",
@@ -154,7 +154,7 @@ def diff_lists(options: Namespace) -> int:
 
 def _read_plan(path: Path) -> Plan:
     try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
+        return Plan.from_json(read_whole(path))
     except OSError as error:
         raise PlanError(f"cannot read the plan {path}: {error.strerror or error}.") from error
     except ValueError as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from autocastfx.calibrate import first_call, ranges_of
 from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.capture.symbolic import capture_symbolically
-from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleWarning, UnsupportedError
+from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleWarning, UnsupportedError, shown
 from autocastfx.kernel_facts import LEVELS, load_kernel_facts
 from autocastfx.match import all_nodes, unmatched
 from autocastfx.op_list import OpList, OpListLike, load_op_list
@@ -251,8 +251,8 @@ class _Maker:
 def _check_arguments(dtype: torch.dtype, weights: str, fold: str, headroom: float) -> None:
     if dtype not in LOW:
         raise ValueError(f"dtype is torch.float16 or torch.bfloat16, not {dtype!r}")
-    if not (math.isfinite(headroom) and headroom >= 1):
-        raise ValueError(f"headroom is a finite factor of at least 1, not {headroom!r}")
+    if not 1 <= headroom <= sys.float_info.max:
+        raise ValueError(f"headroom is a finite factor of at least 1, not {shown(headroom)}")
     choices = {"weights": (weights, ("cast", "cached", "low")), "fold": (fold, tuple(LEVELS))}
     for name, (given, known) in choices.items():
         if given not in known:

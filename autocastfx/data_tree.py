@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from autocastfx.errors import KeyPath, OpListError
+from autocastfx.errors import KeyPath, OpListError, shown
 from autocastfx.yaml_tree import STANDARD, Tree
 
 __all__ = ["tree_of"]
@@ -43,5 +43,8 @@ def _node(data: Any, place: KeyPath) -> yaml.Node:
         return yaml.ScalarNode(f"{STANDARD}str", str.__str__(data), mark)
     if type(data) not in _WORDS:
         raise OpListError(f"an op list holds text, numbers, lists and mappings, no {type(data).__name__}", place)
-    text = yaml.safe_dump(data).split()[0]
+    try:
+        text = yaml.safe_dump(data).split()[0]
+    except ValueError as error:  # Python writes integers of 4,300 digits
+        raise OpListError(f"an {shown(data)} is no number of an op list", place) from error
     return yaml.ScalarNode(f"{STANDARD}{_WORDS[type(data)]}", text, mark)

@@ -25,7 +25,16 @@ __all__ = [
     "UnsupportedError",
     "VariantError",
     "VerifyError",
+    "shown",
 ]
+
+_LONG = 256  # bits of an integer that no message writes out
+
+
+def shown(value: object) -> str:
+    """``repr(value)``, but for integers so long that Python refuses to write them, of which it says how long."""
+    bits = value.bit_length() if isinstance(value, int) else 0
+    return f"int of {bits} bits" if bits > _LONG else repr(value)
 
 
 @dataclass(frozen=True, order=True)
@@ -52,7 +61,8 @@ class KeyPath:
 
     def key(self, key: object) -> KeyPath:
         """The place of the value under ``key``."""
-        return KeyPath(self.name, f"{self.path}.{key}" if self.path else str(key))
+        word = key if isinstance(key, str) else shown(key)
+        return KeyPath(self.name, f"{self.path}.{word}" if self.path else word)
 
     def index(self, index: int) -> KeyPath:
         """The place of a member of a list."""

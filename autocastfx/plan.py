@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from autocastfx.json_text import parsed_json
 from autocastfx.op_list import Category
 
 __all__ = [
@@ -167,7 +168,7 @@ class Plan:
             ValueError: the text is no such JSON.
         """
         try:
-            data: dict[str, Any] = json.loads(text)
+            data: dict[str, Any] = parsed_json(text)
             nodes = tuple(_node(n) for n in data.pop("nodes"))
             casts = tuple(_cast(c) for c in data.pop("casts"))
             recomposed = tuple(_recomposed(r) for r in data.pop("recomposed", ()))

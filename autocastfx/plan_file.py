@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 from autocastfx.edited_plan import EditedPlan, Line
 from autocastfx.errors import KeyPath, Place, PlanError, Source
+from autocastfx.json_text import parsed_json
 from autocastfx.plan import Decision, Placement, Plan, PlannedNode, Precision
 from autocastfx.rule import Category
+from autocastfx.whole_file import read_whole
 from autocastfx.yaml_tree import nearest
 
 __all__ = ["read_plan"]
@@ -35,7 +37,7 @@ def read_plan(plan: Plan | str | Path) -> EditedPlan:
         raise TypeError(f"a plan is a Plan or the path of its text, not a {type(plan).__name__}")
     file = str(plan)
     try:
-        text = Path(plan).read_text(encoding="utf-8")
+        text = read_whole(Path(plan))
     except OSError as error:
         raise PlanError(f"cannot read the plan {file}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
@@ -69,11 +71,9 @@ def _of_node(node: PlannedNode, source: Place) -> Line:
 
 def _parsed(text: str, file: str) -> Iterator[Line]:
     try:
-        data = json.loads(text)
+        data = parsed_json(text)
     except json.JSONDecodeError as error:
         raise PlanError(f"this is not JSON: {error.msg}.", Source(file, error.lineno, error.colno)) from error
-    except RecursionError as error:
-        raise PlanError("this is no plan: it is nested too deeply.", Source(file, 1, 1)) from error
     start = Source(file, 1, 1)
     _known(data, Plan, start)
     if not isinstance(data.get("nodes"), list):

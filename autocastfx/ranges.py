@@ -17,8 +17,9 @@ from torch import fx
 
 from autocastfx.errors import CalibrationError, Source
 from autocastfx.graph import module_path
+from autocastfx.json_text import parsed_json
 from autocastfx.op_name import op_name
-from autocastfx.whole_file import write_whole
+from autocastfx.whole_file import read_whole, write_whole
 
 __all__ = ["Key", "Range", "Ranges", "key_of", "mode_of"]
 
@@ -102,12 +103,10 @@ class Ranges:
             CalibrationError: the text is no such JSON, or of another version; it names line and column.
         """
         try:
-            data = json.loads(text)
+            data = parsed_json(text)
         except json.JSONDecodeError as error:
             place = Source(file, error.lineno, error.colno)
             raise CalibrationError(f"this is not JSON: {error.msg}. Calibrate again.", place) from error
-        except RecursionError as error:
-            raise CalibrationError("these are no ranges: nested too deeply.", Source(file, 1, 1)) from error
         try:
             return _read(data)
         except _Malformed as error:
@@ -130,7 +129,7 @@ class Ranges:
             CalibrationError: the file cannot be read, or holds no ranges; it names file, line and column.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_whole(Path(path))
         except (OSError, UnicodeDecodeError) as error:
             what = getattr(error, "strerror", None) or error
             raise CalibrationError(f"cannot read the ranges {path}: {what}. Ranges.save writes such a file.") from error

@@ -44,7 +44,7 @@ def _written(spec: pytree.TreeSpec, words: Iterator[str]) -> str:
 
 
 def _steps(spec: pytree.TreeSpec) -> list[Any]:
-    """A key, a field's name or a position for each child: nodes keep keys in their context, some beside other things."""
+    """A key, a field's name or a position for each child: keys stand in a context, some beside other things."""
     context: Any = spec.context
     count = spec.num_children
     if spec.type is namedtuple:

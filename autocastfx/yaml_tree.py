@@ -20,10 +20,12 @@ from autocastfx.errors import OpListError, Place, Source
 from autocastfx.op_name import canonical, located, of_function
 from autocastfx.rule import Scalar
 from autocastfx.signature import argument_types
+from autocastfx.whole_file import read_whole
 
 __all__ = ["Tree", "is_known", "legal_op_names", "nearest", "parse_file"]
 
 STANDARD = "tag:yaml.org,2002:"
+_MOST_DIGITS = 1000  # of an integer: Python itself reads no more than some thousands
 
 
 @lru_cache(maxsize=1)
@@ -101,6 +103,8 @@ class Tree:
             raise tree.error(
                 f"the tag {node.tag!r} is not allowed: an op list holds plain text, lists and mappings only"
             )
+        if node.tag == f"{STANDARD}int" and len(node.value) > _MOST_DIGITS:
+            raise tree.error(f"a number has {len(node.value)} digits. An op list takes {_MOST_DIGITS} at most.")
         return tree
 
     def items(self) -> tuple[tuple[Tree, Tree], ...]:
@@ -282,7 +286,7 @@ def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
         OpListError: the file is missing, is no UTF-8 text, or is no YAML mapping; the message names the place.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_whole(path)
     except OSError as error:
         raise OpListError(f"cannot read the op list {shown}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:

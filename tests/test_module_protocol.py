@@ -235,6 +235,7 @@ def test_slow_convolutions_are_warned_of_once_and_only_in_float16() -> None:
         ({"fold": "all"}, ValueError, "fold is one of 'none', 'exact', 'kernel', not 'all'"),
         ({"calibrate": []}, autocastfx.CalibrationError, "there are no batches to calibrate on"),
         ({"calibrate": False}, TypeError, "batches is an iterable of batches, not a bool"),
+        ({"headroom": 10**5000}, ValueError, r"headroom is a finite factor of at least 1, not int of 16610 bits"),
         ({"headroom": 0.5}, ValueError, r"headroom is a finite factor of at least 1, not 0\.5"),
         ({"plan": "p.json"}, autocastfx.PlanError, r"^cannot read the plan p\.json: No such file"),
         ({"dtype": torch.float32}, ValueError, r"dtype is torch\.float16 or torch\.bfloat16, not torch\.float32"),

@@ -316,6 +316,12 @@ def test_python_data_in_a_ring() -> None:
         OpList.of({"deny": ring}, name="mine")
 
 
+@pytest.mark.parametrize("data", [{"reduction_depth": 10**5000}, {"deny": [10**5000]}, {10**5000: ["sum"]}])
+def test_a_number_of_thousands_of_digits_in_python_data(data: Any) -> None:
+    with pytest.raises(OpListError, match=r"^mine:.* an int of 16610 bits is no number of an op list$"):
+        OpList.of(data, name="mine")
+
+
 def test_an_op_list_does_not_follow_the_data_it_was_made_of() -> None:
     rules = {"exp": Rule("exp", Category.DENY)}
     lists = OpList(rules=rules)

@@ -15,6 +15,7 @@ from autocastfx.plan_file import read_plan
 from tests.test_plan import PLANS
 
 NODE = '{"name": "mul", "op": "mul", "placement": {"run": "low"}}'
+DIGITS = "1" * 5000
 
 
 def message(path: Path, text: str) -> str:
@@ -71,7 +72,16 @@ def test_a_line_may_leave_out_what_it_does_not_ask_for(tmp_path: Path) -> None:
         ("", "1:1: this is not JSON: Expecting value."),
         ('{"nodes": [\n {"name" "a"}\n]}', "2:10: this is not JSON: Expecting ':' delimiter."),
         ('{"nodes": [' + NODE + "]} x", "1:72: this is not JSON: Extra data."),
-        ("[" * 100_000, "1:1: this is no plan: it is nested too deeply."),
+        ("[" * 100_000, "1:1: this is not JSON: it is nested too deeply."),
+        ("[" * 990 + "]" * 990, "1:1: this is not JSON: it is nested too deeply."),
+        (
+            '{"nodes": [{"name": "a", "op": "b",\n "module": ' + DIGITS + "}]}",
+            "2:12: this is not JSON: an integer has 5000 ",
+        ),
+        (
+            '{"nodes": [{"name": "' + DIGITS + '", "op": "b", "module": ' + DIGITS + "}]}",
+            "1:5046: this is not JSON: an integer",
+        ),
         ("[]", "1:1: a plan is an object with keys, not []."),
         ("{}", "1:1: a plan has the key 'nodes' with a list of nodes."),
         ('{"nodes": {}}', "1:1: a plan has the key 'nodes' with a list of nodes."),
@@ -122,6 +132,14 @@ def test_wrong_text(text: str, expected: str, tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"^cannot read the plan nowhere\.json: No such file or directory\.$"):
         read_plan("nowhere.json")
+    with pytest.raises(
+        PlanError, match=r"^cannot read the plan a\0b: its path has a NUL character, which no file name"
+    ):
+        read_plan("a\0b")
+    with pytest.raises(
+        PlanError, match=r"^cannot read the plan a\ud800: its path has a character that no file name has"
+    ):
+        read_plan("a\ud800")
     (tmp_path / "plan.json").write_bytes(b"\xff")
     with pytest.raises(PlanError, match=r"plan\.json:1:1: this is not UTF-8 text"):
         read_plan(tmp_path / "plan.json")

@@ -93,7 +93,12 @@ WRONG = {
     "infinite": (HEAD + VALUE.replace("1.0", "Infinity") + "]}", "2:67: 'largest' is a finite number"),
     "a truth": (HEAD + VALUE.replace("1.0", "true") + "]}", "2:67: 'largest' is a finite number of at least 0, not Tr"),
     "count": (HEAD + VALUE.replace(": 0", ": 0.5") + "]}", "2:86: 'non_finite' is a count, not 0.5"),
-    "nested": ("[" * 100_000, "1:1: these are no ranges: nested too deeply."),
+    "nested": ("[" * 100_000, "1:1: this is not JSON: it is nested too deeply."),
+    "nested values": ('{"values": ' + "[" * 500 + "]" * 500 + "}", "1:1: this is not JSON: it is nested too deeply."),
+    "digits": (
+        '{"batches": ' + "1" * 5000 + "}",
+        "1:13: this is not JSON: an integer has 5000 digits, too many to read.",
+    ),
 }
 
 

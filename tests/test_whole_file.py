@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autocastfx.whole_file import check_writable, replacing, write_whole
+from autocastfx.whole_file import check_writable, read_whole, replacing, write_whole
 
 
 def test_a_file_is_replaced_once_it_is_whole(tmp_path: Path) -> None:
@@ -65,3 +65,16 @@ def test_what_cannot_become_a_file_is_refused(tmp_path: Path) -> None:
         check_writable(tmp_path / "no" / "x.txt")
     check_writable(tmp_path / "x.txt")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("a\0b", "its path has a NUL character, which no file name has"),
+        ("a\ud800", "a character that no file name has"),
+    ],
+)
+def test_a_path_that_no_file_can_have(path: str, why: str) -> None:
+    for act in (read_whole, check_writable, lambda path: write_whole(path, "text")):
+        with pytest.raises(OSError, match=why):
+            act(Path(path))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+from autocastfx.json_text import parsed_json
 from autocastfx.numerics.deviation import Deviation
 from autocastfx.variant import Variant
 
@@ -193,7 +194,7 @@ class Comparison:
             ValueError: the text is no such JSON.
         """
         try:
-            data: dict[str, Any] = json.loads(text)
+            data: dict[str, Any] = parsed_json(text)
             if data["format"] != _FORMAT:
                 raise ValueError(f"this comparison has format {data['format']!r}, and this version reads {_FORMAT}")
             return cls(

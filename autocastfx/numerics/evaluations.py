@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from autocastfx.errors import EvaluationsError
-from autocastfx.whole_file import write_whole
+from autocastfx.json_text import parsed_json
+from autocastfx.whole_file import read_whole, write_whole
 
 __all__ = ["Evaluations"]
 
@@ -41,7 +42,7 @@ class Evaluations:
         if path is None or not path.exists():
             return cls(path, search)
         try:
-            data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            data: dict[str, Any] = parsed_json(read_whole(path))
             written, known = data["search"], {str(key): float(value) for key, value in data["known"].items()}
             fits = data["format"] == _FORMAT
         except (ValueError, KeyError, TypeError, AttributeError) as error:

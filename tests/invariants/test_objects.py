@@ -166,9 +166,7 @@ def gpt2() -> nn.Module:
 def test_a_cache_of_transformers_is_refused_and_left() -> None:
     model, ids = gpt2(), torch.arange(6).view(2, 3)
     cache = pytest.importorskip("transformers").DynamicCache()
-    with pytest.raises(
-        UnsupportedError, match="argument past_key_values is an object of class DynamicCache.*use_cache"
-    ):
+    with pytest.raises(UnsupportedError, match=r"past_key_values is an object of class DynamicCache.*use_cache"):
         autocastfx.convert(model, (ids,), {"past_key_values": cache}, dtype=torch.bfloat16)
     amp_model = autocastfx.convert(model, (ids,), {"use_cache": False}, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedError, match="argument past_key_values is an object of class DynamicCache"):

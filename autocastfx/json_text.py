@@ -1,0 +1,45 @@
+"""JSON text as Python data, with one kind of error for all that is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+__all__ = ["parsed_json"]
+
+_DEEPEST = 100  # levels: Python itself walks data of some hundreds only
+_INTEGER = re.compile(r'"(?:[^"\\]|\\.)*"|(?<![\d.])(\d+)(?![\d.eE])')  # the group, unless it is inside of text
+
+
+def parsed_json(text: str) -> Any:
+    """The data that ``text`` holds.
+
+    Raises:
+        json.JSONDecodeError: it is no JSON, nests more than 100 levels deep, or has an integer of more digits than
+            Python reads.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError as error:
+        raise _too_deep(text) from error
+    except ValueError as error:  # Python reads integers of 4,300 digits
+        found = max((match for match in _INTEGER.finditer(text) if match[1]), key=lambda match: len(match[1]))
+        what = f"an integer has {len(found[1])} digits, too many to read"
+        raise json.JSONDecodeError(what, text, found.start(1)) from error
+    level = [data]
+    for _ in range(_DEEPEST):
+        level = [child for held in level for child in _children(held)]
+        if not level:
+            return data
+    raise _too_deep(text)
+
+
+def _children(held: Any) -> list[Any]:
+    return list(held.values()) if isinstance(held, dict) else held if isinstance(held, list) else []
+
+
+def _too_deep(text: str) -> json.JSONDecodeError:
+    return json.JSONDecodeError("it is nested too deeply", text, 0)
