@@ -13,6 +13,7 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from autocastfx.call import Call, CallSignature
+from autocastfx.capture.sources import capturing
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError
 from autocastfx.forwarding import forwarded
 from autocastfx.low_weights import own_tensors, refuse_gradients, refuse_training, stored_low
@@ -103,9 +104,12 @@ class AmpModule(fx.GraphModule):
         return cast("Any", torch.compiler).disable(self._capture_for)(call)
 
     def _capture_for(self, call: Call) -> Variant:
-        if not self.variants:
-            return self.capture_modes(call)
-        return self._mounted.further(call, self._modes(), self.held())
+        with capturing():
+            modes = self._modes()
+            if not self.variants:
+                return self.capture_modes(call)
+            made = self._mounted.fitting(call, modes)  # meanwhile, by another thread
+            return made or self._mounted.further(call, modes, self.held())
 
     @property
     def _working_copies(self) -> WorkingCopies | None:

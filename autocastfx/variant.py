@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import linecache
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.call import CallStructure, pack_spec, unpack_spec
 from autocastfx.capture.guard import ShapeGuard
+from autocastfx.capture.sources import keep_source
 from autocastfx.errors import VariantError
 from autocastfx.graph_data import GraphData, data_of, graph_of
 from autocastfx.plan import Plan
@@ -148,7 +148,7 @@ def _compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
     filename = f"<autocastfx graph {next(_numbers)}>"
     namespace = dict(code.globals)
     exec(compile(code.src, filename, "exec"), namespace)
-    linecache.cache[filename] = (len(code.src), None, code.src.splitlines(keepends=True), filename)
+    keep_source(namespace["forward"], code.src)
     return code.src, namespace["forward"]
 
 

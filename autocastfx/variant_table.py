@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autocastfx.call import Call
+from autocastfx.capture.sources import capturing
 from autocastfx.errors import CaptureError, UnsupportedError, VariantError
 from autocastfx.graph import uses
 from autocastfx.kernel_facts import load_kernel_facts
@@ -109,9 +110,10 @@ class VariantTable(nn.ModuleList):
         Raises:
             CaptureError: the original is not at hand, or cannot be captured.
         """
-        known = next((v.captured for v in self.captured if v.captured is not None), None)
-        sizes = known.sizes if known is not None else "all"  # do not try again what was too slow once
-        return self.add(self.maker.capture(call, modes, held, sizes))
+        with capturing():
+            known = next((v.captured for v in self.captured if v.captured is not None), None)
+            sizes = known.sizes if known is not None else "all"  # do not try again what was too slow once
+            return self.add(self.maker.capture(call, modes, held, sizes))
 
     def capture_modes(self, call: Call, now: Modes, held: Held) -> Variant:
         """Capture the original as it runs ``call``, in the modes ``now``, in training and in evaluation.
@@ -137,7 +139,7 @@ class VariantTable(nn.ModuleList):
             BannedOpError: the list bans an op of the model.
         """
         for modes in [now] if self.maker.baked else dict.fromkeys([now, (True,) * len(now), (False,) * len(now)]):
-            with suppress(CaptureError):
+            with capturing(), suppress(CaptureError):
                 self.add(self.maker.draft(modes, held))
 
     def add(self, variant: Variant) -> Variant:

@@ -24,6 +24,7 @@ from autocastfx.capture.guard import ShapeGuard, shape_guard
 from autocastfx.capture.intact import intact
 from autocastfx.capture.leaf import whole_calls
 from autocastfx.capture.settled import drop_settled
+from autocastfx.capture.sources import capturing
 from autocastfx.capture.tidy import tidy
 from autocastfx.capture.truth import Truth
 from autocastfx.capture.watch import Watch
@@ -119,17 +120,18 @@ def capture(
     """
     failures: list[Exception] = []
     for attempt in _ATTEMPTS[_ATTEMPTS.index(sizes) :]:
-        with intact(model, training, held), _quiet(), whole_calls(leaves) as called:
-            try:
-                program = _export(_FlatCall(model, signature, call.structure), call.tensors, attempt)
-            except CaptureError:
-                raise
-            except Exception as error:  # torch.export raises whatever the model's own code or a tracer raises
-                failures.append(error)
-                if isinstance(error, GuardOnDataDependentSymNode):
-                    break  # no choice of dynamic sizes helps
-                continue
-        return _captured(program, set(held), called, call, tuple(training), _device(held, call), attempt, follows)
+        with capturing():
+            with intact(model, training, held), _quiet(), whole_calls(leaves) as called:
+                try:
+                    program = _export(_FlatCall(model, signature, call.structure), call.tensors, attempt)
+                except CaptureError:
+                    raise
+                except Exception as error:  # torch.export raises whatever the model's own code or a tracer raises
+                    failures.append(error)
+                    if isinstance(error, GuardOnDataDependentSymNode):
+                        break  # no choice of dynamic sizes helps
+                    continue
+            return _captured(program, set(held), called, call, tuple(training), _device(held, call), attempt, follows)
     raise CaptureError(_explain(model, failures[0], any(training))) from failures[0]
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils.checkpoint
@@ -24,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from autocastfx.capture.patch import patched_here
 from autocastfx.errors import CaptureError
 from autocastfx.op_name import located
 
@@ -73,7 +73,7 @@ def whole_calls(functions: Iterable[str]) -> Generator[list[Callable[..., Any]],
     """While open, calls of custom autograd functions and of ``functions`` (dotted paths) are recorded as single nodes.
 
     Yields the list of the functions called; a node's first argument is the index there. Activation checkpointing, which
-    a graph cannot hold, raises :class:`CaptureError`.
+    a graph cannot hold, raises :class:`CaptureError`. Other threads call as ever; one at a time may have this open.
     """
     called: list[Callable[..., Any]] = []
     found: Any = inspect.getattr_static(torch.autograd.Function, "apply")  # in Python, from 2.15 on in C
@@ -87,12 +87,12 @@ def whole_calls(functions: Iterable[str]) -> Generator[list[Callable[..., Any]],
         return _record(call, lambda: original(*args, **kwargs), args, kwargs, called, trace=inside_torch)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
-        stack.enter_context(mock.patch.object(torch.utils.checkpoint, CHECKPOINT, refuse_checkpoint))
+        stack.enter_context(patched_here(torch.autograd.Function, "apply", classmethod(apply)))
+        stack.enter_context(patched_here(torch.utils.checkpoint, CHECKPOINT, refuse_checkpoint))
         for owner, attribute, function in places(functions):
             whole = _whole(function, called)
             patched = staticmethod(whole) if isinstance(owner, type) else whole
-            stack.enter_context(mock.patch.object(owner, attribute, patched))
+            stack.enter_context(patched_here(owner, attribute, patched))
         yield called
 
 

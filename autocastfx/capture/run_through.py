@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional
@@ -20,6 +18,7 @@ from torch.utils import _device as torch_device
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.leaf import CHECKPOINT, AutogradCall, places, refuse_checkpoint
+from autocastfx.capture.patch import patched_here
 from autocastfx.capture.traced_value import is_tensor
 from autocastfx.capture.tracer import TORCH, Tracer
 
@@ -35,6 +34,8 @@ _FROM_DATA = ("tensor", "as_tensor", "asarray")
 def run_through(tracer: Tracer, leaves: Sequence[str]) -> Generator[None, None, None]:
     """While open, ``tracer`` sees operators instead of the Python functions around them, and each creation of a tensor.
 
+    Other threads call as ever.
+
     Args:
         tracer: of the model that is traced.
         leaves: dotted paths of Python functions that stay whole, as custom autograd functions do.
@@ -42,7 +43,7 @@ def run_through(tracer: Tracer, leaves: Sequence[str]) -> Generator[None, None, 
     with ExitStack() as stack:
 
         def patch(owner: Any, name: str, new: Any) -> None:
-            stack.enter_context(mock.patch.object(owner, name, new))
+            stack.enter_context(patched_here(owner, name, new))
 
         for module in _WITH_TESTS:
             for name in (n for n in _TESTS if hasattr(module, n)):
@@ -69,11 +70,10 @@ def run_through(tracer: Tracer, leaves: Sequence[str]) -> Generator[None, None, 
 def _recorded(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
     """A maker of tensors that makes them in the graph: a tensor made while tracing would be the same in every call."""
     packet: Any = getattr(torch.ops.aten, function.__name__, None)
-    thread = threading.get_ident()
 
     def make(*args: Any, **kwargs: Any) -> Any:
         by_torch = sys._getframe(1).f_code.co_filename.startswith(TORCH) and not _has_values(args, kwargs)
-        if by_torch or threading.get_ident() != thread:
+        if by_torch:
             return function(*args, **kwargs)
         if packet is None or function.__name__ in _FROM_DATA:
             return tracer.call("lift_fresh_copy", (tracer.held(function(*args, **kwargs)),), {})

@@ -14,6 +14,7 @@ from autocastfx.capture.export import Captured
 from autocastfx.capture.guard import ShapeGuard
 from autocastfx.capture.intact import intact
 from autocastfx.capture.run_through import run_through
+from autocastfx.capture.sources import capturing
 from autocastfx.capture.stand_in import Guess, StandIns
 from autocastfx.capture.tidy import no_op_source
 from autocastfx.capture.tracer import Tracer
@@ -53,7 +54,7 @@ def capture_symbolically(
     for _ in range(_MOST_TRACES):
         known = dict(hints)
         tracer = Tracer(inputs, signature, StandIns(hints), _device(held))
-        with intact(model, training, held), run_through(tracer, leaves):
+        with capturing(), intact(model, training, held), run_through(tracer, leaves):
             result = _traced(tracer, model)
         failed = isinstance(result, Exception)
         if hints == known or not (failed or tracer.stand_ins.is_late):

@@ -1,0 +1,50 @@
+"""Captures patch code that the whole process shares: one at a time, each for its own thread, and none for longer."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+__all__ = ["CAPTURING", "patched_here"]
+
+# Held by who captures. Re-entrant: the model's own forward may call a converted model.
+CAPTURING = threading.RLock()
+
+
+@contextmanager
+def patched_here(owner: Any, name: str, new: Any) -> Generator[None, None, None]:
+    """While open, ``owner.name`` is ``new`` for the thread that opened it. Others find there what was there before.
+
+    Args:
+        owner: a module or a class.
+        name: of the attribute.
+        new: a function; in a class whatever a class may hold (``classmethod``, ``staticmethod``).
+    """
+    old = inspect.getattr_static(owner, name)
+    both = _InClass(old, new) if isinstance(owner, type) else _of_module(old, new)
+    with mock.patch.object(owner, name, both):
+        yield
+
+
+class _InClass:
+    """A member of a class: ``new`` for the thread that makes it, ``old`` for others."""
+
+    def __init__(self, old: Any, new: Any) -> None:
+        self.old, self.new, self.thread = old, new, threading.get_ident()
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return (self.new if threading.get_ident() == self.thread else self.old).__get__(instance, owner)
+
+
+def _of_module(old: Any, new: Any) -> types.FunctionType:
+    thread = threading.get_ident()
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (new if threading.get_ident() == thread else old)(*args, **kwargs)
+
+    return either

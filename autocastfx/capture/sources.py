@@ -1,0 +1,47 @@
+"""Sources of generated code, which tracebacks show, for as long as the code itself is there."""
+
+from __future__ import annotations
+
+import linecache
+import types
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch.fx import graph_module
+
+from autocastfx.capture.patch import CAPTURING, patched_here
+
+__all__ = ["capturing", "keep_source"]
+
+
+def keep_source(function: types.FunctionType, source: str) -> None:
+    """Let tracebacks show ``source`` for the code of ``function`` as long as that exists."""
+    code = function.__code__
+    linecache.cache[code.co_filename] = (len(source), None, source.splitlines(keepends=True), code.co_filename)
+    weakref.finalize(code, linecache.cache.pop, code.co_filename, None).atexit = False
+
+
+@contextmanager
+def capturing() -> Generator[None, None, None]:
+    """While open, no other thread captures; and of the graph modules that are made torch keeps the sources, which it
+    keeps for good, no longer than their code.
+    """
+    module: Any = graph_module
+    run = module._exec_with_source
+
+    def run_and_forget(source: str, namespace: dict[str, Any], *rest: Any) -> None:
+        before = dict(namespace)
+        run(source, namespace, *rest)
+        made = [held for name, held in namespace.items() if held is not before.get(name)]
+        for function in (held for held in made if isinstance(held, types.FunctionType)):
+            weakref.finalize(function.__code__, _forget, function.__code__.co_filename).atexit = False
+
+    with CAPTURING, patched_here(graph_module, "_exec_with_source", run_and_forget):
+        yield
+
+
+def _forget(filename: str) -> None:
+    linecache.cache.pop(filename, None)
+    cast("Any", graph_module)._loader.eval_cache.pop(filename, None)

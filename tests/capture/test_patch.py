@@ -1,0 +1,168 @@
+"""What a capture patches is patched for its thread, for as long as it lasts; and captures take turns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+import autocastfx
+from autocastfx import CaptureError
+from autocastfx.capture.leaf import CHECKPOINT, whole_calls
+from autocastfx.capture.patch import patched_here
+from tests.invariants.pair import settings_now
+from tests.test_call import Scaled
+
+
+def in_threads(*runs: Callable[[], Any]) -> list[Any]:
+    """What each gives, or raises, where all begin at once."""
+    found: list[Any] = [None] * len(runs)
+    barrier = threading.Barrier(len(runs))
+
+    def run(i: int) -> None:
+        barrier.wait()
+        try:
+            found[i] = runs[i]()
+        except Exception as error:  # what a thread raises is looked at by the test
+            found[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+class Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 3
+
+
+class Model(nn.Module):
+    """With a custom function, whose calls a capture sees by a patch."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.fails = nn.Linear(4, 4), nn.Linear(4, 4), fails
+
+    def forward(self, x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+        y = self.b(Round.apply(self.a(x) * 10)) * by
+        if self.fails:
+            raise KeyError("on purpose")
+        return y
+
+
+def test_conversions_in_several_threads_take_turns() -> None:
+    x, now = torch.randn(3, 4), settings_now()
+
+    def converted(number: int) -> bool:
+        right = True
+        for i in range(3):
+            model = Model(fails=(number + i) % 4 == 3)
+            inputs = (x,) if i else None
+            try:
+                amp_model = autocastfx.convert(model, inputs, dtype=torch.bfloat16)
+                found = amp_model(x)
+            except CaptureError:
+                right = right and model.fails
+                continue
+            reference = autocastfx.convert(Model(), (x,), dtype=torch.bfloat16)
+            reference.load_state_dict(amp_model.state_dict())
+            right = right and not model.fails and torch.equal(found, reference(x))
+            right = right and any("Round" in node.op for node in amp_model.plan.nodes)
+        return right
+
+    assert in_threads(*(lambda n=n: converted(n) for n in range(4))) == [True] * 4
+    assert settings_now()[1:] == now[1:]  # but for the random numbers that new models take
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["one call", "several calls"])
+def test_new_variants_in_several_threads(same: bool) -> None:
+    model, x = Model().eval(), torch.randn(3, 4)
+    amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)
+    count, now = len(amp_model.variants), settings_now()
+    factors = [2.0] * 4 if same else [2.0, 3.0, 4.0, 5.0]
+    found = in_threads(*(lambda by=by: amp_model(x, by) for by in factors))
+    assert settings_now() == now
+    assert len(amp_model.variants) == count + len(set(factors))
+    for by, result in zip(factors, found, strict=True):
+        assert torch.equal(result, autocastfx.convert(model, (x, by), dtype=torch.bfloat16)(x, by))
+
+
+def test_a_first_call_in_several_threads() -> None:
+    amp_model = autocastfx.convert(Scaled().eval(), dtype=torch.bfloat16)
+    x = torch.randn(3)
+    assert all(torch.equal(found, x * 2.5) for found in in_threads(*[lambda: amp_model(x)] * 4))
+    assert len(amp_model.variants) == 2
+
+
+def test_other_threads_call_what_was_there() -> None:
+    """A training step with checkpoints and custom functions goes on while another thread converts."""
+    model, x = Model(), torch.randn(3, 4)
+
+    def step() -> Any:
+        y = checkpoint.checkpoint(model, x, use_reentrant=False)
+        y.sum().backward()
+        return y.detach()
+
+    expected = step()
+    with whole_calls([]) as called:
+        assert torch.equal(in_threads(step)[0], expected)
+        with pytest.raises(CaptureError, match="activation checkpointing"):
+            step()
+    assert called == []
+    assert torch.equal(step(), expected)
+
+
+class Owner:
+    @classmethod
+    def of(cls) -> str:
+        return f"old {cls.__name__}"
+
+    @staticmethod
+    def plain() -> str:
+        return "old"
+
+    def method(self) -> str:
+        return "old method"
+
+
+class Heir(Owner):
+    pass
+
+
+NEW = ("new Heir", "new", "new method", "new")
+
+
+def test_a_patch_is_seen_by_its_thread_alone_and_undone_after_an_error() -> None:
+    before = dict(vars(Owner))
+
+    def inside() -> None:
+        assert (Heir.of(), Heir.plain(), Heir().method(), torch.is_tensor(1)) == NEW
+        there = in_threads(lambda: (Heir.of(), Heir.plain(), Heir().method(), torch.is_tensor(1)))
+        assert there == [("old Heir", "old", "old method", False)]
+        raise KeyError
+
+    with (
+        pytest.raises(KeyError),
+        patched_here(Owner, "of", classmethod(lambda cls: f"new {cls.__name__}")),
+        patched_here(Owner, "plain", staticmethod(lambda: "new")),
+        patched_here(Owner, "method", lambda self: "new method"),
+        patched_here(torch, "is_tensor", lambda x: "new"),
+    ):
+        inside()
+    assert dict(vars(Owner)) == before
+    assert "of" not in vars(Heir)
+    assert (Heir.of(), torch.is_tensor(1)) == ("old Heir", False)
+    assert vars(checkpoint)[CHECKPOINT].__module__ == "torch.utils.checkpoint"
