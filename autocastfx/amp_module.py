@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.call import Call, CallSignature
 from autocastfx.capture.sources import capturing
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError
-from autocastfx.forwarding import forwarded
+from autocastfx.forwarding import forwarded, set_on_original, signed_forward
 from autocastfx.low_weights import own_tensors, refuse_gradients, refuse_training, stored_low
 from autocastfx.mirror import mirror
 from autocastfx.plan import Plan
@@ -48,7 +47,7 @@ class AmpModule(fx.GraphModule):
             self._table += "_"
         self.add_module(self._table, VariantTable(self._table, maker))
         self._ddp_params_and_buffers_to_ignore = self._mounted.constants  # the same on every rank
-        type(self).forward = _signed(signature)  # GraphModule gives each instance a class of its own
+        type(self).forward = signed_forward(signature)  # GraphModule gives each instance a class of its own
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What ``forward`` does: run the variant that fits the call. If none does, capture one while the original is at
@@ -298,6 +297,12 @@ class AmpModule(fx.GraphModule):
                 raise
             return forwarded(maker.model, self, name, error)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_table" in self.__dict__ and name not in self.__dict__ and self._mounted.reads(name):
+            set_on_original(self._maker.model, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpModule:
         tree = copy.deepcopy(self._tree(), memo)
         result = _rebuild(tree, self._signature, self._maker, [_copied(v, memo) for v in self.shown])
@@ -319,18 +324,6 @@ class AmpModule(fx.GraphModule):
                 tree.__dict__[key] = own.copy() if isinstance(own, (dict, set)) else own
         del tree._modules[self._table]
         return tree
-
-
-def _signed(signature: CallSignature) -> Callable[..., Any]:
-    """A forward that shows the original's signature to whoever inspects it (export, trainers, help)."""
-
-    def forward(self: AmpModule, *args: Any, **kwargs: Any) -> Any:
-        return self.run(args, kwargs)
-
-    forward.__code__ = forward.__code__.replace()  # what torch.compile keeps of a function, it keeps by its code object
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = inspect.Signature([first, *signature.parameters])
-    return forward
 
 
 def _rebuild(tree: nn.Module, signature: CallSignature, maker: Maker, variants: list[Variant]) -> AmpModule:

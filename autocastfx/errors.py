@@ -20,6 +20,7 @@ __all__ = [
     "Place",
     "PlanError",
     "Source",
+    "StateWarning",
     "UnmatchedPlanWarning",
     "UnmatchedRuleWarning",
     "UnsupportedError",
@@ -121,6 +122,10 @@ class UnmatchedRuleWarning(UserWarning):
 
 class UnmatchedPlanWarning(UserWarning):
     """Lines of a plan given to a conversion matched no node of the model."""
+
+
+class StateWarning(UserWarning):
+    """The model's forward changes attributes that the converted model does not change."""
 
 
 class CaptureError(AutocastFXError, RuntimeError):

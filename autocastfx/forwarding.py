@@ -1,17 +1,19 @@
-"""Attributes of the original model that a converted one answers for."""
+"""What a converted model answers for in place of the original: its attributes, and the signature of its forward."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from autocastfx.call import CallSignature
 from autocastfx.errors import UnsupportedError
 
-__all__ = ["forwarded"]
+__all__ = ["forwarded", "set_on_original", "signed_forward"]
 
 
 def forwarded(model: nn.Module, amp_model: nn.Module, name: str, missing: AttributeError) -> Any:
@@ -33,6 +35,32 @@ def forwarded(model: nn.Module, amp_model: nn.Module, name: str, missing: Attrib
             "original, or write the loop around the converted model's call."
         )
     return found.__func__.__get__(amp_model)
+
+
+def set_on_original(model: nn.Module | None, name: str, value: Any) -> None:
+    """Set an attribute that graphs depend on where they look for it.
+
+    Raises:
+        UnsupportedError: the original is not at hand.
+    """
+    if model is None:
+        raise UnsupportedError(
+            f"attribute {name!r} is written into the graphs, and the original is not at hand to be captured again: "
+            "set it on the original, and convert that."
+        )
+    setattr(model, name, value)
+
+
+def signed_forward(signature: CallSignature) -> Callable[..., Any]:
+    """A forward that shows the original's signature to whoever inspects it (export, trainers, help)."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.run(args, kwargs)
+
+    forward.__code__ = forward.__code__.replace()  # what torch.compile keeps of a function, it keeps by its code object
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = inspect.Signature([first, *signature.parameters])
+    return forward
 
 
 def _runs_forward(kind: type, name: str, seen: set[str]) -> bool:

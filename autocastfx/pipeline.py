@@ -117,6 +117,7 @@ class Converter:
             guard=shape_guard(inputs) if self.op_list.placement == "follow" else captured.guard,  # parts may pin sizes
             modes=captured.training,
             device=captured.device,
+            state=captured.state,
             captured=captured,
         )
 

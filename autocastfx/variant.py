@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.call import CallStructure, pack_spec, unpack_spec
 from autocastfx.capture.guard import ShapeGuard
+from autocastfx.capture.python_state import Read, StateGuard
 from autocastfx.capture.sources import keep_source
 from autocastfx.errors import VariantError
 from autocastfx.graph_data import GraphData, data_of, graph_of
@@ -57,6 +58,8 @@ class Variant(nn.Module):
         graph: takes the call's tensors, gives a flat tuple.
         plan: what was decided for it.
         structure, guard, modes: the calls it serves.
+        state: the attributes of the original that it holds as they were.
+        first_broken: gives one of them that has changed, once :meth:`watch` was told where they are.
         device: where it runs; tensors that it creates are made there.
         captured: what it was made from; None after unpickling.
     """
@@ -72,18 +75,25 @@ class Variant(nn.Module):
         guard: ShapeGuard,
         modes: tuple[bool, ...],
         device: torch.device,
+        state: StateGuard,
         captured: Captured | None = None,
     ) -> None:
         super().__init__()
         self.graph, self.plan, self.out_spec = graph, plan, out_spec
         self.structure, self.guard, self.modes, self.device = structure, guard, modes, device
-        self.captured = captured
+        self.state, self.captured = state, captured
+        self.first_broken: Callable[[], Read | None] = state.unchanged
         self.autocast = device.type if torch.amp.is_autocast_available(device.type) else None
         graph.set_codegen(_CallCode(out_spec, guard))
         self.prefix = ""
         self.code = ""
         self.function: Callable[..., tuple[Any, ...]] = _not_mounted
-        self._held = {target: target.replace(".", "_") for target in attributes}
+        self._held: dict[str, str] = {}
+        for target in attributes:
+            name = target.replace(".", "_")
+            while hasattr(self, name) or name in self._held.values():  # a model may call a tensor ``plan``
+                name += "_"
+            self._held[target] = name
         for target, name in self._held.items():
             held: Any = attributes[target]
             if isinstance(held, torch.Tensor):
@@ -104,6 +114,10 @@ class Variant(nn.Module):
                 node.target = f"{prefix}.{paths[node.target]}"
         self.prefix = prefix
         self.compile_graph()
+
+    def watch(self, model: nn.Module | None) -> None:
+        """Notice changes of the attributes of ``model``, the original; without one, there are none."""
+        self.first_broken = self.state.broken(model) if model is not None else self.state.unchanged
 
     def compile_graph(self) -> None:
         """Make ``function(owner, *tensors)`` of the graph as it now is, and ``code``, which compilers trace."""
@@ -137,6 +151,7 @@ class Variant(nn.Module):
             "structure": self.structure,
             "guard": self.guard,
             "modes": self.modes,
+            "state": self.state,
             "device": self.device,
         }
         return (_restore, (data_of(self.graph, places), attributes, fields))

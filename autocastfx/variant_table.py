@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Protocol, cast
@@ -11,7 +12,7 @@ from torch import nn
 
 from autocastfx.call import Call
 from autocastfx.capture.sources import capturing
-from autocastfx.errors import CaptureError, UnsupportedError, VariantError
+from autocastfx.errors import CaptureError, StateWarning, UnsupportedError, VariantError, shown
 from autocastfx.graph import uses
 from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.plan import Precision
@@ -73,9 +74,14 @@ class VariantTable(nn.ModuleList):
         """The first variant that serves ``call`` in ``modes``."""
         sizes = [t.shape for t in call.tensors]
         for variant in self.captured:
-            if variant.modes == modes and variant.structure == call.structure and variant.guard.holds(sizes):
+            fits = variant.modes == modes and variant.structure == call.structure and variant.guard.holds(sizes)
+            if fits and variant.first_broken() is None:
                 return variant
         return None
+
+    def reads(self, name: str) -> bool:
+        """Whether a variant depends on this attribute of the model itself."""
+        return any(not read.module and read.name == name for v in self.shown for read in v.state.reads)
 
     def active(self, modes: Modes) -> Variant | None:
         """The variant to show in ``modes``: the first one for them, else the first one."""
@@ -101,7 +107,13 @@ class VariantTable(nn.ModuleList):
         if not same_call:
             known = "; ".join(f"({v.structure})" for v in same_mode)
             return f"no variant was captured for the call ({call.structure}), only for {known}"
-        broken = same_call[0].guard.broken([t.shape for t in call.tensors])
+        sizes = [t.shape for t in call.tensors]
+        for variant in same_call:
+            now = variant.first_broken() if variant.guard.holds(sizes) else None
+            if now is not None:
+                was = next(r.value for r in variant.state.reads if r.path == now.path)
+                return f"no variant holds attribute {now.path!r} as it is: it was {shown(was)}, and is {now.word}"
+        broken = same_call[0].guard.broken(sizes)
         return f"no variant holds for these sizes: {broken} does not hold"
 
     def capture(self, call: Call, modes: Modes, held: Held) -> Variant:
@@ -113,7 +125,20 @@ class VariantTable(nn.ModuleList):
         with capturing():
             known = next((v.captured for v in self.captured if v.captured is not None), None)
             sizes = known.sizes if known is not None else "all"  # do not try again what was too slow once
-            return self.add(self.maker.capture(call, modes, held, sizes))
+            variant = self.maker.capture(call, modes, held, sizes)
+            self._warn_of_changes(variant)
+            return self.add(variant)
+
+    def _warn_of_changes(self, variant: Variant) -> None:
+        said = {name for v in self.captured if v.captured is not None for name in v.captured.changes}
+        new = [name for name in variant.captured.changes if name not in said] if variant.captured is not None else []
+        if new:
+            warnings.warn(
+                f"forward changes {', '.join(map(repr, new))}, which the converted model leaves as they are. If others "
+                "read them, keep them in buffers, or give them out as outputs.",
+                StateWarning,
+                stacklevel=2,
+            )
 
     def capture_modes(self, call: Call, now: Modes, held: Held) -> Variant:
         """Capture the original as it runs ``call``, in the modes ``now``, in training and in evaluation.
@@ -150,6 +175,7 @@ class VariantTable(nn.ModuleList):
 
     def _mount(self, index: int, variant: Variant) -> Variant:
         variant.mount(f"{self.path}.{index}")
+        variant.watch(self.maker.model)
         if index == len(self):
             self.append(variant)
         else:

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 from unittest import mock
@@ -23,12 +23,14 @@ from autocastfx.call import Call, CallSignature, CallStructure
 from autocastfx.capture.guard import ShapeGuard, shape_guard
 from autocastfx.capture.intact import intact
 from autocastfx.capture.leaf import whole_calls
+from autocastfx.capture.python_state import PythonState, StateGuard, watched_state
 from autocastfx.capture.settled import drop_settled
 from autocastfx.capture.sources import capturing
 from autocastfx.capture.tidy import tidy
 from autocastfx.capture.truth import Truth
 from autocastfx.capture.watch import Watch
 from autocastfx.errors import CaptureError
+from autocastfx.op_name import op_name
 
 __all__ = ["Captured", "capture"]
 
@@ -53,6 +55,8 @@ class Captured:
         sizes: which sizes are dynamic: ``"all"``, ``"first"`` or ``"none"``.
         guesses: of a graph made without inputs, the nodes that are taken for float32 without being known to be; None of
             a graph made with inputs.
+        state: the attributes that forward reads.
+        changes: the attributes that forward changes, which the graph does not.
     """
 
     graph: fx.Graph
@@ -64,6 +68,8 @@ class Captured:
     device: torch.device
     sizes: str = field(default="all", compare=False)
     guesses: frozenset[str] | None = None
+    state: StateGuard = field(default_factory=StateGuard)
+    changes: tuple[str, ...] = ()
 
 
 class _FlatCall(nn.Module):
@@ -73,11 +79,17 @@ class _FlatCall(nn.Module):
         super().__init__()
         self.module = module
         self._signature, self._structure = signature, structure
+        self.state = PythonState(module)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        args, kwargs = self._signature.split(self._structure.arguments(tensors))
+        arguments = self._structure.arguments(tensors)
+        given = {name: pytree.tree_flatten(held) for name, held in arguments.items()}
+        args, kwargs = self._signature.split(arguments)
         before = dict(self.module.named_buffers())
-        result = self.module(*args, **kwargs)
+        with watched_state(self.state):
+            result = self.module(*args, **kwargs)
+        changed = [name for name, held in arguments.items() if not _is_as_given(held, *given[name])]
+        self.state.changes += tuple(f"argument {name}" for name in changed)
         assigned = {n: b for n, b in self.module.named_buffers() if n in before and b is not before[n]}
         if assigned:  # torch.export sees a buffer that forward assigns anew only on the root module
             held = list(before.values())
@@ -85,6 +97,11 @@ class _FlatCall(nn.Module):
             for name, new in assigned.items():
                 before[name].copy_(new.detach())
         return result
+
+
+def _is_as_given(argument: Any, leaves: Sequence[Any], spec: pytree.TreeSpec) -> bool:
+    now, as_now = pytree.tree_flatten(argument)
+    return as_now == spec and all(leaf is was for leaf, was in zip(now, leaves, strict=True))
 
 
 def _unless_any(leaf: Any, others: Iterable[torch.Tensor]) -> Any:
@@ -120,10 +137,11 @@ def capture(
     """
     failures: list[Exception] = []
     for attempt in _ATTEMPTS[_ATTEMPTS.index(sizes) :]:
+        flat = _FlatCall(model, signature, call.structure)
         with capturing():
             with intact(model, training, held), _quiet(), whole_calls(leaves) as called:
                 try:
-                    program = _export(_FlatCall(model, signature, call.structure), call.tensors, attempt)
+                    program = _export(flat, call.tensors, attempt)
                 except CaptureError:
                     raise
                 except Exception as error:  # torch.export raises whatever the model's own code or a tracer raises
@@ -131,11 +149,14 @@ def capture(
                     if isinstance(error, GuardOnDataDependentSymNode):
                         break  # no choice of dynamic sizes helps
                     continue
-            return _captured(program, set(held), called, call, tuple(training), _device(held, call), attempt, follows)
+            found = _captured(program, set(held), called, call, tuple(training), _device(held, call), attempt, follows)
+            by_compiler = any(op_name(node) in _BRANCHING for node in found.graph.nodes)
+            return replace(found, state=flat.state.guard(everything=by_compiler), changes=flat.state.changes)
     raise CaptureError(_explain(model, failures[0], any(training))) from failures[0]
 
 
 _ATTEMPTS = ("all", "first", "none")
+_BRANCHING = ("cond", "while_loop", "map_impl", "scan")  # whose functions torch.compile traces
 
 
 def _export(flat: nn.Module, tensors: tuple[torch.Tensor, ...], attempt: str) -> ExportedProgram:

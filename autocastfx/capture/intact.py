@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-__all__ = ["intact"]
+__all__ = ["intact", "same_content"]
 
 _NO_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType)
 
@@ -89,11 +89,12 @@ def _restore(owner: Any, content: Any) -> None:
         if owner != content:
             owner.clear()
             owner.update(content)
-    elif not _same(owner, content):
+    elif not same_content(owner, content):
         owner.clear()
         owner.update(content) if isinstance(owner, dict) else owner.extend(content)
 
 
-def _same(owner: Any, content: Any) -> bool:
+def same_content(owner: Any, content: Any) -> bool:
+    """Whether two containers of one kind hold the same objects, in the same order."""
     flat, was = ([*c, *c.values()] if isinstance(c, dict) else list(c) for c in (owner, content))
     return len(flat) == len(was) and all(a is b for a, b in zip(flat, was, strict=True))

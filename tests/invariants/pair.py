@@ -249,7 +249,7 @@ class Busy(nn.Module):
         self.bn.eval()
         self.log: list[Any] = [1]
         self.cache: dict[str, Any] = {"k": [1]}
-        self.seen = {1}
+        self.seen: set[Any] = {1}
         self.count = 0
         self.last: Any = None
         self.plain = torch.zeros(4)
@@ -262,11 +262,10 @@ class Busy(nn.Module):
         self.log.append(y)
         self.cache["k"].append(y)
         self.cache["new"] = y
-        self.seen.add(self.count)
+        self.seen.add("seen")
         self.training = not self.training
         self.average.add_(y.detach().mean(0))
         self.average = self.average * 2
-        random.random()
         if self.fail == "raise":
             raise RuntimeError("on purpose")
         if self.fail == "branch" and y.sum() > 0:

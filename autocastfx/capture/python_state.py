@@ -1,0 +1,213 @@
+"""Python state that a forward reads or changes: a graph holds what it was, so it must be noticed when that changes."""
+
+from __future__ import annotations
+
+import dis
+import random
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autocastfx.capture.intact import same_content
+from autocastfx.capture.patch import patched_here
+from autocastfx.errors import CaptureError, shown
+
+__all__ = ["PythonState", "Read", "StateGuard", "watched_state"]
+
+_LEAVES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device})
+_BARE = nn.Module()
+# What every module has: its tables and hooks, and the mode, which variants are told apart by.
+_OF_MODULES = frozenset({*_BARE.__dict__, *dir(nn.Module)})
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Read:
+    """An attribute of a module as a forward read it.
+
+    Attributes:
+        module: path of the module; empty for the model.
+        name: of the attribute.
+        value: None, a truth value, a number, text, a dtype or a device, or a tuple of these.
+    """
+
+    module: str
+    name: str
+    value: Any
+
+    @property
+    def path(self) -> str:
+        """The attribute as it is reached from the model."""
+        return f"{self.module}.{self.name}" if self.module else self.name
+
+    @property
+    def word(self) -> str:
+        """The value in a word."""
+        return "gone" if self.value is _MISSING else shown(self.value)
+
+
+@dataclass(frozen=True)
+class StateGuard:
+    """The attributes that a graph depends on. Pickles."""
+
+    reads: tuple[Read, ...] = ()
+
+    def broken(self, model: nn.Module) -> Callable[[], Read | None]:
+        """A function that gives the first attribute of ``model`` that has another value now; None if none has."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        held = [(modules[r.module].__dict__, r.name, r.value, type(modules[r.module]), r) for r in self.reads]
+
+        def first_broken() -> Read | None:
+            for table, name, value, kind, read in held:
+                now = table.get(name, _MISSING)
+                if now is not value:
+                    now = getattr(kind, name, _MISSING) if now is _MISSING else now
+                    if not is_same(now, value):
+                        return Read(read.module, name, now)
+            return None
+
+        return first_broken
+
+    def unchanged(self) -> Read | None:
+        """None: nothing is known to have changed."""
+        return None
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two plain values are one in every use: 0.0 is not -0.0, True is not 1, and a NaN is itself."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    if isinstance(a, (float, complex)):
+        return repr(a) == repr(b)
+    return type(a) in _LEAVES and a == b
+
+
+@dataclass(eq=False)
+class PythonState:
+    """What the forward of a model read and changed.
+
+    Attributes:
+        model: whose forward it is.
+        reads: by module and name.
+        lines: where each was read for more than to count on, by module and name.
+        changes: attributes that have another value afterwards.
+    """
+
+    model: nn.Module
+    reads: dict[tuple[str, str], Read] = field(default_factory=dict[tuple[str, str], Read])
+    lines: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
+    changes: tuple[str, ...] = ()
+
+    def guard(self, *, everything: bool = False) -> StateGuard:
+        """The attributes that the captured graph depends on: those that were read; or all, where that is not known."""
+        reads = dict(self.reads)
+        for path, module in self.model.named_modules() if everything else ():
+            held = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
+            reads.update({(path, n): Read(path, n, v) for n, v in held.items() if _is_plain(v)})
+        return StateGuard(tuple(reads.values()))
+
+
+@contextmanager
+def watched_state(found: PythonState) -> Generator[None, None, None]:
+    """While open, ``found`` notes reads of plain attributes of its model and the modules there; in the end, changes.
+
+    Raises:
+        CaptureError: a number that the forward changes has a part in what it computes, or it draws random numbers of
+            Python or numpy, of which a graph would hold one.
+    """
+    model = found.model
+    before = {id(m): (path, m, dict(m.__dict__)) for path, m in model.named_modules()}
+    contents = {path: _contents(m) for path, m, _ in before.values()}
+    draws = _draws()
+
+    def note(module: nn.Module, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        if name in _OF_MODULES or id(module) not in before:
+            return value
+        path, _, table = before[id(module)]
+        key = path, name
+        if _is_plain(value) and value is (table[name] if name in table else _of_class(type(module), name)):
+            found.reads.setdefault(key, Read(path, name, value))
+        if key in found.reads and key not in found.lines:  # what it is now was computed from what it was
+            frame = sys._getframe(1)
+            if not _is_update(frame.f_code, frame.f_lasti, name):
+                found.lines[key] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        return value
+
+    with patched_here(nn.Module, "__getattribute__", note):
+        yield
+    changed = [(path, name) for path, m, table in before.values() for name in _changed(table, m.__dict__)]
+    for path, name in changed:
+        read = found.reads.get((path, name))
+        if read is not None and isinstance(read.value, (int, float)) and (path, name) in found.lines:
+            raise CaptureError(
+                f"forward changes {read.path!r} (here from {shown(read.value)}) and computes with it, at "
+                f"{found.lines[path, name]}: a graph would hold the one value for ever. Keep it in a buffer, which a "
+                "graph updates, or change it outside of forward."
+            )
+        if (path, name) not in found.lines:  # a counter, which may be set anew at any time
+            found.reads.pop((path, name), None)
+    for source, now in _draws().items():
+        if now != draws[source]:
+            raise CaptureError(
+                f"{type(model).__name__} draws random numbers of {source} in forward: a graph would hold the ones "
+                "drawn now. Draw them with torch (torch.rand), or outside of forward, and pass them in."
+            )
+    for path, m, _ in before.values():
+        now = _contents(m)
+        other = [n for n, c in contents[path].items() if n in now and not same_content(now[n], c)]
+        changed += [(path, name) for name in other if (path, name) not in changed]
+    found.changes = tuple(f"{path}.{name}" if path else name for path, name in changed)
+
+
+def _draws() -> dict[str, Any]:
+    numpy: Any = sys.modules.get("numpy")
+    states: dict[str, Any] = {"Python's random module": random.getstate()}
+    return {**states, "numpy.random": repr(numpy.random.get_state(legacy=False))} if numpy else states
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _LEAVES or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def _of_class(kind: type, name: str) -> Any:
+    return next((vars(c)[name] for c in kind.__mro__ if name in vars(c)), _MISSING)
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Copies of the containers that are attributes."""
+    held = {n: v for n, v in module.__dict__.items() if n not in _OF_MODULES}
+    return {n: type(v)(v) for n, v in held.items() if type(v) in (list, dict, set)}
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    names = [name for name in {**before, **after} if name not in _OF_MODULES]
+    return [n for n in names if not is_same(before.get(n, _MISSING), after.get(n, _MISSING))]
+
+
+# Instructions that only compute; before the value is stored they give it to nobody.
+_COMPUTES = ("LOAD_", "BINARY_", "INPLACE_", "UNARY_", "SWAP", "ROT_", "CACHE", "EXTENDED_", "NOP")
+
+
+def _is_update(code: CodeType, at: int, name: str) -> bool:
+    """Whether the attribute read at instruction ``at`` serves but to set it anew (``self.count += 1``)."""
+    following = (i for i in dis.get_instructions(code) if i.offset >= at)
+    first = next(following, None)
+    if first is None or not first.opname.startswith("LOAD_") or first.argval != name:
+        return False
+    for instruction in following:
+        if instruction.opname == "STORE_ATTR":
+            return instruction.argval == name
+        if not instruction.opname.startswith(_COMPUTES):
+            return False
+    return False
