@@ -201,6 +201,9 @@ class Record:
     note: Any = None
 
 
+pytree.register_dataclass(Record)
+
+
 def snapshot(model: nn.Module) -> list[Any]:
     """All that a conversion could change in a model: attributes by identity, containers and tensors by content too."""
     found: list[Any] = []
