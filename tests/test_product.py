@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import autocastfx
-from autocastfx.product import KINDS
 from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.op_list import OpList
 from autocastfx.plan import Decision
+from autocastfx.product import KINDS
 from tests.helpers import Function, op_list
 
 ones = torch.ones
