@@ -1,0 +1,16 @@
+"""Random modules: none fails to convert, and none is farther from float32 than its roundings allow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.invariants.random_modules import FOLDS, WEIGHTS, fault
+
+pytestmark = pytest.mark.filterwarnings("ignore:float16 .* on a CPU")
+
+
+@pytest.mark.parametrize("seed", range(36))
+def test_a_random_module(seed: int) -> None:
+    dtype = (torch.bfloat16, torch.float16)[seed // 9 % 2]
+    assert fault(seed, dtype, FOLDS[seed % 3], WEIGHTS[seed // 3 % 3]) == ""
