@@ -27,8 +27,8 @@ class Fold:
     """What folding a node asks of its neighbours; all that read it are low in any case.
 
     Attributes:
-        reads: the values that must be low for it to be low. Not what the model holds: a norm reads its parameters in
-            16 bits.
+        reads: the values that must be low for it to be low. Not what the model holds: a norm that takes no float32
+            parameters reads them in 16 bits.
         taints: whether the node, where it is float32 after all, draws what follows it to float32. Not where its result
             may be rounded anyway.
     """
@@ -87,7 +87,7 @@ class Folding:
         return tuple(u.node for u in asked if u.node.op != "get_attr") if self._may_fold(node, self.level) else ()
 
     def _may_fold(self, node: fx.Node, level: str) -> bool:
-        facts, name = self.ports.facts, kernel_name(node)
+        facts, name = self.ports.facts, self.ports.kernel(node)
         if name in facts.folds_with_parameters and not any(u.argument in PARAMETERS for u in uses(node)):
             return False
         return facts.may_fold(name, self.low, self.ports.device, level)

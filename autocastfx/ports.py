@@ -13,6 +13,7 @@ from autocastfx.alias import mutated_inputs
 from autocastfx.cross_entropy import is_over_classes
 from autocastfx.graph import Use, argument, dtypes, elements, is_float32, tensors, uses
 from autocastfx.kernel_facts import KernelFacts
+from autocastfx.layer_norm import layer_norm
 from autocastfx.op_list import OpList
 from autocastfx.op_name import base_name, kernel_name, op_name
 from autocastfx.plan import Placement, Precision
@@ -21,6 +22,8 @@ __all__ = ["PARAMETERS", "Ports"]
 
 _CASTS = ("to", "_to_copy")
 PARAMETERS = ("weight", "bias")  # of a norm, by the names in its schema
+# Operators of this package that take 16-bit values beside float32 parameters, by torch's of the same schema.
+_OURS: Mapping[object, OpOverload] = {torch.ops.aten.layer_norm.default: layer_norm}
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,21 @@ class Ports:
         """Whether the argument is one of the op's ``keep_args``, or a parameter that its kernel takes in float32."""
         if use.argument in self.op_list.kept(op_name(node)):
             return True
-        return use.argument in PARAMETERS and kernel_name(node) in self.facts.float32_parameters.get(self.device, ())
+        return use.argument in PARAMETERS and self.kernel(node) in self._float32_parameters
+
+    @property
+    def _float32_parameters(self) -> frozenset[str]:
+        return self.facts.float32_parameters.get(self.device, frozenset())
+
+    def stand_in(self, node: fx.Node) -> OpOverload | None:
+        """The operator of this package that takes the place of ``node``'s where it runs low, if there is one."""
+        found = _OURS.get(node.target)
+        return found if found is not None and found._schema.name in self._float32_parameters else None
+
+    def kernel(self, node: fx.Node) -> str:
+        """What facts about kernels know ``node`` by, where it runs low: a ``kernel_name``."""
+        found = self.stand_in(node)
+        return kernel_name(node) if found is None else str(found._schema.name)
 
     def operands(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The float32 values that an op of ``mixed_args`` takes in any mixture of precisions; nothing for other ops.

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx.kernel_facts import load_kernel_facts
+from autocastfx.layer_norm import layer_norm
 from autocastfx.ports import PARAMETERS
 from autocastfx.rms_norm import rms_norm
 from autocastfx.yaml_tree import is_known
@@ -217,11 +218,11 @@ def test_a_dtype_argument_is_as_good_as_a_cast(op: str, dtype: str) -> None:
 
 # ---- folds and expands_range ----------------------------------------------------------------------------------------
 
+# At level "exact", and at any level what takes float32 parameters.
 FOLDS = [
     pytest.param(device, dtype, op, marks=[pytest.mark.gpu] if device == "cuda" else [])
     for (level, device, dtype), ops in FACTS.folds.items()
-    for op in sorted(ops)
-    if level == "exact"
+    for op in sorted(ops if level == "exact" else ops & FACTS.float32_parameters[device])
 ]
 ROUNDING = [
     pytest.param(device, dtype, op, marks=[pytest.mark.gpu] if device == "cuda" else [])
@@ -232,7 +233,8 @@ ROUNDING = [
 _aten = torch.ops.aten
 # A call of each op that folds at level "kernel", of an input of 64 rows and of a weight and a bias of 512 numbers.
 _ROUNDING: dict[str, Callable[..., torch.Tensor]] = {
-    "layer_norm": lambda x, w, b: _aten.layer_norm(x, [512], w, b),
+    "layer_norm": lambda x, w, b: _aten.layer_norm(x, [512], w, b),  # on CUDA
+    "autocastfx::layer_norm": lambda x, w, b: layer_norm(x, [512], w, b),
     "group_norm": lambda x, w, b: _aten.group_norm(x, 8, w, b),  # on CUDA
     "rms_norm": lambda x, w, b: _aten.rms_norm(x, [512], w) + 0 * b,
     "softmax": lambda x, w, b: _aten.softmax(x, -1) + 0 * (w + b),
@@ -244,7 +246,7 @@ _ROUNDING: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def _sized_as_in_models(device: str) -> dict[str, KernelCall]:
-    """A call of each op that folds at level "exact" and reads parameters, of an image or of tokens."""
+    """A call of each op that folds and reads float32 parameters, of an image or of tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> torch.Tensor:
@@ -253,6 +255,7 @@ def _sized_as_in_models(device: str) -> dict[str, KernelCall]:
     images, tokens = some(4, 64, 32, 32), some(8, 128, 768)
     return {
         "group_norm": KernelCall(_aten.group_norm.default, (images, 8, 1 + some(64) / 8, some(64) / 8), {}),
+        "autocastfx::layer_norm": KernelCall(layer_norm, (tokens, [768], 1 + some(768) / 8, some(768) / 8), {}),
         "autocastfx::rms_norm": KernelCall(rms_norm, (tokens, [768], 1 + some(768) / 8, 1e-6), {}),
     }
 
@@ -271,7 +274,7 @@ def _result_and_gradients(call: KernelCall, low: torch.dtype, *, folded: bool) -
 
 @pytest.mark.parametrize(("device", "dtype", "op"), FOLDS)
 def test_what_folds_gives_what_the_op_gives_between_casts(device: str, dtype: str, op: str) -> None:
-    """To an ulp, and the gradient to two: what ``fold="exact"`` promises."""
+    """To an ulp, and the gradient to two: what ``fold="exact"`` promises, and what adds up in float32."""
     low, sized = DTYPES[dtype], _sized_as_in_models(device)
     tried = [*calls(device).get(op, []), *([sized[op]] if op in sized else [])]
     if op in FACTS.folds_with_parameters:
@@ -305,7 +308,7 @@ def test_a_group_norm_without_parameters_does_not_fold() -> None:
 
 
 def test_the_measure_tells_a_kernel_that_adds_up_gradients_of_parameters_in_16_bits() -> None:
-    """layer_norm on a CPU, which takes float32 parameters beside 16-bit values, but is not listed for that."""
+    """torch's layer_norm on a CPU, which takes float32 parameters beside 16-bit values, but is not listed for that."""
     tokens = torch.randn(8, 128, 768, generator=torch.Generator().manual_seed(0))
     call = KernelCall(_aten.layer_norm.default, (tokens, [768], torch.ones(768), torch.zeros(768)), {})
     got = _result_and_gradients(call, torch.bfloat16, folded=True)

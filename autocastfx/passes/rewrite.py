@@ -105,6 +105,8 @@ class _Run:
             return self._as(Precision.LOW if wants_low else Precision.FLOAT32, read, node)
 
         map_uses(node, wanted)
+        if runs_low and (stand_in := ports.stand_in(node)) is not None:
+            node.target = stand_in
         if runs_low and node in self.fills:
             fill = self.fills[node]
             set_argument(node, fill.argument, math.copysign(fits(self.policy.low), fill.number))

@@ -1,0 +1,182 @@
+"""The operator ``autocastfx::layer_norm``: torch's, of a 16-bit input beside a float32 weight and bias.
+
+On a CPU torch's kernel takes the two together and computes in float32, but it adds up the gradients of weight and bias
+row by row in 16 bits: over thousands of rows little of a bias is left. This operator's result is that kernel's. For
+backward it widens input and gradient and calls the float32 kernel, so that the gradients of weight and bias are
+float32, added up in float32: of many rows some at a time, and the gradient of the input from the kernel that takes 16
+bits. Elsewhere (another device, a compiler, a transform of functions) it widens the whole input. What does not have 16
+bits is left to torch's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
+
+from autocastfx.concrete import is_concrete
+
+__all__ = ["layer_norm"]
+
+aten: Any = torch.ops.aten
+# How many numbers of the input are widened at a time, for each thread: with those of the gradient 2 MiB in float32,
+# which a CPU's cache holds. Fewer take longer, for each part calls operators; more wait for memory.
+_PER_THREAD = 2**18
+_LOW = (torch.float16, torch.bfloat16)
+
+_LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
+_LIBRARY.define(str(aten.layer_norm.default._schema).removeprefix("aten::"))
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, normalized_shape: Sequence[int], weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        result, mean, rstd = _normed(x, normalized_shape, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.normalized_shape, ctx.eps = normalized_shape, eps
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        (gradient,), (x, weight, bias, mean, rstd) = gradients, ctx.saved_tensors
+        if gradient is None:
+            return (None,) * 5
+        wanted = [ctx.needs_input_grad[place] for place in (0, 2, 3)]
+        norm = ctx.normalized_shape, mean, rstd, weight, bias
+        if torch.is_grad_enabled() or is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient):
+            found = _again(gradient, (x, weight, bias), ctx.normalized_shape, ctx.eps, wanted)
+        elif _is_mixed(x) and x.numel() > _part():
+            of_x, *_ = aten.native_layer_norm_backward(gradient, x, *norm, [wanted[0], False, False])
+            found = [of_x, *_of_parameters(gradient, x, *norm, wanted=wanted[1:])]
+        else:
+            of_x, *others = aten.native_layer_norm_backward(gradient.float(), x.float(), *norm, wanted)
+            found = [of_x.to(x.dtype) if wanted[0] else None, *others]
+        return found[0], None, found[1], found[2], None
+
+
+def _is_mixed(x: Tensor) -> bool:
+    """Whether torch has a kernel that takes ``x``, of 16 bits, beside float32 parameters; compilers have none."""
+    return x.is_cpu and is_concrete(x)
+
+
+def _part() -> int:
+    """How many numbers are widened at a time."""
+    return _PER_THREAD * torch.get_num_threads()
+
+
+def _normed(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result in 16 bits, and the mean and one over the deviation of each row in float32."""
+    given = x if _is_mixed(x) else x.float()
+    result, mean, rstd = aten.native_layer_norm(given, normalized_shape, weight, bias, eps)
+    return result.to(x.dtype), mean, rstd
+
+
+def _of_parameters(
+    gradient: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of weight and bias, those ``wanted``, of some rows at a time."""
+    if not any(wanted):
+        return None, None
+    size = math.prod(normalized_shape)
+    rows = max(1, _part() // size)
+    each = (gradient.reshape(-1, size), x.reshape(-1, size), mean.reshape(-1, 1), rstd.reshape(-1, 1))
+    wide = torch.empty((2, rows, size), dtype=torch.float32)
+    found: list[Tensor | None] = [None, None]
+    for some in zip(*(t.split(rows) for t in each), strict=True):
+        read = [to[: len(narrow)].copy_(narrow) for to, narrow in zip(wide, some[:2], strict=True)]
+        read = [t.view(-1, *normalized_shape) for t in read]
+        norm = normalized_shape, *some[2:], weight, bias
+        _, *sums = aten.native_layer_norm_backward(*read, *norm, [False, *wanted])
+        found = [b if a is None else a.add_(b) for a, b in zip(found, sums, strict=True)]
+    return found[0], found[1]
+
+
+def _again(
+    gradient: Tensor,
+    given: tuple[Tensor, Tensor, Tensor | None],
+    shape: Sequence[int],
+    eps: float,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """All gradients by autograd, to be differentiated again if that is asked for."""
+    creates = torch.is_grad_enabled()
+    x, *parameters = given
+    with torch.enable_grad():
+        result = _widened(x, shape, *parameters, eps)
+    asked = [t for t, is_asked in zip(given, wanted, strict=True) if t is not None and is_asked]
+    found = iter(torch.autograd.grad(result, asked, gradient, create_graph=creates))
+    return [next(found) if is_asked else None for is_asked in wanted]
+
+
+def _widened(x: Tensor, *rest: Any) -> Tensor:
+    return _torchs(x.float(), *rest).to(x.dtype)
+
+
+def _torchs(*given: Any) -> Tensor:
+    found: Tensor = aten.layer_norm.default(*given)
+    return found
+
+
+def _parameters(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """In float32. Without any the kernel would keep mean and deviation in 16 bits: then the weight is 1."""
+    given = x.new_ones(normalized_shape, dtype=torch.float32) if weight is None else _wide(weight)
+    return given, bias if bias is None else _wide(bias)
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    return parameter.to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _with_autograd(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    if x.dtype not in _LOW:
+        return _torchs(x, normalized_shape, weight, bias, eps)
+    given = x, normalized_shape, *_parameters(x, normalized_shape, weight, bias), eps
+    if torch._C._are_functorch_transforms_active():  # which take no autograd function here
+        return _widened(*given)
+    result: Tensor = _LayerNorm.apply(*given)
+    return result
+
+
+def _without_autograd(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    if x.dtype not in _LOW:
+        return _torchs(x, normalized_shape, weight, bias, eps)
+    return _normed(x, normalized_shape, *_parameters(x, normalized_shape, weight, bias), eps)[0]
+
+
+_LIBRARY.impl("layer_norm", _with_autograd, "Autograd")
+_LIBRARY.impl("layer_norm", _without_autograd, "CompositeExplicitAutograd")
+
+layer_norm = torch.ops.autocastfx.layer_norm.default
