@@ -1,11 +1,15 @@
 """Measure autocastfx on the model zoo against float32 and torch.autocast, on the CPU.
 
-    python -m benchmarks.zoo [--models bert,gpt2] [--dtypes bfloat16,float16] [--json PATH [--again]]
+    python -m benchmarks.zoo [--models bert,gpt2] [--dtypes bfloat16,float16] [--fold exact,kernel]
+                             [--json PATH [--again]]
     python -m benchmarks.zoo --ops [--models bert,gpt2] [--json PATH]
 
 The zoo is transformers models and hand-written hard cases; ``--models transformers`` and ``--models hand`` name all of
-either. With ``--json``, models whose rows stand in the file already are not measured again unless asked to, and the
-file is written after each model. ``--ops`` counts instead in how many models each ATen operator meets floating values.
+either. Both levels of folding are measured: ``exact``, which is the default of ``convert``, and ``kernel``. A ratio is
+our distance to float32 to torch.autocast's: of the output and of the gradient that are nearest to what is allowed
+(:mod:`benchmarks.zoo_judge`), and of all gradients as one vector. With ``--json``, models whose rows stand in the file
+already are not measured again unless asked to, and the file is written after each model. ``--ops`` counts instead in
+how many models each ATen operator meets floating values.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +30,35 @@ import transformers
 
 from benchmarks.zoo_case import ZooModel
 from benchmarks.zoo_hand import HAND
+from benchmarks.zoo_judge import LEVELS, Distance
 from benchmarks.zoo_measure import DTYPES, Row, measure
 from benchmarks.zoo_models import ZOO
 from benchmarks.zoo_ops import floating_ops
 
 _HEADER = (
-    f"{'model':<22} {'mode':<5} {'dtype':<8} {'capture':<12} {'nodes':>5} {'casts':>5} {'ours':>8} {'autocast':>8} "
-    f"{'grad':>8} {'autocast':>8} {'back':<4} {'other':>8} {'autocast':>8} {'var':>3} {'s':>5}  verdict"
+    f"{'model':<22} {'mode':<5} {'dtype':<8} {'fold':<6} {'capture':<12} {'nodes':>5} {'casts':>5} "
+    f"{'ours':>8} {'ratio':>6} {'other':>8} {'ratio':>6} {'grad':>8} {'ratio':>6} {'tensor':>8} {'ratio':>6} "
+    f"{'back':<4} {'var':>3} {'s':>5}  verdict       worst output, worst gradient"
 )
 
 
 def _line(row: Row) -> str:
-    ours, autocast, grad, grad_autocast, other, other_autocast = (
-        "-" if math.isnan(value) else f"{value:.1e}"
-        for value in (row.ours, row.autocast, row.grad_ours, row.grad_autocast, row.other_ours, row.other_autocast)
+    pairs = (
+        (row.ours, row.autocast),
+        (row.other_ours, row.other_autocast),
+        (row.grad_ours, row.grad_autocast),
+        (row.tensor_ours, row.tensor_autocast),
     )
+    found = " ".join(f"{_shown(a, '.1e'):>8} {_shown(Distance('', a, b).ratio, '.2f'):>6}" for a, b in pairs)
     return (
-        f"{row.model:<22} {row.mode:<5} {row.dtype:<8} {row.capture:<12} {row.nodes:>5} {row.casts:>5} {ours:>8} "
-        f"{autocast:>8} {grad:>8} {grad_autocast:>8} {row.backward:<4} {other:>8} {other_autocast:>8} "
-        f"{row.variants:>3} {row.seconds:>5.1f}  {row.verdict}"
+        f"{row.model:<22} {row.mode:<5} {row.dtype:<8} {row.fold:<6} {row.capture:<12} {row.nodes:>5} {row.casts:>5} "
+        f"{found} {row.backward:<4} {row.variants:>3} {row.seconds:>5.1f}  {row.verdict:<12}  "
+        f"{row.output}, {row.tensor}"
     )
+
+
+def _shown(number: float, form: str) -> str:
+    return "-" if math.isnan(number) else f"{number:{form}}"
 
 
 def _totals(rows: Sequence[Row]) -> str:
@@ -56,10 +70,10 @@ def _totals(rows: Sequence[Row]) -> str:
     ]
     for title, group in (("not captured by torch.export either", unexportable), ("failed", failed)):
         lines += [f"\n{title}:"] * bool(group)
-        lines += [f"  {row.model} {row.mode} {row.dtype}: {row.reason}" for row in group]
+        lines += [f"  {row.model} {row.mode} {row.dtype} {row.fold}: {row.reason}" for row in group]
     noted = [row for row in rows if row.verdict == "PASS" and row.reason]
     lines += ["\npassed where torch.autocast fails:"] * bool(noted)
-    lines += [f"  {row.model} {row.mode} {row.dtype}: {row.reason}" for row in noted]
+    lines += [f"  {row.model} {row.mode} {row.dtype} {row.fold}: {row.reason}" for row in noted]
     return "\n".join(lines)
 
 
@@ -72,12 +86,16 @@ def _measured(path: Path, versions: dict[str, str]) -> list[Row]:
 
 
 def _measure_all(
-    models: Iterable[ZooModel], dtypes: Sequence[str], path: Path | None, again: bool, versions: dict[str, str]
+    models: Iterable[ZooModel],
+    cases: Sequence[tuple[str, str]],
+    path: Path | None,
+    again: bool,
+    versions: dict[str, str],
 ) -> int:
     models = list(models)
     held = _measured(path, versions) if path else []
-    rows = [] if again else [r for r in held if r.dtype in dtypes and r.model in {m.name for m in models}]
-    others = [row for row in held if row.dtype not in dtypes or row.model not in {m.name for m in models}]
+    asked = [row for row in held if (row.dtype, row.fold) in cases and row.model in {m.name for m in models}]
+    others, rows = [row for row in held if row not in asked], [] if again else asked
     order = {model.name: i for i, model in enumerate((*ZOO, *HAND))}
 
     def report(row: Row) -> None:
@@ -86,7 +104,7 @@ def _measure_all(
 
     print(_HEADER)
     for model in models:
-        missing = [dtype for dtype in dtypes if (model.name, dtype) not in {(r.model, r.dtype) for r in rows}]
+        missing = [case for case in cases if (model.name, *case) not in {(r.model, r.dtype, r.fold) for r in rows}]
         measure(model, missing, report) if missing else None
         if path and missing:
             kept = sorted((*others, *rows), key=lambda row: order.get(row.model, len(order)))
@@ -123,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default="all", help="names or 'transformers' or 'hand', separated by commas")
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="bfloat16, float16 or both, separated by a comma")
+    parser.add_argument("--fold", default=",".join(LEVELS), help="exact, kernel or both, separated by a comma")
     parser.add_argument("--ops", action="store_true", help="count the operators instead")
     parser.add_argument("--json", type=Path, help="also write what was found here")
     parser.add_argument("--again", action="store_true", help="also measure what stands in the file already")
@@ -130,6 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     models, dtypes = _chosen(parser, options.models.split(",")), options.dtypes.split(",")
     if unknown := [name for name in dtypes if name not in DTYPES]:
         parser.error(f"unknown: {', '.join(unknown)}; dtypes: {', '.join(DTYPES)}")
+    folds = options.fold.split(",")
+    if unknown := [name for name in folds if name not in LEVELS]:
+        parser.error(f"unknown: {', '.join(unknown)}; levels of folding: {', '.join(LEVELS)}")
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -137,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "device": "cpu"}
     if options.ops:
         return _count_ops(models, options.json, versions)
-    return _measure_all(models, dtypes, options.json, options.again, versions)
+    return _measure_all(models, list(product(dtypes, folds)), options.json, options.again, versions)
 
 
 if __name__ == "__main__":

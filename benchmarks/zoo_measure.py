@@ -1,8 +1,9 @@
 """One model of the zoo measured against float32 and torch.autocast, on the CPU.
 
-Each model is converted once for each dtype, and the one result is called in training and in evaluation mode, so that
-every row also tests the switch of modes. A row passes when its distance to float32 is at most twice torch.autocast's
-plus the dtype's eps, at the size it was converted with and at another one, and when the gradients are sound.
+Each model is converted once for each dtype and level of folding, and the one result is called in training and in
+evaluation mode, so that every row also tests the switch of modes. A row passes by the criterion of
+:mod:`benchmarks.zoo_judge`, at the size that the model was converted with and at another one, and when no gradient is
+missing or not finite.
 """
 
 from __future__ import annotations
@@ -18,23 +19,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 import autocastfx
 from benchmarks.zoo_case import ZooModel
+from benchmarks.zoo_judge import LEVELS, Distance, Forward, gradients_apart, outputs_apart, worst
 
 FIRST_SIZE = (2, 16)
 OTHER_SIZE = (3, 24)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 MODES = ("train", "eval")
 SEED = 1
-# Where torch.autocast itself fails, its distance is taken to be this many eps: about the median of the zoo.
-ASSUMED_EPS = 2
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one model in one mode and dtype; `reason` says why the verdict is not PASS."""
+    """What was measured of one model in one mode, dtype and level of folding.
+
+    ``output`` and ``tensor`` are the output and the gradient that are nearest to what is allowed, or farthest beyond;
+    ``ours`` and ``tensor_ours`` are their distances to float32, beside torch.autocast's. ``other_*`` is the worst
+    output at the other size, and ``grad_*`` are all gradients as one vector. ``reason`` says why the verdict is not
+    PASS.
+    """
 
     model: str
     mode: str
@@ -53,55 +59,11 @@ class Row:
     seconds: float = math.nan
     verdict: str = "PASS"
     reason: str = ""
-
-
-@dataclass(frozen=True)
-class Forward:
-    """One forward: its tensor outputs, and the floating buffers and inputs after it (what it wrote is a result)."""
-
-    outputs: tuple[Tensor, ...]
-    buffers: tuple[Tensor, ...]
-    inputs: tuple[Tensor, ...]
-
-
-# ---- distances ------------------------------------------------------------------------------------------------------
-
-
-def distance(ours: Tensor, reference: Tensor) -> float:
-    """Relative L2 distance; places where both hold the same infinity or both NaN do not count."""
-    if ours.shape != reference.shape:
-        return math.inf
-    a, b = ours.detach().double(), reference.detach().double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    difference = (a - b).masked_fill(same, 0.0).norm().item()
-    norm = b.where(b.isfinite(), 0.0).norm().item()
-    relative = difference / norm if norm > 0 else difference
-    return math.inf if math.isnan(relative) else relative
-
-
-def largest_distance(ours: Forward, reference: Forward) -> float:
-    """The largest distance over all floating outputs, and over all buffers and all inputs, each taken as one vector.
-
-    A running mean alone may be nothing but rounding errors, when what it averages is centred: no distance would hold.
-    """
-    pairs = [*zip(ours.outputs, reference.outputs, strict=True)]
-    pairs += [(_vector(ours.buffers), _vector(reference.buffers)), (_vector(ours.inputs), _vector(reference.inputs))]
-    return max(distance(a, b) for a, b in pairs if b.is_floating_point())
-
-
-def _vector(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([torch.empty(0), *(tensor.flatten() for tensor in tensors)])
-
-
-def gradient_distance(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """The distance of all gradients taken as one vector."""
-    names = [name for name in reference if name in ours]
-    return distance(*(_vector(grads[name] for name in names) for grads in (ours, reference)))
-
-
-def within(ours: float, autocast: float, dtype: torch.dtype) -> bool:
-    """The criterion: at most twice torch.autocast's distance, plus the dtype's eps."""
-    return ours <= 2 * autocast + torch.finfo(dtype).eps
+    fold: str = "exact"
+    output: str = "-"
+    tensor: str = "-"
+    tensor_ours: float = math.nan
+    tensor_autocast: float = math.nan
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -115,7 +77,8 @@ def _forward(call: nn.Module, owner: nn.Module, inputs: dict[str, Any]) -> tuple
     """Call from a fixed seed; `owner` is the caller's module, whose buffers are read (and shared with `call`)."""
     torch.manual_seed(SEED)
     result = call(**inputs)
-    outputs = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+    leaves, _ = tree_flatten_with_path(result)
+    outputs = {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
     buffers = tuple(buffer.clone() for buffer in owner.buffers() if buffer.is_floating_point())
     given = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point())
     return Forward(outputs, buffers, tuple(given)), result
@@ -152,7 +115,7 @@ def run(call: nn.Module, owner: nn.Module, model: ZooModel, mode: str, dtype: to
     autocast = nullcontext() if dtype is None else torch.autocast("cpu", dtype)
     with autocast:
         first, result = _forward(call, owner, _inputs(model, FIRST_SIZE))
-    gradients = _gradients(owner, result, first.outputs) if mode == "train" else {}
+    gradients = _gradients(owner, result, first.outputs.values()) if mode == "train" else {}
     owner.load_state_dict(initial)
     with autocast, torch.no_grad():
         other, _ = _forward(call, owner, _inputs(model, OTHER_SIZE))
@@ -209,29 +172,30 @@ def _graph_facts(amp: autocastfx.AmpModule) -> dict[str, Any]:
 def judge(row: Row, ours: Run, baseline: Run | None, reference: Run, owner: nn.Module, dtype: torch.dtype) -> Row:
     """Fill in the distances and the verdict of one row."""
     for forward, expected in ((ours.first, reference.first), (ours.other, reference.other)):
-        got, wanted = ([str(out.dtype) for out in f.outputs] for f in (forward, expected))
+        got, wanted = ([str(out.dtype) for out in f.outputs.values()] for f in (forward, expected))
         if got != wanted:
             return replace(row, verdict="FAIL", reason=f"outputs are {got}, float32 gives {wanted}")
+    level, eps = LEVELS[row.fold], torch.finfo(dtype).eps
     faults = gradient_faults(owner, ours.gradients, reference.gradients)
-    values: dict[str, float] = {
-        "ours": largest_distance(ours.first, reference.first),
-        "other_ours": largest_distance(ours.other, reference.other),
-    }
-    if baseline is not None:
-        values["autocast"] = largest_distance(baseline.first, reference.first)
-        values["other_autocast"] = largest_distance(baseline.other, reference.other)
+    first = outputs_apart(ours.first, baseline and baseline.first, reference.first, eps)
+    other = outputs_apart(ours.other, baseline and baseline.other, reference.other, eps)
+    judged = [
+        (level.value, "", worst(first, level.value, eps)),
+        (level.value, "other size ", worst(other, level.value, eps)),
+    ]
+    values = _named("", judged[0][2]) | _named("other_", judged[1][2]) | {"output": judged[0][2].name}
     if reference.gradients and not faults:
-        values["grad_ours"] = gradient_distance(ours.gradients, reference.gradients)
-        if baseline is not None:
-            values["grad_autocast"] = gradient_distance(baseline.gradients, reference.gradients)
-    reasons = list(faults[:3])
-    for label, name in (("", ""), ("other size ", "other_"), ("gradients ", "grad_")):
-        measured = values.get(f"{name}ours")
-        bound = values.get(f"{name}autocast", ASSUMED_EPS * torch.finfo(dtype).eps)
-        if measured is not None and not (math.isfinite(measured) and within(measured, bound, dtype)):
-            reasons.append(f"{label}distance {measured:.2e} against {bound:.2e}")
+        whole, each = gradients_apart(ours.gradients, baseline and baseline.gradients, reference.gradients, eps)
+        tensor = worst(each, level.gradient, eps)
+        judged += [(level.gradients, "", whole), (level.gradient, "gradient of ", tensor)]
+        values |= _named("grad_", whole) | _named("tensor_", tensor) | {"tensor": tensor.name}
+    reasons = faults[:3] + [f"{where}{d.said(times, eps)}" for times, where, d in judged if d.fails(times, eps)]
     backward = "-" if not reference.gradients else "bad" if faults else "ok"
     return replace(row, **values, backward=backward, verdict="FAIL" if reasons else "PASS", reason="; ".join(reasons))
+
+
+def _named(prefix: str, found: Distance) -> dict[str, Any]:
+    return {f"{prefix}ours": found.ours, f"{prefix}autocast": found.autocast}
 
 
 def _baseline(model: ZooModel, mode: str, dtype: torch.dtype) -> tuple[Run | None, str]:
@@ -248,29 +212,33 @@ def _references(model: ZooModel) -> dict[str, Run]:
     return {mode: run(module, module, model, mode) for mode in MODES}
 
 
-def measure(model: ZooModel, dtype_names: Sequence[str], report: Callable[[Row], None]) -> None:
-    """Measure one model in both modes for each dtype, reporting each row as soon as it is known."""
+def measure(model: ZooModel, cases: Sequence[tuple[str, str]], report: Callable[[Row], None]) -> None:
+    """Measure one model in both modes for each case (dtype, level of folding), reporting each row once it is known."""
     references = _references(model) if not model.refused else {}
-    for name in dtype_names:
+    baselines: dict[tuple[str, str], tuple[Run | None, str]] = {}
+    for name, fold in cases:
         dtype = DTYPES[name]
         for mode in MODES:
             owner = model.build().train(mode == "train")
+            row = Row(model.name, mode, name, fold=fold)
             started = time.perf_counter()
             try:
-                amp = autocastfx.convert(owner, (), example_kwargs=_inputs(model, FIRST_SIZE), dtype=dtype)
+                amp = autocastfx.convert(owner, (), example_kwargs=_inputs(model, FIRST_SIZE), dtype=dtype, fold=fold)
             except autocastfx.AutocastFXError as error:
-                report(_not_captured(Row(model.name, mode, name), model, error))
+                report(_not_captured(row, model, error))
                 continue  # where train mode cannot be captured, eval mode may
             except Exception as error:
-                report(Row(model.name, mode, name, verdict="FAIL", reason=_summary(error)))
+                report(replace(row, verdict="FAIL", reason=_summary(error)))
                 continue
             if model.refused:
-                report(Row(model.name, mode, name, verdict="FAIL", reason=f"is to be refused: {model.refused}"))
+                report(replace(row, verdict="FAIL", reason=f"is to be refused: {model.refused}"))
                 continue
             seconds = time.perf_counter() - started
             for called in MODES[MODES.index(mode) :]:
-                row = Row(model.name, called, name, seconds=seconds)
-                report(_run_and_judge(row, model, amp, owner, references[called], dtype))
+                if (called, name) not in baselines:
+                    baselines[called, name] = _baseline(model, called, dtype)
+                row = replace(row, mode=called, seconds=seconds)
+                report(_run_and_judge(row, model, amp, owner, references[called], baselines[called, name]))
             break
 
 
@@ -286,12 +254,16 @@ def _not_captured(row: Row, model: ZooModel, error: autocastfx.AutocastFXError) 
 
 
 def _run_and_judge(
-    row: Row, model: ZooModel, amp: autocastfx.AmpModule, owner: nn.Module, reference: Run, dtype: torch.dtype
+    row: Row,
+    model: ZooModel,
+    amp: autocastfx.AmpModule,
+    owner: nn.Module,
+    reference: Run,
+    baseline: tuple[Run | None, str],
 ) -> Row:
     try:
         ours = run(amp, owner, model, row.mode)
     except Exception as error:
         return replace(row, verdict="FAIL", reason=_summary(error))
-    baseline, why = _baseline(model, row.mode, dtype)
-    judged = judge(replace(row, **_graph_facts(amp)), ours, baseline, reference, owner, dtype)
-    return replace(judged, reason="; ".join(filter(None, (judged.reason, why))))
+    judged = judge(replace(row, **_graph_facts(amp)), ours, baseline[0], reference, owner, DTYPES[row.dtype])
+    return replace(judged, reason="; ".join(filter(None, (judged.reason, baseline[1]))))

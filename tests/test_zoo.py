@@ -12,21 +12,31 @@ import transformers
 
 import autocastfx
 from benchmarks import zoo
+from benchmarks.gradient_scale import gradient_distances, gradient_scales
+from benchmarks.report import RESULTS
 from benchmarks.zoo_hand import HAND
-from benchmarks.zoo_measure import FIRST_SIZE, Row, measure
+from benchmarks.zoo_judge import Forward, distance
+from benchmarks.zoo_measure import FIRST_SIZE, Row, Run, judge, measure
 from benchmarks.zoo_models import ZOO
 
 MODELS = {model.name: model for model in (*ZOO, *HAND)}
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("bert-eager", "float16"), ("gpt2", "bfloat16"), ("llama", "bfloat16"), ("resnet", "bfloat16")],
+    ("name", "dtype", "fold"),
+    [
+        ("bert-eager", "float16", "exact"),
+        ("bert", "bfloat16", "kernel"),
+        ("gpt2", "bfloat16", "exact"),
+        ("gpt2", "bfloat16", "kernel"),
+        ("llama", "bfloat16", "exact"),
+        ("resnet", "bfloat16", "exact"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*hundreds of times slower")  # what convert says of float16 convolutions on a CPU
-def test_distance_to_float32_is_that_of_autocast(name: str, dtype: str) -> None:
+def test_distance_to_float32_is_that_of_autocast(name: str, dtype: str, fold: str) -> None:
     rows: list[Row] = []
-    measure(MODELS[name], [dtype], rows.append)
+    measure(MODELS[name], [(dtype, fold)], rows.append)
     assert [row.mode for row in rows] == ["train", "eval"]
     assert [row.verdict for row in rows] == ["PASS", "PASS"], [row.reason for row in rows]
 
@@ -46,7 +56,7 @@ def test_distance_to_float32_is_that_of_autocast(name: str, dtype: str) -> None:
 )
 def test_hard_cases_pass(name: str, dtype: str) -> None:
     rows: list[Row] = []
-    measure(MODELS[name], [dtype], rows.append)
+    measure(MODELS[name], [(dtype, "exact")], rows.append)
     assert [row.verdict for row in rows] == ["PASS", "PASS"], [row.reason for row in rows]
 
 
@@ -54,7 +64,7 @@ def test_hard_cases_pass(name: str, dtype: str) -> None:
 def test_cases_to_be_refused_pass_only_with_their_own_error(name: str) -> None:
     def verdicts(refused: str) -> list[tuple[str, str]]:
         rows: list[Row] = []
-        measure(replace(MODELS[name], refused=refused), ["bfloat16"], rows.append)
+        measure(replace(MODELS[name], refused=refused), [("bfloat16", "exact")], rows.append)
         return [(row.capture, row.verdict) for row in rows]
 
     assert verdicts(MODELS[name].refused) == [("refused", "PASS")] * 2
@@ -63,7 +73,7 @@ def test_cases_to_be_refused_pass_only_with_their_own_error(name: str) -> None:
 
 def test_what_is_to_be_refused_fails_where_it_is_converted() -> None:
     rows: list[Row] = []
-    measure(replace(MODELS["float-island"], refused="no islands"), ["bfloat16"], rows.append)
+    measure(replace(MODELS["float-island"], refused="no islands"), [("bfloat16", "exact")], rows.append)
     assert [(row.verdict, row.reason) for row in rows] == [("FAIL", "is to be refused: no islands")] * 2
 
 
@@ -72,23 +82,82 @@ def test_the_zoo_goes_on_where_it_stopped(
 ) -> None:
     measured: list[str] = []
 
-    def fake(model: zoo.ZooModel, dtypes: list[str], report: object) -> None:
+    def fake(model: zoo.ZooModel, cases: list[tuple[str, str]], report: object) -> None:
         measured.append(model.name)
-        for dtype in dtypes:
-            report(Row(model.name, "train", dtype))  # type: ignore[operator]
+        for dtype, fold in cases:
+            report(Row(model.name, "train", dtype, fold=fold))  # type: ignore[operator]
 
     monkeypatch.setattr(zoo, "measure", fake)
     path = tmp_path / "rows.json"
     for names in ("gru", "lstm,gru", "lstm"):
-        assert zoo.main(["--models", names, "--dtypes", "float16", "--json", str(path)]) == 0
+        assert zoo.main(["--models", names, "--dtypes", "float16", "--fold", "exact", "--json", str(path)]) == 0
     assert measured == ["gru", "lstm"]
     assert [row["model"] for row in json.loads(path.read_text())["rows"]] == ["lstm", "gru"]
-    assert zoo.main(["--models", "gru", "--dtypes", "float16", "--json", str(path), "--again"]) == 0
+    assert zoo.main(["--models", "gru", "--dtypes", "float16", "--fold", "exact", "--json", str(path), "--again"]) == 0
     assert measured == ["gru", "lstm", "gru"]
     path.write_text(path.read_text().replace(torch.__version__, "1.0"))
-    assert zoo.main(["--models", "lstm", "--dtypes", "float16", "--json", str(path)]) == 0
+    assert zoo.main(["--models", "lstm", "--dtypes", "float16", "--fold", "exact", "--json", str(path)]) == 0
     assert measured[3:] == ["lstm"]
     assert "1 models, 1 rows: 1 pass" in capsys.readouterr().out
+    assert zoo.main(["--models", "lstm", "--dtypes", "float16", "--json", str(path)]) == 0, (
+        "the other level is measured"
+    )
+    assert measured[4:] == ["lstm"]
+    assert {row["fold"] for row in json.loads(path.read_text())["rows"]} == {"exact", "kernel"}
+
+
+def test_rows_that_were_kept_before_there_were_levels_are_of_the_default() -> None:
+    kept = json.loads((RESULTS / "zoo-cpu.json").read_text())["rows"]
+    assert {Row(**row).fold for row in kept} <= {"exact", "kernel"}
+    assert Row("bert", "train", "bfloat16").fold == "exact"
+
+
+def test_a_row_names_the_worst_output_and_the_worst_gradient() -> None:
+    """A gradient that is small beside the others fails by itself, and so does a second output."""
+
+    def forward(*outputs: float) -> Forward:
+        return Forward({f"output[{i}]": torch.tensor([1.0, value]) for i, value in enumerate(outputs)}, (), ())
+
+    def run(output: float, bias: float) -> Run:
+        return Run(
+            forward(0.0, output), forward(0.0), {"l.weight": torch.full((4096,), 9.0), "l.bias": torch.tensor([bias])}
+        )
+
+    owner = torch.nn.Module()
+    owner.l = torch.nn.Linear(4096, 1)
+    reference, eps = run(0.0, 10.0), torch.finfo(torch.bfloat16).eps
+
+    def judged(output: float, bias: float, fold: str = "exact") -> Row:
+        row = Row("a", "train", "bfloat16", fold=fold)
+        return judge(row, run(output, bias), run(eps, 10 + 10 * eps), reference, owner, torch.bfloat16)
+
+    good = judged(2.1 * eps, 10 + 21 * eps)
+    assert (good.verdict, good.output, good.tensor) == ("PASS", "output[1]", "l.bias")
+    assert good.ours / good.autocast == pytest.approx(2.1)
+    assert good.tensor_ours / good.tensor_autocast == pytest.approx(2.1, rel=0.01)
+    assert judged(2.3 * eps, 10.0).reason.startswith("output[1]: distance 1.80e-02 against 7.81e-03")
+    assert judged(0.0, 10 + 23 * eps).reason.startswith("gradient of l.bias: distance")
+    assert judged(2.9 * eps, 10 + 105 * eps, "kernel").verdict == "PASS"
+    assert judged(3.1 * eps, 10.0, "kernel").verdict == "FAIL"
+    assert "gradient of l.bias" in judged(0.0, 10 + 115 * eps, "kernel").reason
+
+
+def test_a_gradient_whose_true_value_is_zero_is_judged_by_that_of_its_module() -> None:
+    """Rounding noise of a bias before a norm is no error; the same bias would be one if it had a gradient."""
+    torch.manual_seed(0)
+    terms, x, eps = torch.randn(4096, 32), torch.randn(4096, 64), torch.finfo(torch.bfloat16).eps
+    terms -= terms.mean(0)
+    low = terms.bfloat16().float()
+
+    def gradients(terms: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"net.layer.weight": terms.T @ x, "net.layer.bias": terms.sum(0), "net.head.bias": terms[0]}
+
+    found, reference = gradients(low), gradients(terms)
+    assert distance(found["net.layer.bias"], reference["net.layer.bias"]) > 1, "all of it is noise"
+    assert max(gradient_distances(found, reference).values()) <= eps
+    assert gradient_scales(reference)["net.head.bias"] == pytest.approx(float(terms[0].norm())), "of its own module"
+    wrong = {**found, "net.layer.bias": found["net.layer.bias"] + 0.05 * reference["net.layer.weight"].abs().mean()}
+    assert gradient_distances(wrong, reference)["net.layer.bias"] > 4 * eps
 
 
 def test_the_zoo_is_as_large_as_it_says() -> None:

@@ -1,0 +1,143 @@
+"""The criterion of the zoo: how far a converted model may be from float32, beside torch.autocast.
+
+Each output, each buffer, each input that is written to and each gradient is judged by itself, for in one vector of all
+a small one may be wholly wrong. With the default settings none may be farther than 1.2 times torch.autocast's distance
+plus the dtype's epsilon. With ``fold="kernel"`` outputs, and the gradients taken as one vector, may be at twice that
+distance, and each gradient at ten times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.gradient_scale import gradient_distances
+
+__all__ = [
+    "ASSUMED_EPS",
+    "LEVELS",
+    "Distance",
+    "Forward",
+    "Level",
+    "distance",
+    "gradients_apart",
+    "outputs_apart",
+    "worst",
+]
+
+# Where torch.autocast itself fails, its distance is taken to be this many eps: about the median of the zoo.
+ASSUMED_EPS = 2
+
+
+@dataclass(frozen=True)
+class Level:
+    """How many times torch.autocast's distance is allowed: to a value, to all gradients as one, and to each of them."""
+
+    value: float
+    gradients: float
+    gradient: float
+
+
+LEVELS = {"exact": Level(1.2, 1.2, 1.2), "kernel": Level(2, 2, 10)}  # by the fold that a model is converted with
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward: its tensor outputs, and the floating buffers and inputs after it (what it wrote is a result)."""
+
+    outputs: Mapping[str, Tensor]
+    buffers: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far one value is from float32's, ours and torch.autocast's (or what is assumed of it)."""
+
+    name: str
+    ours: float
+    autocast: float
+
+    @property
+    def ratio(self) -> float:
+        """Ours to torch.autocast's; 1 where both are 0."""
+        if self.autocast == 0:
+            return 1.0 if self.ours == 0 else math.inf
+        return self.ours / self.autocast
+
+    def bound(self, times: float, eps: float) -> float:
+        """What ours may be."""
+        return times * self.autocast + eps
+
+    def fails(self, times: float, eps: float) -> bool:
+        """Whether ours is beyond that, or no number."""
+        return not (math.isfinite(self.ours) and self.ours <= self.bound(times, eps))
+
+    def said(self, times: float, eps: float) -> str:
+        """For a reason."""
+        return (
+            f"{self.name}: distance {self.ours:.2e} against {self.autocast:.2e}, allowed {self.bound(times, eps):.2e}"
+        )
+
+
+def worst(found: Iterable[Distance], times: float, eps: float) -> Distance:
+    """The one that is nearest to its bound, or farthest beyond."""
+    return max(found, key=lambda d: math.inf if math.isnan(d.ours) else d.ours / d.bound(times, eps))
+
+
+def distance(ours: Tensor, reference: Tensor) -> float:
+    """Relative L2 distance; places where both hold the same infinity or both NaN do not count."""
+    if ours.shape != reference.shape:
+        return math.inf
+    a, b = ours.detach().double(), reference.detach().double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = (a - b).masked_fill(same, 0.0).norm().item()
+    norm = b.where(b.isfinite(), 0.0).norm().item()
+    relative = difference / norm if norm > 0 else difference
+    return math.inf if math.isnan(relative) else relative
+
+
+def outputs_apart(ours: Forward, autocast: Forward | None, reference: Forward, eps: float) -> list[Distance]:
+    """The distances of each floating output, and of all buffers and of all inputs, each taken as one vector.
+
+    A running mean alone may be nothing but rounding errors, when what it averages is centred: no distance would hold.
+    """
+    theirs = dict(_values(autocast)) if autocast is not None else None
+    mine = dict(_values(ours))
+    return [
+        Distance(
+            name, distance(mine[name], right), ASSUMED_EPS * eps if theirs is None else distance(theirs[name], right)
+        )
+        for name, right in _values(reference)
+    ]
+
+
+def gradients_apart(
+    ours: Mapping[str, Tensor], autocast: Mapping[str, Tensor] | None, reference: Mapping[str, Tensor], eps: float
+) -> tuple[Distance, list[Distance]]:
+    """The distance of all gradients as one vector, and that of each by itself."""
+    names = list(reference)
+    right = {name: reference[name] for name in names}
+
+    def whole(found: Mapping[str, Tensor]) -> float:
+        return distance(_vector(found[name] for name in names), _vector(right.values()))
+
+    assumed = ASSUMED_EPS * eps
+    mine = gradient_distances(ours, right)
+    theirs = dict.fromkeys(names, assumed) if autocast is None else gradient_distances(autocast, right)
+    one = Distance("gradients", whole(ours), assumed if autocast is None else whole(autocast))
+    return one, [Distance(name, mine[name], theirs[name]) for name in names]
+
+
+def _values(forward: Forward) -> Iterator[tuple[str, Tensor]]:
+    yield from ((name, value) for name, value in forward.outputs.items() if value.is_floating_point())
+    yield "buffers", _vector(forward.buffers)
+    yield "inputs", _vector(forward.inputs)
+
+
+def _vector(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([torch.empty(0), *(tensor.flatten() for tensor in tensors)])
