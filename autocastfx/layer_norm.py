@@ -48,7 +48,8 @@ class _LayerNorm(torch.autograd.Function):
         (gradient,), (x, weight, bias, mean, rstd) = gradients, ctx.saved_tensors
         if gradient is None:
             return (None,) * 5
-        wanted = [ctx.needs_input_grad[place] for place in (0, 2, 3)]
+        of_input, _, *of_parameters, _ = ctx.needs_input_grad
+        wanted = of_input, *of_parameters
         norm = ctx.normalized_shape, mean, rstd, weight, bias
         if torch.is_grad_enabled() or is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient):
             found = _again(gradient, (x, weight, bias), ctx.normalized_shape, ctx.eps, wanted)
@@ -75,8 +76,9 @@ def _normed(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result in 16 bits, and the mean and one over the deviation of each row in float32."""
-    given = x if _is_mixed(x) else x.float()
-    result, mean, rstd = aten.native_layer_norm(given, normalized_shape, weight, bias, eps)
+    if _is_mixed(x):
+        return torch.native_layer_norm(x, normalized_shape, weight, bias, eps)
+    result, mean, rstd = torch.native_layer_norm(x.float(), normalized_shape, weight, bias, eps)
     return result.to(x.dtype), mean, rstd
 
 
@@ -143,7 +145,7 @@ def _parameters(
 
 
 def _wide(parameter: Tensor) -> Tensor:
-    return parameter.to(torch.promote_types(parameter.dtype, torch.float32))
+    return parameter.float() if parameter.dtype in _LOW else parameter
 
 
 def _with_autograd(
