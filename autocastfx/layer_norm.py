@@ -20,7 +20,7 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from autocastfx.concrete import is_concrete
 
-__all__ = ["layer_norm"]
+__all__ = ["compute_layer_norm", "layer_norm"]
 
 aten: Any = torch.ops.aten
 # How many numbers of the input are widened at a time, for each thread: with those of the gradient 2 MiB in float32,
@@ -148,7 +148,7 @@ def _wide(parameter: Tensor) -> Tensor:
     return parameter.float() if parameter.dtype in _LOW else parameter
 
 
-def _with_autograd(
+def compute_layer_norm(
     x: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -156,11 +156,26 @@ def _with_autograd(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
+    """What the operator computes where gradients are kept track of, called without torch's dispatcher.
+
+    Args:
+        x: of any floating dtype.
+        normalized_shape: the last sizes of ``x``, of weight and of bias.
+        weight: float32 beside 16 bits; 16-bit ones are widened.
+        bias: likewise.
+        eps: as torch's.
+        cudnn_enable: means nothing, as to torch.
+
+    Returns:
+        A tensor like ``x``.
+    """
     if x.dtype not in _LOW:
         return _torchs(x, normalized_shape, weight, bias, eps)
     given = x, normalized_shape, *_parameters(x, normalized_shape, weight, bias), eps
     if torch._C._are_functorch_transforms_active():  # which take no autograd function here
         return _widened(*given)
+    if not torch.is_grad_enabled():
+        return _normed(*given)[0]
     result: Tensor = _LayerNorm.apply(*given)
     return result
 
@@ -178,7 +193,7 @@ def _without_autograd(
     return _normed(x, normalized_shape, *_parameters(x, normalized_shape, weight, bias), eps)[0]
 
 
-_LIBRARY.impl("layer_norm", _with_autograd, "Autograd")
+_LIBRARY.impl("layer_norm", compute_layer_norm, "Autograd")
 _LIBRARY.impl("layer_norm", _without_autograd, "CompositeExplicitAutograd")
 
 layer_norm = torch.ops.autocastfx.layer_norm.default

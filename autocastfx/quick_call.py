@@ -1,11 +1,12 @@
 """How a graph runs where no compiler looks: with little Python around its operators.
 
 A call of an operator's overload (``torch.ops.aten.add.Tensor``) takes about a microsecond more than ``torch.add``,
-which is what a model calls; and each step on the way to ``self.encoder.layers.weight`` passes a Python function of
-``nn.Module``. On a GPU a graph's kernels often take less time than that. So the code that runs names torch's own
-functions, and is given the parameters and buffers that the graph reads before its first op, by way of the dictionaries
-that modules keep. A graph that runs code which it does not show, and so may change them, runs as it is; so does any for
-as long as one of them is something else: computed by a parametrization, say.
+which is what a model calls, and of an operator that is a Python function some ten; and each step on the way to
+``self.encoder.layers.weight`` passes a Python function of ``nn.Module``. On a GPU a graph's kernels often take less
+time than that. So the code that runs names torch's own functions, and is given the parameters and buffers that the
+graph reads before its first op, by way of the dictionaries that modules keep. A graph that runs code which it does
+not show, and so may change them, runs as it is; so does any for as long as one of them is something else: computed by
+a parametrization, say.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autocastfx.layer_norm import compute_layer_norm, layer_norm
 from autocastfx.opaque import is_opaque
 
 __all__ = ["QUICK", "Reads", "quick_graph"]
@@ -48,7 +50,7 @@ QUICK: Mapping[Any, Callable[..., Any]] = {
     )
     for names in lists
     for name in names
-}
+} | {layer_norm: compute_layer_norm}  # which the dispatcher would call, too, but later
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,11 @@ CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
         ((some(2, 3), [3], some(3), some(3), 1e-6, False), {}),
         ((some(2, 3), [3]), {}),
     ),
+    "autocastfx::layer_norm.default": (
+        ((some(2, 3).bfloat16(), [3], some(3), some(3), 1e-6, False), {}),
+        ((some(2, 3), [3], some(3)), {"eps": 1e-6}),
+        ((some(2, 3).half(), [3]), {}),
+    ),
     "group_norm.default": (((some(2, 4, 3), 2, some(4), None, 1e-6, False), {}),),
     "batch_norm.default": (((some(*IMAGES), some(3), some(3), *STATISTICS), {}),),
     "softmax.int": (((some(2, 3), -1, torch.float32), {}), ((some(2, 3), 1), {})),
