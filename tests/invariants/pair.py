@@ -181,8 +181,8 @@ class Net(nn.Module):
 
 
 def net(function: Callable[..., Any], **held: Any) -> Net:
-    """``Net`` with two linear layers, ``a`` and ``b``, of four features."""
-    return Net(function, **{"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), **held})
+    """``Net`` with two linear layers, ``a`` and ``b``, of eight features: fewer to add up are no product."""
+    return Net(function, **{"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), **held})
 
 
 def inserted_casts(amp_model: AmpModule) -> list[fx.Node]:
@@ -246,16 +246,16 @@ class Busy(nn.Module):
     def __init__(self, fail: str = "") -> None:
         super().__init__()
         self.fail = fail
-        self.a, self.bn, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
-        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.a, self.bn, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
         self.bn.eval()
         self.log: list[Any] = [1]
         self.cache: dict[str, Any] = {"k": [1]}
         self.seen: set[Any] = {1}
         self.count = 0
         self.last: Any = None
-        self.plain = torch.zeros(4)
-        self.register_buffer("average", torch.zeros(4))
+        self.plain = torch.zeros(8)
+        self.register_buffer("average", torch.zeros(8))
         self.register_forward_hook(lambda module, args, output: module.log.append("hook") or None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class Busy(nn.Module):
             return y
         if self.fail == "op":
             y = torch.cumprod(y, 0)
-        return self.frozen(y) + torch.randn(4)
+        return self.frozen(y) + torch.randn(8)
 
 
 class Features(nn.Module):
@@ -282,8 +282,8 @@ class Features(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-        self.relu, self.drop, self.fc = nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(4, 2)
+        self.conv, self.bn = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.relu, self.drop, self.fc = nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         pooled = self.relu(self.bn(self.conv(x))).mean((2, 3))
@@ -306,9 +306,9 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.embed, self.head = nn.Embedding(7, 8), nn.Linear(8, 7, bias=False)
         self.head.weight = self.embed.weight
-        self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.layer, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
         self.other.bias = self.layer.bias
         self.again = self.layer
 
@@ -336,4 +336,4 @@ def attention(forms: Mapping[str, Callable[..., Tensor]], **held: Any) -> Net:
         (given,) = mask or (m.mask,)
         return {name: form(m, x, given) for name, form in forms.items()}
 
-    return Net(run, qkv=nn.Linear(4, 12), out=nn.Linear(4, 4), **held)
+    return Net(run, qkv=nn.Linear(8, 24), out=nn.Linear(8, 8), **held)

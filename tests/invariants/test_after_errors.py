@@ -42,7 +42,7 @@ FAILURES: dict[str, tuple[str, type[Exception], Callable[[Path], dict[str, Any]]
 def test_the_callers_module_is_intact_after_an_error(name: str, tmp_path: Path) -> None:
     fail, error, options = FAILURES[name]
     model = Busy(fail)
-    arguments = {"example_inputs": (torch.randn(3, 4),), **options(tmp_path)}
+    arguments = {"example_inputs": (torch.randn(3, 8),), **options(tmp_path)}
     before, now = snapshot(model), settings_now()
     with pytest.raises(error):
         autocastfx.convert(model, **arguments)
@@ -51,9 +51,9 @@ def test_the_callers_module_is_intact_after_an_error(name: str, tmp_path: Path) 
 
 
 def test_a_model_that_failed_converts_once_the_cause_is_gone() -> None:
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     model = Busy("raise")
     with pytest.raises(autocastfx.CaptureError, match="on purpose"):
         autocastfx.convert(model, (x,))
     model.fail = ""
-    assert autocastfx.convert(model, (x,))(x).shape == (3, 4)
+    assert autocastfx.convert(model, (x,))(x).shape == (3, 8)

@@ -20,7 +20,7 @@ class Flexible(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(
         self,
@@ -48,7 +48,7 @@ class Flexible(nn.Module):
 class Positional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(4, 4)
+        self.a = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, /, mask: Tensor | None = None, *, k: float = 1) -> Tensor:
         y = self.a(x) * k
@@ -57,7 +57,7 @@ class Positional(nn.Module):
 
 @pytest.mark.parametrize("low", LOW)
 def test_call_structures_of_all_kinds(low: torch.dtype) -> None:
-    x, v = torch.randn(3, 4), torch.randn(4)
+    x, v = torch.randn(3, 8), torch.randn(8)
     pair = Pair.of(Flexible(), (x,), low)
     calls: list[tuple[Any, ...]] = [
         (x,),
@@ -86,7 +86,7 @@ def test_call_structures_of_all_kinds(low: torch.dtype) -> None:
 
 @pytest.mark.parametrize("low", LOW)
 def test_positional_only_and_keyword_only_arguments(low: torch.dtype) -> None:
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     pair = Pair.of(Positional(), (x,), low)
     for call in [(x, x > 0), (x, Named(mask=x > 0)), (x, None, Named(k=2)), (x, Named(k=2.5)), (x, None)]:
         pair.agree(*call)
@@ -100,7 +100,7 @@ def test_positional_only_and_keyword_only_arguments(low: torch.dtype) -> None:
 
 @pytest.mark.parametrize("low", LOW)
 def test_nested_and_0d_arguments(low: torch.dtype) -> None:
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
 
     def run(m: Net, data: Any, record: Record, t: Tensor) -> Any:
         return {"a": m.a(data["x"][0]) * t, "b": m.b(record.values), "t": t * 2, "n": data["x"][1]}
@@ -115,14 +115,14 @@ def test_nested_and_0d_arguments(low: torch.dtype) -> None:
 @pytest.mark.parametrize("exponent", [17, -20])
 def test_a_0d_argument_beyond_the_range_keeps_its_value(exponent: int, low: torch.dtype) -> None:
     """torch multiplies a 16-bit tensor by the exact value of a 0-d float32 one, and so does torch.autocast."""
-    x, scalar = torch.randn(3, 4) * 2.0 ** (-exponent // 2), torch.tensor(1.1 * 2.0**exponent)
+    x, scalar = torch.randn(3, 8) * 2.0 ** (-exponent // 2), torch.tensor(1.1 * 2.0**exponent)
     Pair.of(net(lambda m, x, t: m.b(x @ m.a.weight * t)), (x, scalar), low).agree(x, scalar, backward=False)
 
 
 def test_integer_and_boolean_arguments_are_never_cast() -> None:
     i, keep = torch.tensor([1, 2, 5000]), torch.tensor([True, False, True])
     model = Net(
-        lambda m, i, keep: (m.a(m.e(i)) * keep[:, None], i + 1, ~keep), e=nn.Embedding(5001, 4), a=nn.Linear(4, 4)
+        lambda m, i, keep: (m.a(m.e(i)) * keep[:, None], i + 1, ~keep), e=nn.Embedding(5001, 8), a=nn.Linear(8, 8)
     )
     pair = Pair.of(model, (i, keep), torch.float16)
     pair.agree(i, keep)

@@ -28,8 +28,8 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_the_callers_module_and_settings_are_unmodified(context: str) -> None:
-    model, x = Busy(), torch.randn(3, 4)
-    model.a.weight.grad = torch.ones(4, 4)
+    model, x = Busy(), torch.randn(3, 8)
+    model.a.weight.grad = torch.ones(8, 8)
     with CONTEXTS[context]():
         before, now = snapshot(model), settings_now()
         autocastfx.convert(model, (x,))
@@ -42,8 +42,8 @@ def test_the_callers_module_and_settings_are_unmodified(context: str) -> None:
 
 def test_a_further_capture_leaves_the_callers_module_unmodified() -> None:
     model = Busy()
-    amp_model = autocastfx.convert(model, (torch.randn(3, 4),))
-    call = amp_model._signature.bind((torch.randn(5, 4),), {})
+    amp_model = autocastfx.convert(model, (torch.randn(3, 8),))
+    call = amp_model._signature.bind((torch.randn(5, 8),), {})
     before, now, captured = snapshot(model), settings_now(), len(amp_model.variants)
     amp_model.capture(call, (False, True, False, True, False))
     assert len(amp_model.variants) == captured + 1
@@ -52,7 +52,7 @@ def test_a_further_capture_leaves_the_callers_module_unmodified() -> None:
 
 
 def test_a_default_dtype_is_left_and_has_no_say() -> None:
-    model, x = net(lambda m, x: m.b(m.a(x).tanh())), torch.randn(3, 4)
+    model, x = net(lambda m, x: m.b(m.a(x).tanh())), torch.randn(3, 8)
     usual = autocastfx.convert(model, (x,))
     torch.set_default_dtype(torch.float64)
     try:
@@ -68,20 +68,20 @@ def test_lists_and_examples_are_unmodified(tmp_path: Path) -> None:
     path.write_text("deny: [linear]\n")
     lists: list[Any] = ["default", path, autocastfx.load_op_list("bfloat16")]
     kept_lists, kept_rules, text = list(lists), dict(lists[2].rules), path.read_text()
-    kwargs = {"scale": 2.0, "more": {"z": torch.ones(4)}}
+    kwargs = {"scale": 2.0, "more": {"z": torch.ones(8)}}
     inner = kwargs["more"]
     model = net(lambda m, x, scale, more: m.a(x) * scale + more["z"])
-    autocastfx.convert(model, (torch.randn(3, 4),), kwargs, op_list=lists)
+    autocastfx.convert(model, (torch.randn(3, 8),), kwargs, op_list=lists)
     assert lists == kept_lists
     assert dict(lists[2].rules) == kept_rules
     assert path.read_text() == text
     assert list(kwargs) == ["scale", "more"]
     assert kwargs["more"] is inner
-    assert torch.equal(kwargs["more"]["z"], torch.ones(4))
+    assert torch.equal(kwargs["more"]["z"], torch.ones(8))
 
 
 def test_the_original_still_runs_in_float32() -> None:
-    model, x = net(lambda m, x: m.b(m.a(x).tanh())), torch.randn(3, 4)
+    model, x = net(lambda m, x: m.b(m.a(x).tanh())), torch.randn(3, 8)
     expected = model(x)
     amp_model = autocastfx.convert(model, (x,))
     amp_model.half_written = True  # attributes are the converted model's own

@@ -20,12 +20,12 @@ def _reused(m: Net, x: Tensor, mask: Tensor) -> Any:
     y = m.a(x)
     low = [m.b(y), m.b(x), m.a(y), y @ x.t(), torch.tanh(y) @ m.a.weight, x @ m.a.weight]
     wide = [y.exp(), y.log_softmax(-1), y.softmax(0), (x + mask).exp(), m.b(y + mask), m.b(y * mask)]
-    return low, wide, m.b(torch.cat([y, y.exp()])), F.layer_norm(y, (4,)), y.sum(), y
+    return low, wide, m.b(torch.cat([y, y.exp()])), F.layer_norm(y, (8,)), y.sum(), y
 
 
 @pytest.mark.parametrize("low", LOW)
 def test_one_cast_per_value_and_dtype(low: torch.dtype) -> None:
-    x, mask = torch.randn(3, 4), torch.randn(3, 4)
+    x, mask = torch.randn(3, 8), torch.randn(3, 8)
     pair = Pair.of(net(_reused), (x, mask), low)
     pair.agree(x, mask)
     for mode in (True, False):
@@ -43,7 +43,7 @@ def test_a_value_that_is_written_to_is_cast_where_it_is_read(low: torch.dtype) -
         x.add_(1)
         return first, m.a(x)
 
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     pair = Pair.of(net(run), (x,), low)
     pair.agree(x, backward=False)
     made = Counter((origin(c).value, origin(c).rule) for c in inserted_casts(pair.amp_model))

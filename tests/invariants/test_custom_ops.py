@@ -32,7 +32,7 @@ def test_a_custom_op_has_its_category_and_unlisted_the_captured_dtype(
 ) -> None:
     path, low = tmp_path / "list.yaml", torch.float16
     path.write_text(f"{category}: ['invariants::twice']\n" if category else "{}\n")
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     pair = Pair.of(net(lambda m, x: m.b(twice(m.a(x)))), (x,), low, op_list=["default", path])
     pair.agree(x)
     assert placed(pair.amp_model, "invariants::twice") == [precision]

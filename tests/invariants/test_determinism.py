@@ -27,11 +27,11 @@ class Representative(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm, self.bn = nn.Embedding(9, 4), nn.LayerNorm(4), nn.BatchNorm1d(4)
-        self.q, self.k, self.v, self.out = (nn.Linear(4, 4) for _ in range(4))
-        self.drop, self.rnn = nn.Dropout(0.1), nn.GRU(4, 4, batch_first=True)
-        self.register_buffer("mask", torch.full((5, 5), HUGE).triu(1))
-        self.register_buffer("average", torch.zeros(4))
+        self.embed, self.norm, self.bn = nn.Embedding(9, 8), nn.LayerNorm(8), nn.BatchNorm1d(8)
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.drop, self.rnn = nn.Dropout(0.1), nn.GRU(8, 8, batch_first=True)
+        self.register_buffer("mask", torch.full((8, 8), HUGE).triu(1))
+        self.register_buffer("average", torch.zeros(8))
 
     def forward(self, i: Tensor, x: Tensor) -> dict[str, Any]:
         y = self.norm(self.embed(i) + x)
@@ -47,7 +47,7 @@ class Representative(nn.Module):
         return {"out": self.out(y), "last": last, "top": (values, where), "twice": twice(self.out(y))}
 
 
-REPRESENTATIVE = (torch.arange(10).view(2, 5) % 9, torch.randn(2, 5, 4))
+REPRESENTATIVE = (torch.arange(16).view(2, 8) % 9, torch.randn(2, 8, 8))
 
 
 def representative(**options: Any) -> AmpModule:
@@ -90,9 +90,9 @@ def test_a_model_that_is_low_already_is_unchanged(low: torch.dtype) -> None:
     class Transformer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed = nn.Embedding(9, 4)
-            self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
-            self.head = nn.Linear(4, 9)
+            self.embed = nn.Embedding(9, 8)
+            self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+            self.head = nn.Linear(8, 9)
 
         def forward(self, i: Tensor) -> Tensor:
             return self.head(self.layer(self.embed(i))).log_softmax(-1)

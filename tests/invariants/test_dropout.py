@@ -21,14 +21,14 @@ RANDOM: dict[str, Callable[..., Any]] = {
     "feature dropout": lambda m, x: F.dropout2d(m.a(x)[None, :, :, None], 0.5, m.training),
     "alpha dropout": lambda m, x: F.alpha_dropout(m.a(x), 0.5, m.training),
     "two": lambda m, x: F.dropout(m.b(F.dropout(m.a(x), 0.2, m.training)), 0.7, m.training),
-    "after noise": lambda m, x: F.dropout(m.a(x) + torch.randn(4) * torch.rand_like(x), 0.5, m.training),
+    "after noise": lambda m, x: F.dropout(m.a(x) + torch.randn(8) * torch.rand_like(x), 0.5, m.training),
     "attention": lambda m, x: F.scaled_dot_product_attention(*m.a(x)[None].expand(3, -1, -1, -1), dropout_p=0.5),
 }
 
 
 @pytest.mark.parametrize("low", LOW)
 def test_the_same_seed_gives_the_same_dropout_mask(low: torch.dtype) -> None:
-    x = torch.randn(16, 4)
+    x = torch.randn(16, 8)
     pair = Pair.of(net(lambda m, x: {name: make(m, x) for name, make in RANDOM.items()}), (x,), low)
     for seed in (0, 1):
         found, expected = pair.agree(x, seed=seed)
@@ -40,6 +40,6 @@ def test_the_same_seed_gives_the_same_dropout_mask(low: torch.dtype) -> None:
 
 
 def test_the_same_seed_gives_the_same_mask_inside_an_lstm() -> None:
-    x = torch.randn(2, 5, 4)
-    model = Net(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(4, 3, num_layers=2, dropout=0.5, batch_first=True))
+    x = torch.randn(2, 5, 8)
+    model = Net(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True))
     Pair.of(model, (x,), torch.float16).agree(x)

@@ -27,13 +27,13 @@ def test_gradients_have_their_parameters_dtype_and_exist_where_they_should(low: 
 
     model = net(
         run,
-        teacher=nn.Linear(4, 4),
-        frozen=nn.Linear(4, 4).requires_grad_(False),
-        unused=nn.Linear(4, 4),
-        wide=nn.Linear(4, 4).double(),
+        teacher=nn.Linear(8, 8),
+        frozen=nn.Linear(8, 8).requires_grad_(False),
+        unused=nn.Linear(8, 8),
+        wide=nn.Linear(8, 8).double(),
         scale=nn.Parameter(torch.tensor(2.0)),
     )
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     pair = Pair.of(model, (x,), low)
     pair.agree(x)
     without = {name.partition(".")[0] for name, p in pair.original.named_parameters() if p.grad is None}
@@ -46,7 +46,7 @@ def test_gradients_have_their_parameters_dtype_and_exist_where_they_should(low: 
 
 @pytest.mark.parametrize("low", LOW)
 def test_gradients_reach_the_inputs(low: torch.dtype) -> None:
-    model, x = net(lambda m, x: m.b(torch.tanh(m.a(x)))), torch.randn(3, 4)
+    model, x = net(lambda m, x: m.b(torch.tanh(m.a(x)))), torch.randn(3, 8)
     pair = Pair.of(model, (x,), low)
     mine, theirs = (x.clone().requires_grad_() for _ in range(2))
     pair.amp_model(mine).sum().backward()
@@ -67,10 +67,10 @@ class Straight(torch.autograd.Function):
 
 
 def test_a_custom_backward_is_kept() -> None:
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     with torch.no_grad():
         model = net(lambda m, x: m.b(Straight.apply(m.a(x))))
-        model.a.weight.copy_(torch.eye(4) * 8)  # integers plus small biases: no rounding is close to a half
+        model.a.weight.copy_(torch.eye(8) * 8)  # integers plus small biases: no rounding is close to a half
         model.a.bias.fill_(0.0625)
     pair = Pair.of(model, (x.round(),), torch.bfloat16)
     pair.agree(x.round())
@@ -78,8 +78,8 @@ def test_a_custom_backward_is_kept() -> None:
 
 @pytest.mark.parametrize("low", LOW)
 def test_training_follows_float32(low: torch.dtype) -> None:
-    x, y = torch.randn(32, 4), torch.randn(32, 1)
-    eager = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 1))
+    x, y = torch.randn(32, 8), torch.randn(32, 1)
+    eager = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 1))
     model = copy.deepcopy(eager)
     first = F.mse_loss(eager(x), y).item()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # before the conversion

@@ -25,7 +25,7 @@ def _island(m: Net, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("low", LOW)
 def test_a_float_island_is_kept_and_drags_nothing_along(low: torch.dtype) -> None:
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     pair = Pair.of(net(_island), (x,), low)
     pair.agree(x)
     amp_model = pair.amp_model
@@ -43,7 +43,7 @@ def test_a_cast_back_that_follows_another_value_ends_an_island(low: torch.dtype)
         y = m.a(x)
         return m.b(torch.softmax(y.float(), -1).type_as(y) @ y.t() @ y)
 
-    x = torch.randn(3, 4)
+    x = torch.randn(8, 8)
     pair = Pair.of(net(run), (x,), low)
     pair.agree(x)
     assert placed(pair.amp_model, "softmax") == [Precision.FLOAT32]
@@ -58,7 +58,7 @@ def _double(m: Net, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("low", LOW)
 def test_float64_is_kept(low: torch.dtype) -> None:
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     pair = Pair.of(net(_double), (x,), low)
     found, expected = pair.agree(x)
     assert torch.equal(found[0], expected[0])
@@ -66,7 +66,7 @@ def test_float64_is_kept(low: torch.dtype) -> None:
 
 
 def test_a_float64_model_is_unchanged() -> None:
-    x = torch.randn(3, 4, dtype=torch.float64)
+    x = torch.randn(3, 8, dtype=torch.float64)
     pair = Pair.of(net(lambda m, x: m.b(m.a(x).tanh())).double(), (x,), torch.float16)
     found, expected = pair.agree(x)
     assert torch.equal(found, expected)
@@ -74,15 +74,15 @@ def test_a_float64_model_is_unchanged() -> None:
 
 
 def _complex(m: Net, x: Tensor, rotation: Tensor) -> Any:
-    pairs = torch.view_as_complex(m.a(x).reshape(3, 2, 2).contiguous())
+    pairs = torch.view_as_complex(m.a(x).reshape(3, 4, 2).contiguous())
     turned = torch.view_as_real(pairs * rotation).flatten(1)
     return m.b(turned), torch.fft.irfft(torch.fft.rfft(m.a(x)) * 2), rotation.abs(), x.to(torch.complex64) @ m.w
 
 
 @pytest.mark.parametrize("low", LOW)
 def test_complex_paths_are_kept(low: torch.dtype) -> None:
-    x, rotation = torch.randn(3, 4), torch.polar(torch.ones(3, 2), torch.randn(3, 2))
-    pair = Pair.of(net(_complex, w=torch.randn(4, 4, dtype=torch.complex64)), (x, rotation), low)
+    x, rotation = torch.randn(3, 8), torch.polar(torch.ones(3, 4), torch.randn(3, 4))
+    pair = Pair.of(net(_complex, w=torch.randn(8, 8, dtype=torch.complex64)), (x, rotation), low)
     found, expected = pair.agree(x, rotation)
     assert torch.equal(found[2], expected[2])
     assert torch.equal(found[3], expected[3])

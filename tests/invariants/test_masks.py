@@ -75,15 +75,15 @@ FILLED: dict[str, Callable[..., Tensor]] = {
         m, x, lambda s: torch.where(mask < 0, torch.full_like(s, NEGATIVE), s)
     ),
     "assigned": _assigned,
-    "triangle": lambda m, x, mask: _attend(m, x, lambda s: s + torch.triu(torch.full((3, 3), NEGATIVE), 1)),
-    "constant": lambda m, x, mask: _attend(m, x, lambda s: s + torch.tensor([0.0, HUGE, 0.0])),
+    "triangle": lambda m, x, mask: _attend(m, x, lambda s: s + torch.triu(torch.full((8, 8), NEGATIVE), 1)),
+    "constant": lambda m, x, mask: _attend(m, x, lambda s: s + torch.tensor([0.0, HUGE] + [0.0] * 6)),
 }
 
 
 def padding(value: float, *, whole_row: bool) -> Tensor:
-    """A mask over (2, 3, 3) scores: the last key is hidden; in one row all keys are, if asked for."""
-    mask = torch.zeros(2, 3, 3)
-    mask[:, :, 2] = value
+    """A mask over (2, 8, 8) scores: the last key is hidden; in one row all keys are, if asked for."""
+    mask = torch.zeros(2, 8, 8)
+    mask[:, :, -1] = value
     if whole_row:
         mask[0, 1, :] = value
     return mask
@@ -103,8 +103,8 @@ def _compare_forms(pair: Pair, *call: Any) -> None:
 
 @pytest.mark.parametrize("low", LOW)
 def test_additive_masks_as_inputs_give_no_nan(low: torch.dtype) -> None:
-    x = torch.randn(2, 3, 4)
-    pair = Pair.of(attention(ADDITIVE), (x, torch.zeros(2, 3, 3)), low)
+    x = torch.randn(2, 8, 8)
+    pair = Pair.of(attention(ADDITIVE), (x, torch.zeros(2, 8, 8)), low)
     for value in (HUGE, NEGATIVE, -1e9):
         _compare_forms(pair, x, padding(value, whole_row=True))
     _compare_forms(pair, x, padding(-1e4, whole_row=False))
@@ -112,7 +112,7 @@ def test_additive_masks_as_inputs_give_no_nan(low: torch.dtype) -> None:
 
 @pytest.mark.parametrize("low", LOW)
 def test_additive_masks_as_buffers_give_no_nan(low: torch.dtype) -> None:
-    x = torch.randn(2, 3, 4)
+    x = torch.randn(2, 8, 8)
     model = attention(ADDITIVE)
     model.register_buffer("mask", padding(HUGE, whole_row=True), persistent=low is torch.float16)
     _compare_forms(Pair.of(model, (x,), low), x)
@@ -120,7 +120,7 @@ def test_additive_masks_as_buffers_give_no_nan(low: torch.dtype) -> None:
 
 @pytest.mark.parametrize("low", LOW)
 def test_filled_masks_and_constants_give_no_nan(low: torch.dtype) -> None:
-    x, mask = torch.randn(2, 3, 4), padding(-1.0, whole_row=True)
+    x, mask = torch.randn(2, 8, 8), padding(-1.0, whole_row=True)
     _compare_forms(Pair.of(attention(FILLED), (x, mask), low), x, mask)
 
 
@@ -143,9 +143,9 @@ HIDDEN: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("fold", ["exact", "kernel"])
 def test_numbers_that_hide_scores_hide_them_in_16_bits(fold: str, low: torch.dtype) -> None:
     """A row without a key is uniform, as in float32, and a bias under the mask has its gradient."""
-    x, keep = torch.randn(2, 3, 4), padding(-1.0, whole_row=True) == 0
+    x, keep = torch.randn(2, 8, 8), padding(-1.0, whole_row=True) == 0
     model = attention(HIDDEN)
-    model.bias = nn.Parameter(torch.randn(3, 3))
+    model.bias = nn.Parameter(torch.randn(8, 8))
     pair = Pair.of(model, (x, keep), low, fold=fold)
     fills = [n for n in pair.amp_model.plan.nodes if "only hides scores" in n.decision.reason]
     assert all(n.placement.run is Precision.LOW for n in fills)
@@ -156,9 +156,9 @@ def test_numbers_that_hide_scores_hide_them_in_16_bits(fold: str, low: torch.dty
 
 def test_numbers_that_hide_scores_hide_them_in_attention() -> None:
     low = torch.bfloat16
-    x, keep = torch.randn(2, 3, 4), padding(-1.0, whole_row=True) == 0
+    x, keep = torch.randn(2, 8, 8), padding(-1.0, whole_row=True) == 0
     model = attention({"sdpa": lambda m, x, keep: _sdpa(m, x, torch.where(keep, m.bias, HUGE).contiguous())})
-    model.bias = nn.Parameter(torch.randn(3, 3))
+    model.bias = nn.Parameter(torch.randn(8, 8))
     pair = Pair.of(model, (x, keep), low)
     assert not any(cast.saturates for cast in pair.amp_model.plan.casts if cast.value in ("where", "contiguous"))
     assert pair.amp_model.plan["where"].placement.run is Precision.LOW
@@ -168,7 +168,7 @@ def test_numbers_that_hide_scores_hide_them_in_attention() -> None:
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("held", [False, True])
 def test_masks_through_scaled_dot_product_attention_give_no_nan(held: bool, low: torch.dtype) -> None:
-    x, mask = torch.randn(2, 3, 4), padding(HUGE, whole_row=False)
+    x, mask = torch.randn(2, 8, 8), padding(HUGE, whole_row=False)
     call = (x,) if held else (x, mask)
     _compare_forms(Pair.of(attention({"sdpa": _sdpa}, **({"mask": mask} if held else {})), call, low), *call)
 
@@ -176,7 +176,7 @@ def test_masks_through_scaled_dot_product_attention_give_no_nan(held: bool, low:
 @pytest.mark.parametrize("low", LOW)
 def test_rows_without_a_key_in_scaled_dot_product_attention_give_no_nan(low: torch.dtype) -> None:
     """In float16 such a row is finite, but no plain average: no finite mask there hides the scores altogether."""
-    x, mask = torch.randn(2, 3, 4), padding(HUGE, whole_row=True)
+    x, mask = torch.randn(2, 8, 8), padding(HUGE, whole_row=True)
     pair = Pair.of(attention({"sdpa": _sdpa}), (x, mask), low)
     if low is torch.float16:
         assert pair.amp_model(x, mask)["sdpa"].isfinite().all()
@@ -187,8 +187,8 @@ def test_rows_without_a_key_in_scaled_dot_product_attention_give_no_nan(low: tor
 @pytest.mark.parametrize("low", LOW)
 def test_a_mask_made_inside_goes_through_scaled_dot_product_attention(low: torch.dtype) -> None:
     def made(m: Net, x: Tensor, mask: Tensor) -> Tensor:
-        keep = torch.ones(3, 3, dtype=torch.bool).tril()
-        inner = torch.zeros(3, 3).masked_fill(~keep, NEGATIVE)
+        keep = torch.ones(8, 8, dtype=torch.bool).tril()
+        inner = torch.zeros(8, 8).masked_fill(~keep, NEGATIVE)
         return m.out(F.scaled_dot_product_attention(*m.qkv(x).chunk(3, -1), attn_mask=inner))
 
     def boolean(m: Net, x: Tensor, mask: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def test_a_mask_made_inside_goes_through_scaled_dot_product_attention(low: torch
     def causal(m: Net, x: Tensor, mask: Tensor) -> Tensor:
         return m.out(F.scaled_dot_product_attention(*m.qkv(x).chunk(3, -1), is_causal=True))
 
-    x, mask = torch.randn(2, 3, 4), padding(-1.0, whole_row=False)
+    x, mask = torch.randn(2, 8, 8), padding(-1.0, whole_row=False)
     forms = {"made": made, "boolean": boolean, "causal": causal}
     _compare_forms(Pair.of(attention(forms), (x, mask), low), x, mask)
 
@@ -207,9 +207,9 @@ def test_infinite_masks_stay_infinite(low: torch.dtype) -> None:
     """A row without any key is NaN in the original, so it is here, and no other is."""
     forms = {k: ADDITIVE[k] for k in ("add", "right add", "add in place", "sliced copy", "baddbmm")}
     forms["fill"] = lambda m, x, mask: _attend(m, x, lambda s: s.masked_fill(mask < 0, -math.inf))
-    forms["scores"] = lambda m, x, mask: m.qkv(x)[..., :3] + mask
-    x = torch.randn(2, 3, 4)
-    pair = Pair.of(attention(forms), (x, torch.zeros(2, 3, 3)), low)
+    forms["scores"] = lambda m, x, mask: m.qkv(x)[..., :8] + mask
+    x = torch.randn(2, 8, 8)
+    pair = Pair.of(attention(forms), (x, torch.zeros(2, 8, 8)), low)
     for whole_row in (False, True):
         mask = padding(-math.inf, whole_row=whole_row)
         found, expected = pair.amp_model(x, mask), pair.eager(x, mask)
@@ -221,14 +221,14 @@ def test_infinite_masks_stay_infinite(low: torch.dtype) -> None:
 
 @pytest.mark.parametrize("low", LOW)
 def test_masks_of_torchs_own_attention_modules(low: torch.dtype) -> None:
-    x, keys = torch.randn(2, 3, 4), torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, -math.inf]])
+    x, keys = torch.randn(2, 8, 8), torch.tensor([[0.0] * 8, [0.0] * 7 + [-math.inf]])
     model = Net(
         lambda m, x, mask, keys: (
             m.attend(x, x, x, attn_mask=mask, key_padding_mask=keys)[0],
             m.layer(x, src_mask=mask, src_key_padding_mask=keys),
         ),
-        attend=nn.MultiheadAttention(4, 2, batch_first=True),
-        layer=nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, activation="gelu"),
+        attend=nn.MultiheadAttention(8, 2, batch_first=True),
+        layer=nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation="gelu"),
     )
     mask = padding(-math.inf, whole_row=False)[0]
     pair = Pair.of(model, (x, mask, keys), low)

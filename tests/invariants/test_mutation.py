@@ -86,11 +86,11 @@ def _dropout_in_place(m: Net, x: Tensor) -> Tensor:
 
 
 def _assembled(m: Net, x: Tensor) -> Tensor:
-    rows = torch.empty(x.shape[0], 8)
-    rows[:, :4] = m.a(x)
-    rows[:, 4:] = x
-    out = torch.zeros(5, 8).index_add_(0, torch.arange(3), rows)
-    return m.b(out.unflatten(1, (2, 4)))
+    rows = torch.empty(x.shape[0], 16)
+    rows[:, :8] = m.a(x)
+    rows[:, 8:] = x
+    out = torch.zeros(5, 16).index_add_(0, torch.arange(3), rows)
+    return m.b(out.unflatten(1, (2, 8)))
 
 
 def _cache(m: Net, x: Tensor) -> Tensor:
@@ -110,9 +110,9 @@ def _augmented(m: Net, x: Tensor) -> Tensor:
 
 
 MUTATIONS: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
-    "EMA under no_grad": (_ema, {"average": torch.ones(4), "steps": torch.zeros((), dtype=torch.long)}),
-    "EMA copied": (_ema_copied, {"average": torch.ones(4)}),
-    "EMA assigned": (_ema_assigned, {"average": torch.ones(4)}),
+    "EMA under no_grad": (_ema, {"average": torch.ones(8), "steps": torch.zeros((), dtype=torch.long)}),
+    "EMA copied": (_ema_copied, {"average": torch.ones(8)}),
+    "EMA assigned": (_ema_assigned, {"average": torch.ones(8)}),
     "x.add_ on an input": (_input_added, {}),
     "view of an input": (_input_view, {}),
     "copy_ into an input": (_input_gets_result, {}),
@@ -121,7 +121,7 @@ MUTATIONS: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
     "relu_ after linear": (_relu_after_linear, {}),
     "dropout, then in place": (_dropout_in_place, {}),
     "assembled": (_assembled, {}),
-    "rows of a buffer": (_cache, {"cache": torch.zeros(6, 4)}),
+    "rows of a buffer": (_cache, {"cache": torch.zeros(6, 8)}),
     "augmented assignments": (_augmented, {}),
 }
 
@@ -132,11 +132,11 @@ def test_what_is_mutated_is_updated(name: str, low: torch.dtype) -> None:
     if name == "rows of a buffer" and TORCH < (2, 13):
         pytest.skip("torch.export refuses it before torch 2.13")
     function, buffers = MUTATIONS[name]
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     pair = Pair.of(net(function, **copy.deepcopy(buffers)), (x,), low)
     for mode in (True, False):
         for _ in range(2):  # the second call starts from the first one's buffers
-            pair.train(mode).agree(torch.randn(3, 4))
+            pair.train(mode).agree(torch.randn(3, 8))
 
 
 @pytest.mark.parametrize("low", LOW)
@@ -155,9 +155,9 @@ def test_batch_norm_statistics_are_updated_in_training_only(low: torch.dtype) ->
 @pytest.mark.parametrize("function", [_ema, _ema_copied, _ema_assigned])
 def test_buffers_are_updated_in_float32(function: Callable[..., Any], low: torch.dtype) -> None:
     """A step of a tenth of the low epsilon, which a 16-bit buffer, or a 16-bit update of it, would round away."""
-    buffers = {"average": torch.ones(4), "steps": torch.zeros((), dtype=torch.long)}
+    buffers = {"average": torch.ones(8), "steps": torch.zeros((), dtype=torch.long)}
     model = net(function, **buffers)
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     with torch.no_grad():  # so that a(x) is 1 - eps: the average moves by a tenth of eps
         model.a.weight.zero_()
         model.a.bias.fill_(1 - torch.finfo(low).eps)
@@ -170,12 +170,12 @@ def test_buffers_are_updated_in_float32(function: Callable[..., Any], low: torch
 
 @pytest.mark.parametrize("low", LOW)
 def test_an_input_written_to_is_written_in_float32(low: torch.dtype) -> None:
-    x = torch.ones(3, 4)
+    x = torch.ones(3, 8)
     step = torch.finfo(low).eps / 8
     model = net(lambda m, x: m.b(m.a(x.add_(step))))
     amp_model = autocastfx.convert(model, (x.clone(),), dtype=low)
     amp_model(x)
-    assert torch.equal(x, torch.ones(3, 4) + step)
+    assert torch.equal(x, torch.ones(3, 8) + step)
 
 
 @torch.library.custom_op("invariants::inc_", mutates_args=("x",))
@@ -206,7 +206,7 @@ def _foreach(m: Net, x: Tensor) -> Tensor:
 def test_a_write_by_an_op_that_does_not_return_its_argument_is_seen(
     function: Callable[..., Any], low: torch.dtype
 ) -> None:
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     pair = Pair.of(net(function), (x,), low)
     with torch.no_grad():
         pair.agree(x, backward=False)
@@ -263,7 +263,7 @@ def test_a_planted_lost_in_place_update_is_caught(name: str, op: str, out_of_pla
 
     function, buffers = MUTATIONS[name]
     model = net(function, **copy.deepcopy(buffers))
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     pair = Pair.of(model, (x,), torch.bfloat16)
     if any(op_name(n) == op for n in pair.amp_model.graph.nodes):
         _lose(pair.amp_model, op, without=functional)

@@ -24,7 +24,7 @@ class Shapely(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.cell, self.out = (nn.Linear(4, 4), nn.Linear(4, 4), nn.LSTMCell(4, 3), nn.Linear(3, 4))
+        self.a, self.b, self.cell, self.out = (nn.Linear(8, 8), nn.Linear(8, 8), nn.LSTMCell(8, 8), nn.Linear(8, 8))
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor, other: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class Shapely(nn.Module):
             y = y - self.b(other)
         else:
             y = y * other.shape[0] + self.a(other).mean(0)
-        h = c = torch.zeros(x.shape[0], 3)
+        h = c = torch.zeros(x.shape[0], 8)
         steps = []
         for t in range(x.shape[1]):
             h, c = self.cell(y[:, t], (h, c))
@@ -45,7 +45,7 @@ class Shapely(nn.Module):
 
 @pytest.fixture(scope="module")
 def shapely() -> Pair:
-    return Pair.of(Shapely(), (torch.randn(2, 3, 4), torch.randn(3, 4)), torch.float16)
+    return Pair.of(Shapely(), (torch.randn(2, 3, 8), torch.randn(3, 8)), torch.float16)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -53,36 +53,36 @@ def shapely() -> Pair:
 def test_other_sizes_and_modes_give_the_originals_numbers(
     shapely: Pair, batch: int, length: int, rows: int, mode: bool
 ) -> None:
-    shapely.train(mode).agree(torch.randn(batch, length, 4), torch.randn(rows, 4))
+    shapely.train(mode).agree(torch.randn(batch, length, 8), torch.randn(rows, 8))
 
 
 SIZES: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], ...]]]] = {
     "branch": (
         lambda m, x: m.a(x) if x.shape[0] > 3 else m.b(x) * 2 if x.shape[0] != 1 else m.b(m.a(x)),
-        [((3, 4),), ((4, 4),), ((1, 4),), ((9, 4),), ((2, 4),)],
+        [((3, 8),), ((4, 8),), ((1, 8),), ((9, 8),), ((2, 8),)],
     ),
-    "a batch of one first": (lambda m, x: m.b(m.a(x).tanh()), [((1, 4),), ((5, 4),), ((2, 4),)]),
-    "an empty batch": (lambda m, x: m.b(m.a(x).tanh()), [((2, 4),), ((0, 4),), ((3, 4),)]),
+    "a batch of one first": (lambda m, x: m.b(m.a(x).tanh()), [((1, 8),), ((5, 8),), ((2, 8),)]),
+    "an empty batch": (lambda m, x: m.b(m.a(x).tanh()), [((2, 8),), ((0, 8),), ((3, 8),)]),
     "broadcast": (
         lambda m, x, y: m.b(m.a(x) + y),
-        [((3, 4), (3, 4)), ((3, 4), (1, 4)), ((1, 4), (3, 4)), ((3, 4), (3, 1)), ((3, 4), (4,)), ((1, 4), (1, 4))],
+        [((3, 8), (3, 8)), ((3, 8), (1, 8)), ((1, 8), (3, 8)), ((3, 8), (3, 1)), ((3, 8), (8,)), ((1, 8), (1, 8))],
     ),
     "size in arithmetic": (
         lambda m, x: m.a(x) * x.shape[0] / 7.0 + math.sqrt(x.shape[-1]) + x.size(0) ** 2,
-        [((3, 4),), ((5, 4),), ((1, 4),)],
+        [((3, 8),), ((5, 8),), ((1, 8),)],
     ),
     "size in a view": (
         lambda m, x: m.b(m.a(x).view(x.shape[0], -1, 2).flatten(1)).view(-1),
-        [((3, 4),), ((5, 4),), ((1, 4),)],
+        [((3, 8),), ((5, 8),), ((1, 8),)],
     ),
     "number of dimensions": (
         lambda m, x: m.b(m.a(x).mean(0)) if x.ndim == 3 else m.a(x),
-        [((3, 4),), ((2, 3, 4),), ((4,),), ((3, 4),)],
+        [((3, 8),), ((2, 3, 8),), ((8,),), ((3, 8),)],
     ),
-    "even or odd": (lambda m, x: m.a(x) if x.shape[0] % 2 else m.b(x), [((3, 4),), ((4, 4),), ((7, 4),), ((8, 4),)]),
+    "even or odd": (lambda m, x: m.a(x) if x.shape[0] % 2 else m.b(x), [((3, 8),), ((4, 8),), ((7, 8),), ((8, 8),)]),
     "pooled": (
         lambda m, x: m.b(F.adaptive_avg_pool1d(m.a(x).mT, 2).mT),
-        [((2, 4, 4),), ((2, 6, 4),), ((1, 5, 4),)],
+        [((2, 4, 8),), ((2, 6, 8),), ((1, 5, 8),)],
     ),
 }
 
@@ -96,9 +96,9 @@ def test_other_sizes_give_the_originals_numbers(name: str) -> None:
 
 
 def test_sizes_that_change_nothing_share_a_variant() -> None:
-    amp_model = autocastfx.convert(net(lambda m, x: m.b(m.a(x).tanh())), (torch.randn(3, 4),))
+    amp_model = autocastfx.convert(net(lambda m, x: m.b(m.a(x).tanh())), (torch.randn(3, 8),))
     for size in (1, 2, 7):
-        amp_model(torch.randn(size, 4))
+        amp_model(torch.randn(size, 8))
     assert len(amp_model.variants) == 2
 
 

@@ -19,18 +19,18 @@ class Stateful(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("early", torch.ones(4))
-        self.embed = nn.Embedding(7, 4)
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)])
+        self.register_buffer("early", torch.ones(8))
+        self.embed = nn.Embedding(7, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.BatchNorm1d(8)])
         self.again = self.layers[0]
-        self.table = nn.ModuleDict({"a-b": nn.Linear(4, 4), "0": nn.Linear(4, 4, bias=False)})
-        self.head = nn.Linear(4, 7, bias=False)
+        self.table = nn.ModuleDict({"a-b": nn.Linear(8, 8), "0": nn.Linear(8, 8, bias=False)})
+        self.head = nn.Linear(8, 7, bias=False)
         self.head.weight = self.embed.weight
-        self.register_buffer("scratch", torch.ones(4), persistent=False)
+        self.register_buffer("scratch", torch.ones(8), persistent=False)
         self.register_buffer("empty", None)
         self.register_parameter("absent", None)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.lone = nn.Parameter(torch.ones(4))
+        self.lone = nn.Parameter(torch.ones(8))
         self.unused = nn.Linear(2, 2)
 
     def forward(self, i: Tensor) -> Tensor:
@@ -57,16 +57,16 @@ def test_state_dict_has_the_same_keys_in_the_same_order_with_the_same_tensors() 
 
 
 def test_state_dict_does_not_show_constants_of_the_graph() -> None:
-    model = net(lambda m, x: m.a(x) * torch.tensor([1.0, 2.0, 3.0, 1e6]))
-    amp_model = autocastfx.convert(model, (torch.randn(3, 4),))
+    model = net(lambda m, x: m.a(x) * torch.tensor([1.0, 2.0, 3.0, 1e6] * 2))
+    amp_model = autocastfx.convert(model, (torch.randn(3, 8),))
     assert any("lifted" in name for name, _ in amp_model.named_buffers()), "no constant: the test tests nothing"
     assert list(amp_model.state_dict()) == list(model.state_dict())
 
 
 def test_state_dict_hooks_are_kept() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(8, 8))
     model[0]._register_state_dict_hook(lambda module, state, prefix, _: state.update({f"{prefix}scale": torch.ones(1)}))
-    amp_model = autocastfx.convert(model, (torch.randn(3, 4),))
+    amp_model = autocastfx.convert(model, (torch.randn(3, 8),))
     assert list(amp_model.state_dict()) == list(model.state_dict()) == ["0.weight", "0.bias", "0.scale"]
 
 

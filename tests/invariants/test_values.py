@@ -43,13 +43,13 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs_keep_structure_and_dtype(name: str) -> None:
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     Pair.of(net(OUTPUTS[name]), (x,), torch.bfloat16).agree(x)
 
 
 @pytest.mark.parametrize("low", LOW)
 def test_nested_outputs_keep_structure_and_dtype(low: torch.dtype) -> None:
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     pair = Pair.of(net(lambda m, x: {name: make(m, x) for name, make in OUTPUTS.items()}), (x,), low)
     found, _ = pair.agree(x)
     first, second, _ = found["same value twice"]
@@ -57,7 +57,7 @@ def test_nested_outputs_keep_structure_and_dtype(low: torch.dtype) -> None:
 
 
 def test_an_output_that_is_an_input_or_a_parameter_is_that_tensor() -> None:
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     model = net(lambda m, x: (m.a(x), x, m.a.weight, m.state), state=torch.ones(2))
     _, given, weight, state = autocastfx.convert(model, (x,))(x)
     assert given is x
@@ -66,16 +66,16 @@ def test_an_output_that_is_an_input_or_a_parameter_is_that_tensor() -> None:
 
 
 def test_an_output_is_not_changed_by_a_later_call() -> None:
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     amp_model = autocastfx.convert(net(lambda m, x: m.b(m.a(x).relu_())), (x,))
     first = amp_model(x)
     before = first.clone()
-    amp_model(torch.randn(3, 4))
+    amp_model(torch.randn(3, 8))
     assert torch.equal(first, before)
 
 
 def test_inputs_keep_their_values() -> None:
-    x, mask = torch.randn(3, 4), torch.full((3, 4), NEGATIVE)
+    x, mask = torch.randn(3, 8), torch.full((3, 8), NEGATIVE)
     given = (x.clone(), mask.clone())
     amp_model = autocastfx.convert(net(lambda m, x, mask: m.b((m.a(x) + mask).softmax(-1))), given)
     amp_model(*given)
@@ -85,7 +85,7 @@ def test_inputs_keep_their_values() -> None:
 
 
 def test_a_view_of_an_input_that_is_returned_stays_a_view() -> None:
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 8)
     amp_model = autocastfx.convert(net(lambda m, x: (m.a(x), x[:, :2], x.t())), (x,))
     _, part, turned = amp_model(x)
     assert part.data_ptr() == turned.data_ptr() == x.data_ptr()
