@@ -100,8 +100,9 @@ class Demands:
         return wish.through_products and self._multiplies_values(node, decision)
 
     def _multiplies_values(self, node: fx.Node, decision: Decision) -> bool:
-        """True for a product of computed values; false for a layer, which multiplies by a parameter."""
-        if decision.category is not Category.ALLOW or base_name(op_name(node)) not in self.ports.facts.reduces:
+        """True for a product of computed values; false for a layer, which multiplies by a parameter, and for a sum."""
+        kind = self.ports.facts.reduces.get(base_name(op_name(node)))
+        if decision.category is not Category.ALLOW or kind in (None, "elements"):
             return False
         return not any(_is_parameter(u.node, self.parameters, self.ports.op_list) for u in uses(node))
 
