@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
+from autocastfx.example_size import example
 from autocastfx.graph import argument, has_float32, uses
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import Category, OpList
 from autocastfx.op_name import base_name, op_name
-from autocastfx.product import product
+from autocastfx.product import Size, product
 
 __all__ = ["distance_products"]
 
@@ -20,7 +21,7 @@ _POWERS = ("pow", "square")
 
 
 def distance_products(
-    graph: fx.Graph, allowed: Mapping[fx.Node, bool], op_list: OpList, facts: KernelFacts
+    graph: fx.Graph, allowed: Mapping[fx.Node, bool], op_list: OpList, facts: KernelFacts, size: Size = example
 ) -> dict[fx.Node, fx.Node]:
     """The products that are added to the squares of one of their own operands, each with such a square.
 
@@ -29,10 +30,11 @@ def distance_products(
         allowed: for every computing node, whether it is a product that a list allows in 16 bits.
         op_list: names the ops that only move values.
         facts: which ops are squares.
+        size: a number for a size; None where sizes are unknown.
     """
     squares: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if _is_square(node, facts):
+        if _is_square(node, facts, size):
             squares.setdefault(_origin(next(u.node for u in uses(node) if has_float32(u.node)), op_list), node)
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes if squares else ():
@@ -48,7 +50,7 @@ def distance_products(
     return found
 
 
-def _is_square(node: fx.Node, facts: KernelFacts) -> bool:
+def _is_square(node: fx.Node, facts: KernelFacts, size: Size) -> bool:
     if node.op != "call_function" or not has_float32(node):
         return False
     name = base_name(op_name(node))
@@ -57,7 +59,7 @@ def _is_square(node: fx.Node, facts: KernelFacts) -> bool:
     reads = [u.node for u in uses(node)]
     if len(reads) != 2 or reads[0] is not reads[1]:
         return False
-    sizes = product(node, facts.reduces[name]) if name in facts.reduces else None
+    sizes = product(node, facts.reduces[name], size) if name in facts.reduces else None
     return name in facts.same_operands or (sizes is not None and sizes.is_sum)
 
 

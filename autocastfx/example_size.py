@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["example", "example_size", "largest_size"]
+__all__ = ["example", "example_size", "largest_size", "unknown_size"]
 
 
 def example(number: Any) -> Any:
@@ -33,3 +33,7 @@ def largest_size(number: Any) -> float:
         return abs(float(number))
     bound = number.node.shape_env.bound_sympy(number.node.expr).upper
     return float(bound) if bound.is_finite else math.inf
+
+
+def unknown_size(number: Any) -> None:
+    """None: a graph made without inputs has stand-ins of one element each, whose sizes say nothing."""

@@ -15,6 +15,7 @@ from autocastfx.demand import Demands
 from autocastfx.dispatch import Dispatch
 from autocastfx.distances import distance_products
 from autocastfx.edited_plan import EditedPlan
+from autocastfx.example_size import example, largest_size, unknown_size
 from autocastfx.fold import Folding
 from autocastfx.graph import (
     copy_graph,
@@ -219,6 +220,7 @@ def _classify(converter: Converter, state: State, device: torch.device) -> State
     held = {n: v for n, v in state.largest.items() if calibrated or n in state.parameters}
     reached = reach(state.graph, state.measured, held, converter.op_list, limit)
     rules = converter.op_list
+    size, most = (example, largest_size) if state.guesses is None else (unknown_size, unknown_size)
     allowed = {n: (r := rules.rule(op_name(n))) is not None and r.category is Category.ALLOW for n in state.graph.nodes}
     classifier = Classifier(
         rules,
@@ -226,9 +228,10 @@ def _classify(converter: Converter, state: State, device: torch.device) -> State
         converter.low,
         device.type,
         reached.too_far,
-        WholeNumbers.of(state.graph, state.whole, state.measured, rules, converter.facts, converter.low),
-        distance_products(state.graph, allowed, rules, converter.facts),
+        WholeNumbers.of(state.graph, state.whole, state.measured, rules, converter.facts, converter.low, most),
+        distance_products(state.graph, allowed, rules, converter.facts, size),
         {n: number for n, number in state.largest.items() if n in state.single},
+        size,
     )
     found = classifier(state.graph, state.largest)
     decisions = Demands(converter.ports(device), state.parameters)(state.graph, found.decisions)
@@ -268,6 +271,7 @@ def _cut(converter: Converter, state: State, units: Units, device: torch.device)
         keep_output_dtype=converter.keep_output_dtype,
         parameters=state.parameters,
         rounds=converter.fold == "kernel",
+        sizes_known=state.guesses is None,
     )
     return _with_views(converter, state, device, decisions, placed)
 

@@ -12,7 +12,7 @@ from torch import fx
 from autocastfx.example_size import example
 from autocastfx.graph import argument, tensors, value
 
-__all__ = ["KINDS", "Product", "product"]
+__all__ = ["KINDS", "Product", "Size", "product"]
 
 # What tells the sizes: a weight (convolutions), a weight whose first dimension is the input's (transposed ones), the
 # two matrices, two vectors, an einsum's letters, the dimensions named, nothing contracted (``outer``), or what goes in
@@ -44,7 +44,8 @@ def product(node: fx.Node, kind: str, size: Size = example) -> Product | None:
     Args:
         node: with an abstract value.
         kind: one of :data:`KINDS`.
-        size: a number for a size, which may be symbolic: that of the example inputs, or the largest there may be.
+        size: a number for a size, which may be symbolic: that of the example inputs, or the largest there may be; None
+            for an unknown one.
     """
     if kind == "outer":
         return Product(1)

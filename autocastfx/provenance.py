@@ -28,23 +28,26 @@ class Provenance:
         outside: inputs, buffers, constants, what is made from no float32 value (``arange``, a cast from integers), and
             all that free ops compute with one of these: positions, states, accumulators. The rows that an embedding
             picks out of a parameter are not among them, nor are scores to which a mask was added.
+        sizes_known: false for a graph made without inputs.
     """
 
     parameters: frozenset[fx.Node]
     outside: frozenset[fx.Node]
+    sizes_known: bool = True
 
     def read_by(self, unit: Unit, units: Units) -> Iterator[fx.Node]:
         """The float32 operands that make a unit float32."""
         return (read for node in unit.nodes for read in decisive(node, units.ports, self.outside))
 
     @classmethod
-    def of(cls, graph: fx.Graph, units: Units, parameters: frozenset[str]) -> Provenance:
+    def of(cls, graph: fx.Graph, units: Units, parameters: frozenset[str], *, sizes_known: bool = True) -> Provenance:
         """The provenance of each float32 value of ``graph``.
 
         Args:
             graph: captured, with abstract values.
             units: of the same graph; a storage that is written into has one provenance.
             parameters: ``get_attr`` targets.
+            sizes_known: false for a graph made without inputs, whose values are stand-ins of one element.
         """
         written = alias_sets(graph).keys()
         held: set[fx.Node] = set()
@@ -63,7 +66,7 @@ class Provenance:
                 outside.update([node] if not reads or not held.issuperset(reads) else [])
             elif unit.is_free and not outside.isdisjoint(reads) and not _adds_mask(node, outside, written):
                 outside.add(node)
-        return cls(frozenset(held), frozenset(outside))
+        return cls(frozenset(held), frozenset(outside), sizes_known)
 
 
 def _adds_mask(node: fx.Node, outside: Set[fx.Node], written: Set[fx.Node]) -> bool:

@@ -15,7 +15,7 @@ from autocastfx.graph import argument, constants, tensors, uses
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import Category, OpList
 from autocastfx.op_name import base_name, op_name
-from autocastfx.product import product
+from autocastfx.product import Size, product
 
 __all__ = ["WholeNumbers", "largest_whole", "told_apart"]
 
@@ -56,6 +56,7 @@ class WholeNumbers:
         op_list: OpList,
         facts: KernelFacts,
         low: torch.dtype,
+        size: Size = largest_size,
     ) -> WholeNumbers:
         """The whole numbers of ``graph``.
 
@@ -66,13 +67,14 @@ class WholeNumbers:
             op_list: names the ops that only move values.
             facts: which ops give whole numbers, and how they grow.
             low: the 16-bit dtype.
+            size: the most that a size may be; None where sizes are unknown.
         """
         reach: dict[fx.Node, float] = {}
         scaled: set[fx.Node] = set()
         for node in graph.nodes:
             rule = op_list.rule(op_name(node)) if node.op == "call_function" else None
             category = rule.category if rule is not None else None
-            own = held.get(str(node.target)) if node.op == "get_attr" else _reach(node, reach, category, facts)
+            own = held.get(str(node.target)) if node.op == "get_attr" else _reach(node, reach, category, facts, size)
             if own is not None:
                 reach[node] = min(own, measured.get(node, math.inf))
             elif category in (Category.INFER, Category.CLEAR) and any(
@@ -83,7 +85,7 @@ class WholeNumbers:
 
 
 def _reach(
-    node: fx.Node, known: Mapping[fx.Node, float], category: Category | None, facts: KernelFacts
+    node: fx.Node, known: Mapping[fx.Node, float], category: Category | None, facts: KernelFacts, size: Size
 ) -> float | None:
     """How far the whole numbers that ``node`` gives may reach; None if it may give others."""
     made = tensors(node)[:1]
@@ -91,12 +93,12 @@ def _reach(
         return None
     if made[0].dtype == torch.bool:
         return 1.0
-    found = _computed(node, known, category, facts) if node.op == "call_function" else None
+    found = _computed(node, known, category, facts, size) if node.op == "call_function" else None
     return math.inf if found is None and not made[0].is_floating_point() else found
 
 
 def _computed(
-    node: fx.Node, known: Mapping[fx.Node, float], category: Category | None, facts: KernelFacts
+    node: fx.Node, known: Mapping[fx.Node, float], category: Category | None, facts: KernelFacts, size: Size
 ) -> float | None:
     name = base_name(op_name(node))
     kind = facts.whole_numbers.get(name, "moved" if category is Category.CLEAR else "")
@@ -125,9 +127,10 @@ def _computed(
     if kind == "multiplied":
         return _times(*whole)
     if kind == "summed":
-        return _times(whole[0], *map(largest_size, tensors(operands[0])[0].shape))
+        sizes = map(size, tensors(operands[0])[0].shape)
+        return _times(whole[0], *(math.inf if n is None else n for n in sizes))
     is_product = category is Category.ALLOW and name in facts.reduces
-    contracted = product(node, facts.reduces[name], largest_size) if is_product else None
+    contracted = product(node, facts.reduces[name], size) if is_product else None
     return _times(*whole, contracted.depth) if contracted is not None else None
 
 

@@ -11,6 +11,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from autocastfx.errors import BannedOpError
+from autocastfx.example_size import example
 from autocastfx.graph import (
     argument,
     constants,
@@ -26,7 +27,7 @@ from autocastfx.match import Matcher
 from autocastfx.op_list import OpList
 from autocastfx.op_name import base_name, op_name
 from autocastfx.plan import Decision
-from autocastfx.product import product
+from autocastfx.product import Size, product
 from autocastfx.rule import Category, ModuleRule, Rule
 from autocastfx.whole_numbers import WholeNumbers, told_apart
 
@@ -63,6 +64,7 @@ class Classifier:
         whole: the values that are whole numbers.
         distances: products that are added to squares of their own operands, each with such a square.
         numbers: constants and buffers of one element, by ``get_attr`` target.
+        size: a number for a size; None where sizes are unknown.
     """
 
     op_list: OpList
@@ -73,6 +75,7 @@ class Classifier:
     whole: WholeNumbers = field(default_factory=lambda: WholeNumbers({}, frozenset()))
     distances: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
+    size: Size = example
 
     def __call__(self, graph: fx.Graph, largest: Mapping[str, float]) -> Classification:
         """Decide each computing node of ``graph``.
@@ -237,7 +240,7 @@ class Classifier:
         limit = self.op_list.depth_limit(name, of_group=kind == "elements")
         if limit is None or limit.most is None:
             return None
-        found = product(node, kind or "elements")
+        found = product(node, kind or "elements", self.size)
         if found is None or found.depth <= limit.most:
             return None
         reason = f"reduces {found.depth} elements, more than reduction_depth {limit.most}"
@@ -254,7 +257,7 @@ class Classifier:
     def _product(self, node: fx.Node, listed: Decision) -> Decision:
         """A contraction as its sizes say: one of few elements is elementwise work, one to a single number is a sum."""
         limit, kind = self.op_list.product_depth, self.facts.reduces.get(base_name(op_name(node)))
-        sizes = product(node, kind) if limit is not None and limit.most is not None and kind is not None else None
+        sizes = product(node, kind, self.size) if limit is not None and kind is not None else None
         if sizes is None or limit is None or limit.most is None:
             return listed
         if sizes.is_sum:

@@ -48,6 +48,7 @@ def place(
     keep_output_dtype: bool = True,
     parameters: frozenset[str] = frozenset(),
     rounds: bool = False,
+    sizes_known: bool = True,
 ) -> dict[fx.Node, Placement]:
     """A placement for each computing node of ``graph``.
 
@@ -60,13 +61,14 @@ def place(
         keep_output_dtype: whether the graph's outputs are read in float32.
         parameters: ``get_attr`` targets that may be cast beside a low operand.
         rounds: an ``infer`` may narrow activations, as a 16-bit model does.
+        sizes_known: false for a graph made without inputs, whose values are stand-ins of one element.
     """
     folding = _folding(units, folds or {})
     float32 = _forced(units, folding)
     low = {u: "allow" for u in units if u.category is Category.ALLOW}
     readers = {u: _readers(u, units, keep_output_dtype) for u in units}
     terms = list(_Terms(graph, units, float32, keep_output_dtype))
-    provenance = Provenance.of(graph, units, parameters)
+    provenance = Provenance.of(graph, units, parameters, sizes_known=sizes_known)
     terms += _rules(units, folding, provenance, readers, rounds=rounds)
     terms += _taints(folding, float32)
     fixed: dict[Label, bool] = {_OUTSIDE: False, **dict.fromkeys(float32, False), **dict.fromkeys(low, True)}
@@ -262,9 +264,13 @@ def _widening(unit: Unit, units: Units, provenance: Provenance) -> Iterator[fx.N
     """
     for node in unit.nodes:
         for read in decisive(node, units.ports, provenance.outside):
-            is_whole = statically_known_true(tensors(read)[0].numel() == tensors(node)[0].numel())
-            if is_whole or read not in provenance.parameters:
+            if read not in provenance.parameters or _is_whole(read, node, provenance):
                 yield read
+
+
+def _is_whole(parameter: fx.Node, node: fx.Node, provenance: Provenance) -> bool:
+    same = tensors(parameter)[0].numel() == tensors(node)[0].numel()
+    return provenance.sizes_known and statically_known_true(same)
 
 
 def _taints(folding: Mapping[Unit, Fold], float32: Mapping[Unit, str]) -> Iterator[Term]:
