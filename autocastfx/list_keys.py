@@ -21,8 +21,8 @@ __all__ = [
 CATEGORIES: Mapping[str, str] = {
     "allow": "runs in 16 bits",
     "deny": "float32, and what follows it through `infer` and `clear` ops is drawn to float32 as well",
-    "infer": "safe in 16 bits: where all that it reads has 16 bits, and that moves fewer bytes; float32 as soon as one "
-    "operand is",
+    "infer": "safe in 16 bits: where all its floating inputs already are and that moves fewer bytes; float32 after a "
+    "`deny` op",
     "clear": "moves, selects or compares values: as its neighbours",
     "promote": "in 16 bits only if all its floating inputs already are",
     "keep": "runs exactly as captured",

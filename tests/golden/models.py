@@ -75,7 +75,7 @@ def cnn() -> autocastfx.AmpModule:
 
 
 def encoder_layer() -> autocastfx.AmpModule:
-    return autocastfx.convert(EncoderLayer().train(), (torch.randn(2, 5, 16), torch.zeros(2, 1, 5, 5)))
+    return autocastfx.convert(EncoderLayer().train(), (torch.randn(2, 9, 16), torch.zeros(2, 1, 9, 9)))
 
 
 def no_grad() -> autocastfx.AmpModule:

@@ -48,6 +48,12 @@ def _lines() -> Iterator[str]:
     yield "Besides the categories, `category` may be"
     yield ""
     yield from _table("word", list_keys.MODULE_CATEGORIES)
+    yield from _section("Keys of an entry under `demands`", "`ops` is required.")
+    yield from _table("key", list_keys.DEMAND_KEYS)
+    yield ""
+    yield "`through` is one of"
+    yield ""
+    yield from _table("word", list_keys.DEMANDS)
     yield from _section("Devices")
     devices = ", ".join(f"`{device}`" for device in list_keys.DEVICES)
     yield f"Types, not single devices: {devices}, and the name of a backend of your own."

@@ -20,8 +20,8 @@ def test_the_text_is_as_kept(name: str) -> None:
 
 
 def test_long_tables_are_cut() -> None:
-    model = nn.Sequential(*(nn.Linear(7 + n, 8 + n) for n in range(30)))
-    text = str(autocastfx.lint(autocastfx.convert(model, torch.ones(8, 7), dtype=torch.bfloat16)))
+    model = nn.Sequential(*(nn.Linear(15 + n, 16 + n) for n in range(30)))
+    text = str(autocastfx.lint(autocastfx.convert(model, torch.ones(8, 15), dtype=torch.bfloat16)))
     assert text.count("\nN ") + text.count("\nK ") == 20
     assert "\nand 32 more\n" in text
     assert " more ops and casts: " in text

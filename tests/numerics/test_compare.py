@@ -184,12 +184,12 @@ def test_what_the_model_calls_so_goes_to_the_model() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(4, 4)
+            self.layer = nn.Linear(8, 8)
 
         def forward(self, x: Tensor, *, scale: float) -> Tensor:
             return self.layer(x) * scale
 
-    model, x = Scaled(), torch.randn(2, 4)
+    model, x = Scaled(), torch.randn(2, 8)
     amp_model = convert(model, (x,), {"scale": 3.0})
     assert compare(None, amp_model, x, scale=3.0)["mul"].error < 4 * EPS
     assert compare(None, amp_model, x, scale=3.0, gradients=True).scale == 1.0

@@ -91,8 +91,8 @@ def test_gradients_as_text(found: Comparison) -> None:
 
 
 def test_without_gradients_there_are_none() -> None:
-    x = torch.randn(2, 4)
-    comparison = compare(None, convert(nn.Linear(4, 4), (x,)), x)
+    x = torch.randn(2, 8)
+    comparison = compare(None, convert(nn.Linear(8, 8), (x,)), x)
     assert (comparison.scale, comparison.parameters, comparison["linear"].gradient) == (None, (), None)
     assert (comparison.worst_gradient, comparison.first_non_finite_gradient) == (None, None)
     assert comparison.variant.mode == "train"

@@ -189,14 +189,14 @@ def test_the_line_is_the_models_own_where_the_op_is_one_of_torchs_modules() -> N
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.fc = nn.Linear(4, 4)
+            self.fc = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(x)
 
-    amp_model = convert(Outer().eval(), (torch.full((2, 4), 1e4),), dtype=torch.float16)
+    amp_model = convert(Outer().eval(), (torch.full((2, 8), 1e4),), dtype=torch.float16)
     with torch.no_grad():
         amp_model.get_parameter("fc.weight").fill_(1e3)
-    found = find_overflow(amp_model, torch.full((2, 4), 1e4))
+    found = find_overflow(amp_model, torch.full((2, 8), 1e4))
     assert found is not None
     assert found.line == f"{__file__}:{Outer.forward.__code__.co_firstlineno + 1}: return self.fc(x)"

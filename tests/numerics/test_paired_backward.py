@@ -203,9 +203,9 @@ def test_memory_shrinks_on_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_cannot_be_done_is_said() -> None:
-    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    model, x = nn.Linear(8, 8), torch.randn(2, 8)
     amp_model = convert(model, (x,))
-    with pytest.raises(ValueError, match=r"loss gave shape \(2, 4\): it gives one number"):
+    with pytest.raises(ValueError, match=r"loss gave shape \(2, 8\): it gives one number"):
         compare(None, amp_model, x, gradients=True, loss=lambda y: y)
     with pytest.raises(ValueError, match="loss gave float"):
         compare(None, amp_model, x, gradients=True, loss=lambda y: 1.0)  # type: ignore[arg-type, return-value]

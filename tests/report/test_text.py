@@ -113,14 +113,14 @@ class Follows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x).relu().to(x.dtype))
 
 
 def test_what_is_no_longer_in_the_graph_is_shown_where_it_was() -> None:
-    amp_model = autocastfx.convert(Follows(), (torch.randn(2, 4),), dtype=torch.bfloat16)
+    amp_model = autocastfx.convert(Follows(), (torch.randn(2, 8),), dtype=torch.bfloat16)
     (relu,) = [node for node in amp_model.graph.nodes if node.name == "relu"]
     relu.replace_all_uses_with(relu.args[0])
     amp_model.graph.erase_node(relu)
@@ -140,7 +140,7 @@ def test_a_node_that_the_caller_added_is_not_in_the_plan() -> None:
 
 def test_unlisted_ops_are_counted() -> None:
     ops = autocastfx.OpList(name="mine")
-    amp_model = autocastfx.convert(Follows(), (torch.randn(2, 4),), dtype=torch.bfloat16, op_list=ops)
+    amp_model = autocastfx.convert(Follows(), (torch.randn(2, 8),), dtype=torch.bfloat16, op_list=ops)
     assert "unlisted ops: linear (2), relu (1)\n" in autocastfx.dump(amp_model)
     assert row(amp_model, "linear").endswith("in no list (unlisted)")
 
@@ -149,7 +149,7 @@ def test_of_an_absolute_path_only_the_name_is_shown(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("deny: [linear]\n")
     amp_model = autocastfx.convert(
-        Follows(), (torch.randn(2, 4),), dtype=torch.bfloat16, op_list=["default", str(mine)]
+        Follows(), (torch.randn(2, 8),), dtype=torch.bfloat16, op_list=["default", str(mine)]
     )
     assert amp_model.plan["linear"].decision.source == f"{mine}:1:8"
     assert row(amp_model, "linear").endswith("(mine.yaml:1:8)")
@@ -169,7 +169,7 @@ def names_of(amp_model: autocastfx.AmpModule) -> set[str]:
 
 
 def test_a_list_that_follows_autocast_places_by_no_cost() -> None:
-    x = torch.rand(2, 4)
-    amp_model = autocastfx.convert(torch.nn.Linear(4, 4), (x,), dtype=torch.bfloat16, op_list="torch_autocast_cpu")
+    x = torch.rand(2, 8)
+    amp_model = autocastfx.convert(torch.nn.Linear(8, 8), (x,), dtype=torch.bfloat16, op_list="torch_autocast_cpu")
     line = next(line for line in autocastfx.dump(amp_model).splitlines() if line.startswith("bytes moved"))
-    assert line == f"bytes moved by casts: {6 * (8 + 16 + 4 + 8)}"  # input, weight, bias, output
+    assert line == f"bytes moved by casts: {6 * (16 + 64 + 8 + 16)}"  # input, weight, bias, output
