@@ -31,7 +31,7 @@ LOW = [torch.float16, torch.bfloat16]
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.drop, self.bn, self.b = nn.Linear(4, 4), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.a, self.drop, self.bn, self.b = nn.Linear(8, 8), nn.Dropout(), nn.BatchNorm1d(8), nn.Linear(8, 2)
 
     def forward(self, x: Tensor, scale: Any = 1.0, *, shift: Tensor | None = None) -> Tensor:
         y = self.b(self.drop(self.bn(self.a(x)))) * scale
@@ -46,7 +46,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def x() -> Tensor:
-    return torch.randn(3, 4)
+    return torch.randn(3, 8)
 
 
 def off(result: Tensor, reference: Tensor) -> float:
@@ -71,12 +71,12 @@ def assert_agrees(amp_model: AmpModule, model: Any, low: torch.dtype, *args: Any
 
 @pytest.mark.parametrize("low", LOW)
 def test_a_graph_module_from_symbolic_trace(low: torch.dtype, x: Tensor) -> None:
-    model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    model = fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.BatchNorm1d(8), nn.Linear(8, 8)))
     eager = copy.deepcopy(model)
     amp_model = autocastfx.convert(model, (x,), dtype=low)
     assert list(amp_model.state_dict()) == list(model.state_dict())
     for mode in (True, False):
-        assert_agrees(amp_model.train(mode), eager.train(mode), low, torch.randn(5, 4))
+        assert_agrees(amp_model.train(mode), eager.train(mode), low, torch.randn(5, 8))
         assert amp_model.plan.by_op()["linear", "low"] == 2
     assert torch.equal(model.get_submodule("2").running_mean, eager.get_submodule("2").running_mean) is False
     assert off(model.get_submodule("2").running_mean, eager.get_submodule("2").running_mean) <= 4 * torch.finfo(low).eps
@@ -95,7 +95,7 @@ def test_an_exported_program_with_its_own_example_inputs(mode: bool, low: torch.
     amp_model = autocastfx.convert(_program(model, x), dtype=low)
     assert list(amp_model.state_dict()) == list(model.state_dict())
     assert_agrees(amp_model, eager, low, x)
-    assert_agrees(amp_model, eager, low, torch.randn(6, 4))
+    assert_agrees(amp_model, eager, low, torch.randn(6, 8))
     amp_model(x).sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in amp_model.parameters())
 
@@ -114,7 +114,7 @@ def test_an_exported_program_with_keywords_and_with_other_inputs(x: Tensor) -> N
     program = _program(model, x, scale=2.0)
     for amp_model in (
         autocastfx.convert(program, dtype=torch.bfloat16),
-        autocastfx.convert(program, (torch.randn(9, 4),), {"scale": 2.0}, dtype=torch.bfloat16),
+        autocastfx.convert(program, (torch.randn(9, 8),), {"scale": 2.0}, dtype=torch.bfloat16),
     ):
         assert_agrees(amp_model, model, torch.bfloat16, x, scale=2.0)
 
@@ -127,7 +127,7 @@ def test_the_module_of_an_exported_program(x: Tensor) -> None:
 
 @pytest.mark.parametrize("example", [lambda x: x, lambda x: (x,), lambda x: [x]], ids=["tensor", "tuple", "list"])
 def test_example_inputs_in_several_forms(example: Callable[[Tensor], Any], x: Tensor) -> None:
-    assert autocastfx.convert(nn.Linear(4, 4), example(x))(x).shape == (3, 4)
+    assert autocastfx.convert(nn.Linear(8, 8), example(x))(x).shape == (3, 8)
 
 
 def test_example_keywords_alone_and_beside_inputs(x: Tensor) -> None:
@@ -141,7 +141,7 @@ def test_example_keywords_alone_and_beside_inputs(x: Tensor) -> None:
     "kind", [torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.parametrizations.orthogonal]
 )
 def test_parametrised_weights(kind: Callable[..., nn.Module], x: Tensor) -> None:
-    model = kind(nn.Linear(4, 4))
+    model = kind(nn.Linear(8, 8))
     amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)
     assert list(amp_model.state_dict()) == list(model.state_dict())
     assert_agrees(amp_model, model, torch.bfloat16, x)
@@ -227,14 +227,14 @@ def test_what_cannot_be_captured_says_why_and_what_helps(name: str, x: Tensor) -
 def test_a_choice_is_one_of_those_known(name: str, default: Any, known: str, others: list[Any], x: Tensor) -> None:
     for other in others:
         with pytest.raises(ValueError, match=f"^{name} is one of {known}, not {re.escape(repr(other))}$"):
-            autocastfx.convert(nn.Linear(4, 4), (x,), **{name: other})
+            autocastfx.convert(nn.Linear(8, 8), (x,), **{name: other})
     assert inspect.signature(autocastfx.convert).parameters[name].default == default
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn, "float16", None])
 def test_other_dtypes_are_refused(dtype: Any, x: Tensor) -> None:
     with pytest.raises(ValueError, match=r"dtype is torch\.float16 or torch\.bfloat16, not " + re.escape(repr(dtype))):
-        autocastfx.convert(nn.Linear(4, 4), (x,), dtype=dtype)
+        autocastfx.convert(nn.Linear(8, 8), (x,), dtype=dtype)
 
 
 @pytest.mark.parametrize("model", [lambda x: x, nn.Linear, None, torch.ones(1)])
@@ -244,7 +244,7 @@ def test_what_is_no_module_is_refused(model: Any, x: Tensor) -> None:
 
 
 def test_a_converted_model_is_refused_inside_and_out(x: Tensor) -> None:
-    amp_model = autocastfx.convert(nn.Linear(4, 4), (x,))
+    amp_model = autocastfx.convert(nn.Linear(8, 8), (x,))
     for again in (amp_model, copy.deepcopy(amp_model)):
         with pytest.raises(UnsupportedError, match="the model is converted already: convert the original again"):
             autocastfx.convert(again, (x,), dtype=torch.bfloat16)
@@ -258,7 +258,7 @@ def test_outputs_can_stay_low(low: torch.dtype, x: Tensor) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a = nn.Linear(4, 4)
+            self.a = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             y = self.a(x)
@@ -279,7 +279,7 @@ def test_outputs_can_stay_low(low: torch.dtype, x: Tensor) -> None:
 
 
 def test_the_device_is_decided_for_but_not_moved_to(x: Tensor) -> None:
-    model = nn.Linear(4, 4)
+    model = nn.Linear(8, 8)
     for device in ("cuda", torch.device("cuda", 0), "cpu", torch.device("meta")):
         amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16, device=device)
         assert amp_model.plan.device == torch.device(device).type
@@ -291,9 +291,9 @@ def test_the_device_is_decided_for_but_not_moved_to(x: Tensor) -> None:
 
 def test_the_default_list_is_that_of_the_dtype(x: Tensor) -> None:
     for low, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
-        plan = autocastfx.convert(nn.Linear(4, 4), (x,), dtype=low).plan
+        plan = autocastfx.convert(nn.Linear(8, 8), (x,), dtype=low).plan
         assert (plan.low, plan.op_list) == (name, name)
-    assert autocastfx.convert(nn.Linear(4, 4), (x,)).plan.low == "float16", "the default dtype"
+    assert autocastfx.convert(nn.Linear(8, 8), (x,)).plan.low == "float16", "the default dtype"
 
 
 def test_of_several_lists_the_later_wins(tmp_path: Path, x: Tensor) -> None:
@@ -302,7 +302,7 @@ def test_of_several_lists_the_later_wins(tmp_path: Path, x: Tensor) -> None:
     allow.write_text("allow: [linear]\n")
 
     def placed(*lists: Any) -> Precision:
-        (node,) = autocastfx.convert(nn.Linear(4, 4), (x,), op_list=list(lists)).plan.nodes
+        (node,) = autocastfx.convert(nn.Linear(8, 8), (x,), op_list=list(lists)).plan.nodes
         return node.placement.run
 
     assert placed("default", deny) is Precision.FLOAT32
@@ -312,9 +312,9 @@ def test_of_several_lists_the_later_wins(tmp_path: Path, x: Tensor) -> None:
 
 
 CONVOLUTIONS = {
-    "conv1d": (lambda: nn.Conv1d(2, 2, 1), (1, 2, 4)),
-    "two conv2d": (lambda: nn.Sequential(nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)), (1, 2, 4, 4)),
-    "transposed": (lambda: nn.ConvTranspose2d(2, 2, 1), (1, 2, 4, 4)),
+    "conv1d": (lambda: nn.Conv1d(8, 8, 1), (1, 8, 4)),
+    "two conv2d": (lambda: nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)), (1, 8, 4, 4)),
+    "transposed": (lambda: nn.ConvTranspose2d(8, 8, 1), (1, 8, 4, 4)),
 }
 
 
@@ -333,13 +333,13 @@ def test_slow_convolutions_are_warned_of_once(name: str) -> None:
 def test_no_warning_without_a_slow_convolution(tmp_path: Path) -> None:
     deny = tmp_path / "deny.yaml"
     deny.write_text("deny: [conv1d]\n")
-    x = torch.rand(1, 2, 4)
+    x = torch.rand(1, 8, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        autocastfx.convert(nn.Conv1d(2, 2, 1), (x,), dtype=torch.bfloat16)
-        autocastfx.convert(nn.Conv1d(2, 2, 1), (x,), device="cuda")
-        autocastfx.convert(nn.Conv1d(2, 2, 1), (x,), op_list=["default", deny])
-        autocastfx.convert(nn.Linear(4, 4), (x,))
+        autocastfx.convert(nn.Conv1d(8, 8, 1), (x,), dtype=torch.bfloat16)
+        autocastfx.convert(nn.Conv1d(8, 8, 1), (x,), device="cuda")
+        autocastfx.convert(nn.Conv1d(8, 8, 1), (x,), op_list=["default", deny])
+        autocastfx.convert(nn.Linear(8, 8), (x,))
 
 
 # -- the pipeline -----------------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ def test_a_converter_pickles(x: Tensor) -> None:
 
 
 def test_what_was_captured_is_decided_again_by_a_further_list() -> None:
-    model, x = Net(), torch.randn(3, 4)
+    model, x = Net(), torch.randn(3, 8)
     amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)
     further = autocastfx.OpList.of({"modules": [{"path": "a", "category": "float32"}]})
     again = convert_again(amp_model, further)

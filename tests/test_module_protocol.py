@@ -219,13 +219,13 @@ def test_the_plan_survives_json(amp_model: autocastfx.AmpModule) -> None:
 
 
 def test_slow_convolutions_are_warned_of_once_and_only_in_float16() -> None:
-    x = torch.rand(1, 2, 4)
+    x = torch.rand(1, 8, 4)
     with pytest.warns(UserWarning, match=r"use dtype=torch\.bfloat16") as caught:
-        autocastfx.convert(nn.Conv1d(2, 2, 1), (x,), dtype=torch.float16)
+        autocastfx.convert(nn.Conv1d(8, 8, 1), (x,), dtype=torch.float16)
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        autocastfx.convert(nn.Conv1d(2, 2, 1), (x,), dtype=torch.bfloat16)
+        autocastfx.convert(nn.Conv1d(8, 8, 1), (x,), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_compiling_one_model_says_nothing_of_another() -> None:
 
 def test_unpickled_it_does_not_move_to_a_device_whose_kernels_differ() -> None:
     """On a CPU group norms take 16-bit values beside float32 parameters; on a GPU they do not."""
-    model, x = nn.Sequential(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1)), torch.rand(1, 2, 3, 3)
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8), nn.Conv2d(8, 2, 1)), torch.rand(1, 8, 3, 3)
     amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)
     assert amp_model.plan["group_norm"].dtype == "bfloat16"
     unpickled, cuda = pickle.loads(pickle.dumps(amp_model)), torch.device("cuda")
@@ -306,7 +306,7 @@ def test_unpickled_it_does_not_move_to_a_device_whose_kernels_differ() -> None:
     amp_model._mounted.refuse_move(cuda)  # it is decided anew
     unpickled._mounted.refuse_move(torch.device("cpu", 0))
     float32 = autocastfx.convert(model, (x,), dtype=torch.bfloat16, fold="none")
-    bare = nn.Sequential(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4, affine=False), nn.Conv2d(4, 2, 1))
+    bare = nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8, affine=False), nn.Conv2d(8, 2, 1))
     for other in (float32, autocastfx.convert(bare, (x,), dtype=torch.bfloat16)):
         pickle.loads(pickle.dumps(other))._mounted.refuse_move(cuda)
     assert unpickled.to("meta")(x.to("meta")).device.type == "meta"

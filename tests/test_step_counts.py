@@ -13,12 +13,12 @@ import autocastfx
 from benchmarks.step_counts import Casts, Saved, count
 
 BATCH = 3
-PARAMETERS = 4 * 5 + 5 + 5 * 2 + 2
+PARAMETERS = 8 * 9 + 9 + 9 * 2 + 2
 CAST = 6  # bytes an element
 
 
 def perceptron() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
+    return nn.Sequential(nn.Linear(8, 9), nn.ReLU(), nn.Linear(9, 2))
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("way", ["torch.autocast", "cast", "cached"])
 def test_casts_are_told_apart_by_what_they_cast(way: str) -> None:
     model: Any = perceptron()
-    x = torch.ones(BATCH, 4)
+    x = torch.ones(BATCH, 8)
     region = torch.autocast("cpu", torch.bfloat16) if way == "torch.autocast" else contextlib.nullcontext()
     if way != "torch.autocast":
         model = autocastfx.convert(model, (x,), dtype=torch.bfloat16, weights=way, keep_output_dtype=False)
@@ -40,20 +40,20 @@ def test_casts_are_told_apart_by_what_they_cast(way: str) -> None:
 
     found = count(model, [x], work)
     assert found.weights == found.gradients == Casts(4, CAST * PARAMETERS)
-    assert found.activations == Casts(3, CAST * BATCH * (4 + 2 + 2)), "the input; the output, and its gradient"
+    assert found.activations == Casts(3, CAST * BATCH * (8 + 2 + 2)), "the input; the output, and its gradient"
     # what the activation gives, the widened output, but not the cast input; the weight that a gradient passes
-    assert found.saved() == Saved(2 * BATCH * 5 + 4 * BATCH * 2, 2 * 5 * 2)
+    assert found.saved() == Saved(2 * BATCH * 9 + 4 * BATCH * 2, 2 * 9 * 2)
 
 
 def test_working_copies_are_cast_once_for_an_update() -> None:
-    x = torch.ones(BATCH, 4)
+    x = torch.ones(BATCH, 8)
     model = autocastfx.convert(perceptron(), (x,), dtype=torch.bfloat16, weights="cached", keep_output_dtype=False)
     assert count(model, [x], lambda: loss_of(model, x)).weights.count == 4
     fresh = count(model, [x], lambda: loss_of(model, x))
     assert fresh.weights == Casts()
     with torch.no_grad():
         next(model.parameters()).add_(1.0)
-    assert count(model, [x], lambda: loss_of(model, x)).weights == Casts(1, CAST * 20)
+    assert count(model, [x], lambda: loss_of(model, x)).weights == Casts(1, CAST * 8 * 9)
 
 
 def test_views_allocations_and_casts_of_integers_are_not_counted() -> None:

@@ -29,11 +29,11 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.drop, self.bn, self.b = nn.Linear(4, 4), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 2)
-        self.config = {"width": 4}
+        self.a, self.drop, self.bn, self.b = nn.Linear(8, 8), nn.Dropout(), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.config = {"width": 8}
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return self.b(self.drop(self.bn(self.a(x))) * torch.tensor([1.0, 2.0, 3.0, 4.0])) * scale
+        return self.b(self.drop(self.bn(self.a(x))) * torch.tensor([1.0, 2.0, 3.0, 4.0] * 2)) * scale
 
 
 class Branching(Net):
@@ -48,7 +48,7 @@ KINDS = [Net, Branching]
 
 @pytest.fixture
 def x() -> Tensor:
-    return torch.randn(3, 4)
+    return torch.randn(3, 8)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_parameters_buffers_and_keys_are_there_at_once(kind: type[Net]) -> None:
     assert isinstance(amp_model, AmpModule)
     assert list(amp_model.state_dict()) == list(model.state_dict())
     assert all(a is b for a, b in zip(amp_model.parameters(), model.parameters(), strict=True))
-    assert amp_model.config == {"width": 4}
+    assert amp_model.config == {"width": 8}
     assert amp_model.variants == ()
     assert isinstance(amp_model.a, nn.Module)
     amp_model.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
@@ -125,7 +125,7 @@ def test_a_draft_says_that_it_is_unverified_until_the_first_call(x: Tensor) -> N
 
 
 def test_an_old_plan_is_verified() -> None:
-    text = autocastfx.convert(nn.Linear(4, 4), (torch.ones(1, 4),), dtype=LOW).plan.to_json()
+    text = autocastfx.convert(nn.Linear(8, 8), (torch.ones(1, 8),), dtype=LOW).plan.to_json()
     assert '"unverified": false' in text
     assert not Plan.from_json(text.replace(',\n "unverified": false', "")).unverified
 
@@ -187,7 +187,7 @@ def test_the_first_call_captures_both_modes(kind: type[Net], mode: bool, x: Tens
     assert [v.code for v in late.variants] == [v.code for v in given.variants]
     assert [v.plan for v in late.variants] == [v.plan for v in given.variants]
     assert late.training is mode
-    assert torch.equal(late.eval()(torch.ones(7, 4)), given.eval()(torch.ones(7, 4)))
+    assert torch.equal(late.eval()(torch.ones(7, 8)), given.eval()(torch.ones(7, 8)))
     assert len(late.variants) == 2
 
 
@@ -271,11 +271,11 @@ def test_a_list_that_follows_the_dispatch_shows_no_draft() -> None:
 
 def test_slow_convolutions_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="float16 convolutions on a CPU"):
-        autocastfx.convert(nn.Conv1d(2, 2, 1))
+        autocastfx.convert(nn.Conv1d(8, 8, 1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        autocastfx.convert(nn.Conv1d(2, 2, 1), dtype=LOW)
-        autocastfx.convert(nn.Conv1d(2, 2, 1), device="cuda")
+        autocastfx.convert(nn.Conv1d(8, 8, 1), dtype=LOW)
+        autocastfx.convert(nn.Conv1d(8, 8, 1), device="cuda")
 
 
 # -- copies, devices, wrappers ----------------------------------------------------------------------------------------
@@ -318,12 +318,12 @@ def test_after_the_first_call_a_pickle_holds_the_graphs_alone(x: Tensor) -> None
 
 
 def test_it_moves_to_a_device_before_the_first_call() -> None:
-    amp_model = autocastfx.convert(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), dtype=LOW)
+    amp_model = autocastfx.convert(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), dtype=LOW)
     amp_model.to("meta")
     assert all(p.is_meta for p in amp_model.parameters())
     assert amp_model.plan.device == "meta"
     assert amp_model.plan.unverified
-    assert amp_model(torch.empty(3, 4, device="meta")).shape == (3, 2)
+    assert amp_model(torch.empty(3, 8, device="meta")).shape == (3, 2)
     assert {v.plan.device for v in amp_model.variants} == {"meta"}
     with pytest.raises(UnsupportedError, match="parameters stay float32"):
         autocastfx.convert(Branching(), dtype=LOW).half()
@@ -365,7 +365,7 @@ def test_wrapped_in_data_parallel_before_the_first_call(options: dict[str, Any],
 
 
 def test_a_graph_module(x: Tensor) -> None:
-    model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.BatchNorm1d(4)))
+    model = fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.BatchNorm1d(8)))
     given, late = autocastfx.convert(copy.deepcopy(model), (x,), dtype=LOW), autocastfx.convert(model, dtype=LOW)
     assert [n.op for n in late.plan.nodes] == [n.op for n in given.plan.nodes]
     assert late.plan.unverified
