@@ -143,6 +143,27 @@ class ApartFarOut(Apart):
         return near @ self.encode(points)
 
 
+class NearestCode(Apart):
+    """The distance to the nearest code of a codebook, far from the origin."""
+
+    def forward(self, points: Tensor, codes: Tensor) -> Tensor:
+        return self.apart(points, codes).amin(-1)
+
+
+class Loudness(nn.Module):
+    """The mean square of a loud signal, by ``x * x``: it leaves float16 before the mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(WIDTH, WIDTH)
+
+    def level(self, y: Tensor) -> Tensor:
+        return (y * y).mean(-1) * 1e-4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.level(self.encode(x) * 1000)
+
+
 class Variance(nn.Module):
     """The spread of inputs about a far mean, by hand, which scales an output."""
 
@@ -180,6 +201,11 @@ def _cloud(size: int) -> Tensor:
     return torch.tensor([30.0, -20.0, 10.0]) + torch.randn(size, 3)
 
 
+def _far(size: int) -> Tensor:
+    """Vectors that lie close together and far from the origin."""
+    return 8 + torch.randn(size, WIDTH) * 0.3
+
+
 POINT = "squares"
 REDUCE, NORM = ("reduce",), ("norm",)
 CASES = (
@@ -199,6 +225,8 @@ CASES = (
          ("apart",)),
     Case("near-vectors", ApartFarOut, lambda n: 4 * torch.ones(WIDTH) + torch.randn(n, WIDTH) * 0.3, POINT, Demand(6),
          "encode 3, softmax 1, product 2; distances are exact", ("apart",)),
+    Case("nearest-code", NearestCode, lambda n: (_far(n), _far(12)), POINT, Demand(0), "nothing is rounded", ("apart",)),
+    Case("loudness", Loudness, rows(WIDTH), POINT, Demand(3, 2.0), "encode 3, squared", ("level",)),
     Case("variance-by-hand", Variance, lambda n: 50 + torch.randn(n, WIDTH) * 0.5, POINT, Demand(3),
          "encode 3; its input is exact"),
     Case("cosine-by-hand", Similar, rows(WIDTH), POINT, Demand(8, 3.0),
