@@ -225,7 +225,7 @@ CASES = (
          ("apart",)),
     Case("near-vectors", ApartFarOut, lambda n: 4 * torch.ones(WIDTH) + torch.randn(n, WIDTH) * 0.3, POINT, Demand(6),
          "encode 3, softmax 1, product 2; distances are exact", ("apart",)),
-    Case("nearest-code", NearestCode, lambda n: (_far(n), _far(12)), POINT, Demand(0), "nothing is rounded", ("apart",)),
+    Case("nearest-code", NearestCode, lambda n: (_far(n), _far(12)), POINT, Demand(0), "none is rounded", ("apart",)),
     Case("loudness", Loudness, rows(WIDTH), POINT, Demand(3, 2.0), "encode 3, squared", ("level",)),
     Case("variance-by-hand", Variance, lambda n: 50 + torch.randn(n, WIDTH) * 0.5, POINT, Demand(3),
          "encode 3; its input is exact"),
