@@ -115,14 +115,14 @@ def test_what_is_made_of_parameters_alone_counts_as_one(monkeypatch: pytest.Monk
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.weight = nn.Parameter(torch.ones(8, 8))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ self.weight.softmax(-1).mT
 
-    model = FullModel(Scaled, lambda: {"x": torch.ones(3, 4)})
+    model = FullModel(Scaled, lambda: {"x": torch.ones(3, 8)})
     row = placement.measure("scaled", model, "default, fold=exact")
-    assert (row.parameter_casts, row.parameter_bytes, row.activation_bytes) == (1, 6 * 16, 6 * 3 * 4)
+    assert (row.parameter_casts, row.parameter_bytes, row.activation_bytes) == (1, 6 * 64, 6 * 3 * 8)
 
 
 def test_ratios_are_to_the_first_policy_and_what_is_missing_says_so(

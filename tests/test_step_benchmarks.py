@@ -29,7 +29,7 @@ class Perceptron(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
+        self.first, self.second = nn.Linear(8, 9), nn.Linear(9, 2)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> tuple[Tensor]:
@@ -38,7 +38,7 @@ class Perceptron(nn.Module):
 
 
 def _inputs() -> dict[str, Tensor]:
-    return {"pixel_values": torch.ones(BATCH, 4), "labels": torch.zeros(BATCH, dtype=torch.long)}
+    return {"pixel_values": torch.ones(BATCH, 8), "labels": torch.zeros(BATCH, dtype=torch.long)}
 
 
 @pytest.fixture
@@ -58,15 +58,15 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ("policy", "activations"),
     [
         # what relu gives, and the loss's input; a 16-bit copy of the input is an input too
-        (FLOAT32, 4 * BATCH * 5 + 4 * BATCH * 2),
-        (AUTOCAST, 2 * BATCH * 5 + 4 * BATCH * 2),
-        ("fold=exact", 2 * BATCH * 5 + 4 * BATCH * 2),
-        (HALF, 2 * BATCH * 5 + 4 * BATCH * 2),
+        (FLOAT32, 4 * BATCH * 9 + 4 * BATCH * 2),
+        (AUTOCAST, 2 * BATCH * 9 + 4 * BATCH * 2),
+        ("fold=exact", 2 * BATCH * 9 + 4 * BATCH * 2),
+        (HALF, 2 * BATCH * 9 + 4 * BATCH * 2),
     ],
 )
 def test_saved_bytes_of_a_perceptron(policy: str, activations: int) -> None:
     row = memory.measure("tiny", FullModel(Perceptron, _inputs), policy)
-    assert (row.activations, row.weights) == (activations, (4 if policy == FLOAT32 else 2) * 5 * 2)
+    assert (row.activations, row.weights) == (activations, (4 if policy == FLOAT32 else 2) * 9 * 2)
 
 
 @pytest.mark.parametrize("policy", [FLOAT32, "fold=exact", HALF])
@@ -74,19 +74,19 @@ def test_dropout_saves_a_mask_of_booleans_as_on_a_gpu(policy: str) -> None:
     def saved(dropout: float) -> int:
         return memory.measure("tiny", FullModel(lambda: Perceptron(dropout), _inputs), policy).activations
 
-    assert saved(0.5) - saved(0.0) == BATCH * 5 * (1 + (4 if policy == FLOAT32 else 2)), "the mask and what it gives"
+    assert saved(0.5) - saved(0.0) == BATCH * 9 * (1 + (4 if policy == FLOAT32 else 2)), "the mask and what it gives"
 
 
 def test_tied_weights_stay_tied() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a = self.b = nn.Linear(4, 4, bias=False)
+            self.a = self.b = nn.Linear(8, 8, bias=False)
 
         def forward(self, pixel_values: Tensor, labels: Tensor) -> tuple[Tensor]:
             return (self.b(self.a(pixel_values).relu()).relu().sum(),)
 
-    assert memory.measure("tied", FullModel(Tied, _inputs), FLOAT32).weights == 4 * 16
+    assert memory.measure("tied", FullModel(Tied, _inputs), FLOAT32).weights == 4 * 64
 
 
 def test_memory_is_resumed_and_says_what_is_missing(
@@ -142,12 +142,12 @@ def test_counts_and_times_of_a_training_step(
     train_step.main(arguments)
     rows = {row["side"]: step_table.Row(**row) for row in json.loads(path.read_text())["rows"]}
     assert list(rows) == list(training.SIDES)
-    parameters = 4 * 5 + 5 + 5 * 2 + 2
+    parameters = 8 * 9 + 9 + 9 * 2 + 2
     for side in (training.AUTOCAST, training.DEFAULT, "cached, fold=exact"):
         row = rows[side]
         assert (row.weight_casts, row.weight_bytes) == (row.gradient_casts, row.gradient_bytes) == (4, 6 * parameters)
-        assert (row.activation_casts, row.activation_bytes) == (3, 6 * BATCH * (4 + 2 + 2))
-        assert row.saved == 2 * BATCH * 5 + 4 * BATCH * 2
+        assert (row.activation_casts, row.activation_bytes) == (3, 6 * BATCH * (8 + 2 + 2))
+        assert row.saved == 2 * BATCH * 9 + 4 * BATCH * 2
     half, autocast = rows[training.HALF], rows[training.AUTOCAST]
     assert half.weight_casts == half.gradient_casts == rows[training.FLOAT32].activation_casts == 0
     assert rows[training.FLOAT32].ops < autocast.ops
@@ -298,7 +298,7 @@ def test_weight_memory_of_inference(tiny: str, tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "rows.json"
     assert inference.main(["--rounds", "2", "--json", str(path)]) == 0
     rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]}
-    parameters = 4 * 5 + 5 + 5 * 2 + 2
+    parameters = 8 * 9 + 9 + 9 * 2 + 2
     known = {"float32": 4, "torch.autocast": 4, "cast": 4, "cached": 6, "low": 2, "pure half": 2}
     assert {side: row["weights"] for side, row in rows.items()} == {s: n * parameters for s, n in known.items()}
     assert "low: " in capsys.readouterr().out

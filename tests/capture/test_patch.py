@@ -54,7 +54,7 @@ class Model(nn.Module):
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__()
-        self.a, self.b, self.fails = nn.Linear(4, 4), nn.Linear(4, 4), fails
+        self.a, self.b, self.fails = nn.Linear(8, 8), nn.Linear(8, 8), fails
 
     def forward(self, x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
         y = self.b(Round.apply(self.a(x) * 10)) * by
@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 
 def test_conversions_in_several_threads_take_turns() -> None:
-    x, now = torch.randn(3, 4), settings_now()
+    x, now = torch.randn(3, 8), settings_now()
 
     def converted(number: int) -> bool:
         right = True
@@ -89,7 +89,7 @@ def test_conversions_in_several_threads_take_turns() -> None:
 
 @pytest.mark.parametrize("same", [True, False], ids=["one call", "several calls"])
 def test_new_variants_in_several_threads(same: bool) -> None:
-    model, x = Model().eval(), torch.randn(3, 4)
+    model, x = Model().eval(), torch.randn(3, 8)
     amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)
     count, now = len(amp_model.variants), settings_now()
     factors = [2.0] * 4 if same else [2.0, 3.0, 4.0, 5.0]
@@ -109,7 +109,7 @@ def test_a_first_call_in_several_threads() -> None:
 
 def test_other_threads_call_what_was_there() -> None:
     """A training step with checkpoints and custom functions goes on while another thread converts."""
-    model, x = Model(), torch.randn(3, 4)
+    model, x = Model(), torch.randn(3, 8)
 
     def step() -> Any:
         y = checkpoint.checkpoint(model, x, use_reentrant=False)

@@ -20,7 +20,7 @@ from autocastfx import CaptureError, StateWarning, VariantError
 from autocastfx.capture.python_state import is_same
 from tests.helpers import relative_error
 
-X = torch.randn(3, 4)
+X = torch.randn(3, 8)
 EPSILON = torch.finfo(torch.bfloat16).eps
 
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.eps, self.dims = nn.Linear(4, 4), 0.5, (1, 4)
+        self.linear, self.eps, self.dims = nn.Linear(8, 8), 0.5, (1, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).reshape(-1, *self.dims) * self.factor + self.eps
@@ -43,7 +43,7 @@ class Model(nn.Module):
     def __init__(self, does: Callable[[Any, Tensor], Any] | None = None) -> None:
         super().__init__()
         self.does = does
-        self.block, self.norm, self.drop = Block(), nn.LayerNorm(4), nn.Dropout(0.0)
+        self.block, self.norm, self.drop = Block(), nn.LayerNorm(8), nn.Dropout(0.0)
         self.tau, self.steps, self.kind, self.cap, self.unused = 1.0, 0, "abs", None, 3
         self.log: list[Any] = []
         self.last: Any = None
@@ -178,7 +178,7 @@ def test_plain_values_are_one(a: Any, b: Any, same: bool) -> None:
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.factor = nn.Linear(4, 4), 3
+        self.linear, self.factor = nn.Linear(8, 8), 3
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, lambda x: self.linear(x) * self.factor, lambda x: x - self.factor, (x,))
@@ -233,7 +233,7 @@ def test_what_does_not_take_part_is_said(does: Any, names: str) -> None:
 class Appends(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, log: list[Any], more: dict[str, Any]) -> Tensor:
         y = self.linear(x)

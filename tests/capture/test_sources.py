@@ -23,7 +23,7 @@ def kept() -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize("given", [True, False], ids=["inputs", "first call"])
 def test_conversions_in_a_loop_do_not_grow(given: bool) -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), torch.randn(3, 4)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)), torch.randn(3, 8)
 
     def counts() -> tuple[int, ...]:
         autocastfx.convert(model, (x,) if given else None, dtype=torch.bfloat16)(x)
@@ -34,7 +34,7 @@ def test_conversions_in_a_loop_do_not_grow(given: bool) -> None:
 
 
 def test_the_source_of_a_graph_is_there_for_as_long_as_the_graph() -> None:
-    amp_model = autocastfx.convert(nn.Linear(4, 4), (torch.randn(3, 4),), dtype=torch.bfloat16)
+    amp_model = autocastfx.convert(nn.Linear(8, 8), (torch.randn(3, 8),), dtype=torch.bfloat16)
     names = kept()[0]
     sources = ["".join(linecache.getlines(name)) for name in names]
     assert sources.count(amp_model.code) >= 1

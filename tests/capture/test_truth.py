@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autocastfx
 
-ONES = torch.ones(2, 3)
+ONES = torch.ones(2, 8)
 NAN = torch.tensor([[1.0, float("nan")]])
 
 

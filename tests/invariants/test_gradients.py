@@ -102,12 +102,12 @@ PICKS = torch.arange(8192) % 7
 # Ways to read each row of a table some thousand times.
 READS_OFTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "index": lambda table: table[PICKS],
-    "take": lambda table: table.take(PICKS[:, None] * 4 + torch.arange(4)),
+    "take": lambda table: table.take(PICKS[:, None] * 8 + torch.arange(8)),
     "index_select": lambda table: table.index_select(0, PICKS),
-    "gather": lambda table: table.gather(0, PICKS[:, None].expand(-1, 4)),
+    "gather": lambda table: table.gather(0, PICKS[:, None].expand(-1, 8)),
     "embedding": lambda table: F.embedding(PICKS, table),
-    "view, index": lambda table: table.view(-1, 2, 2)[PICKS].flatten(1),
-    "expand": lambda table: table.expand(1171, 7, 4).reshape(-1, 4)[: len(PICKS)],
+    "view, index": lambda table: table.view(-1, 2, 4)[PICKS].flatten(1),
+    "expand": lambda table: table.expand(1171, 7, 8).reshape(-1, 8)[: len(PICKS)],
 }
 
 
@@ -116,14 +116,14 @@ READS_OFTEN: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("read", READS_OFTEN)
 def test_gradients_of_what_is_read_often_are_not_added_up_in_16_bits(read: str, fold: str, low: torch.dtype) -> None:
     """All else is exact in 16 bits, so that what is off is the sum: by one rounding, not by one for each term."""
-    table = nn.Parameter(torch.arange(28.0).view(7, 4) / 32)
+    table = nn.Parameter(torch.arange(56.0).view(7, 8) / 32)
     model = Net(
-        lambda m, scale: m.head(READS_OFTEN[read](m.table)) * scale, table=table, head=nn.Linear(4, 4, bias=False)
+        lambda m, scale: m.head(READS_OFTEN[read](m.table)) * scale, table=table, head=nn.Linear(8, 8, bias=False)
     )
     with torch.no_grad():
-        model.head.weight.copy_(torch.eye(4))
-    amp_model = autocastfx.convert(model, (torch.ones(4),), dtype=low, fold=fold)
-    given = (1 + torch.randn(len(PICKS), 4)).to(low).float()
-    (wanted,) = torch.autograd.grad(model(torch.ones(4)), table, given)
-    (found,) = torch.autograd.grad(amp_model(torch.ones(4)), table, given)
+        model.head.weight.copy_(torch.eye(8))
+    amp_model = autocastfx.convert(model, (torch.ones(8),), dtype=low, fold=fold)
+    given = (1 + torch.randn(len(PICKS), 8)).to(low).float()
+    (wanted,) = torch.autograd.grad(model(torch.ones(8)), table, given)
+    (found,) = torch.autograd.grad(amp_model(torch.ones(8)), table, given)
     assert_close("gradient", found, wanted, torch.finfo(low).eps)

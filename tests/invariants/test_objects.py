@@ -54,7 +54,7 @@ class Holder(dict[str, Any]):
     ],
 )
 def test_an_opaque_object_is_refused_before_anything_is_touched(given: Any, named: str) -> None:
-    model, x = net(with_cache), torch.randn(2, 4)
+    model, x = net(with_cache), torch.randn(2, 8)
     before, now = snapshot(model), settings_now()
     with pytest.raises(UnsupportedError, match=f"{named}, of which a graph knows nothing.* registered pytrees"):
         autocastfx.convert(model, (x, given), dtype=torch.bfloat16)
@@ -84,23 +84,23 @@ def test_plain_values_are_taken(given: Any) -> None:
         assert by is given or by == given
         return m.a(x)
 
-    Pair.of(net(run), (torch.randn(2, 4), given), torch.bfloat16).agree(torch.randn(2, 4), given)
+    Pair.of(net(run), (torch.randn(2, 8), given), torch.bfloat16).agree(torch.randn(2, 8), given)
 
 
 def test_the_sign_of_a_zero_is_part_of_the_call() -> None:
     def run(m: Any, x: Tensor, by: float) -> Tensor:
         return m.a(x).abs() + (1.0 if str(by) == "0.0" else 2.0)
 
-    pair = Pair.of(net(run), (torch.randn(2, 4), 0.0), torch.bfloat16)
-    pair.agree(torch.randn(2, 4), -0.0)
-    pair.agree(torch.randn(2, 4), 0.0)
+    pair = Pair.of(net(run), (torch.randn(2, 8), 0.0), torch.bfloat16)
+    pair.agree(torch.randn(2, 8), -0.0)
+    pair.agree(torch.randn(2, 8), 0.0)
 
 
 def test_a_number_of_thousands_of_digits_is_a_number() -> None:
     def run(m: Any, x: Tensor, by: int) -> Tensor:
         return m.a(x) * (by % 7)
 
-    x = torch.randn(2, 4)
+    x = torch.randn(2, 8)
     amp_model = autocastfx.convert(net(run), (x, 10**5000), dtype=torch.bfloat16)
     assert torch.equal(amp_model(x, 10**5000), amp_model(x, 10**5000 % 7))
     loaded = pickle.loads(pickle.dumps(amp_model))
@@ -143,10 +143,10 @@ def doubled(m: Any, c: Checked) -> Checked:
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 def test_a_pytree_whose_constructor_checks_its_leaves(registered: None, low: torch.dtype) -> None:
-    given = Checked(torch.randn(2, 4), torch.randn(3, 4))
+    given = Checked(torch.randn(2, 8), torch.randn(3, 8))
     pair = Pair.of(net(doubled), (given,), low)
     pair.agree(given)
-    pair.agree(Checked(torch.randn(5, 4), torch.randn(1, 4)))
+    pair.agree(Checked(torch.randn(5, 8), torch.randn(1, 8)))
     found = pickle.loads(pickle.dumps(pair.amp_model))(given)
     assert isinstance(found, Checked)
     call = CallSignature.of(pair.amp_model.forward).bind((given,), {})
