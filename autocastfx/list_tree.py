@@ -273,9 +273,14 @@ def demands(tree: Tree) -> Iterator[Demand]:
         ops, through = entry.child("ops"), entry.child("through")
         if ops.is_missing or not ops.as_strings():
             raise entry.error("this demand names no op: give it 'ops: [...]'")
-        word = "free" if through.is_missing else through.one_of(tuple(list_keys.DEMANDS), "word for 'through'")
+        word = "free" if through.is_missing else through.one_of(tuple(list_keys.DEMANDS), "through")
         reason = entry.child("reason").as_text(default="")
-        of = tuple(op.op_name() for op in known(entry.child("of").as_strings()))
+        makers = entry.child("of").as_strings()
+        of = tuple(op.op_name() for op in known(makers))
+        if not makers and not entry.child("at").is_missing:
+            raise entry.child("at").error("'at' says which arguments 'of' is about, and there is no 'of': add one")
+        if makers and not of:
+            continue  # without 'of' it would speak of more than it says
         for op in known(ops.as_strings()):
             name = op.op_name()
             if name in seen:

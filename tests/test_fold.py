@@ -11,7 +11,7 @@ import autocastfx
 from autocastfx.plan import Precision
 from tests.helpers import Function, relative_error, rewritten, text
 
-X = torch.linspace(-1, 1, 16).reshape(4, 4)
+X = torch.linspace(-1, 1, 64).reshape(8, 8)
 
 
 class Normed(nn.Module):
@@ -19,8 +19,8 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.norm = nn.Embedding(8, 4), nn.LayerNorm(4)
-        self.a, self.b, self.after = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.table, self.norm = nn.Embedding(8, 8), nn.LayerNorm(8)
+        self.a, self.b, self.after = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.norm(self.table(ids))
@@ -32,7 +32,7 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.Parameter(torch.zeros(4))
+        self.weights = nn.Parameter(torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ x) @ torch.diag(self.weights.softmax(0)) @ x
@@ -48,10 +48,10 @@ class Holds(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+        self.w, self.b = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x @ x.mT, (4,), self.w, self.b) @ x
+        return functional.layer_norm(x @ x.mT, (8,), self.w, self.b) @ x
 
 
 def test_a_norm_folds_and_reads_its_parameters_in_float32() -> None:
@@ -122,7 +122,7 @@ def test_scores_under_an_additive_mask_fold_with_their_softmax(dtype: torch.dtyp
         mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
         return functional.softmax(x @ x + mask, -1) @ x
 
-    seen = torch.ones(4, 4, dtype=torch.bool).tril()
+    seen = torch.ones(8, 8, dtype=torch.bool).tril()
     seen[0] = False
     amp_model = autocastfx.convert(Function(attend), (X, seen), dtype=dtype, fold="kernel")
     runs = {n.op: n.placement.run for n in amp_model.plan.nodes}

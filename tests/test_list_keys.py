@@ -33,6 +33,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "modules": {"modules": [{"path": "head", "category": "low"}]},
     "keep_args": {"keep_args": {"batch_norm": "weight"}},
     "set_dtype": {"placement": "follow", "deny": ["softmax"], "set_dtype": ["softmax"]},
+    "product_depth": {"product_depth": 16},
+    "demands": {"demands": [{"ops": ["sin"], "reason": "an angle"}]},
     "reduction_depth": {"reduction_depth": {"mean": 4096, "*": None}},
     "aliases": {"aliases": {"my_lib::gelu": "gelu"}},
     "unlisted": {"unlisted": "deny"},
@@ -47,6 +49,7 @@ def test_each_key_of_a_list_is_taken(key: str) -> None:
 
 
 ENTRIES = {"reason": "measured", "when": {"dim": -1}, "devices": "cuda"}
+DEMAND = {"through": "products", "arguments": ["other"], "of": ["sub"], "at": ["other"], "reason": "measured"}
 MODULES = {"path": "head", "category": "low", "reason": "measured", "ops": ["linear"], "devices": "cuda", "rank": 2}
 
 
@@ -56,6 +59,7 @@ MODULES = {"path": "head", "category": "low", "reason": "measured", "ops": ["lin
         (list_keys.ENTRY_KEYS, {"softmax": ENTRIES}, "deny"),
         (list_keys.ENTRY_KEYS, {"ops": ["softmax"], **ENTRIES}, "deny"),
         (list_keys.MODULE_KEYS, MODULES, "modules"),
+        (list_keys.DEMAND_KEYS, {"ops": ["div"], **DEMAND}, "demands"),
     ],
 )
 def test_each_key_of_an_entry_is_taken(words: Mapping[str, str], entry: dict[str, Any], under: str) -> None:
@@ -71,6 +75,13 @@ def test_each_key_of_an_entry_is_taken(words: Mapping[str, str], entry: dict[str
 @pytest.mark.parametrize("word", [*list_keys.MODULE_CATEGORIES, *list_keys.CATEGORIES])
 def test_each_category_of_a_module_is_taken(word: str) -> None:
     assert OpList.of({"modules": [{"path": "head", "category": word}]}).modules[0].wanted == word
+
+
+@pytest.mark.parametrize("word", list_keys.DEMANDS)
+def test_each_way_of_a_demand_is_taken(word: str) -> None:
+    lists = OpList.of({"demands": [{"ops": ["sin"], "through": word}]})
+    found = lists.demand("sin_")
+    assert (found.through if found is not None else "nothing") == word
 
 
 @pytest.mark.parametrize("device", list_keys.DEVICES)

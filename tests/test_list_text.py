@@ -23,6 +23,14 @@ REASONS = st.sampled_from(["", "why", "no", "1e-3", "a: b # c", "ä 'ö' \"ü\"\
 PATHS = st.sampled_from(["head", "layers.*", "**.attn", "re:^a\\.\\d+$", "layers.[0-3]"])
 OPS = st.sampled_from([[], ["exp"], ["exp", "softmax", "my_lib::op"]])
 WORDS = st.sampled_from(["low", "float32", "keep"])
+DEMANDS = st.fixed_dictionaries(
+    {"ops": st.sampled_from([["sin", "cos"], ["div"], ["my_lib::op"]]), "reason": REASONS},
+    optional={
+        "through": st.sampled_from(["free", "products", "both", "nothing"]),
+        "arguments": st.just(["self"]),
+        "of": st.sampled_from([["sub"], ["exp", "sub"]]),
+    },
+)
 
 
 @st.composite
@@ -46,6 +54,8 @@ def op_lists(draw: st.DrawFn) -> OpList:
                     "placement": st.sampled_from(["cut", "simple", "follow"]),
                     "keep_args": st.just({"batch_norm": ["weight", "bias"], "my_lib::op": ["a"]}),
                     "aliases": st.just({"my_lib::x": "exp", "some.module.f": "softmax"}),
+                    "product_depth": st.sampled_from([None, 1, 8]),
+                    "demands": st.lists(DEMANDS, max_size=3, unique_by=lambda demand: demand["ops"][0]),
                 },
             )
         )

@@ -1,7 +1,8 @@
-"""How many elements a node reduces into one, and the limits that lists set."""
+"""The sizes of contractions and reductions, and the limits that lists set."""
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import autocastfx
+from autocastfx.example_size import largest_size
 from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.op_list import OpList
+from autocastfx.op_name import op_name
 from autocastfx.plan import Decision
-from autocastfx.product import KINDS
+from autocastfx.product import KINDS, Product, product
 from tests.helpers import Function, op_list
 
 ones = torch.ones
@@ -53,7 +56,8 @@ def test_depth(op: str, tmp_path: Path) -> None:
     function, inputs, expected = CASES[op]
 
     def decided(limit: int) -> Decision:
-        rules = ["default", op_list(tmp_path, f"allow: [{op}]\nreduction_depth: {{{op}: {limit}}}")]
+        text = f"allow: [{op}]\nreduction_depth: {{{op}: {limit}}}\nproduct_depth: null"
+        rules = ["default", op_list(tmp_path, text)]
         plan = autocastfx.convert(Function(lambda *args: function(*args)), inputs, op_list=rules).plan
         return next(n.decision for n in plan.nodes if n.op == op)
 
@@ -79,7 +83,7 @@ def test_an_equation(equation: str, shapes: list[tuple[int, ...]], expected: int
     def model(*operands: torch.Tensor) -> torch.Tensor:
         return torch.einsum(equation, *operands)
 
-    rules = ["default", op_list(tmp_path, "reduction_depth: {einsum: 1}")]
+    rules = ["default", op_list(tmp_path, "reduction_depth: {einsum: 1}\nproduct_depth: null")]
     plan = autocastfx.convert(Function(model), tuple(ones(s) for s in shapes), op_list=rules).plan
     forced = [n.decision.reason for n in plan.nodes if n.dtype == "float32" and n.op == "einsum"]
     deep = expected is not None and expected > 1
@@ -138,7 +142,101 @@ def test_every_kind_of_the_table_is_known() -> None:
 
 
 def test_a_limit_holds_in_the_modules_that_use_the_op(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 4))
+    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 4))
     rules = ["default", lists(tmp_path, "reduction_depth: {linear: 16}")]
-    plan = autocastfx.convert(model, (ones(1, 4),), op_list=rules).plan
+    plan = autocastfx.convert(model, (ones(1, 8),), op_list=rules).plan
     assert (plan["linear"].dtype, plan["linear_1"].dtype) == ("float16", "float32")
+
+
+# -- what a contraction is by its sizes -------------------------------------------------------------------------------
+
+SHAPES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Product]] = {
+    "vectors": (torch.dot, (ones(7), ones(7)), Product(7, is_sum=True)),
+    "vectors of a batch": (torch.linalg.vecdot, (ones(3, 7), ones(3, 7)), Product(7, is_sum=True)),
+    "outer": (torch.outer, (ones(7), ones(5)), Product(1)),
+    "kron": (torch.kron, (ones(2, 2), ones(3, 3)), Product(1)),
+    "named dimensions": (lambda a, b: torch.tensordot(a, b, dims=2), (ones(2, 3, 5), ones(3, 5, 4)), Product(15)),
+    "matrices": (torch.matmul, (ones(3, 7), ones(7, 5)), Product(7)),
+    "a matrix and a vector": (torch.matmul, (ones(3, 7), ones(7)), Product(7)),
+    "one row and one column": (lambda a, b: a[:, :1].mT @ b[:, :1], (ones(7, 7), ones(7, 7)), Product(7, is_sum=True)),
+    "one row and one column, in a batch": (
+        lambda a, b: a[:, None] @ b[..., None],
+        (ones(4, 7), ones(4, 7)),
+        Product(7, is_sum=True),
+    ),
+    "an equation that keeps the batch alone": (
+        lambda a, b: torch.einsum("bd,bd->b", a, b),
+        (ones(3, 7), ones(3, 7)),
+        Product(7, is_sum=True),
+    ),
+    "an equation that contracts nothing": (
+        lambda a, b: torch.einsum("i,j->ij", a, b),
+        (ones(3), ones(7)),
+        Product(1),
+    ),
+    "an equation of one operand": (lambda a: torch.einsum("ij->i", a), (ones(3, 7),), Product(7, is_sum=True)),
+    "an equation of matrices": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (ones(3, 7), ones(7, 5)), Product(7)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_sizes_of_a_contraction(name: str) -> None:
+    function, inputs, expected = SHAPES[name]
+    captured = (
+        autocastfx.convert(Function(lambda *args: function(*args)), inputs, op_list=OpList()).variants[0].captured
+    )
+    assert captured is not None
+    reduces = load_kernel_facts().reduces
+    (node,) = [n for n in captured.graph.nodes if op_name(n) in reduces]
+    assert product(node, reduces[op_name(node)]) == expected
+
+
+def test_a_size_that_is_1_in_the_example_alone_makes_no_sum() -> None:
+    captured = autocastfx.convert(Function(torch.matmul), (ones(2, 7), ones(7, 2))).variants[0].captured
+    assert captured is not None
+    (node,) = [n for n in captured.graph.nodes if op_name(n) == "matmul"]
+    rows = node.args[0].meta["val"].shape[0]
+    assert isinstance(rows, torch.SymInt), "rows may be of any number"
+    assert product(node, "matrices", lambda size: 1) == Product(1)
+
+
+def test_the_largest_sizes_may_be_asked_for() -> None:
+    captured = autocastfx.convert(Function(torch.matmul), (ones(9, 12), ones(12, 5))).variants[0].captured
+    assert captured is not None
+    (node,) = [n for n in captured.graph.nodes if op_name(n) == "matmul"]
+    assert product(node, "matrices") == Product(12)
+    assert product(node, "matrices", largest_size) == Product(math.inf)
+
+
+@pytest.mark.parametrize("preset", ["float16", "bfloat16"])
+def test_few_elements_are_elementwise_work_and_one_number_is_a_sum(preset: str) -> None:
+    dtype = getattr(torch, preset)
+
+    def decided(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Decision:
+        plan = autocastfx.convert(Function(function), tuple(map(ones, shapes)), dtype=dtype).plan
+        return plan.nodes[0].decision
+
+    few = decided(torch.matmul, (5, 7), (7, 5))
+    assert (str(few.category), few.reason) == (
+        "infer",
+        "adds up 7 elements, fewer than product_depth 8: elementwise work",
+    )
+    assert few.source.startswith("op_lists/base.yaml:")
+    assert str(decided(torch.matmul, (5, 8), (8, 5)).category) == "allow"
+    number = decided(torch.dot, (64,), (64,))
+    assert number.reason.startswith("adds up 64 elements into one number, as a sum does")
+    rule = autocastfx.load_op_list(preset).rule("sum")
+    assert rule is not None
+    assert number.category is rule.category
+
+
+def test_a_list_moves_or_lifts_the_limit() -> None:
+    def category(depth: int | None) -> str:
+        rules = ["default", OpList.of({"product_depth": depth})]
+        return str(
+            autocastfx.convert(Function(torch.matmul), (ones(5, 7), ones(7, 5)), op_list=rules)
+            .plan.nodes[0]
+            .decision.category
+        )
+
+    assert (category(7), category(16), category(None)) == ("allow", "infer", "allow")
