@@ -15,7 +15,7 @@ __all__ = ["LEVELS", "KernelFacts", "load_kernel_facts"]
 # Levels of folding: which tables of ops each takes.
 LEVELS: Mapping[str, tuple[str, ...]] = {"none": (), "exact": ("exact",), "kernel": ("exact", "kernel")}
 
-_WHOLE = ("made", "truth", "counted", "added", "multiplied", "summed", "moved", "bounded")
+_WHOLE = ("made", "truth", "counted", "filled", "added", "multiplied", "summed", "moved", "bounded")
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ from autocastfx.state import State, planned_casts, planned_copies, planned_node
 from autocastfx.traffic import bytes_moved
 from autocastfx.unit import Units, units_of
 from autocastfx.variant import Variant
-from autocastfx.whole_numbers import WholeNumbers, largest_whole
+from autocastfx.whole_numbers import WholeNumbers, holds_one_number, largest_whole
 
 __all__ = ["CONVERTED_INSIDE", "FOLLOW_PIPELINE", "LOW", "PIPELINE", "Converter", "State"]
 
@@ -157,6 +157,7 @@ class Converter:
             largest=_largest({**held, **attributes}),
             single=frozenset(n for n, t in {**held, **attributes}.items() if _is_single(t)),
             whole=_whole({n: t for n, t in {**held, **attributes}.items() if not isinstance(t, nn.Parameter)}),
+            masks=frozenset(n for n, t in {**held, **attributes}.items() if _is_mask(t)),
             dtypes={node: dtypes(node) for node in graph.nodes},
             ops={node: op_name(node) for node in graph.nodes},
             cached=_cached(held),
@@ -228,12 +229,16 @@ def _classify(converter: Converter, state: State, device: torch.device) -> State
         converter.low,
         device.type,
         reached.too_far,
-        WholeNumbers.of(state.graph, state.whole, state.measured, rules, converter.facts, converter.low, most),
+        WholeNumbers.of(
+            state.graph, state.whole, state.masks, state.measured, rules, converter.facts, converter.low, most
+        ),
         distance_products(state.graph, allowed, rules, converter.facts, size),
         {n: number for n, number in state.largest.items() if n in state.single},
         size,
     )
     found = classifier(state.graph, state.largest)
+    if rules.placement == "follow":  # torch.autocast demands nothing
+        return replace(state, classification=replace(found, wide=found.wide | reached.wide))
     decisions = Demands(converter.ports(device), state.parameters)(state.graph, found.decisions)
     return replace(state, classification=replace(found, decisions=decisions, wide=found.wide | reached.wide))
 
@@ -376,6 +381,12 @@ def _whole(tensors: Mapping[str, Any]) -> dict[str, float]:
     held = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor) and is_here(t)}
     reached = {n: largest_whole(t) for n, t in held.items()}
     return {name: found for name, found in reached.items() if found is not None}
+
+
+def _is_mask(held: Any) -> bool:
+    """True for a buffer or constant of one number, or of 0 and one number, with values here."""
+    is_tensor = isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter)
+    return is_tensor and is_here(held) and holds_one_number(held)
 
 
 def _prefixed(found: Recomposed, prefix: str) -> Recomposed:

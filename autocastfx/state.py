@@ -32,6 +32,7 @@ class State:
     largest: Mapping[str, float]
     single: frozenset[str]  # tensors of one element that no optimizer changes
     whole: Mapping[str, float]  # largest magnitudes of buffers and constants that hold whole numbers alone
+    masks: frozenset[str]  # buffers and constants that hold one number, or 0 and one number
     dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]  # before rewriting, as the op names are
     ops: Mapping[fx.Node, str]
     guesses: frozenset[str] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from autocastfx.op_list import Category, OpList
 from autocastfx.op_name import base_name, op_name
 from autocastfx.product import Size, product
 
-__all__ = ["WholeNumbers", "largest_whole", "told_apart"]
+__all__ = ["WholeNumbers", "holds_one_number", "largest_whole", "told_apart"]
 
 
 def told_apart(low: torch.dtype) -> int:
@@ -34,6 +34,14 @@ def largest_whole(tensor: torch.Tensor) -> float | None:
     return float(tensor.abs().max()) if tensor.dtype != torch.bool else 1.0
 
 
+def holds_one_number(tensor: torch.Tensor) -> bool:
+    """True if ``tensor`` holds one number, or 0 and one number: a mask."""
+    if tensor.is_complex() or not tensor.numel():
+        return False
+    number = tensor.flatten()[tensor.abs().argmax()] if tensor.dtype != torch.bool else tensor.any()
+    return bool(((tensor == 0) | (tensor == number)).all())
+
+
 @dataclass(frozen=True)
 class WholeNumbers:
     """The whole numbers of one graph.
@@ -42,16 +50,20 @@ class WholeNumbers:
         reach: largest magnitude that each value of whole numbers may have; infinite where nothing tells.
         scaled: values computed, element by element, from whole numbers that 16 bits do not tell apart: positions times
             a slope, say.
+        hiding: values that a number beyond those makes a mask: whatever it is rounded to, it hides the scores that it
+            is added to.
     """
 
     reach: Mapping[fx.Node, float]
     scaled: frozenset[fx.Node]
+    hiding: frozenset[fx.Node] = frozenset()
 
     @classmethod
     def of(
         cls,
         graph: fx.Graph,
         held: Mapping[str, float],
+        masks: Set[str],
         measured: Mapping[fx.Node, float],
         op_list: OpList,
         facts: KernelFacts,
@@ -63,6 +75,7 @@ class WholeNumbers:
         Args:
             graph: captured, with abstract values.
             held: largest magnitudes of buffers and constants that hold whole numbers alone, by ``get_attr`` target.
+            masks: those of them that hold one number, or 0 and one number.
             measured: largest magnitudes of outputs on calibration data.
             op_list: names the ops that only move values.
             facts: which ops give whole numbers, and how they grow.
@@ -71,17 +84,46 @@ class WholeNumbers:
         """
         reach: dict[fx.Node, float] = {}
         scaled: set[fx.Node] = set()
+        hiding: set[fx.Node] = set()
         for node in graph.nodes:
             rule = op_list.rule(op_name(node)) if node.op == "call_function" else None
             category = rule.category if rule is not None else None
             own = held.get(str(node.target)) if node.op == "get_attr" else _reach(node, reach, category, facts, size)
+            blurred = [n for n in node.all_input_nodes if n in scaled or reach.get(n, 0) > told_apart(low)]
             if own is not None:
                 reach[node] = min(own, measured.get(node, math.inf))
-            elif category in (Category.INFER, Category.CLEAR) and any(
-                read in scaled or reach.get(read, 0) > told_apart(low) for read in node.all_input_nodes
-            ):
+            elif category in (Category.INFER, Category.CLEAR) and blurred:
                 scaled.add(node)
-        return cls(reach, frozenset(scaled))
+            if node.op == "get_attr" and str(node.target) in masks:
+                hiding.add(node)
+            elif node.op == "call_function":
+                kind = facts.whole_numbers.get(base_name(op_name(node)))
+                if _is_hiding(node, hiding, scaled, blurred, category, kind, told_apart(low)):
+                    hiding.add(node)
+        return cls(reach, frozenset(scaled), frozenset(hiding))
+
+    def are_positions(self, mask: fx.Node, most: int) -> bool:
+        """True if ``mask``, which is added to scores, holds numbers that 16 bits do not tell apart, and hides none."""
+        return (mask in self.scaled or self.reach.get(mask, 0.0) > most) and mask not in self.hiding
+
+
+def _is_hiding(
+    node: fx.Node,
+    hiding: Set[fx.Node],
+    scaled: Set[fx.Node],
+    blurred: Sequence[fx.Node],
+    category: Category | None,
+    kind: str | None,
+    most: int,
+) -> bool:
+    """True if all that makes the values of ``node`` large is a number written there, or into what it reads."""
+    is_written = any(abs(number) > most for _, number in constants(node))
+    if is_written and kind in ("multiplied", "filled"):
+        return True
+    if is_written and category is Category.CLEAR:
+        return not any(read in scaled and read not in hiding for read in node.all_input_nodes)
+    is_elementwise = category in (Category.INFER, Category.CLEAR) or kind == "moved"
+    return is_elementwise and set(blurred) <= hiding and not hiding.isdisjoint(node.all_input_nodes)
 
 
 def _reach(
@@ -106,7 +148,7 @@ def _computed(
         return math.inf
     if kind == "truth":
         return 1.0
-    if kind == "counted":
+    if kind in ("counted", "filled"):
         ends = [n for n in node.args if isinstance(n, (int, float, torch.SymInt))]
         return max(map(largest_size, ends), default=math.inf) if all(map(_is_whole, ends)) else None
     floating = tensors(node)[0].is_floating_point()

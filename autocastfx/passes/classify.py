@@ -125,7 +125,9 @@ class Classifier:
         return Classification(decisions, frozenset(wide), unable, fitting), meets
 
     def _unable(self, node: fx.Node, decision: Decision, fitting: Mapping[fx.Node, Fill]) -> str | None:
-        if decision.source in ("sub-graph", "eligibility", "forced:user-cast"):
+        if decision.source in ("sub-graph", "eligibility") or (
+            decision.source == "forced:user-cast" and op_name(node) in _CASTS
+        ):
             return decision.reason
         forced = (self._explicit_dtype(node), self._no_kernel(node), None if node in fitting else self._constant(node))
         return next((d.reason for d in forced if d is not None and d.source != "forced:epsilon"), None)
@@ -160,10 +162,11 @@ class Classifier:
             if forced := check(node):
                 return forced
         if listed.category is Category.ALLOW:
-            for check in (self._island, self._whole_operand, self._distance):
+            checks = [self._whole_operand, self._distance]
+            for check in checks if isinstance(rule, ModuleRule) else [self._island, *checks]:
                 if forced := check(node):
                     return forced
-            if not isinstance(rule, ModuleRule):
+            if not isinstance(rule, ModuleRule):  # by which a person asks for it, whatever it is
                 listed = self._product(node, listed)
         if node in fitting:
             return self._wide(node, listed, wide, hidden) or self._filled(fitting[node], listed)
@@ -292,16 +295,16 @@ class Classifier:
     def _whole_operand(self, node: fx.Node) -> Decision | None:
         """A product that reads or gives whole numbers which the low dtype does not tell apart."""
         most = told_apart(self.low)
-        for value in (*(u.node for u in uses(node)), node):
-            reach = self.whole.reach.get(value, 0.0) if has_float32(value) else 0.0
-            if reach > most:
-                upto = "of any size" if math.isinf(reach) else f"up to {reach:,.0f}"
-                what = "gives" if value is node else f"reads {value.name}:"
-                reason = f"{what} whole numbers {upto}; {self._low_name} tells them apart up to {most:,}"
-                return Decision(Category.DENY, reason, "forced:whole")
-        for use in uses(node):
-            if use.node in self.whole.scaled and takes_mask(node, use):
-                return Decision(Category.DENY, f"adds positions: {use.node.name}", "forced:whole")
+        masks = [u.node for u in uses(node) if takes_mask(node, u)]
+        reads = [u.node for u in uses(node) if u.node not in masks]
+        for value in (n for n in (*reads, node) if has_float32(n) and self.whole.reach.get(n, 0.0) > most):
+            reach = self.whole.reach[value]
+            upto = "of any size" if math.isinf(reach) else f"up to {reach:,.0f}"
+            what = "gives" if value is node else f"reads {value.name}:"
+            reason = f"{what} whole numbers {upto}; {self._low_name} tells them apart up to {most:,}"
+            return Decision(Category.DENY, reason, "forced:whole")
+        for mask in (n for n in masks if has_float32(n) and self.whole.are_positions(n, most)):
+            return Decision(Category.DENY, f"adds positions: {mask.name}", "forced:whole")
         return None
 
     def _distance(self, node: fx.Node) -> Decision | None:

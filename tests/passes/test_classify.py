@@ -29,7 +29,7 @@ def plan_of(function: Callable[..., Any], *inputs: torch.Tensor, **options: Any)
 @pytest.fixture
 def x() -> torch.Tensor:
     torch.manual_seed(0)
-    return torch.rand(4, 4)
+    return torch.rand(8, 8)
 
 
 def test_a_listed_op_has_the_place_of_its_rule_as_source(x: torch.Tensor) -> None:
@@ -67,9 +67,9 @@ def test_a_banned_op_is_refused_with_the_reason_and_the_place(x: torch.Tensor, t
 
 
 def test_a_module_class_decides_for_all_ops_inside(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.GLU(), nn.Linear(2, 4))
+    model = nn.Sequential(nn.Linear(16, 16), nn.GLU(), nn.Linear(8, 16))
     rules = op_list(tmp_path, "deny: [torch.nn.modules.activation.GLU]")
-    amp_model = autocastfx.convert(model, (torch.rand(2, 4),), op_list=["default", rules])
+    amp_model = autocastfx.convert(model, (torch.rand(2, 16),), op_list=["default", rules])
     assert amp_model.plan["glu"].dtype == "float32"
     assert amp_model.plan["glu"].decision.source.endswith("test.yaml:1:8")
 
@@ -107,20 +107,20 @@ def test_an_epsilon_that_underflows_is_float32(x: torch.Tensor) -> None:
 
 
 def test_an_epsilon_inside_a_float32_kernel_is_no_reason() -> None:
-    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2, eps=1e-12), nn.Conv1d(2, 2, 1))
+    model = nn.Sequential(nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8, eps=1e-12), nn.Conv1d(8, 8, 1))
     with pytest.warns(UserWarning, match="use dtype=torch.bfloat16"):
-        plan = autocastfx.convert(model, (torch.rand(2, 2, 4),)).plan
+        plan = autocastfx.convert(model, (torch.rand(2, 8, 4),)).plan
     assert plan["batch_norm"].dtype == "float16"
 
 
 def test_a_named_dtype_is_obeyed(x: torch.Tensor) -> None:
-    plan = plan_of(lambda x: (x @ x).mean(0, dtype=torch.float32).expand(4, 4) @ x, x)
+    plan = plan_of(lambda x: (x @ x).mean(0, dtype=torch.float32).expand(8, 8) @ x, x)
     assert plan["mean"].decision.source == "forced:dtype"
     assert plan["mean"].dtype == "float32"
 
 
 def test_arange_stays_float32(x: torch.Tensor) -> None:
-    plan = plan_of(lambda x: torch.arange(4.0) + x @ x, x)
+    plan = plan_of(lambda x: torch.arange(8.0) + x @ x, x)
     assert plan["arange"].dtype == "float32"
 
 
@@ -156,7 +156,7 @@ def test_masks_made_in_the_model_give_no_nan(x: torch.Tensor, dtype: torch.dtype
             scores.softmax(-1) @ x
         )
 
-    keep = torch.ones(4, 4, dtype=torch.bool).tril()
+    keep = torch.ones(8, 8, dtype=torch.bool).tril()
     amp_model = autocastfx.convert(Function(attend), (x, keep), dtype=dtype)
     result = amp_model(x, keep)
     # Two averages of values below 1, each rounded on its way in, in its weights and on its way out.
@@ -168,12 +168,12 @@ def test_a_constant_mask_that_the_low_dtype_cannot_hold_saturates(dtype: torch.d
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("bias", torch.full((4, 4), torch.finfo(torch.float32).min).triu(1))
+            self.register_buffer("bias", torch.full((8, 8), torch.finfo(torch.float32).min).triu(1))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.scaled_dot_product_attention(x, x, x, self.bias)
 
-    x = torch.rand(1, 4, 4)
+    x = torch.rand(1, 8, 8)
     amp_model = autocastfx.convert(Net(), (x,), dtype=dtype)
     assert any(c.saturates for c in amp_model.plan.casts)
     assert relative_error(amp_model(x), Net()(x)) < 4 * torch.finfo(dtype).eps
@@ -190,7 +190,7 @@ def attend(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_number_that_only_hides_scores_is_another_one_in_bfloat16() -> None:
-    x, keep = torch.rand(4, 4), torch.ones(4, 4, dtype=torch.bool)
+    x, keep = torch.rand(8, 8), torch.ones(8, 8, dtype=torch.bool)
     found = plan_of(attend, x, keep, dtype=torch.bfloat16)["where"]
     assert found.placement.run is Precision.LOW
     words = "other=-3.40282e+38, which only hides scores, is -1.69477e+38 in bfloat16"
@@ -203,7 +203,7 @@ def test_in_float16_it_stays_for_scores_may_be_as_low_as_any_number(bias: float)
     def function(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         return ((-(x @ x)).masked_fill(~keep, -1e9) + bias * x.tanh()).softmax(-1)
 
-    x, keep = torch.full((4, 4), 100.0), torch.ones(4, 4, dtype=torch.bool)
+    x, keep = torch.full((8, 8), 70.0), torch.ones(8, 8, dtype=torch.bool)
     keep[0], keep[1:, 0] = False, False
     amp_model = autocastfx.convert(Function(function), (x, keep), dtype=torch.float16)
     assert amp_model.plan["masked_fill"].decision.source == "forced:constant"
@@ -211,7 +211,7 @@ def test_in_float16_it_stays_for_scores_may_be_as_low_as_any_number(bias: float)
 
 
 def test_a_list_may_deny_it(tmp_path: Path) -> None:
-    x, keep = torch.rand(4, 4), torch.ones(4, 4, dtype=torch.bool)
+    x, keep = torch.rand(8, 8), torch.ones(8, 8, dtype=torch.bool)
     denied = plan_of(attend, x, keep, dtype=torch.bfloat16, op_list=["default", op_list(tmp_path, "deny: [where]")])
     assert denied["where"].placement.run is Precision.FLOAT32
     assert denied["where"].decision.source.endswith("test.yaml:1:8")
@@ -219,7 +219,7 @@ def test_a_list_may_deny_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("category", ["allow", "infer", "promote"])
 def test_it_is_obeyed_in_any_category_that_may_run_low(category: str, tmp_path: Path) -> None:
-    x, keep = torch.randn(4, 4), torch.ones(4, 4, dtype=torch.bool).tril()
+    x, keep = torch.randn(8, 8), torch.ones(8, 8, dtype=torch.bool).tril()
     keep[2] = False
     rules = op_list(tmp_path, f"{category}: [where]")
     amp_model = autocastfx.convert(Function(attend), (x, keep), dtype=torch.bfloat16, op_list=["default", rules])
@@ -228,7 +228,7 @@ def test_it_is_obeyed_in_any_category_that_may_run_low(category: str, tmp_path: 
 
 
 def test_a_preset_that_follows_torch_autocast_keeps_its_number() -> None:
-    x, keep = torch.rand(4, 4), torch.ones(4, 4, dtype=torch.bool)
+    x, keep = torch.rand(8, 8), torch.ones(8, 8, dtype=torch.bool)
     amp_model = autocastfx.convert(Function(attend), (x, keep), dtype=torch.bfloat16, op_list="torch_autocast_cpu")
     assert "hides" not in amp_model.plan["where"].decision.reason
     assert f"{LEAST}" in amp_model.code
@@ -241,15 +241,15 @@ def test_what_a_call_brings_may_be_a_mask_and_keeps_the_fill_over_it_float32() -
         bias = torch.where(keep, mask * 1.0, LEAST)
         return torch.nn.functional.scaled_dot_product_attention(x @ x, x, x, bias)
 
-    x, keep = torch.rand(1, 4, 4), torch.ones(1, 4, 4, dtype=torch.bool).tril()
-    mask = torch.full((1, 4, 4), LEAST)
+    x, keep = torch.rand(1, 8, 8), torch.ones(1, 8, 8, dtype=torch.bool).tril()
+    mask = torch.full((1, 8, 8), LEAST)
     amp_model = autocastfx.convert(Function(function), (x, mask, keep), dtype=torch.bfloat16)
     assert amp_model.plan["where"].decision.source == "forced:constant"
     assert relative_error(amp_model(x, mask, keep), function(x, mask, keep)) < 4 * torch.finfo(torch.bfloat16).eps
 
 
 def test_fills_that_meet_other_values_beyond_the_range_stay_float32(x: torch.Tensor) -> None:
-    keep = torch.ones(4, 4, dtype=torch.bool)
+    keep = torch.ones(8, 8, dtype=torch.bool)
 
     def summed(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         return ((x @ x).masked_fill(keep, LEAST) + torch.where(keep, x @ x, LEAST)).softmax(-1) @ x
@@ -258,7 +258,7 @@ def test_fills_that_meet_other_values_beyond_the_range_stay_float32(x: torch.Ten
         return torch.where(keep, (x @ x) * 1e9, LEAST).softmax(-1) @ x
 
     def beside(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        return (torch.where(keep, x @ x, LEAST) + torch.full((4, 4), -1e9).tril()).softmax(-1) @ x
+        return (torch.where(keep, x @ x, LEAST) + torch.full((8, 8), -1e9).tril()).softmax(-1) @ x
 
     sources = [n.decision.source for f in (summed, over, beside) for n in plan_of(f, x, keep).nodes if "where" in n.op]
     assert sources == ["forced:constant"] * 3
@@ -266,7 +266,7 @@ def test_fills_that_meet_other_values_beyond_the_range_stay_float32(x: torch.Ten
 
 
 def test_values_measured_beyond_the_range_stay_float32(x: torch.Tensor) -> None:
-    keep = torch.ones(4, 4, dtype=torch.bool).tril()
+    keep = torch.ones(8, 8, dtype=torch.bool).tril()
     plan = plan_of(attend, x, keep, calibrate=[(x, keep)])
     assert plan["where"].decision.source == "forced:range"
 
@@ -283,7 +283,7 @@ def after_deny(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("run", ["float32", "low"])
 @pytest.mark.parametrize("function", [biased, after_deny])
 def test_a_plan_may_ask_for_either_precision_of_a_fill(function: Callable[..., Any], run: str, tmp_path: Path) -> None:
-    x, keep = torch.rand(4, 4), torch.ones(4, 4, dtype=torch.bool).tril()
+    x, keep = torch.rand(8, 8), torch.ones(8, 8, dtype=torch.bool).tril()
     keep[2] = False
     plan = tmp_path / "plan.json"
     line = f'{{"name": "where", "op": "where", "placement": {{"run": "{run}", "store": "{run}"}}}}'
@@ -301,14 +301,14 @@ def test_a_missing_kernel_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rnn = nn.LSTM(4, 4, batch_first=True)
+            self.rnn = nn.LSTM(8, 8, batch_first=True)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.rnn(x)[0]
 
     facts = replace(load_kernel_facts(), no_kernel={("cpu", "float16"): frozenset({"lstm"})})
     monkeypatch.setattr(sys.modules["autocastfx.convert"], "load_kernel_facts", lambda: facts)
-    x = torch.rand(2, 3, 4)
+    x = torch.rand(2, 3, 8)
     low = autocastfx.convert(Net(), (x,), dtype=torch.bfloat16)
     high = autocastfx.convert(Net(), (x,), dtype=torch.float16)
     other = autocastfx.convert(Net(), (x,), dtype=torch.float16, device="cuda")
@@ -326,7 +326,7 @@ def test_a_missing_kernel_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.fc = nn.Linear(4, 4)
+        self.fc = nn.Linear(8, 8)
         self.act = nn.GELU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -337,7 +337,7 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(4, 4)
+        self.head = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -349,7 +349,7 @@ def stack_plan(tmp_path: Path, text: str, **options: Any) -> Plan:
     torch.manual_seed(0)
     rules = op_list(tmp_path, text)
     options.setdefault("dtype", torch.bfloat16)
-    return autocastfx.convert(Stack().eval(), (torch.rand(2, 4),), op_list=["default", rules], **options).plan
+    return autocastfx.convert(Stack().eval(), (torch.rand(2, 8),), op_list=["default", rules], **options).plan
 
 
 def runs(plan: Plan) -> dict[str, str]:
@@ -471,13 +471,13 @@ def test_a_product_with_a_value_beyond_the_range_stays_float32() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("table", torch.full((4, 4), 1e5))
-            self.register_buffer("mask", torch.full((1, 4, 4), -1e9))
+            self.register_buffer("table", torch.full((8, 8), 1e5 + 0.5))
+            self.register_buffer("mask", torch.full((1, 8, 8), -1e9))
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return (x * 1e-3) @ self.table, torch.baddbmm(self.mask, x[None], x[None])
 
-    x = torch.ones(4, 4)
+    x = torch.ones(8, 8)
     amp_model = autocastfx.convert(Scaled(), (x,), dtype=torch.float16)
     assert amp_model.plan["matmul"].decision.source == "forced:wide"
     assert amp_model.plan["baddbmm"].placement.run is Precision.LOW
@@ -485,7 +485,182 @@ def test_a_product_with_a_value_beyond_the_range_stays_float32() -> None:
 
 
 def test_statistics_beyond_the_range_do_not_concern_an_op_that_keeps_them_float32() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).eval()
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).eval()
     model[1].running_var.fill_(1e5)
-    plan = autocastfx.convert(model, (torch.rand(3, 4),), dtype=torch.float16).plan
+    plan = autocastfx.convert(model, (torch.rand(3, 8),), dtype=torch.float16).plan
     assert plan["batch_norm"].placement.run is Precision.LOW
+
+
+# -- squares, islands, numbers, whole numbers, distances --------------------------------------------------------------
+
+
+def test_a_product_of_a_value_with_itself_is_a_square(x: torch.Tensor) -> None:
+    def squares(x: torch.Tensor) -> torch.Tensor:
+        y = x @ x
+        return (y * y) @ x + (y * (y + 1)) @ x
+
+    plan = plan_of(squares, x)
+    assert plan["mul"].decision.reason.startswith("a mul of a value with itself is a square; squares and powers")
+    assert str(plan["mul"].decision.category) == "deny"
+    assert "float16.yaml" in plan["mul"].decision.source
+    assert str(plan["mul_1"].decision.category) == "infer"
+    bfloat16 = plan_of(squares, x, dtype=torch.bfloat16)["mul"].decision
+    rule = autocastfx.load_op_list("bfloat16").rule("square")
+    assert rule is not None
+    assert bfloat16.category is rule.category
+
+
+def test_a_rule_for_modules_goes_before_what_a_square_or_a_product_is(x: torch.Tensor, tmp_path: Path) -> None:
+    rules = op_list(tmp_path, "modules: [{path: '**', category: low}]")
+    plan = plan_of(lambda x: (x * x) @ x, x[:2, :2], op_list=["default", rules])
+    assert {n.dtype for n in plan.nodes if n.op in ("mul", "matmul")} == {"float16"}
+
+
+def test_a_product_whose_operands_the_model_casts_to_float32_is_an_island(x: torch.Tensor) -> None:
+    def island(x: torch.Tensor) -> torch.Tensor:
+        y = x @ x
+        return y.float().mT @ y.float() + y.float() @ x
+
+    plan = plan_of(island, x)
+    assert plan["matmul_1"].decision.source == "forced:user-cast"
+    assert plan["matmul_1"].decision.reason == "the model casts all its operands to float32"
+    assert plan["matmul_2"].dtype == "float16", "one operand alone is cast"
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_number_that_becomes_one_is_float32(x: torch.Tensor, dtype: torch.dtype) -> None:
+    def bounded(x: torch.Tensor) -> torch.Tensor:
+        y = (x @ x).sigmoid()
+        return y.clamp(1e-3, 1 - 1e-7) @ x + (y * -0.99999) @ x + ((x @ x) * 0.75) @ x
+
+    plan = plan_of(bounded, x, dtype=dtype)
+    name = str(dtype).removeprefix("torch.")
+    assert plan["clamp"].decision.source == plan["mul"].decision.source == "forced:epsilon"
+    assert plan["clamp"].decision.reason == f"max=0.9999999 is rounded to 1 in {name}"
+    assert plan["mul"].decision.reason == f"other=-0.99999 is rounded to -1 in {name}"
+    assert plan["mul_1"].dtype == name
+
+
+def test_a_number_next_to_one_counts_by_the_dtype(x: torch.Tensor) -> None:
+    def decayed(x: torch.Tensor) -> torch.Tensor:
+        return ((x @ x) * 0.999) @ x
+
+    runs = {dtype: plan_of(decayed, x, dtype=dtype)["mul"].dtype for dtype in LOW}
+    assert runs == {torch.float16: "float16", torch.bfloat16: "float32"}
+
+
+class Held(nn.Module):
+    """An epsilon that a buffer, or a parameter, holds."""
+
+    def __init__(self, number: float, trained: bool) -> None:
+        super().__init__()
+        held = torch.tensor(number)
+        if trained:
+            self.epsilon = nn.Parameter(held)
+        else:
+            self.register_buffer("epsilon", held)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ x
+        return (y / (y.abs() + self.epsilon)) @ x
+
+
+@pytest.mark.parametrize(
+    ("number", "trained", "source"),
+    [
+        (1e-12, False, "forced:epsilon"),
+        (1e6, False, "forced:constant"),
+        (0.5, False, ""),
+        (1e-12, True, ""),  # an optimizer changes it
+    ],
+)
+def test_a_buffer_of_one_element_counts_as_its_number(
+    x: torch.Tensor, number: float, trained: bool, source: str
+) -> None:
+    decision = autocastfx.convert(Held(number, trained), (x,), dtype=torch.float16).plan["add"].decision
+    assert decision.source == source or not (source or decision.source.startswith("forced"))
+    assert decision.reason.startswith("epsilon=") is bool(source)
+
+
+def test_a_product_that_reads_or_gives_large_whole_numbers_is_float32(x: torch.Tensor) -> None:
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        return torch.ones(1024, 1024).tril() @ torch.ones(1024, 2) + torch.arange(2048.0).view(-1, 2) @ x[:2, :2]
+
+    low = plan_of(lambda x: torch.ones(8, 8).tril() @ torch.ones(8, 2), x, dtype=torch.bfloat16)["matmul"]
+    assert low.dtype == "bfloat16"
+    found = plan_of(counted, x, dtype=torch.bfloat16)
+    assert found["matmul"].decision.source == "forced:whole"
+    expected = "gives whole numbers up to 1,024; bfloat16 tells them apart up to 256"
+    assert found["matmul"].decision.reason == expected
+    assert found["matmul_1"].decision.reason == "reads view: " + expected[6:].replace("1,024", "2,048")
+
+
+def test_positions_added_inside_a_product_keep_it_float32(x: torch.Tensor) -> None:
+    def biased(x: torch.Tensor, step: float) -> torch.Tensor:
+        bias = (torch.arange(512.0) * step).view(8, 8, 8)
+        return torch.baddbmm(bias, x.expand(8, 8, 8), x.expand(8, 8, 8)).softmax(-1)
+
+    decision = plan_of(lambda x: biased(x, 0.125), x, dtype=torch.bfloat16)["baddbmm"].decision
+    assert (decision.source, decision.reason) == ("forced:whole", "adds positions: view")
+
+
+def test_the_product_of_a_distance_is_float32(x: torch.Tensor) -> None:
+    def distances(x: torch.Tensor) -> torch.Tensor:
+        return x.pow(2).sum(-1, keepdim=True) - 2 * (x @ x.mT) + x.pow(2).sum(-1)
+
+    decision = plan_of(distances, x)["matmul"].decision
+    assert decision.source == "forced:distance"
+    assert decision.reason == "is taken from the squares of its own operands (pow_1): a small difference"
+
+
+LENGTHS = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
+
+
+def hidden_by_product(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    return (1.0 - keep[:, None].float()) * -10000.0
+
+
+def hidden_by_fill(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    inverted = 1.0 - keep[:, None].float()
+    return inverted.masked_fill(inverted.bool(), LEAST)
+
+
+def hidden_by_choice(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    return torch.where(keep[:, None] > 0, 0.0, -1e9)
+
+
+def hidden_by_sum(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    return hidden_by_product(x, keep) + torch.full((8, 8), -10000.0).triu(1)
+
+
+@pytest.mark.parametrize("mask", [hidden_by_product, hidden_by_fill, hidden_by_choice, hidden_by_sum])
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_mask_of_whole_numbers_holds_no_positions(mask: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+    def function(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, mask(x, keep))
+
+    plan = plan_of(function, torch.rand(2, 8, 8), LENGTHS, dtype=dtype)
+    assert plan["scaled_dot_product_attention"].placement.run is Precision.LOW
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_positions_are_some_though_a_number_hides_others(hidden: bool) -> None:
+    def function(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        bias = (torch.arange(1024.0) - 1023) * 0.125
+        bias = torch.where(keep[:1] > 0, bias.view(128, 8)[:8], -1e9) if hidden else bias.view(128, 8)[:8]
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, bias)
+
+    plan = plan_of(function, torch.rand(2, 8, 8), LENGTHS, dtype=torch.bfloat16)
+    assert plan["scaled_dot_product_attention"].decision.source == "forced:whole"
+
+
+def test_a_plan_may_ask_for_16_bits_on_an_island(x: torch.Tensor, tmp_path: Path) -> None:
+    def island(x: torch.Tensor) -> torch.Tensor:
+        y = x @ x
+        return y.float().mT @ y.float()
+
+    plan = tmp_path / "plan.json"
+    line = '{"name": "matmul_1", "op": "matmul", "placement": {"run": "low", "store": "low"}}'
+    plan.write_text(f'{{"nodes": [{line}]}}')
+    assert plan_of(island, x)["matmul_1"].dtype == "float32"
+    assert plan_of(island, x, plan=plan)["matmul_1"].dtype == "float16"
