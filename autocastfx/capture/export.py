@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast
-from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.export import _trace as export_trace
 from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from autocastfx.call import Call, CallSignature, CallStructure
+from autocastfx.capture.failure import AgainError, capture_error, quiet
 from autocastfx.capture.guard import ShapeGuard, shape_guard
 from autocastfx.capture.intact import intact
 from autocastfx.capture.leaf import whole_calls
 from autocastfx.capture.python_state import PythonState, StateGuard, watched_state
+from autocastfx.capture.rebound import buffers_written_back
 from autocastfx.capture.settled import drop_settled
 from autocastfx.capture.sources import capturing
 from autocastfx.capture.tidy import tidy
@@ -75,8 +73,11 @@ class Captured:
 class _FlatCall(nn.Module):
     """A model called with a call's tensors alone."""
 
-    def __init__(self, module: nn.Module, signature: CallSignature, structure: CallStructure) -> None:
+    def __init__(
+        self, module: nn.Module, signature: CallSignature, structure: CallStructure, rebound: set[str]
+    ) -> None:
         super().__init__()
+        self.rebound = rebound
         self.module = module
         self._signature, self._structure = signature, structure
         self.state = PythonState(module)
@@ -85,28 +86,16 @@ class _FlatCall(nn.Module):
         arguments = self._structure.arguments(tensors)
         given = {name: pytree.tree_flatten(held) for name, held in arguments.items()}
         args, kwargs = self._signature.split(arguments)
-        before = dict(self.module.named_buffers())
-        with watched_state(self.state):
+        with buffers_written_back(self.module, self.rebound), watched_state(self.state):
             result = self.module(*args, **kwargs)
         changed = [name for name, held in arguments.items() if not _is_as_given(held, *given[name])]
         self.state.changes += tuple(f"argument {name}" for name in changed)
-        assigned = {n: b for n, b in self.module.named_buffers() if n in before and b is not before[n]}
-        if assigned:  # torch.export sees a buffer that forward assigns anew only on the root module
-            held = list(before.values())
-            result = pytree.tree_map(partial(_unless_any, others=held), result)
-            for name, new in assigned.items():
-                before[name].copy_(new.detach())
         return result
 
 
 def _is_as_given(argument: Any, leaves: Sequence[Any], spec: pytree.TreeSpec) -> bool:
     now, as_now = pytree.tree_flatten(argument)
     return as_now == spec and all(leaf is was for leaf, was in zip(now, leaves, strict=True))
-
-
-def _unless_any(leaf: Any, others: Iterable[torch.Tensor]) -> Any:
-    """``leaf``; a copy of it if it is one of ``others``, which will change."""
-    return leaf.clone() if any(leaf is other for other in others) else leaf
 
 
 def capture(
@@ -136,14 +125,20 @@ def capture(
         CaptureError: torch.export cannot capture the model; says why and what would help.
     """
     failures: list[Exception] = []
-    for attempt in _ATTEMPTS[_ATTEMPTS.index(sizes) :]:
-        flat = _FlatCall(model, signature, call.structure)
+    rebound = set[str]()
+    attempts = list(_ATTEMPTS[_ATTEMPTS.index(sizes) :])
+    while attempts:
+        attempt = attempts.pop(0)
+        flat = _FlatCall(model, signature, call.structure, rebound)
         with capturing():
-            with intact(model, training, held), _quiet(), whole_calls(leaves) as called:
+            with intact(model, training, held), quiet(), whole_calls(leaves) as called:
                 try:
                     program = _export(flat, call.tensors, attempt)
                 except CaptureError:
                     raise
+                except AgainError:
+                    attempts.insert(0, attempt)
+                    continue
                 except Exception as error:  # torch.export raises whatever the model's own code or a tracer raises
                     failures.append(error)
                     if isinstance(error, GuardOnDataDependentSymNode):
@@ -152,14 +147,14 @@ def capture(
             found = _captured(program, set(held), called, call, tuple(training), _device(held, call), attempt, follows)
             by_compiler = any(op_name(node) in _BRANCHING for node in found.graph.nodes)
             return replace(found, state=flat.state.guard(everything=by_compiler), changes=flat.state.changes)
-    raise CaptureError(_explain(model, failures[0], any(training))) from failures[0]
+    raise capture_error(model, failures, training=any(training))
 
 
 _ATTEMPTS = ("all", "first", "none")
 _BRANCHING = ("cond", "while_loop", "map_impl", "scan")  # whose functions torch.compile traces
 
 
-def _export(flat: nn.Module, tensors: tuple[torch.Tensor, ...], attempt: str) -> ExportedProgram:
+def _export(flat: _FlatCall, tensors: tuple[torch.Tensor, ...], attempt: str) -> ExportedProgram:
     shapes = (tuple(_dynamic(t, attempt) for t in tensors),)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())  # without gradients some modules take fused paths
@@ -174,21 +169,6 @@ def _export(flat: nn.Module, tensors: tuple[torch.Tensor, ...], attempt: str) ->
 
 def _dynamic(tensor: torch.Tensor, attempt: str) -> dict[int, Any]:
     return dict.fromkeys(range({"all": tensor.ndim, "first": min(1, tensor.ndim), "none": 0}[attempt]), Dim.AUTO)
-
-
-def _no_print(*_: object, **__: object) -> None:
-    pass
-
-
-@contextmanager
-def _quiet() -> Generator[None, None, None]:
-    """Silence what export says about attributes that are set in forward (they are restored), and the thousands of lines
-    of the unfinished graph that it prints when it fails (the error says what is wrong).
-    """
-    with warnings.catch_warnings(), mock.patch.object(export_trace, "print", _no_print, create=True):
-        warnings.filterwarnings("ignore", message=r".*were assigned during export.*")
-        warnings.filterwarnings("ignore", message=r".*[Aa]ttributes? .*assigned during export.*")
-        yield
 
 
 def _device(held: Mapping[str, torch.Tensor], call: Call) -> torch.device:
@@ -215,28 +195,3 @@ def _captured(
     if out_spec is None:
         raise CaptureError("torch.export gave a program without the structure of its output: please report the model")
     return Captured(graph, attributes, out_spec, call.structure, shape_guard(inputs), training, device, sizes)
-
-
-def _explain(model: nn.Module, error: Exception, training: bool) -> str:
-    mode = "train" if training else "eval"
-    text = str(error).strip().splitlines()
-    first = text[0] if text else type(error).__name__
-    what = f"{type(model).__name__} cannot be captured in {mode} mode"
-    return f"{what}: {type(error).__name__}: {first}\n{_advice(str(error))}"
-
-
-def _advice(text: str) -> str:
-    if "data-dependent" in text or "GuardOnDataDependent" in text or "item()" in text:
-        return (
-            "Its control flow depends on tensor values. Use torch.where or torch.cond there, or convert the submodules "
-            "apart."
-        )
-    if "pytree" in text or "unsupported type" in text.lower() or ("output" in text and "type" in text):
-        return (
-            "It returns an object that is no tensor, number, dict, list or tuple. Return tensors (transformers: "
-            "use_cache=False), or register the class with torch.utils._pytree.register_pytree_node."
-        )
-    return (
-        "Try torch.export.export(model, args, kwargs, strict=False) alone to see the full error, or convert submodules "
-        "apart."
-    )

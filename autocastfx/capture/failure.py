@@ -1,0 +1,121 @@
+"""Why a model cannot be captured: one clear error out of torch's many."""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch.export import _trace as export_trace
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from autocastfx.capture.watch import TooSlowError
+from autocastfx.errors import CaptureError
+
+__all__ = ["AgainError", "calling_frame", "capture_error", "place", "quiet"]
+
+_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+class AgainError(Exception):
+    """The attempt has found out how to capture the model: make the same one again."""
+
+
+@contextmanager
+def quiet() -> Generator[None, None, None]:
+    """Silence what export says about attributes that are set in forward (they are restored), and what it prints and
+    logs when it fails: thousands of lines of the unfinished graph (the error says what is wrong).
+    """
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(mock.patch.object(export_trace, "print", _no_print, create=True))
+        warnings.filterwarnings("ignore", message=r".*were assigned during export.*")
+        warnings.filterwarnings("ignore", message=r".*[Aa]ttributes? .*assigned during export.*")
+        for log in (symbolic_shapes.log, fake_tensor.log):
+            log.addFilter(_is_of_use)
+            stack.callback(log.removeFilter, _is_of_use)
+        yield
+
+
+def _no_print(*_: object, **__: object) -> None:
+    pass
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(("Unable to find user code", "failed while attempting to run meta"))
+
+
+def capture_error(model: nn.Module, failures: Sequence[Exception], *, training: bool) -> CaptureError:
+    """The error to raise for failed attempts, in the order that they were made.
+
+    Its ``__context__`` is torch's own error; a traceback does not print that.
+    """
+    chosen = _most_helpful(failures)
+    lines = str(chosen).strip().splitlines()
+    what = f"{type(chosen).__name__}: {lines[0].strip()}" if lines else type(chosen).__name__
+    mode, where = "train" if training else "eval", _innermost(chosen)
+    error = CaptureError(
+        f"{type(model).__name__} cannot be captured in {mode} mode: {what}"
+        f"{f' At {where}' if where else ''}\n{_advice(chosen)}"
+    )
+    error.__context__, error.__suppress_context__ = chosen, True
+    return error
+
+
+def _most_helpful(failures: Sequence[Exception]) -> Exception:
+    """Of a branch on values, if one attempt met that: no choice of dynamic sizes helps. Else of the last attempt, which
+    has the fewest symbolic sizes: what still fails then lies in the model, not in the sizes.
+    """
+    on_values = [error for error in failures if isinstance(error, GuardOnDataDependentSymNode)]
+    others = [error for error in failures if not isinstance(error, TooSlowError)]
+    return (on_values or others[::-1] or list(failures))[0]
+
+
+def calling_frame() -> FrameType:
+    """The frame that made the call which a ``__torch_function__`` up the stack handles now."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame
+
+
+def place(filename: str, number: int) -> str:
+    """A line of code: file, number and text."""
+    line = linecache.getline(filename, number).strip()
+    return f"{filename}:{number}: {line}" if line else f"{filename}:{number}"
+
+
+def _innermost(error: Exception) -> str:
+    """The innermost line of the model's own code that ``error`` passed through."""
+    frames = ((frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__))
+    own = [place(name, number) for name, number in frames if not name.startswith(_NOT_THE_MODEL)]
+    return own[-1] if own else ""
+
+
+def _advice(error: Exception) -> str:
+    text = str(error)
+    if "data-dependent" in text or "GuardOnDataDependent" in text or "item()" in text:
+        return (
+            "Its control flow depends on tensor values, or Python code needs one of them as a number. Use torch.where, "
+            "torch.cond or torch's own functions there, or convert the submodules apart."
+        )
+    if "pytree" in text or "unsupported type" in text.lower() or ("output" in text and "type" in text):
+        return (
+            "It returns an object that is no tensor, number, dict, list or tuple. Return tensors (transformers: "
+            "use_cache=False), or register the class with torch.utils._pytree.register_pytree_node."
+        )
+    return (
+        "Try torch.export.export(model, args, kwargs, strict=False) alone to see the full error, or convert submodules "
+        "apart."
+    )

@@ -1,0 +1,111 @@
+"""Buffers that forward assigns anew (``self.average = …``): a graph writes the new values into the old tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from autocastfx.capture.failure import AgainError
+from autocastfx.errors import CaptureError
+from autocastfx.example_size import example
+from autocastfx.op_name import op_name
+
+__all__ = ["buffers_written_back"]
+
+Table = dict[str, Any]
+
+
+@contextmanager
+def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, None, None]:
+    """While open, the code of ``model`` runs; in the end, each buffer that it assigned anew gets the new values.
+
+    What it read of such a buffer before, or keeps for backward, must stay as it was: it reads a copy. Which buffers
+    these are is known only in the end, so that the attempt is then made again.
+
+    Args:
+        model: as torch.export runs it.
+        known: names of the buffers found so far; more are added.
+
+    Raises:
+        AgainError: further buffers were found.
+        CaptureError: a parameter was assigned anew; or a buffer was given other sizes, another dtype or none, or was
+            made in forward from data. A table made of nothing but sizes may be: the graph makes it in each call.
+    """
+    before = {path: (table, name, table[name]) for path, table, name in _slots(model)}
+    for path in known:
+        table, name, tensor = before[path]
+        table[name] = tensor.clone()
+    yield
+    after = {path: (table, name, table[name]) for path, table, name in _slots(model)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found: set[str] = set()
+    for path in {**before, **after}:
+        old, new = (slots[path][2] if path in slots else None for slots in (before, after))
+        if old is new:
+            continue
+        if isinstance(old, nn.Parameter) or path in parameters:
+            raise CaptureError(
+                f"forward assigns the parameter {path!r} anew, which a graph cannot hold. Write into it, with "
+                "torch.no_grad(): parameter.copy_(new)."
+            )
+        if old is None or new is None or _kind(old) != _kind(new):
+            if new is not None and _is_table(new):
+                continue
+            raise CaptureError(
+                f"forward makes the buffer {path!r} another one: {_said(old)} becomes {_said(new)}, but a graph holds "
+                "buffers of fixed sizes and dtypes. Register it in its final size and write a part of it in each call, "
+                "or pass it in as an argument and return it."
+            )
+        if sum(old is other for _, _, other in before.values()) > 1:
+            raise CaptureError(
+                f"forward assigns the buffer {path!r} anew, which is registered under several names: write into it "
+                "(buffer.copy_(new)), or register it once."
+            )
+        found.add(path)
+    if not found <= known:
+        known |= found
+        raise AgainError
+    for path in known:
+        before[path][2].copy_(after[path][2].detach())
+
+
+def _slots(model: nn.Module) -> Iterator[tuple[str, Table, str]]:
+    """Each place of a parameter or buffer: its path, and the table and the name there."""
+    for prefix, module in model.named_modules():
+        for table in (cast("Table", module._parameters), cast("Table", module._buffers)):
+            yield from ((f"{prefix}.{name}" if prefix else name, table, name) for name in list(table))
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _said(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "none"
+    sizes = [example(size) for size in tensor.shape]
+    return f"{str(tensor.dtype).removeprefix('torch.')} {sizes}"
+
+
+def _is_table(tensor: torch.Tensor) -> bool:
+    """True for what no input, parameter or buffer has a part in, but for its sizes, nor a random number."""
+    mode = get_proxy_mode()
+    proxy: Any = tensor if mode is None else mode.tracer.unwrap_proxy(tensor)
+    if not isinstance(proxy, fx.Proxy):
+        return False
+    queue = [proxy.node]
+    seen = set(queue)
+    while queue:
+        node = queue.pop()
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.op == "placeholder" or random:
+            return False
+        if not op_name(node).startswith("sym_"):
+            queue += [read for read in node.all_input_nodes if read not in seen]
+            seen.update(queue)
+    return True

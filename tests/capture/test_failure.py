@@ -1,0 +1,98 @@
+"""A model that cannot be captured: one error, with the line and without torch's own hundreds of lines."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+import autocastfx
+from autocastfx import CaptureError
+from autocastfx.capture.failure import capture_error
+from autocastfx.capture.watch import TooSlowError
+from tests.helpers import Function
+
+
+def _branch(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def _sizes(x: Tensor) -> Tensor:
+    return x @ torch.zeros(5, 2)
+
+
+CASES: list[tuple[Callable[[Tensor], Any], str]] = [
+    (_branch, r"test_failure\.py:\d+: return x if x\.sum\(\) > 0 else -x\n"),
+    (_sizes, r"\[3, 4\] X \[5, 2\].* At .*test_failure\.py:\d+: return x @ torch\.zeros\(5, 2\)\n"),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), CASES)
+def test_says_the_line_and_nothing_else(
+    function: Callable[[Tensor], Any], message: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loggers = (symbolic_shapes.log, fake_tensor.log)
+    for log in loggers:
+        log.addHandler(caplog.handler)
+    try:
+        with pytest.raises(CaptureError, match=message) as caught:
+            autocastfx.convert(Function(function), (torch.randn(3, 4),))
+    finally:
+        for log in loggers:
+            log.removeHandler(caplog.handler)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert "".join(capfd.readouterr()) == ""
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback") == 1
+    assert "torch/export" not in shown
+    assert isinstance(caught.value.__context__, RuntimeError), "torch's own error, for whoever looks for it"
+
+
+def test_other_messages_of_the_loggers_pass() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+
+    def warns(x: Tensor) -> Tensor:
+        symbolic_shapes.log.warning("something else")
+        return x + 1
+
+    symbolic_shapes.log.addHandler(handler)
+    try:
+        autocastfx.convert(Function(warns), (torch.randn(3, 4),))
+        symbolic_shapes.log.warning("Unable to find user code: after a capture all pass")
+    finally:
+        symbolic_shapes.log.removeHandler(handler)
+    assert {record.msg.split(":")[0] for record in records} == {"something else", "Unable to find user code"}
+
+
+def _guard() -> Exception:
+    return GuardOnDataDependentSymNode(None, "Could not guard on data-dependent expression Eq(u0, 1)")
+
+
+@pytest.mark.parametrize(
+    ("failures", "chosen"),
+    [
+        ([ValueError("sizes s0"), ValueError("sizes 3")], "ValueError: sizes 3"),
+        ([TooSlowError("too long"), ValueError("sizes 3")], "ValueError: sizes 3"),
+        ([ValueError("sizes 3"), TooSlowError("too long")], "ValueError: sizes 3"),
+        ([TooSlowError("too long")], "TooSlowError: too long"),
+        ([ValueError("sizes s0"), _guard()], "data-dependent expression"),
+        ([_guard(), ValueError("sizes s0")], "data-dependent expression"),
+        ([ValueError("")], "in eval mode: ValueError\n"),
+    ],
+    ids=str,
+)
+def test_the_most_helpful_attempt_is_told(failures: list[Exception], chosen: str) -> None:
+    error = capture_error(nn.Linear(2, 2), failures, training=False)
+    assert chosen in str(error)
+    assert str(error).startswith("Linear cannot be captured in eval mode: ")
+    assert error.__context__ in failures
