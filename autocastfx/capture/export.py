@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from autocastfx.call import Call, CallSignature, CallStructure
+from autocastfx.capture.data_writes import DataWrites, detach_unwritten
 from autocastfx.capture.failure import AgainError, capture_error, quiet
 from autocastfx.capture.guard import ShapeGuard, shape_guard
 from autocastfx.capture.intact import intact
@@ -164,6 +165,7 @@ def _export(flat: _FlatCall, tensors: tuple[torch.Tensor, ...], attempt: str) ->
         stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(Watch(SLOW if attempt == "all" else float("inf")))
         stack.enter_context(Truth())
+        stack.enter_context(DataWrites(flat.module))
         return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
 
 
@@ -189,6 +191,7 @@ def _captured(
     module: Any = program.module(check_guards=False) if checked else program.module()
     attributes: dict[str, Any] = {}
     graph = tidy(module, names, called, attributes, call.structure.tensor_names(), follows=follows)
+    detach_unwritten(graph)
     drop_settled(graph)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     out_spec = program.call_spec.out_spec

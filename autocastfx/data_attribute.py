@@ -1,0 +1,44 @@
+"""The operators ``autocastfx::data`` and ``autocastfx::set_data``: ``x.data`` and ``x.data = new`` as nodes of a graph.
+
+``data`` gives the values of a tensor with a version of their own, so that writes into them are hidden from autograd.
+``set_data`` lets a tensor have the storage of another one from then on; what viewed the old storage keeps it, as do
+values that a backward kept. Both run PyTorch's own attribute, so that a graph does what the model does. See
+:mod:`autocastfx.rms_norm` for how they are made.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autocastfx.errors import UnsupportedError
+
+__all__ = ["data", "set_data"]
+
+_LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
+_LIBRARY.define("data(Tensor(a) self) -> Tensor(a)")
+_LIBRARY.define("set_data(Tensor(a!) self, Tensor(a) new_data) -> Tensor(a!)")
+
+
+def _data(x: Tensor) -> Tensor:
+    return x.data
+
+
+def _set_data(x: Tensor, new_data: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        x.data = new_data
+    elif torch.compiler.is_exporting():  # on abstract tensors
+        x.data.copy_(new_data.data)
+    else:
+        raise UnsupportedError(
+            "the model assigns to the .data of a tensor, which a compiled graph does not hold exactly. Run the "
+            "converted model without torch.compile, or write into the tensor: p.data.copy_(new)."
+        )
+    return x
+
+
+_LIBRARY.impl("data", _data, "CompositeImplicitAutograd")
+_LIBRARY.impl("set_data", _set_data, "CompositeImplicitAutograd")
+
+data = torch.ops.autocastfx.data.default
+set_data = torch.ops.autocastfx.set_data.default
