@@ -26,7 +26,8 @@ def dtypes_of(abstract: Any) -> tuple[torch.dtype, ...]:
 def concrete_sizes(graph: fx.Graph) -> Callable[[Any], Any]:
     """A function from the abstract values of ``graph`` to values with the sizes of the example inputs.
 
-    It is the identity where some size depends on data, for such a size has no example.
+    It is the identity where some size depends on data, for such a size has no example. A number read from a tensor that
+    is no size is 1: no dtype depends on it.
     """
     leaves = [leaf for node in graph.nodes for leaf in pytree.tree_leaves(value(node))]
     if any(isinstance(leaf, (torch.Tensor, torch.SymInt)) and _depends_on_data(leaf) for leaf in leaves):
@@ -39,7 +40,8 @@ def concrete_sizes(graph: fx.Graph) -> Callable[[Any], Any]:
             if id(leaf) not in made:
                 made[id(leaf)] = leaf, _of_example_sizes(leaf, mode)
             return made[id(leaf)][1]
-        return example(leaf)
+        found = example(leaf)
+        return leaf.node.pytype(1) if found is None and isinstance(leaf, (torch.SymFloat, torch.SymBool)) else found
 
     def concrete_value(abstract: Any) -> Any:
         is_leaf = isinstance(abstract, torch.Tensor)

@@ -21,12 +21,14 @@ from autocastfx.capture.failure import AgainError, capture_error, quiet
 from autocastfx.capture.guard import ShapeGuard, shape_guard
 from autocastfx.capture.intact import intact
 from autocastfx.capture.leaf import whole_calls
+from autocastfx.capture.numbers import CarriedNumbers, NumberReads
 from autocastfx.capture.python_state import PythonState, StateGuard, watched_state
 from autocastfx.capture.rebound import buffers_written_back
 from autocastfx.capture.settled import drop_settled
 from autocastfx.capture.sources import capturing
 from autocastfx.capture.tidy import tidy
 from autocastfx.capture.truth import Truth
+from autocastfx.capture.value_free import CumulativeNorms, masks_taken_as_given
 from autocastfx.capture.watch import Watch
 from autocastfx.errors import CaptureError
 from autocastfx.op_name import op_name
@@ -126,7 +128,7 @@ def capture(
         CaptureError: torch.export cannot capture the model; says why and what would help.
     """
     failures: list[Exception] = []
-    rebound = set[str]()
+    numbers, rebound = CarriedNumbers(), set[str]()
     attempts = list(_ATTEMPTS[_ATTEMPTS.index(sizes) :])
     while attempts:
         attempt = attempts.pop(0)
@@ -134,7 +136,7 @@ def capture(
         with capturing():
             with intact(model, training, held), quiet(), whole_calls(leaves) as called:
                 try:
-                    program = _export(flat, call.tensors, attempt)
+                    program = _export(flat, call.tensors, attempt, numbers)
                 except CaptureError:
                     raise
                 except AgainError:
@@ -155,7 +157,9 @@ _ATTEMPTS = ("all", "first", "none")
 _BRANCHING = ("cond", "while_loop", "map_impl", "scan")  # whose functions torch.compile traces
 
 
-def _export(flat: _FlatCall, tensors: tuple[torch.Tensor, ...], attempt: str) -> ExportedProgram:
+def _export(
+    flat: _FlatCall, tensors: tuple[torch.Tensor, ...], attempt: str, numbers: CarriedNumbers
+) -> ExportedProgram:
     shapes = (tuple(_dynamic(t, attempt) for t in tensors),)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())  # without gradients some modules take fused paths
@@ -166,6 +170,10 @@ def _export(flat: _FlatCall, tensors: tuple[torch.Tensor, ...], attempt: str) ->
         stack.enter_context(Watch(SLOW if attempt == "all" else float("inf")))
         stack.enter_context(Truth())
         stack.enter_context(DataWrites(flat.module))
+        stack.enter_context(masks_taken_as_given())
+        stack.enter_context(CumulativeNorms())
+        stack.enter_context(numbers.carried())
+        stack.enter_context(NumberReads(numbers))
         return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
 
 

@@ -61,7 +61,8 @@ def verify(
     changed: set[fx.Node] = set()
     for node in graph.nodes:
         computes = node.op in ("call_function", "call_method") and not subgraphs(node, attributes)
-        again = value(node) is None or any(read in changed for read in node.all_input_nodes)
+        gives_number = isinstance(value(node), (torch.SymInt, torch.SymFloat, torch.SymBool))  # of whatever dtypes
+        again = value(node) is None or (not gives_number and any(read in changed for read in node.all_input_nodes))
         if followed is not None:  # expanded parts have values of their own, and what gives no tensor has no dtype
             known = followed.dtypes.get(node, ())
             again = value(node) is None or (known != () and (again or known != dtypes(node)))

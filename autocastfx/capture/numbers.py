@@ -1,0 +1,127 @@
+"""``int(tensor)`` and ``float(tensor)`` in a model's code as numbers that a graph computes anew in each call."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
+
+from autocastfx.capture.failure import AgainError, calling_frame
+
+__all__ = ["CarriedNumbers", "NumberReads"]
+
+_READS = {Tensor.__int__: "int", Tensor.__float__: "float"}
+
+
+class CarriedNumbers:
+    """Where ``int`` and ``float`` read tensors: the globals of the functions that call them.
+
+    Python makes them a plain number, which no tracer can follow. So there, and only while a capture runs, the names
+    stand for classes that give the symbol of ``tensor.item()`` instead, and do what Python's own do with all else.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, str], dict[str, Any]] = {}
+
+    @contextmanager
+    def carried(self) -> Generator[None, None, None]:
+        """While open, the names stand for those classes."""
+        with ExitStack() as stack:
+            for (_, name), table in self.places.items():
+                table[name] = _STAND_INS[name]
+                stack.callback(table.pop, name, None)
+            yield
+
+    def add(self, frame: FrameType, name: str) -> bool:
+        """Note that the code of ``frame`` calls ``name``; false if that is known already, or the code has its own, or
+        compares types by identity.
+        """
+        table, key = frame.f_globals, (id(frame.f_globals), name)
+        if key in self.places or name in table or _compares(frame.f_code, name):
+            return False
+        self.places[key] = table
+        return True
+
+
+class NumberReads(TorchFunctionMode):
+    """Notes where ``int`` or ``float`` reads a tensor.
+
+    Raises:
+        AgainError: a place was not known yet.
+    """
+
+    def __init__(self, numbers: CarriedNumbers) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_traced = func in _READS and not torch.compiler.is_dynamo_compiling() and get_proxy_mode() is not None
+        if is_traced and self.numbers.add(calling_frame(), _READS[func]):
+            raise AgainError
+        return func(*args, **(kwargs or {}))
+
+
+def _compares(code: CodeType, name: str) -> bool:
+    """Whether the module of ``code`` has a comparison such as ``type(x) is int``, or its source is not at hand."""
+    try:
+        lines, _ = inspect.findsource(code)
+        tree = ast.parse("".join(lines))
+    except (OSError, SyntaxError, ValueError):
+        return True
+    comparisons = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
+    by_identity = (c for c in comparisons if any(isinstance(op, (ast.Is, ast.IsNot)) for op in c.ops))
+    return any(isinstance(side, ast.Name) and side.id == name for c in by_identity for side in (c.left, *c.comparators))
+
+
+class _Alike(type):
+    """Of classes that stand for one of Python's: they differ in what a call gives of a traced tensor or number."""
+
+    builtin: type
+    carry: Any
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        symbolic = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+        if len(args) == 1 and not kwargs and isinstance(args[0], symbolic) and get_proxy_mode() is not None:
+            return cls.carry(args[0])
+        return cls.builtin(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.builtin)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.builtin)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.builtin
+
+    def __hash__(cls) -> int:
+        return hash(cls.builtin)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.builtin, name)
+
+
+def _whole(value: Any) -> Any:
+    """Rounded toward 0, as by Python."""
+    if isinstance(value, Tensor):
+        return (value if value.dtype in _INTEGERS else value.to(torch.int64)).item()
+    return torch.sym_int(value)
+
+
+def _real(value: Any) -> Any:
+    return torch.sym_float(value.item() if isinstance(value, Tensor) else value)
+
+
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+_STAND_INS = {
+    "int": _Alike("int", (), {"builtin": int, "carry": staticmethod(_whole)}),
+    "float": _Alike("float", (), {"builtin": float, "carry": staticmethod(_real)}),
+}
