@@ -19,9 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")
 Named2 = namedtuple("Named2", "first second")
 
 
-torch.export.register_dataclass(Record, serialized_type_name="autocastfx.tests.Record")
-
-
 def _dict(m: Net, x: Tensor) -> Any:
     return OrderedDict(low=m.a(x), none=None, number=3, word="w", size=x.shape[0], nested=[(m.b(x),), {"k": x.sum()}])
 
