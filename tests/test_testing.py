@@ -23,15 +23,16 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.ModuleDict({"attn": Attention()}) for _ in range(2))
+        self.head = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + layer["attn"](x)
-        return x
+        return self.head(x)
 
 
 def converted(*lists: str | autocastfx.OpList) -> autocastfx.AmpModule:
-    return autocastfx.convert(Model(), (torch.randn(2, 8),), dtype=torch.bfloat16, op_list=["default", *lists])
+    return autocastfx.convert(Model(), (torch.randn(8, 8),), dtype=torch.bfloat16, op_list=["default", *lists])
 
 
 def test_what_holds_passes() -> None:
@@ -66,6 +67,7 @@ def test_casts_are_counted() -> None:
     with pytest.raises(AssertionError, match=rf"^{count} casts, at most {count - 1} are allowed: \S+ \(of \S+\), "):
         assert_casts(amp_model, at_most=count - 1)
     to_float32 = sum(cast.dtype == "float32" for cast in amp_model.plan.casts)
+    assert to_float32
     assert_casts(amp_model, at_most=to_float32, dtype=torch.float32)
     with pytest.raises(AssertionError, match=f"^{to_float32} casts"):
         assert_casts(amp_model, at_most=0, dtype=torch.float32)
