@@ -72,7 +72,7 @@ def test_a_later_list_lifts_a_demand(tmp_path: Path) -> None:
 def test_what_an_allow_op_reads_too_stays_as_it_is(demanded: Callable[..., autocastfx.Plan]) -> None:
     def both(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y = (x @ w).tanh()
-        return y.sin(), y.mT @ w
+        return y.sin(), y.transpose(0, 1) @ w
 
     assert str(demanded("{ops: [sin]}", both)["tanh"].decision.category) == "infer"
     assert str(demanded("{ops: [sin], through: products}", both)["tanh"].decision.category) == "deny"

@@ -38,7 +38,7 @@ def casts(graph: fx.Graph) -> list[fx.Node]:
 
 
 def convert() -> autocastfx.AmpModule:
-    return autocastfx.convert(Function(attend), (torch.rand(4, 4),), dtype=torch.bfloat16)
+    return autocastfx.convert(Function(attend), (torch.rand(8, 8),), dtype=torch.bfloat16)
 
 
 def test_an_undamaged_graph_passes() -> None:
@@ -120,9 +120,9 @@ def test_the_message_shows_the_graph_with_the_node_marked(monkeypatch: pytest.Mo
 
 def test_the_callers_model_is_as_it_was_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, lambda state: casts(state.graph)[0].update_arg(1, torch.float64))
-    model = nn.Linear(4, 4).eval()
+    model = nn.Linear(8, 8).eval()
     before = dict(model.__dict__), [p.clone() for p in model.parameters()]
     with pytest.raises(autocastfx.VerifyError):
-        autocastfx.convert(model, (torch.rand(2, 4),), dtype=torch.bfloat16)
+        autocastfx.convert(model, (torch.rand(2, 8),), dtype=torch.bfloat16)
     assert model.__dict__ == before[0]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before[1], strict=True))
