@@ -47,7 +47,7 @@ def test_json_and_back(plan: Plan) -> None:
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
+        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = torch.softmax(self.layer(x), -1)
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    inputs = (torch.randn(2, 4), torch.arange(3))
+    inputs = (torch.randn(2, 8), torch.arange(3))
     return autocastfx.convert(Model().eval(), inputs, dtype=torch.bfloat16).plan
 
 
@@ -78,7 +78,7 @@ def test_what_a_plan_tells(plan: Plan) -> None:
         ("add", "float32"): 1,
     }
     casts = {cast.name: cast for cast in plan.casts}
-    assert casts["x_bfloat16"] == PlannedCast("x_bfloat16", "x", "bfloat16", ("linear",), bytes=8 * 6)
+    assert casts["x_bfloat16"] == PlannedCast("x_bfloat16", "x", "bfloat16", ("linear",), bytes=16 * 6)
     assert plan["softmax"].placement.as_stored == ("self",)  # it is asked for float32, and reads the product as it is
     assert Plan.from_json(plan.to_json()) == plan
 

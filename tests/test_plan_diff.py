@@ -27,7 +27,7 @@ def test_a_node_that_moved_is_shown_with_both_reasons() -> None:
         casts: 6 → 8; bytes moved: 24,704 → 28,800
         node  op    runs           reason
         gelu  gelu  low → float32  deny: loses accuracy here (mine:deny[0].ops[0]), before: fewest bytes moved; """) + (
-        "infer: bounded or linear activations; the kernels compute in float32 inside (op_lists/base.yaml:53:11)"
+        "infer: bounded or linear activations; the kernels compute in float32 inside (op_lists/base.yaml:57:11)"
     )
 
 

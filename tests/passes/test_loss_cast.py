@@ -15,7 +15,7 @@ from autocastfx.plan import Recomposed
 from tests.helpers import Function, rewritten, saved_bytes, text
 
 LOW = torch.bfloat16
-X, W, TARGET = torch.randn(2, 4, 4), torch.randn(4, 8), torch.randint(0, 8, (2, 4))
+X, W, TARGET = torch.randn(2, 4, 8), torch.randn(8, 8), torch.randint(0, 8, (2, 4))
 Loss = Callable[[Tensor, Tensor, Tensor], Any]
 
 
@@ -80,7 +80,7 @@ def test_it_is_recorded_chosen_and_done_once() -> None:
 
 
 def test_with_fold_kernel_two_bytes_are_kept_for_each_score() -> None:
-    w = nn.Parameter(torch.randn(4, 512))
+    w = nn.Parameter(torch.randn(8, 512))
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -90,7 +90,7 @@ def test_with_fold_kernel_two_bytes_are_kept_for_each_score() -> None:
         def forward(self, x: Tensor, target: Tensor) -> Tensor:
             return functional.cross_entropy((x @ self.w).float(), target)
 
-    x, target = torch.randn(512, 4), torch.randint(0, 512, (512,))  # as many as are worth rounding
+    x, target = torch.randn(512, 8), torch.randint(0, 512, (512,))  # as many as are worth rounding
 
     def kept(*, recompose: bool) -> int:
         amp_model = autocastfx.convert(Model(), (x, target), dtype=LOW, fold="kernel", recompose=recompose)
