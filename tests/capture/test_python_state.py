@@ -307,3 +307,10 @@ def test_random_numbers_outside_torch_are_refused(draw: Any, source: str) -> Non
     with pytest.raises(CaptureError, match=f"Model draws random numbers of {source} in forward: a graph would hold"):
         converted(Model(lambda m, y: y * draw()))
     assert (random.getstate(), repr(np.random.get_state())) == state
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_the_parameters_that_a_recurrent_layer_lists_are_no_change(kind: Callable[..., nn.Module]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StateWarning)
+        autocastfx.convert(kind(8, 8), (torch.randn(3, 2, 8),), dtype=torch.bfloat16)
