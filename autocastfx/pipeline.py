@@ -24,8 +24,8 @@ from autocastfx.graph import (
     subgraphs,
     tensors,
 )
+from autocastfx.held_values import HeldValues, cast_once
 from autocastfx.kernel_facts import KernelFacts
-from autocastfx.magnitude import is_here, magnitude
 from autocastfx.match import Matcher
 from autocastfx.op_list import Category, OpList
 from autocastfx.op_name import op_name
@@ -52,7 +52,7 @@ from autocastfx.state import State, planned_casts, planned_copies, planned_node
 from autocastfx.traffic import bytes_moved
 from autocastfx.unit import Units, units_of
 from autocastfx.variant import Variant
-from autocastfx.whole_numbers import WholeNumbers, holds_one_number, largest_whole
+from autocastfx.whole_numbers import WholeNumbers
 
 __all__ = ["CONVERTED_INSIDE", "FOLLOW_PIPELINE", "LOW", "PIPELINE", "Converter", "State"]
 
@@ -154,13 +154,10 @@ class Converter:
             graph=graph,
             attributes=converted,
             parameters=frozenset(n for n, t in held.items() if isinstance(t, nn.Parameter)),
-            largest=_largest({**held, **attributes}),
-            single=frozenset(n for n, t in {**held, **attributes}.items() if _is_single(t)),
-            whole=_whole({n: t for n, t in {**held, **attributes}.items() if not isinstance(t, nn.Parameter)}),
-            masks=frozenset(n for n, t in {**held, **attributes}.items() if _is_mask(t)),
+            values=HeldValues.of({**held, **attributes}),
             dtypes={node: dtypes(node) for node in graph.nodes},
             ops={node: op_name(node) for node in graph.nodes},
-            cached=_cached(held),
+            cached=cast_once(held),
             numbers={name: id(t) for name, t in held.items() if isinstance(t, nn.Parameter)},
             measured={node: known[key] for node in graph.nodes if (key := key_of(node, prefix)) in known},
             prefix=prefix,
@@ -218,25 +215,19 @@ def _rounds_attention(converter: Converter, state: State, device: torch.device) 
 def _classify(converter: Converter, state: State, device: torch.device) -> State:
     calibrated = converter.ranges is not None
     limit = Limit(converter.low, converter.headroom if calibrated else 1.0)
-    held = {n: v for n, v in state.largest.items() if calibrated or n in state.parameters}
+    held = {n: v for n, v in state.values.largest.items() if calibrated or n in state.parameters}
     reached = reach(state.graph, state.measured, held, converter.op_list, limit)
-    rules = converter.op_list
+    rules, facts, values = converter.op_list, converter.facts, state.values
     size, most = (example, largest_size) if state.guesses is None else (unknown_size, unknown_size)
     allowed = {n: (r := rules.rule(op_name(n))) is not None and r.category is Category.ALLOW for n in state.graph.nodes}
     classifier = Classifier(
-        rules,
-        converter.facts,
-        converter.low,
-        device.type,
-        reached.too_far,
-        WholeNumbers.of(
-            state.graph, state.whole, state.masks, state.measured, rules, converter.facts, converter.low, most
-        ),
-        distance_products(state.graph, allowed, rules, converter.facts, size),
-        {n: number for n, number in state.largest.items() if n in state.single},
+        *(rules, facts, converter.low, device.type, reached.too_far),
+        WholeNumbers.of(state.graph, values.whole, values.masks, state.measured, rules, facts, converter.low, most),
+        distance_products(state.graph, allowed, rules, facts, size),
+        {n: number for n, number in values.largest.items() if n in values.single},
         size,
     )
-    found = classifier(state.graph, state.largest)
+    found = classifier(state.graph, values.largest)
     if rules.placement == "follow":  # torch.autocast demands nothing
         return replace(state, classification=replace(found, wide=found.wide | reached.wide))
     decisions = Demands(converter.ports(device), state.parameters)(state.graph, found.decisions)
@@ -269,9 +260,7 @@ def _cut(converter: Converter, state: State, units: Units, device: torch.device)
     folding = Folding(converter.ports(device), converter.fold, LOW[converter.low])
     folds = folding(state.graph, decisions, state.classification.wide)
     placed = place(
-        state.graph,
-        decisions,
-        units,
+        *(state.graph, decisions, units),
         folds=folds,
         keep_output_dtype=converter.keep_output_dtype,
         parameters=state.parameters,
@@ -356,37 +345,6 @@ Step = Callable[[Converter, State, torch.device], State]
 PIPELINE: tuple[Step, ...] = (_recompose, _classify, _place, _rewrite, _store_weights, _verify)
 # For a list with ``placement: follow``, on a graph whose composites are expanded: torch.autocast recomposes nothing.
 FOLLOW_PIPELINE: tuple[Step, ...] = (_classify, _follow, _recast, _store_weights, _verify)
-
-
-def _cached(held: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The tensors that torch.autocast casts to 16 bits once a region: float32 leaves that require gradients."""
-    own = {n: t for n, t in held.items() if t.dtype == torch.float32 and t.requires_grad and t.is_leaf}
-    return {name: id(tensor) for name, tensor in own.items()}
-
-
-def _largest(tensors: Mapping[str, Any]) -> dict[str, float]:
-    """Largest finite magnitude of each float32 parameter, buffer and constant that has values."""
-    reached = {n: magnitude(t) for n, t in tensors.items() if isinstance(t, torch.Tensor)}
-    return {name: float(found[0]) for name, found in reached.items() if found is not None}
-
-
-def _is_single(held: Any) -> bool:
-    """True for a tensor of one element that no optimizer changes."""
-    is_trained = isinstance(held, nn.Parameter) and held.requires_grad
-    return isinstance(held, torch.Tensor) and held.numel() == 1 and not is_trained
-
-
-def _whole(tensors: Mapping[str, Any]) -> dict[str, float]:
-    """Largest magnitude of each buffer and constant that holds whole numbers alone, and has values here."""
-    held = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor) and is_here(t)}
-    reached = {n: largest_whole(t) for n, t in held.items()}
-    return {name: found for name, found in reached.items() if found is not None}
-
-
-def _is_mask(held: Any) -> bool:
-    """True for a buffer or constant of one number, or of 0 and one number, with values here."""
-    is_tensor = isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter)
-    return is_tensor and is_here(held) and holds_one_number(held)
 
 
 def _prefixed(found: Recomposed, prefix: str) -> Recomposed:

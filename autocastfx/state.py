@@ -12,6 +12,7 @@ from torch import fx
 from autocastfx.cast import cast_if
 from autocastfx.dispatch import Followed
 from autocastfx.graph import dtypes, elements, module_path, origin
+from autocastfx.held_values import HeldValues
 from autocastfx.op_name import of_function, op_name
 from autocastfx.passes.classify import Classification
 from autocastfx.plan import Placement, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed, Traffic
@@ -29,10 +30,7 @@ class State:
     graph: fx.Graph
     attributes: Mapping[str, Any]
     parameters: frozenset[str]
-    largest: Mapping[str, float]
-    single: frozenset[str]  # tensors of one element that no optimizer changes
-    whole: Mapping[str, float]  # largest magnitudes of buffers and constants that hold whole numbers alone
-    masks: frozenset[str]  # buffers and constants that hold one number, or 0 and one number
+    values: HeldValues
     dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]  # before rewriting, as the op names are
     ops: Mapping[fx.Node, str]
     guesses: frozenset[str] | None = None

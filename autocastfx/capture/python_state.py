@@ -22,8 +22,8 @@ __all__ = ["PythonState", "Read", "StateGuard", "watched_state"]
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device})
 _BARE = nn.Module()
-# What every module has: its tables and hooks, and the mode, which variants are told apart by. An RNN lists its parameters
-# again, anew whenever one is swapped, which an export does.
+# What every module has: its tables and hooks, and the mode, which variants are told apart by. An RNN lists its
+# parameters again, anew whenever one is swapped, which an export does.
 _OF_MODULES = frozenset({*_BARE.__dict__, *dir(nn.Module), "_flat_weights", "_flat_weight_refs"})
 _MISSING = object()
 
