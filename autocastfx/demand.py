@@ -85,7 +85,9 @@ class Demands:
         if decision.source == _EXACT_NUMBERS:
             return _Wish(node.name, decision.reason, ""), reads
         demand = self.ports.op_list.demand(op_name(node))
-        if demand is None:
+        rule = self.ports.op_list.rule(op_name(node), self.ports.device)
+        is_a_persons = rule is not None and not rule.shipped and rule.category in _FREE
+        if demand is None or (demand.shipped and is_a_persons):
             return None, []
         at = [u for u in reads if u.argument in (demand.at or demand.arguments or (u.argument,))]
         if demand.of and not any(_is_made_by(u.node, demand.of, self.ports.op_list) for u in at):

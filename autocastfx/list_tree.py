@@ -287,5 +287,5 @@ def demands(tree: Tree) -> Iterator[Demand]:
                 raise op.error(f"{name!r} has a demand at {seen[name].source} already. Keep one of the two.")
             arguments = tuple(argument.argument_of(name) for argument in entry.child("arguments").as_strings())
             at = tuple(argument.argument_of(name) for argument in entry.child("at").as_strings())
-            seen[name] = Demand(name, word, arguments, of, at, reason, op.source)
+            seen[name] = Demand(name, word, arguments, of, at, reason, op.source, op.shipped)
             yield seen[name]

@@ -239,3 +239,4 @@ class Demand:
     at: tuple[str, ...] = ()
     reason: str = ""
     source: Place | None = field(default=None, compare=False)
+    shipped: bool = field(default=False, compare=False)

@@ -212,3 +212,22 @@ def test_a_sum_that_a_list_allows_is_no_product_of_values() -> None:
         Precision.LOW,
         Precision.FLOAT32,
     ]
+
+
+def test_a_persons_rule_for_an_op_goes_before_the_shipped_demand() -> None:
+    def wave(x: Tensor, w: Tensor) -> Tensor:
+        return torch.sin((x @ w) * 3) @ w
+
+    assert plan_of(wave)["sin"].placement.run is Precision.FLOAT32
+    mine = autocastfx.OpList.of({"infer": ["sin"]}, name="mine")
+    assert plan_of(wave, op_list=["default", mine])["sin"].placement.run is Precision.LOW
+
+
+def test_a_persons_rule_for_mul_is_for_its_squares_too() -> None:
+    def energy(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        return (y * y) @ w
+
+    assert plan_of(energy)["mul"].placement.run is Precision.FLOAT32
+    mine = autocastfx.OpList.of({"infer": ["mul"]}, name="mine")
+    assert plan_of(energy, op_list=["default", mine])["mul"].placement.run is Precision.LOW

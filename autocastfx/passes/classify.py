@@ -154,7 +154,7 @@ class Classifier:
             return Decision(Category.KEEP, "makes float32 values from none", "eligibility")
         if op_name(node) in _CASTS:
             return self._user_cast(node, listed)
-        if not isinstance(rule, ModuleRule):
+        if isinstance(rule, Rule) and rule.shipped:  # a person who names the op means its squares, too
             listed = self._square(node, listed)
         if listed.category in (Category.DENY, Category.KEEP):
             return listed
