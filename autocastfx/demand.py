@@ -24,12 +24,21 @@ _EXACT_NUMBERS = "forced:epsilon"
 
 @dataclass(frozen=True)
 class _Wish:
-    """That a value is not rounded: who asks, why, where the list says so, and whether products are asked, too."""
+    """A value is not to be rounded.
+
+    Attributes:
+        by: name of the node that asks.
+        reason: why.
+        source: the list's line, or the rule that no list overrides.
+        through_products: asked of products of values, too.
+        forces: the node that asks runs in float32 itself.
+    """
 
     by: str
     reason: str
     source: str
     through_products: bool = False
+    forces: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Demands:
                 continue
             decision, asked = decisions[node], wishes.get(node) if node not in storages else None
             own, demanded = self._own(node, decision, reads, storages)
-            if own is not None and own.source and decision.category in _FREE:
+            if own is not None and own.forces and decision.category in _FREE:
                 found[node] = Decision(Category.DENY, own.reason, own.source)
             elif own is None and asked is not None and decision.category is not Category.DENY:
                 if not self._may_obey(node, decision, asked, found):
@@ -80,10 +89,10 @@ class Demands:
         storage = storages.get(node)
         if storage is not None and storage.root.op in ("placeholder", "get_attr") and self.ports.written(node):
             reason = f"it computes the next contents of {storage.root.name}"
-            wish = _Wish(node.name, reason, "", through_products=True)
+            wish = _Wish(node.name, reason, "forced:state", through_products=True)
             return wish, [u for u in reads if u.node not in storage.members]
         if decision.source == _EXACT_NUMBERS:
-            return _Wish(node.name, decision.reason, ""), reads
+            return _Wish(node.name, decision.reason, _EXACT_NUMBERS), reads
         demand = self.ports.op_list.demand(op_name(node))
         rule = self.ports.op_list.rule(op_name(node), self.ports.device)
         is_a_persons = rule is not None and not rule.shipped and rule.category in _FREE
@@ -92,7 +101,8 @@ class Demands:
         at = [u for u in reads if u.argument in (demand.at or demand.arguments or (u.argument,))]
         if demand.of and not any(_is_made_by(u.node, demand.of, self.ports.op_list) for u in at):
             return None, []
-        wish = _Wish(node.name, demand.reason, str(demand.source or "list"), demand.through in ("products", "both"))
+        through = demand.through in ("products", "both")
+        wish = _Wish(node.name, demand.reason, str(demand.source or "list"), through, forces=True)
         demanded = [u for u in reads if u.argument in (demand.arguments or (u.argument,))]
         return (wish, demanded) if demanded else (None, [])
 
