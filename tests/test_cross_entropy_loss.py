@@ -208,7 +208,7 @@ def test_scores_that_are_written_to_after_the_loss(way: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scores = nn.Linear(4, 8)
+            self.scores = nn.Linear(8, 8)
 
         def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
             found = self.scores(x)
@@ -216,7 +216,7 @@ def test_scores_that_are_written_to_after_the_loss(way: str) -> None:
             found.view(-1).mul_(2.0)
             return loss, found
 
-    model, inputs = Model(), (torch.randn(6, 4), torch.arange(6))
+    model, inputs = Model(), (torch.randn(6, 8), torch.arange(6))
     for fold in ("exact", "kernel"):
         amp_model = autocastfx.convert(model, inputs, dtype=torch.bfloat16, fold=fold)
         amp_model(*inputs)[0].backward()
@@ -343,7 +343,7 @@ def test_a_compiler_and_an_exporter_see_no_parts(way: str) -> None:
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scores = nn.Linear(4, 8)
+        self.scores = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(self.scores(x), target)
@@ -353,7 +353,7 @@ def test_a_model_converted_with_fold_kernel_has_it() -> None:
     def loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(x @ w, target)
 
-    inputs = torch.randn(6, 4), torch.randn(4, 8), torch.arange(6)
+    inputs = torch.randn(6, 8), torch.randn(8, 8), torch.arange(6)
     assert rewritten(loss, *inputs, dtype=torch.bfloat16, fold="kernel") == text("""
         + args_0_bfloat16: bf16 = to(args_0)
         + args_1_bfloat16: bf16 = to(args_1)
@@ -368,7 +368,7 @@ def test_a_model_converted_with_fold_kernel_has_it() -> None:
 
 def test_a_converted_model_trains_copies_and_pickles_as_with_its_parts() -> None:
     torch.manual_seed(0)
-    model, x, target = Classifier(), torch.randn(6, 4), torch.arange(6)
+    model, x, target = Classifier(), torch.randn(6, 8), torch.arange(6)
     narrow, parts = (autocastfx.convert(model, (x, target), dtype=torch.bfloat16, fold=f) for f in ("kernel", "none"))
     held = io.BytesIO()
     torch.save(narrow, held)

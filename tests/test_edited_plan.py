@@ -29,17 +29,17 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.fc1, self.fc2, self.fc3 = nn.Linear(4, 8), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a, b = self.fc1(x).tanh().split(4, -1)
-        y = self.fc2(torch.where(a > b, a, b)).softmax(-1).mul(2).view(-1, 4)
+        a, b = self.fc1(x).tanh().split(8, -1)
+        y = self.fc2(torch.where(a > b, a, b)).softmax(-1).mul(2).view(-1, 8)
         z = y.clone()
         z.view(-1).mul_(3.0)
         return self.fc3(y + z).float().exp() + y.mean(dtype=torch.float32)
 
 
-X = torch.linspace(-1, 1, 12).view(3, 4)
+X = torch.linspace(-1, 1, 24).view(3, 8)
 
 
 def convert(plan: Any = None, **options: Any) -> autocastfx.AmpModule:
@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, str]] = {
     "island": (lambda x: (x @ x).float().mul(2), "to", "the model's own cast to float32"),
     "dtype": (lambda x: x.softmax(-1, dtype=torch.float32), "softmax", "the call names dtype=float32"),
     "constant": (lambda x: x.sum() * 3.402e38, "mul", "other=3.402e+38 is beyond bfloat16's range"),
-    "new": (lambda x: x + torch.zeros(4), "zeros", "makes float32 values from none"),
+    "new": (lambda x: x + torch.zeros(8), "zeros", "makes float32 values from none"),
 }
 
 
@@ -180,7 +180,7 @@ def test_lines_that_cannot_be(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     function, node, reason = REFUSED[name]
     facts = replace(load_kernel_facts(), no_kernel={("cpu", "bfloat16"): frozenset({"exp"})})
     monkeypatch.setattr(sys.modules["autocastfx.convert"], "load_kernel_facts", lambda: facts)
-    inputs = (torch.rand(4, 4),)
+    inputs = (torch.rand(8, 8),)
     plan = autocastfx.convert(Function(function), inputs, dtype=torch.bfloat16).plan
     path = edited(plan, tmp_path, *placed(node, "low"))
     with pytest.raises(PlanError) as caught:
@@ -196,7 +196,7 @@ def test_a_node_without_float32_values_has_no_precision_of_ours(tmp_path: Path) 
     def both(x: torch.Tensor, i: torch.Tensor) -> Any:
         return x @ x, i + 1
 
-    inputs = (torch.rand(4, 4), torch.arange(3))
+    inputs = (torch.rand(8, 8), torch.arange(3))
     plan = autocastfx.convert(Function(both), inputs, dtype=torch.bfloat16).plan
     path = edited(plan, tmp_path, *placed("add", "low"))
     with pytest.raises(PlanError, match=r"node 'add' holds no float32 value, so it cannot run 'low'"):
@@ -240,10 +240,10 @@ def test_a_plan_applies_to_both_modes_to_other_sizes_and_after_pickling(usual: P
             return y * 2 if x.shape[0] > 3 else y
 
     model = Grown().eval()
-    plan = autocastfx.convert(model, (torch.rand(2, 4),), dtype=torch.bfloat16).plan
+    plan = autocastfx.convert(model, (torch.rand(2, 8),), dtype=torch.bfloat16).plan
     path = edited(plan, tmp_path, *placed("softmax", "low"))
-    amp_model = autocastfx.convert(model, (torch.rand(2, 4),), dtype=torch.bfloat16, plan=path)
-    amp_model(torch.rand(5, 4))
+    amp_model = autocastfx.convert(model, (torch.rand(2, 8),), dtype=torch.bfloat16, plan=path)
+    amp_model(torch.rand(5, 8))
     assert len(amp_model.variants) == 3
     assert {str(v.plan["softmax"].placement.run) for v in amp_model.variants} == {"low"}
 
@@ -255,7 +255,7 @@ def test_nodes_of_subgraphs_have_lines(tmp_path: Path) -> None:
                 y = (x @ x).exp()
             return y @ x
 
-    model, inputs = Net().eval(), (torch.rand(4, 4),)
+    model, inputs = Net().eval(), (torch.rand(8, 8),)
     plan = autocastfx.convert(model, inputs, dtype=torch.bfloat16).plan
     (name,) = [n.name for n in plan.nodes if n.op == "exp"]
     assert "/" in name

@@ -226,7 +226,7 @@ def test_the_models_own_island_around_an_activation_is_kept() -> None:
         y = (x @ w).float()
         return (y * torch.sigmoid(y)) @ w
 
-    given = torch.randn(4, 4), torch.randn(4, 4)
+    given = torch.randn(8, 8), torch.randn(8, 8)
     plan = autocastfx.convert(Function(island), given, dtype=torch.bfloat16).plan
     (found,) = plan.recomposed
     assert plan[found.node].dtype == "float32"

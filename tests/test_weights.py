@@ -250,11 +250,11 @@ def test_a_change_is_followed(change: Callable[[AmpModule], None]) -> None:
 
 def test_a_write_into_data_is_not_seen_until_told() -> None:
     """Should torch begin to count these, the documentation has to change."""
-    model = nn.Linear(4, 4)
-    x = torch.ones(2, 4)
+    model = nn.Linear(8, 8)
+    x = torch.ones(2, 8)
     amp_model = autocastfx.convert(model, (x,), dtype=LOW, weights="cached")
     before = amp_model(x)
-    model.weight.data.copy_(torch.ones(4, 4))
+    model.weight.data.copy_(torch.ones(8, 8))
     assert torch.equal(amp_model(x), before)
     amp_model.refresh_weights()
     assert not torch.equal(amp_model(x), before)
@@ -349,14 +349,14 @@ def test_what_a_custom_operator_changes_unseen_is_read_after_it() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.b(_halve(self.b(self.a(x))))
 
     results: list[Tensor] = []
     for weights in ("cast", "cached"):
-        model, x = made(Net), torch.ones(2, 4)
+        model, x = made(Net), torch.ones(2, 8)
         _HALVED[:] = [torch.ones(())]
         amp_model = autocastfx.convert(model, (x,), dtype=LOW, weights=weights)
         amp_model(x)
@@ -380,8 +380,8 @@ def test_what_an_operator_reads_in_each_step_adds_up_as_with_casts(kind: Callabl
 
 
 def _cold(weights: str) -> tuple[AmpModule, Tensor]:
-    x = torch.ones(2, 4)
-    model = made(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+    x = torch.ones(2, 8)
+    model = made(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
     return autocastfx.convert(model, (x,), dtype=LOW, weights=weights), x
 
 

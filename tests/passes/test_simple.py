@@ -212,7 +212,8 @@ def test_unary_ops_between_allow_ops_run_low(function, low: float, high: float, 
     eye = torch.eye(16)
     amp_model = autocastfx.convert(Function(between), (values, eye), dtype=dtype)
     (entry,) = [n for n in amp_model.plan.nodes if n.op not in ("matmul", "getitem")]
-    assert entry.placement.run is Precision.LOW
+    in_float32 = function is torch.sqrt and dtype == torch.float16  # a sum of products may leave its range
+    assert entry.placement.run is (Precision.FLOAT32 if in_float32 else Precision.LOW)
     # The input, the result of each product and of the op are rounded, half an ulp each; the op's slope is at most 1.6
     # here (sqrt at 0.1), which scales the roundings before it.
     error = (amp_model(values, eye) - between(values, eye)).abs().max()
