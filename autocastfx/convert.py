@@ -21,7 +21,7 @@ from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.capture.symbolic import capture_symbolically
 from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleWarning, UnsupportedError, shown
-from autocastfx.kernel_facts import LEVELS, load_kernel_facts
+from autocastfx.kernel_facts import LEVELS, KernelFacts, load_kernel_facts
 from autocastfx.match import all_nodes, unmatched
 from autocastfx.op_list import OpList, OpListLike, load_op_list
 from autocastfx.patterns import chosen
@@ -108,8 +108,9 @@ def convert(
     lists = load_op_list(op_list, default=LOW[dtype])
     edited = None if plan is None else read_plan(plan)
     patterns = chosen(recompose)
+    facts = load_kernel_facts()
     converter = Converter(
-        lists, load_kernel_facts(), dtype, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights
+        lists, facts, dtype, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights
     )
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
@@ -157,7 +158,7 @@ def convert(
         return amp_model  # the first call captures
     if isinstance(calibrate, (Ranges, str, os.PathLike)):
         _warn_of_unmatched_ranges(amp_model, converter.ranges)
-    _warn_of_unmatched_rules(amp_model, lists)
+    _warn_of_unmatched_rules(amp_model, lists, facts)
     if edited is not None and (message := edited.unmatched(v.plan for v in amp_model.variants)):
         warnings.warn(message, UnmatchedPlanWarning, stacklevel=2)
     if weights == "low":
@@ -285,11 +286,14 @@ def _warn_of_slow_kernels(amp_model: AmpModule, dtype: torch.dtype) -> None:
         )
 
 
-def _warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList) -> None:
+def _warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: KernelFacts) -> None:
     captured = [v.captured for v in amp_model.variants if v.captured is not None]
     nodes = [node for c in captured for node in all_nodes(c.graph, c.attributes)]
     for variant in amp_model.variants:  # lists speak of what was recomposed too
         wholes = {whole.node for whole in variant.plan.recomposed}
         nodes += [node for node in variant.graph.nodes if node.name in wholes]
-    for message in unmatched(op_list, amp_model.plan.device, nodes) if captured else ():
+    decided = {node.decision.source for variant in amp_model.variants for node in variant.plan.nodes}
+    others = {other for node in nodes if (other := facts.stands_for(node)) is not None}
+    decided |= {str(r.source) for other in others if (r := op_list.rule(other, amp_model.plan.device)) is not None}
+    for message in unmatched(op_list, amp_model.plan.device, nodes, decided) if captured else ():
         warnings.warn(message, UnmatchedRuleWarning, stacklevel=3)

@@ -20,6 +20,7 @@ __all__ = ["Demands"]
 _FREE = (Category.INFER, Category.CLEAR, Category.PROMOTE)
 # A number that 16 bits round to 0 or 1 (a bound, an epsilon) has no use beside an operand that was rounded before.
 _EXACT_NUMBERS = "forced:epsilon"
+_UPDATE = "forced:update"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Demands:
         storage = storages.get(node)
         if storage is not None and storage.root.op in ("placeholder", "get_attr") and self.ports.written(node):
             reason = f"it computes the next contents of {storage.root.name}"
-            wish = _Wish(node.name, reason, "forced:state", through_products=True)
+            wish = _Wish(node.name, reason, _UPDATE, through_products=True)
             return wish, [u for u in reads if u.node not in storage.members]
         if decision.source == _EXACT_NUMBERS:
             return _Wish(node.name, decision.reason, _EXACT_NUMBERS), reads

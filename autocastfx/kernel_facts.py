@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torch import fx
+
+from autocastfx.graph import uses
 from autocastfx.op_list import preset_folder
-from autocastfx.op_name import base_name
+from autocastfx.op_name import base_name, op_name
 from autocastfx.product import KINDS
 from autocastfx.yaml_tree import Tree, parse_file
 
@@ -55,6 +58,12 @@ class KernelFacts:
     def runs(self, op: str, dtype: str, device: str) -> bool:
         """Whether ``device`` has a kernel of ``op`` for ``dtype``, as far as the table knows."""
         return base_name(op) not in self.no_kernel.get((device, dtype), frozenset())
+
+    def stands_for(self, node: fx.Node) -> str | None:
+        """The other op that ``node`` is because both its operands are the same: ``x * x`` is a square."""
+        reads = [u.node for u in uses(node)]
+        is_twice = len(reads) == 2 and reads[0] is reads[1]
+        return self.same_operands.get(base_name(op_name(node))) if is_twice else None
 
     def may_fold(self, op: str, dtype: str, device: str, level: str) -> bool:
         """Whether ``op`` may take and give ``dtype`` where its list asks for float32, at ``level`` of folding.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,15 +141,18 @@ def all_nodes(graph: fx.Graph, attributes: Mapping[str, Any]) -> Iterator[fx.Nod
                 yield from all_nodes(module.graph, {**dict(module.named_children()), **dict(module.named_buffers())})
 
 
-def unmatched(op_list: OpList, device: str, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+def unmatched(
+    op_list: OpList, device: str, nodes: Iterable[fx.Node], decided: Set[str] = frozenset()
+) -> tuple[str, ...]:
     """What is to be said of each of the user's own rules that speaks of none of ``nodes``, sorted by place.
 
-    Rules for other device types, and those that come with this package, are left out.
+    Rules for other device types, and those that come with this package, are left out; so are those at the places
+    ``decided``, which decided an op of another name: ``x * x`` has the rule of ``square``.
     """
     matcher, nodes = Matcher(op_list, device), list(nodes)
     own = [r for r in op_list.every_rule() if not r.shipped and r.device in ("", device)]
     found = {id(rule) for node in nodes for rule in matcher.matching(node)} if own else set[int]()
-    left = sorted((r for r in own if id(r) not in found), key=_place)
+    left = sorted((r for r in own if id(r) not in found and str(r.source) not in decided), key=_place)
     return tuple(_said(rule, op_list, nodes) for rule in left)
 
 

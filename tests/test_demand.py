@@ -145,6 +145,7 @@ def test_a_number_that_16_bits_round_away_asks_for_exact_operands() -> None:
     plan = plan_of(lambda x, w: ((x @ w).tanh() * 2 + 1e-42) @ w)
     assert plan["add"].decision.source == "forced:epsilon"
     assert plan["tanh"].decision.reason == f"leads to add: {plan['add'].decision.reason}"
+    assert plan["tanh"].decision.source == "forced:epsilon"
     assert plan["mul"].dtype == "float32"
 
 
@@ -161,6 +162,7 @@ def test_what_computes_the_next_contents_of_a_buffer_asks_for_exact_operands() -
 
     plan = autocastfx.convert(Average(), (X,), dtype=LOW).plan
     assert plan["mul"].decision.reason == "leads to lerp_: it computes the next contents of average"
+    assert plan["mul"].decision.source == "forced:update"
 
 
 DEFAULT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {

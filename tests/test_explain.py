@@ -25,7 +25,7 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         h = self.a(x)
         y = torch.relu(torch.softmax(h, -1) + 1) * h
-        self.average.mul_(0.9).add_(y.mean(0) * 0.1)
+        self.average.mul_(0.9).add_(torch.tanh(h).mean(0) * 0.1)
         return self.b(y).float().argmax(-1), (h * 1e6).sum(), x > 0
 
 
@@ -69,8 +69,11 @@ def test_forced_nodes_say_what_could_be_done_instead() -> None:
 
 
 def test_what_updates_a_buffer() -> None:
-    assert explained("mul_1")[0].endswith("runs float32: after average.")
-    assert explained("mul_1")[2] == "  placed: it computes the next contents of average, which stays float32."
+    assert explained("mul_1")[:3] == [
+        "mul_1 (mul) in module (root) runs float32: deny.",
+        "  decided: deny, leads to add_: it computes the next contents of average (forced:update).",
+        "  to change it: a buffer takes what is computed here, in float32: let it run: low in an edited plan.",
+    ]
     assert explained("add_")[2:] == [
         "  placed: all that shares memory has one precision, and this memory is float32.",
         "  to change it: give what it writes into 16 bits in the model.",

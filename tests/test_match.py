@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+import autocastfx
 from autocastfx import OpList, OpListError
 from autocastfx.match import Matcher, all_nodes, unmatched
-from tests.helpers import op_list
+from tests.helpers import Function, op_list
 
 aten = torch.ops.aten
 
@@ -249,3 +251,13 @@ def test_nodes_of_subgraphs_count() -> None:
     outer.output(outer.call_function(torch.ops.higher_order.wrap_with_set_grad_enabled, (False, body, x)))
     names = [n.name for n in all_nodes(outer, {"body": fx.GraphModule({}, inner)})]
     assert names == ["wrap_with_set_grad_enabled", "exp_default"]
+
+
+def test_a_rule_that_decided_an_op_of_another_name_has_matched(tmp_path: Path) -> None:
+    lists = op_list(tmp_path, "deny: [square]")
+    places = {str(rule.source) for rule in lists.every_rule()}
+    assert len(unmatched(lists, "cpu", [EXP])) == 1
+    assert unmatched(lists, "cpu", [EXP], places) == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", autocastfx.UnmatchedRuleWarning)
+        autocastfx.convert(Function(lambda x: x * x), (torch.ones(2),), op_list=["default", lists])

@@ -251,11 +251,8 @@ class Classifier:
 
     def _square(self, node: fx.Node, listed: Decision) -> Decision:
         """An op of two equal operands that is another op: ``x * x`` is a square, and has its rule."""
-        name, reads = base_name(op_name(node)), [u.node for u in uses(node)]
-        other = self.facts.same_operands.get(name)
-        if other is None or len(reads) != 2 or reads[0] is not reads[1]:
-            return listed
-        return self._as_op(other, f"a {name} of a value with itself is a {other}", listed)
+        other, name = self.facts.stands_for(node), base_name(op_name(node))
+        return listed if other is None else self._as_op(other, f"a {name} of a value with itself is a {other}", listed)
 
     def _product(self, node: fx.Node, listed: Decision) -> Decision:
         """A contraction as its sizes say: one of few elements is elementwise work, one to a single number is a sum."""

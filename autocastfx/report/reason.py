@@ -23,10 +23,11 @@ _FORCED = {
     "forced:no-kernel": "the device cannot run it in 16 bits: nothing but another device changes it",
     "forced:range": "what was measured comes too near to the dtype's maximum: give convert a smaller headroom=, or use "
     "bfloat16",
-    "forced:whole": "16 bits would make some of these whole numbers equal: compute with smaller ones in the model, or "
-    "use float16, which has more digits",
-    "forced:distance": "write the distance as the norm of a difference, or as torch.cdist, in the model",
-    "forced:state": "it computes what a buffer or an input holds in the next call: an edited plan changes it",
+    "forced:whole": "the numbers are too large for 16 bits to tell them apart: scale them in the model, or let it "
+    "run: low in an edited plan",
+    "forced:distance": "compute the distance without its squares in the model (torch.cdist), or let it run: low in an "
+    "edited plan",
+    "forced:update": "a buffer takes what is computed here, in float32: let it run: low in an edited plan",
     "eligibility": "only float32 values are ever cast: there is none here, or it is made here",
     "sub-graph": "values cross the border of a sub-graph as captured: nothing changes it",
 }
