@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autocastfx.alias import alias_sets
 from autocastfx.example_size import largest_size
 from autocastfx.graph import argument, constants, tensors, uses
 from autocastfx.kernel_facts import KernelFacts
@@ -85,10 +86,13 @@ class WholeNumbers:
         reach: dict[fx.Node, float] = {}
         scaled: set[fx.Node] = set()
         hiding: set[fx.Node] = set()
+        written = alias_sets(graph).keys()  # what these hold now, they do not hold later
         for node in graph.nodes:
             rule = op_list.rule(op_name(node)) if node.op == "call_function" else None
             category = rule.category if rule is not None else None
-            own = held.get(str(node.target)) if node.op == "get_attr" else _reach(node, reach, category, facts, size)
+            own = _reach(node, reach, category, facts, size)
+            if node.op == "get_attr" and node not in written:
+                own = held.get(str(node.target))
             blurred = [n for n in node.all_input_nodes if n in scaled or reach.get(n, 0) > told_apart(low)]
             if own is not None:
                 reach[node] = min(own, measured.get(node, math.inf))

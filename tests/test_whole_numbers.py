@@ -186,3 +186,17 @@ def test_a_few_whole_numbers_are_narrowed_as_all_others() -> None:
 )
 def test_a_tensor_of_one_number(tensor: Tensor, expected: bool) -> None:
     assert holds_one_number(tensor) is expected
+
+
+def test_a_buffer_that_forward_updates_is_not_known_by_what_it_holds_now() -> None:
+    class Counted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(8, dtype=torch.long))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += 1
+            return x @ self.seen.float()[:, None].expand(8, 8)
+
+    plan = autocastfx.convert(Counted(), (torch.rand(8, 8),), dtype=torch.bfloat16).plan
+    assert "whole numbers of any size" in plan["matmul"].decision.reason

@@ -220,6 +220,7 @@ REFUSED = [
     "delete",
     "parameter",
     "parameter replaced",
+    "buffer added",
 ]  # tests/capture/test_python_state.py and test_rebound.py
 
 

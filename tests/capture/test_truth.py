@@ -71,7 +71,7 @@ def test_the_comparison_reads_float32_where_the_model_does() -> None:
 
 
 def test_a_branch_on_it_is_refused_with_advice() -> None:
-    with pytest.raises(autocastfx.CaptureError, match=r"(?s)Branches cannot be captured.*torch\.where or"):
+    with pytest.raises(autocastfx.CaptureError, match=r"(?s)Branches cannot be captured.*torch\.where, torch\.cond or"):
         autocastfx.convert(Branches(), PAIRS["same"])
 
 

@@ -177,7 +177,9 @@ def _run(module: nn.Module, x: Tensor, weights: str) -> dict[str, Tensor]:
     found = {f"output {i}": out.detach() for i, out in enumerate(outputs)}
     if trains:
         weights_of = torch.Generator().manual_seed(0)
-        sum((out.float() * torch.randn(out.shape, generator=weights_of)).sum() for out in outputs).backward()
+        total = sum((out.float() * torch.randn(out.shape, generator=weights_of)).sum() for out in outputs)
+        if isinstance(total, Tensor) and total.requires_grad:  # some have no layer
+            total.backward()
         found |= {f"gradient {n}": p.grad for n, p in module.named_parameters() if p.grad is not None}
     return found | {f"buffer {n}": b.detach().clone() for n, b in module.named_buffers()}
 

@@ -160,6 +160,7 @@ def test_the_version_with_islands_holds(case: Case) -> None:
         assert found.held, f"{name}: {worst} is off by {found.errors[worst]:.2e}, allowed {found.bounds[worst]:.2e}"
 
 
+@pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")
 @pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=str)
 def test_the_conversion_holds(number: int, case: Case) -> None:
     """Each in one of the two dtypes; `python -m benchmarks.corpus` runs them all in both."""
