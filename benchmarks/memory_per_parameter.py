@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import autocastfx
 from benchmarks.machine import machine
@@ -115,6 +115,7 @@ def _low(width: int) -> Training:
     return Training(model, None, lambda: model(x), lambda _: None, lambda: None)
 
 
+_WORK = "what is measured"
 MODES: dict[str, Callable[[int], Training]] = {
     "float32": _float32,
     "torch.autocast float16, GradScaler": _autocast,
@@ -140,16 +141,22 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.device.type == "cpu"}
 
 
-def peak(work: Callable[[], object]) -> int:
-    """How many bytes ``work`` holds at most of those that it allocates."""
+def peak(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> int:
+    """How many bytes more than at its start ``work`` holds at most.
+
+    ``before`` runs first: the profiler knows the size of a block that is freed only if it saw it allocated.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        work()
+        before()
+        with record_function(_WORK):
+            work()
     events: Any = found.profiler
-    memory = [event for event in events.kineto_results.events() if event.name() == "[memory]"]
+    everything = sorted(events.kineto_results.events(), key=lambda event: event.start_ns())
     most = now = 0
-    for event in sorted(memory, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
+    for event in everything[next(i for i, event in enumerate(everything) if event.name() == _WORK) :]:
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
     return most
 
 
@@ -170,15 +177,18 @@ def measure(mode: str, width: int) -> Row:
         training.step()
 
     with contextlib.nullcontext() if optimizer is not None else torch.inference_mode():
-        for _ in range(STEPS - 1):
+
+        def step_and_forget() -> None:
             step()
             if optimizer is not None:
                 optimizer.zero_grad()
-        step_peak = peak(step)
+
+        for _ in range(STEPS - 2):
+            step_and_forget()
+        step_peak = peak(step, step_and_forget)
         if optimizer is not None:
             optimizer.zero_grad()
-            forward_and_backward()
-        optimizer_peak = peak(training.step)
+        optimizer_peak = peak(training.step, forward_and_backward)
     total = {address: size for address, size in live().items() if before.get(address) != size}
     weights = list(training.model.parameters())
     masters = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
