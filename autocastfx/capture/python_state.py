@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import random
 import sys
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,13 +63,16 @@ class StateGuard:
     def broken(self, model: nn.Module) -> Callable[[], Read | None]:
         """A function that gives the first attribute of ``model`` that has another value now; None if none has."""
         modules = dict(model.named_modules(remove_duplicate=False))
-        held = [(modules[r.module].__dict__, r.name, r.value, type(modules[r.module]), r) for r in self.reads]
+        held = [(weakref.ref(modules[r.module]), r.name, r.value, r) for r in self.reads]  # an original may be dropped
 
         def first_broken() -> Read | None:
-            for table, name, value, kind, read in held:
-                now = table.get(name, _MISSING)
+            for module_of, name, value, read in held:
+                module = module_of()
+                if module is None:
+                    return None
+                now = module.__dict__.get(name, _MISSING)
                 if now is not value:
-                    now = getattr(kind, name, _MISSING) if now is _MISSING else now
+                    now = getattr(type(module), name, _MISSING) if now is _MISSING else now
                     if not is_same(now, value):
                         return Read(read.module, name, now)
             return None
