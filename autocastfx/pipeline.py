@@ -17,13 +17,7 @@ from autocastfx.distances import distance_products
 from autocastfx.edited_plan import EditedPlan
 from autocastfx.example_size import example, largest_size, unknown_size
 from autocastfx.fold import Folding
-from autocastfx.graph import (
-    copy_graph,
-    dtypes,
-    module_classes,
-    subgraphs,
-    tensors,
-)
+from autocastfx.graph import copy_graph, dtypes, module_classes, subgraphs, tensors
 from autocastfx.held_values import HeldValues, cast_once
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.match import Matcher
