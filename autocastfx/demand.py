@@ -86,7 +86,7 @@ class Demands:
     def _own(
         self, node: fx.Node, decision: Decision, reads: list[Use], storages: Mapping[fx.Node, AliasSet]
     ) -> tuple[_Wish | None, list[Use]]:
-        """What ``node`` itself demands, and of which of its reads."""
+        """The wish of ``node`` itself, and the reads that it is for; None if it has no wish."""
         storage = storages.get(node)
         if storage is not None and storage.root.op in ("placeholder", "get_attr") and self.ports.written(node):
             reason = f"it computes the next contents of {storage.root.name}"

@@ -64,7 +64,7 @@ def _is_square(node: fx.Node, facts: KernelFacts, size: Size) -> bool:
 
 
 def _terms(node: fx.Node, op_list: OpList) -> Iterator[fx.Node]:
-    """What a sum adds up, through further sums, numbers that multiply, and views."""
+    """The terms of a sum, followed through further sums, numbers that multiply, and views."""
     queue, seen = [node], {node}
     while queue:
         term = queue.pop()

@@ -85,7 +85,7 @@ class StateGuard:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two plain values are one in every use: 0.0 is not -0.0, True is not 1, and a NaN is itself."""
+    """True if two plain values are one in every use: 0.0 is not -0.0, True is not 1, and a NaN is itself."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -99,7 +99,7 @@ def is_same(a: Any, b: Any) -> bool:
 
 @dataclass(eq=False)
 class PythonState:
-    """What the forward of a model read and changed.
+    """The attributes that the forward of a model read and changed.
 
     Attributes:
         model: whose forward it is.
@@ -205,7 +205,7 @@ _COMPUTES = ("LOAD_", "BINARY_", "INPLACE_", "UNARY_", "SWAP", "ROT_", "CACHE", 
 
 
 def _is_update(code: CodeType, at: int, name: str) -> bool:
-    """Whether the attribute read at instruction ``at`` serves but to set it anew (``self.count += 1``)."""
+    """True if the attribute read at instruction ``at`` is only set anew from it (``self.count += 1``)."""
     following = (i for i in dis.get_instructions(code) if i.offset >= at)
     first = next(following, None)
     if first is None or not first.opname.startswith("LOAD_") or first.argval != name:
