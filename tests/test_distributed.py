@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,25 +55,31 @@ def _work(rank: int, folder: str, low: torch.dtype) -> None:
     store = dist.FileStore(f"{folder}/store", PROCESSES)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
     try:
-        amp_model = converted(low)
-        with torch.no_grad():
-            amp_model.a.weight.add_(rank)  # DDP begins by giving every rank the first one's tensors
-        parallel = DistributedDataParallel(amp_model)
-        found = {"first": gradients(parallel, part(rank)), "further": gradients(parallel, part(rank), 2.0)}
-        with parallel.no_sync():
-            parallel(part(rank)).square().mean().backward()
-        parallel(part(rank)).square().mean().backward()
-        found["accumulated"] = [p.grad for p in amp_model.parameters() if p.grad is not None]
-        cached = DistributedDataParallel(converted(low, "cached"))
-        found["cached"] = gradients(cached, part(rank))
-        with autocastfx.gradient_histogram(cached) as histogram:
-            found["recorded"] = gradients(cached, part(rank))
-        counts = {name: e.total + e.zeros for name, e in histogram.parameters.items()}
-        state = {name: t.clone() for name, t in amp_model.state_dict().items()}
-        found_here = {"gradients": found, "counts": counts, "state": state, "keys": list(parallel.state_dict())}
-        torch.save(found_here, f"{folder}/{rank}.pt")
+        found = _train(rank, low)
+        # A reducer that outlives the group joins the threads of gloo with the GIL in its hands, and they may wait for it.
+        gc.collect()
     finally:
         dist.destroy_process_group()
+    torch.save(found, f"{folder}/{rank}.pt")
+
+
+def _train(rank: int, low: torch.dtype) -> dict[str, Any]:
+    amp_model = converted(low)
+    with torch.no_grad():
+        amp_model.a.weight.add_(rank)  # DDP begins by giving every rank the first one's tensors
+    parallel = DistributedDataParallel(amp_model)
+    found = {"first": gradients(parallel, part(rank)), "further": gradients(parallel, part(rank), 2.0)}
+    with parallel.no_sync():
+        parallel(part(rank)).square().mean().backward()
+    parallel(part(rank)).square().mean().backward()
+    found["accumulated"] = [p.grad for p in amp_model.parameters() if p.grad is not None]
+    cached = DistributedDataParallel(converted(low, "cached"))
+    found["cached"] = gradients(cached, part(rank))
+    with autocastfx.gradient_histogram(cached) as histogram:
+        found["recorded"] = gradients(cached, part(rank))
+    counts = {name: e.total + e.zeros for name, e in histogram.parameters.items()}
+    state = {name: t.clone() for name, t in amp_model.state_dict().items()}
+    return {"gradients": found, "counts": counts, "state": state, "keys": list(parallel.state_dict())}
 
 
 @pytest.fixture(scope="module")
