@@ -19,7 +19,7 @@ from autocastfx.low_weights import own_tensors, refuse_gradients, refuse_trainin
 from autocastfx.mirror import mirror
 from autocastfx.plan import Plan
 from autocastfx.variant import Variant
-from autocastfx.variant_table import Maker, VariantTable
+from autocastfx.variant_table import Maker, VariantTable, up_to_date
 from autocastfx.weights import WorkingCopies
 
 __all__ = ["AmpModule", "Variant"]
@@ -314,7 +314,7 @@ class AmpModule(fx.GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         maker = self._maker.without_model() if self.variants else self._maker  # which captures at the first call
-        return (_rebuild, (self._tree(), self._signature, maker, list(self.shown)))
+        return (_rebuild, (self._tree(), self._signature, maker, up_to_date(self.shown)))
 
     def _tree(self) -> nn.Module:
         """The mirrored modules without the variants, as a plain module."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol, cast
 
@@ -19,7 +19,7 @@ from autocastfx.plan import Precision
 from autocastfx.ports import PARAMETERS
 from autocastfx.variant import Variant
 
-__all__ = ["VariantTable"]
+__all__ = ["VariantTable", "up_to_date"]
 
 Held = Mapping[str, torch.Tensor]  # parameters and buffers by the original's names
 Modes = tuple[bool, ...]  # the training flag of each of the original's modules
@@ -211,3 +211,20 @@ class VariantTable(nn.ModuleList):
             if variant.captured is not None and device.type != variant.device.type:
                 moved = self._mount(index, self.maker.rebuild(variant.captured, held, device).to(device))
             moved.move(device)
+
+
+def up_to_date(variants: Iterable[Variant]) -> list[Variant]:
+    """Those for the attributes of the original as they are: without the original no others would be noticed as wrong.
+
+    Raises:
+        VariantError: there are variants, but none for an attribute that was changed since.
+    """
+    broken = [(variant, variant.first_broken()) for variant in variants]
+    found = [variant for variant, read in broken if read is None]
+    if broken and not found:
+        read = next(read for _, read in broken if read is not None)
+        raise VariantError(
+            f"attribute {read.path!r} is {read.word} now, and no variant was captured with it so: call the converted "
+            "model once, then save it."
+        )
+    return found

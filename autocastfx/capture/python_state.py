@@ -8,25 +8,25 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
-import torch
 from torch import nn
 
 from autocastfx.capture.intact import same_content
 from autocastfx.capture.patch import patched_here
+from autocastfx.capture.plain_value import is_plain, is_same, plain_parts
 from autocastfx.errors import CaptureError, shown
 
 __all__ = ["PythonState", "Read", "StateGuard", "watched_state"]
 
-_LEAVES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device})
 _BARE = nn.Module()
 # What every module has: its tables and hooks, and the mode, which variants are told apart by. An RNN lists its
 # parameters again, anew whenever one is swapped, which an export does.
 _OF_MODULES = frozenset({*_BARE.__dict__, *dir(nn.Module), "_flat_weights", "_flat_weight_refs"})
 _MISSING = object()
+_EMPTY: dict[Any, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,19 @@ class Read:
     Attributes:
         module: path of the module; empty for the model.
         name: of the attribute.
-        value: None, a truth value, a number, text, a dtype or a device, or a tuple of these.
+        value: a plain value.
+        part: where the attribute is an object, which of its attributes this is; empty for the items of a container.
     """
 
     module: str
     name: str
     value: Any
+    part: str | None = None
 
     @property
     def path(self) -> str:
         """The attribute as it is reached from the model."""
-        return f"{self.module}.{self.name}" if self.module else self.name
+        return ".".join(filter(None, (self.module, self.name, self.part)))
 
     @property
     def word(self) -> str:
@@ -63,18 +65,31 @@ class StateGuard:
     def broken(self, model: nn.Module) -> Callable[[], Read | None]:
         """A function that gives the first attribute of ``model`` that has another value now; None if none has."""
         modules = dict(model.named_modules(remove_duplicate=False))
-        held = [(weakref.ref(modules[r.module]), r.name, r.value, r) for r in self.reads]  # an original may be dropped
+        fields: dict[tuple[str, str], list[Read]] = {}
+        for read in (r for r in self.reads if r.part):
+            fields.setdefault((read.module, read.name), []).append(read)
+        plain = [(weakref.ref(modules[r.module]), r.name, r.value, r) for r in self.reads if not r.part]
+        objects = [(weakref.ref(modules[path]), name, reads) for (path, name), reads in fields.items()]
 
         def first_broken() -> Read | None:
-            for module_of, name, value, read in held:
+            for module_of, name, value, read in plain:
                 module = module_of()
-                if module is None:
+                if module is None:  # an original may be dropped
                     return None
                 now = module.__dict__.get(name, _MISSING)
                 if now is not value:
                     now = getattr(type(module), name, _MISSING) if now is _MISSING else now
+                    now = now if read.part is None else plain_parts(now).get("", _MISSING)
                     if not is_same(now, value):
-                        return Read(read.module, name, now)
+                        return replace(read, value=now)
+            for module_of, name, reads in objects:
+                table = _table(getattr(module_of(), "__dict__", _EMPTY).get(name))
+                for read in reads:
+                    now = table.get(read.part, _MISSING)
+                    if now is not read.value:
+                        now = now if is_plain(now) else plain_parts(now).get("", _MISSING)
+                        if not is_same(now, read.value):
+                            return replace(read, value=now)
             return None
 
         return first_broken
@@ -82,19 +97,6 @@ class StateGuard:
     def unchanged(self) -> Read | None:
         """None: nothing is known to have changed."""
         return None
-
-
-def is_same(a: Any, b: Any) -> bool:
-    """True if two plain values are one in every use: 0.0 is not -0.0, True is not 1, and a NaN is itself."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(is_same, a, b))
-    if isinstance(a, (float, complex)):
-        return repr(a) == repr(b)
-    return type(a) in _LEAVES and a == b
 
 
 @dataclass(eq=False)
@@ -118,7 +120,7 @@ class PythonState:
         reads = dict(self.reads)
         for path, module in self.model.named_modules() if everything else ():
             held = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
-            reads.update({(path, n): Read(path, n, v) for n, v in held.items() if _is_plain(v)})
+            reads.update({(path, n): Read(path, n, v) for n, v in held.items() if is_plain(v)})
         return StateGuard(tuple(reads.values()))
 
 
@@ -133,6 +135,7 @@ def watched_state(found: PythonState) -> Generator[None, None, None]:
     model = found.model
     before = {id(m): (path, m, dict(m.__dict__)) for path, m in model.named_modules()}
     contents = {path: _contents(m) for path, m, _ in before.values()}
+    objects: dict[int, tuple[str, str, Any, dict[str, Any]]] = {}
     draws = _draws()
 
     def note(module: nn.Module, name: str) -> Any:
@@ -141,7 +144,9 @@ def watched_state(found: PythonState) -> Generator[None, None, None]:
             return value
         path, _, table = before[id(module)]
         key = path, name
-        if _is_plain(value) and value is (table[name] if name in table else _of_class(type(module), name)):
+        if id(value) not in objects and value is table.get(name) and (parts := plain_parts(value)):
+            objects[id(value)] = path, name, value, parts
+        if is_plain(value) and value is (table[name] if name in table else _of_class(type(module), name)):
             found.reads.setdefault(key, Read(path, name, value))
         if key in found.reads and key not in found.lines:  # what it is now was computed from what it was
             frame = sys._getframe(1)
@@ -162,6 +167,12 @@ def watched_state(found: PythonState) -> Generator[None, None, None]:
             )
         if (path, name) not in found.lines:  # a counter, which may be set anew at any time
             found.reads.pop((path, name), None)
+    for path, name, held, parts in objects.values():
+        now = plain_parts(held)
+        # What was None is filled in, as in any call like this one: transformers' config.problem_type, from the labels.
+        kept = [p for p, v in parts.items() if v is None or is_same(now.get(p, _MISSING), v)]
+        found.reads.update({(path, f"{name}.{p}"): Read(path, name, parts[p], p) for p in kept})
+        changed += [(path, f"{name}.{part}") for part in {**parts, **now} if part and part not in kept]
     for source, now in _draws().items():
         if now != draws[source]:
             raise CaptureError(
@@ -181,8 +192,13 @@ def _draws() -> dict[str, Any]:
     return {**states, "numpy.random": repr(numpy.random.get_state(legacy=False))} if numpy else states
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in _LEAVES or (type(value) is tuple and all(map(_is_plain, value)))
+def _table(held: Any) -> dict[Any, Any]:
+    """The attributes of an object, whatever its class does when one is read."""
+    try:
+        found: dict[Any, Any] = object.__getattribute__(held, "__dict__")
+    except AttributeError:
+        return _EMPTY
+    return found
 
 
 def _of_class(kind: type, name: str) -> Any:

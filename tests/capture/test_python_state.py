@@ -8,6 +8,7 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx import CaptureError, StateWarning, VariantError
-from autocastfx.capture.python_state import is_same
+from autocastfx.capture.plain_value import is_same
 from tests.helpers import relative_error
 
 X = torch.randn(3, 8)
@@ -113,6 +114,71 @@ def test_an_attribute_that_is_not_read_changes_nothing() -> None:
     assert {r.path for r in amp_model.variants[0].state.reads} >= set(CHANGES) - {"cap"}
 
 
+class Configured(nn.Module):
+    """Reads an object, a list and a dictionary, as models with a configuration do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.config = SimpleNamespace(scale=2.0, powers=[1, 2], head=None, hook=print)
+        self.factors, self.gains = [1.0, 3.0], {"a": 1.5}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x) * self.config.scale * self.config.powers[1] * self.gains["a"]
+        for factor in self.factors:
+            x = x * factor
+        return x if self.config.head is None else x + self.config.head
+
+
+def _replaced(model: Any) -> None:
+    model.config = SimpleNamespace(scale=0.5, powers=[1, 2], head=None)
+
+
+INSIDE: dict[str, Callable[[Any], Any]] = {
+    "config.scale": lambda m: setattr(m.config, "scale", 3.0),
+    "config.powers": lambda m: m.config.powers.insert(0, 7),
+    "config.head": lambda m: setattr(m.config, "head", 1.0),
+    "factors": lambda m: m.factors.append(5.0),
+    "gains": lambda m: m.gains.update(a=2.5),
+}
+
+
+@pytest.mark.parametrize("path", INSIDE)
+def test_what_an_object_or_a_container_holds_is_captured_again(path: str) -> None:
+    torch.manual_seed(0)
+    model = Configured()
+    amp_model = converted(model)
+    assert {r.path for r in amp_model.variants[0].state.reads} >= set(INSIDE)
+    count = len(amp_model.variants)
+    for change in (INSIDE[path], _replaced):
+        change(model)
+        assert_agrees(amp_model, model)
+        count += 1
+        assert len(amp_model.variants) == count
+    amp_model = pickle.loads(pickle.dumps(amp_model))
+    assert_agrees(amp_model, model)
+
+
+def test_an_object_that_forward_changes_is_said_and_not_watched() -> None:
+    model = Configured()
+    model.config.calls, model.config.kind = 0, None
+
+    def counted(module: Any, args: Any) -> None:
+        module.config.calls += 1
+        module.config.kind = module.config.kind or "linear"
+
+    model.register_forward_pre_hook(counted)
+    with pytest.warns(autocastfx.StateWarning, match=r"config\.calls"):
+        amp_model = converted(model)
+    count = len(amp_model.variants)
+    model.config.calls = 9
+    assert_agrees(amp_model, model)
+    assert len(amp_model.variants) == count
+    model.config.kind = "another"  # what was filled in is watched
+    assert_agrees(amp_model, model)
+    assert len(amp_model.variants) > count
+
+
 def test_dropout_changed_is_dropout_changed() -> None:
     model = Model().train()
     amp_model = autocastfx.convert(model, (X,), dtype=torch.bfloat16)
@@ -153,6 +219,21 @@ def test_copies_watch_the_original_too() -> None:
     copied = copy.deepcopy(converted(model))
     model.tau = 0.25
     assert_agrees(copied, model)
+
+
+def test_what_is_saved_is_the_model_as_it_is_now() -> None:
+    """A loaded model cannot watch the original: it has no variant for what the original was before."""
+    model = Model()
+    amp_model = converted(model)
+    model.tau = 0.25
+    with pytest.raises(
+        VariantError, match=r"attribute 'tau' is 0\.25 now, and no variant was captured with it so: call"
+    ):
+        pickle.dumps(amp_model)
+    assert_agrees(amp_model, model)
+    loaded = pickle.loads(pickle.dumps(amp_model))
+    assert 0 < len(loaded.variants) < len(amp_model.variants)
+    assert_agrees(loaded, model)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,6 @@ DIFFERENT = {
 # A draft knows no sizes: fewer bytes move in another way where a value is expanded or a weight is small, and that zeros
 # are added to a value of their own size is not known.
 BY_SIZE = {
-    "super_resolution": {"prelu"},
     "vision": {"flatten", "transpose", "expand", "cat", "add"},
     "experts": {"add"},
 }
