@@ -3,15 +3,15 @@
 What the categories leave free is labelled low or float32. ``allow`` and ``deny`` are given; an ``infer`` after a
 ``deny`` is float32 (TensorFlow's rule), and so is one that no ``allow`` comes before; a ``deny`` that folds may be low
 between low neighbours. float32 stays float32 until an ``allow`` asks for less: an ``infer`` or a ``promote`` is low
-only if its operands are (torch's own promotion; a parameter may be cast), and so is a ``clear``, but for one that
-``allow`` ops alone read. With ``rounds``, an ``infer`` may narrow what an ``allow`` led to, never what came from
-outside. Ties are float32.
+only if its operands are (torch's own promotion), and so is a ``clear``, but for one that ``allow`` ops alone read. An
+``infer`` that they alone read may cast a parameter. With ``rounds``, an ``infer`` may narrow what an ``allow`` led to,
+never what came from outside. Ties are float32.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from torch import fx
@@ -30,6 +30,9 @@ __all__ = ["place"]
 
 _OUTSIDE = "float32"  # the label of what is float32 whatever is placed: graph inputs, parameters, outputs
 _EXTRA = BYTES[Precision.FLOAT32] - BYTES[Precision.LOW]
+
+
+_Readers = Mapping[Unit, tuple[Label, ...]]
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def place(
         folds: ``deny`` nodes that may run low between low neighbours, and ``promote`` nodes before them, with what each
             asks of its neighbours.
         keep_output_dtype: whether the graph's outputs are read in float32.
-        parameters: ``get_attr`` targets that may be cast beside a low operand.
+        parameters: ``get_attr`` targets that an ``infer`` may cast whose result ``allow`` ops alone read.
         rounds: an ``infer`` may narrow activations, as a 16-bit model does.
         sizes_known: false for a graph made without inputs, whose values are stand-ins of one element.
     """
@@ -69,7 +72,8 @@ def place(
     readers = {u: _readers(u, units, keep_output_dtype) for u in units}
     terms = list(_Terms(graph, units, float32, keep_output_dtype))
     provenance = Provenance.of(graph, units, parameters, sizes_known=sizes_known)
-    terms += _rules(units, folding, provenance, readers, rounds=rounds)
+    spared = {u for u in units if u.category is Category.INFER} if rounds else _spared(units, readers)
+    terms += _rules(units, folding, provenance, readers, spared, rounds=rounds)
     terms += _taints(folding, float32)
     fixed: dict[Label, bool] = {_OUTSIDE: False, **dict.fromkeys(float32, False), **dict.fromkeys(low, True)}
     found = cheapest(terms, fixed)
@@ -77,7 +81,7 @@ def place(
         if unit in found:
             low.setdefault(unit, "folded" if unit in folding else "fewest bytes moved")
         else:
-            float32.setdefault(unit, _because(unit, folding, units, found, provenance, rounds=rounds))
+            float32.setdefault(unit, _because(unit, folding, units, found, provenance, spared, rounds=rounds))
     return units.placements(decisions, low, float32)
 
 
@@ -110,6 +114,7 @@ def _because(
     units: Units,
     found: frozenset[Label],
     provenance: Provenance,
+    spared: Set[Label],
     *,
     rounds: bool,
 ) -> str:
@@ -119,7 +124,8 @@ def _because(
     if unit.category is Category.PROMOTE:
         asked = provenance.read_by(unit, units)
     elif unit.category is Category.INFER:
-        asked = (n for n in unit.nodes if n in provenance.outside) if rounds else _widening(unit, units, provenance)
+        outside = (n for n in unit.nodes if n in provenance.outside)
+        asked = outside if rounds else _widening(unit, units, provenance, spares=unit in spared)
     if not found.issuperset(units.stored(read) or _OUTSIDE for read in asked):
         return "an input is float32"
     return "fewest bytes moved"
@@ -224,13 +230,14 @@ def _rules(
     units: Units,
     folding: Mapping[Unit, Fold],
     provenance: Provenance,
-    readers: Mapping[Unit, tuple[Label, ...]],
+    readers: _Readers,
+    spared: Set[Label],
     *,
     rounds: bool,
 ) -> Iterator[Term]:
     """Each neighbour that must be low where a unit is."""
-    only_for_low = _only_for({Category.ALLOW}, units, readers)
-    only_beside_low = _only_for({Category.ALLOW, Category.INFER}, units, readers)
+    only_for_low = _only_for_allow(units, readers)
+    only_beside_low = _only_for(only_for_low | spared, units, readers)
     for unit in units:
         asked: Iterable[fx.Node] = ()
         if unit in folding:
@@ -239,7 +246,7 @@ def _rules(
         elif unit.category is Category.PROMOTE:
             asked = provenance.read_by(unit, units)
         elif unit.category is Category.INFER and not rounds:
-            asked = _widening(unit, units, provenance)
+            asked = _widening(unit, units, provenance, spares=unit in spared)
         elif unit.category is Category.INFER and not provenance.outside.isdisjoint(unit.nodes):
             yield Term(None, (unit,), (_OUTSIDE,))
         elif unit.category is Category.CLEAR and unit not in only_for_low:
@@ -248,23 +255,38 @@ def _rules(
         yield from (Term(None, (unit,), (units.stored(read) or _OUTSIDE,)) for read in asked)
 
 
-def _only_for(categories: set[Category], units: Units, readers: Mapping[Unit, tuple[Label, ...]]) -> set[Label]:
-    """The units of these categories, and the ``clear`` units that they alone read."""
-    found: set[Label] = {u for u in units if u.category in categories}
+def _only_for(chosen: Set[Label], units: Units, readers: _Readers) -> set[Label]:
+    """These units, and the ``clear`` units that they alone read."""
+    found = {*chosen}
     for unit in reversed(list(units)):
-        if unit.category is Category.CLEAR and readers[unit] and found.issuperset(readers[unit]):
+        if unit.category is Category.CLEAR and _all_in(found, readers[unit]):
             found.add(unit)
     return found
 
 
-def _widening(unit: Unit, units: Units, provenance: Provenance) -> Iterator[fx.Node]:
-    """The operands that make a float32 result. Not a parameter that is spread over rows: a bias, a scale.
+def _only_for_allow(units: Units, readers: _Readers) -> set[Label]:
+    return _only_for({u for u in units if u.category is Category.ALLOW}, units, readers)
 
-    One of the size of the result is a value: weights that the model itself updates, a state that is learned.
+
+def _spared(units: Units, readers: _Readers) -> set[Label]:
+    """The ``infer`` units that ``allow`` ops alone read: their results are rounded in any case."""
+    only_for_low = _only_for_allow(units, readers)
+    return {u for u in units if u.category is Category.INFER and _all_in(only_for_low, readers[u])}
+
+
+def _all_in(chosen: Set[Label], readers: tuple[Label, ...]) -> bool:
+    return bool(readers) and chosen >= {*readers}
+
+
+def _widening(unit: Unit, units: Units, provenance: Provenance, *, spares: bool) -> Iterator[fx.Node]:
+    """The operands that make a float32 result.
+
+    A unit that ``spares`` parameters is not widened by one that is spread over rows: a bias, a scale. A parameter of
+    the result's size is a value: weights that the model itself updates, a state that is learned.
     """
     for node in unit.nodes:
         for read in decisive(node, units.ports, provenance.outside):
-            if read not in provenance.parameters or _is_whole(read, node, provenance):
+            if not (spares and read in provenance.parameters) or _is_whole(read, node, provenance):
                 yield read
 
 

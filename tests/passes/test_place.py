@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -50,6 +50,14 @@ def obeys(low: set[Unit], units: Units, folds: Mapping[fx.Node, Fold], keeps: bo
     folding = {u: folds[u.nodes[0]] for u in units if u.nodes[0] in folds and len(u.nodes) == 1}
     foldable = {u for u in folding if u.category in (Category.DENY, Category.PROMOTE)}
     parameters, outside = origins(units)
+
+    def is_allow(unit: Unit) -> bool:
+        return unit.category is Category.ALLOW
+
+    def may_cast(unit: Unit) -> bool:
+        is_infer = unit.category is Category.INFER
+        return is_allow(unit) or (is_infer and (rounds or only_for(unit, units, keeps, is_allow)))
+
     for unit in units:
         if unit not in low and unit.category is Category.ALLOW:
             return False
@@ -68,11 +76,12 @@ def obeys(low: set[Unit], units: Units, folds: Mapping[fx.Node, Fold], keeps: bo
         elif unit.category is Category.INFER:
             if rounds and not outside.isdisjoint(unit.nodes):
                 return False
-            asked = set() if rounds else reads - {read for read in parameters if read.target == "scale"}
+            scales = {read for read in parameters if read.target == "scale"}
+            asked = set() if rounds else reads - (scales if only_for(unit, units, keeps, is_allow) else set())
         else:
-            is_read_low = unit.category is not Category.CLEAR or only_for(unit, units, keeps, Category.ALLOW)
+            is_read_low = unit.category is not Category.CLEAR or only_for(unit, units, keeps, is_allow)
             asked = set() if is_read_low else reads
-            asked -= parameters if only_for(unit, units, keeps, Category.ALLOW, Category.INFER) else set()
+            asked -= parameters if only_for(unit, units, keeps, may_cast) else set()
         if not low.issuperset(map(units.stored, asked)):
             return False
     surely = {u for u in units if (u.category is Category.DENY and u not in foldable) or u in units.updates}
@@ -126,11 +135,10 @@ def readers(unit: Unit, units: Units, keeps: bool) -> Iterator[Unit | None]:
             yield units.of[node]
 
 
-def only_for(unit: Unit, units: Units, keeps: bool, *categories: Category) -> bool:
+def only_for(unit: Unit, units: Units, keeps: bool, chosen: Callable[[Unit], bool]) -> bool:
     read_by = list(readers(unit, units, keeps))
     return bool(read_by) and all(
-        r is not None
-        and (r.category in categories or (r.category is Category.CLEAR and only_for(r, units, keeps, *categories)))
+        r is not None and (chosen(r) or (r.category is Category.CLEAR and only_for(r, units, keeps, chosen)))
         for r in read_by
     )
 
@@ -159,6 +167,7 @@ READ_TWICE = [("allow", 0, 0), ("deny", 0, 0), ("infer", 2, 0), ("in place", 2, 
 @many
 @given(steps, outputs, st.booleans(), st.booleans())
 @example([*READ_TWICE, ("fold", 0, 0)], [0], False, True)  # one reader of what is mutated needs one cast
+@example([("infer", 0, 0), ("allow", 0, 0), ("sum", 0, 1), ("sum", 0, 1)], [2], False, True)  # read by nothing
 def test_the_cut_moves_as_few_bytes_as_brute_force_finds(
     steps: list[tuple[str, int, int]], outputs: list[int], keeps: bool, rounds: bool
 ) -> None:
