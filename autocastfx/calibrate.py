@@ -1,4 +1,4 @@
-"""``calibrate``: run a float32 model on batches and keep how far each of its values reached."""
+"""``calibrate``: run a float32 model on batches and keep how large the elements of each of its values are."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def calibrate(
     training: bool | None = None,
     progress: Progress = False,
 ) -> Ranges:
-    """Run ``model`` on ``batches``, in float32, and keep the largest finite magnitude of each of its values.
+    """Run ``model`` on ``batches``, in float32, and keep the largest and the typical magnitude of each of its values.
 
     Batches are run one after the other, and nothing of one is kept when the next runs. The model is left as it is:
     buffers that it updates are updated in copies, and modes and the state of torch's random numbers come back.
@@ -172,12 +172,9 @@ class _Run:
         seen: list[Seen] = []
         with torch.no_grad(), torch._C._DisableAutocast():
             graph.run(call, self.tensors, seen.append)
-        for key, largest, count in read_all(seen):
-            mode = mode_of(self.training)
-            before = self.found.get(key, Range(mode, *key, 0.0))
-            self.found[key] = replace(
-                before, largest=max(before.largest, largest), non_finite=before.non_finite + count
-            )
+        for key, found, count in read_all(seen):
+            now = Range(mode_of(self.training), *key, found.largest, found.rms, count)
+            self.found[key] = now if (before := self.found.get(key)) is None else before.merged(now)
 
     def _graph(self, signature: CallSignature, call: Call) -> MeasuredGraph:
         shapes = [t.shape for t in call.tensors]

@@ -73,10 +73,10 @@ def convert(
             keeps 16 bits for backward if they are many; on a CPU (in bfloat16) attention with dropout, which torch
             computes in float32 there, is written out in 16 bits, and that of few tokens goes backward by products of 16
             bits. ``"none"``: never.
-        calibrate: what the model's values reach: ranges that :func:`calibrate` measured, the path of a file of them,
-            or batches to measure now, of which the first stands in for example inputs that are not given. A node
-            whose output or input reaches too far for ``dtype`` is float32.
-        headroom: too far is the dtype's largest number divided by this, which is at least 1.
+        calibrate: how large the model's values are: ranges that :func:`calibrate` measured, the path of a file of
+            them, or batches to measure now, of which the first stands in for example inputs that are not given. A
+            node whose output or input is too large or too small for ``dtype`` is float32.
+        headroom: too large is the dtype's largest number divided by this, which is at least 1.
         device: decide for the kernels of this device; the model's own by default.
         keep_output_dtype: cast float32 outputs back to float32.
         plan: decisions given by hand, which win over the lists: a ``Plan``, or the path of its JSON text, edited. The

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from autocastfx.magnitude import is_here, magnitude
+from autocastfx.magnitude import Magnitude, is_here, magnitude
 from autocastfx.whole_numbers import holds_one_number, largest_whole
 
 __all__ = ["HeldValues", "cast_once"]
@@ -20,13 +21,13 @@ class HeldValues:
     """Tensors by ``get_attr`` target, as far as they have values here.
 
     Attributes:
-        largest: largest finite magnitude of each float32 tensor.
+        magnitudes: how large the elements of each float32 tensor are.
         single: tensors of one element that no optimizer changes.
         whole: largest magnitude of each buffer and constant that holds whole numbers alone.
         masks: buffers and constants of one number, or of 0 and one number.
     """
 
-    largest: Mapping[str, float]
+    magnitudes: Mapping[str, Magnitude]
     single: frozenset[str]
     whole: Mapping[str, float]
     masks: frozenset[str]
@@ -40,11 +41,16 @@ class HeldValues:
         whole = {n: largest_whole(t) for n, t in fixed.items()}
         trained = {n for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
         return cls(
-            largest={n: float(found[0]) for n, found in reached.items() if found is not None},
+            magnitudes={n: found.magnitude() for n, found in reached.items() if found is not None},
             single=frozenset(n for n, t in tensors.items() if t.numel() == 1 and n not in trained),
             whole={n: found for n, found in whole.items() if found is not None},
             masks=frozenset(n for n, t in fixed.items() if holds_one_number(t)),
         )
+
+    @cached_property
+    def largest(self) -> dict[str, float]:
+        """Largest finite magnitude of each float32 tensor."""
+        return {name: found.largest for name, found in self.magnitudes.items()}
 
 
 def cast_once(held: Mapping[str, torch.Tensor]) -> dict[str, int]:

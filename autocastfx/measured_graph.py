@@ -1,4 +1,4 @@
-"""A captured graph that runs on real values and tells how far each of them reaches."""
+"""A captured graph that runs on real values and tells how large their elements are."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from autocastfx.alias import alias_sets
 from autocastfx.call import Call
 from autocastfx.capture.export import Captured
 from autocastfx.graph import attribute
-from autocastfx.magnitude import magnitude
+from autocastfx.magnitude import Magnitude, Measured, magnitude
 from autocastfx.op_name import op_name
 from autocastfx.pipeline import CONVERTED_INSIDE
 from autocastfx.ranges import Key, key_of
 
 __all__ = ["MeasuredGraph", "Seen", "apart", "read_all", "written_outside"]
 
-Seen = tuple[Key, torch.Tensor, torch.Tensor]  # a value, its magnitude, and how many of its elements are not finite
+Seen = tuple[Key, Measured]
 _Record = Callable[[Seen], None]
 
 
@@ -52,7 +52,7 @@ class MeasuredGraph:
 
 
 class _Watcher(fx.Interpreter):
-    """Runs a graph, frees each value after its last use, and tells how far each float32 value reaches."""
+    """Runs a graph, frees each value after its last use, and tells how large the elements of each float32 value are."""
 
     def __init__(self, graph: fx.Graph, held: Callable[[str], Any], record: _Record, prefix: str = "") -> None:
         super().__init__(nn.Module(), graph=graph)
@@ -63,8 +63,8 @@ class _Watcher(fx.Interpreter):
         if n.op == "get_attr":
             return self._read(n)
         result = super().run_node(n)
-        if n.op != "output" and (reached := magnitude(result)) is not None:
-            self._record((key_of(n, self._prefix), *reached))
+        if n.op != "output" and (measured := magnitude(result)) is not None:
+            self._record((key_of(n, self._prefix), measured))
         return result
 
     def _read(self, n: fx.Node) -> Any:
@@ -80,13 +80,12 @@ class _Watcher(fx.Interpreter):
         return run
 
 
-def read_all(seen: list[Seen]) -> Iterator[tuple[Key, float, int]]:
-    """What was seen, as numbers: one read from each device."""
-    for device in dict.fromkeys(largest.device for _, largest, _ in seen):
-        here = [entry for entry in seen if entry[1].device == device]
-        largest: list[float] = torch.stack([entry[1] for entry in here]).tolist()
-        counts: list[int] = torch.stack([entry[2] for entry in here]).tolist()
-        yield from zip([entry[0] for entry in here], largest, counts, strict=True)
+def read_all(seen: list[Seen]) -> Iterator[tuple[Key, Magnitude, int]]:
+    """Each value seen: how large it is, and how many of its elements are not finite. Reads a device three times."""
+    for device in dict.fromkeys(measured.largest.device for _, measured in seen):
+        keys, here = zip(*((k, m) for k, m in seen if m.largest.device == device), strict=True)
+        largest, rms, counts = (torch.stack(numbers).tolist() for numbers in zip(*here, strict=True))
+        yield from zip(keys, map(Magnitude, largest, rms), counts, strict=True)
 
 
 def written_outside(graph: fx.Graph, attributes: Mapping[str, Any]) -> frozenset[str]:

@@ -20,6 +20,7 @@ from autocastfx.fold import Folding
 from autocastfx.graph import copy_graph, dtypes, module_classes, subgraphs, tensors
 from autocastfx.held_values import HeldValues, cast_once
 from autocastfx.kernel_facts import KernelFacts
+from autocastfx.magnitude import Magnitude
 from autocastfx.match import Matcher
 from autocastfx.op_list import Category, OpList
 from autocastfx.op_name import op_name
@@ -95,7 +96,7 @@ class Converter:
         """
         draft = captured.guesses is not None
         policy = replace(self, op_list=self.op_list.lenient()) if draft else self
-        known = self.ranges.largest(mode_of(captured.training)) if self.ranges is not None else {}
+        known = self.ranges.magnitudes(mode_of(captured.training)) if self.ranges is not None else {}
         graph, attributes, nodes, casts, traffic, recomposed = policy._convert(
             captured.graph, captured.attributes, tensors, device, known, "", captured.guesses
         )
@@ -122,7 +123,7 @@ class Converter:
         attributes: Mapping[str, Any],
         held: Mapping[str, torch.Tensor],
         device: torch.device,
-        known: Mapping[Key, float],
+        known: Mapping[Key, Magnitude],
         prefix: str,
         guesses: frozenset[str] | None = None,
     ) -> tuple[fx.Graph, dict[str, Any], list[PlannedNode], list[PlannedCast], Traffic, list[Recomposed]]:
@@ -184,7 +185,7 @@ def _recompose(converter: Converter, state: State, device: torch.device) -> Stat
     for name, run in ((MATH_ATTENTION, write_out_attention), (SHORT_ATTENTION, recompute_attention)):
         if name in converter.recompose and _rounds_attention(converter, state, device):
             recomposed += run(state.graph, category)
-    reached = {node.name: largest for node, largest in state.measured.items()}
+    reached = {node.name: found for node, found in state.measured.items()}
     reached.update({r.node: reached[r.replaced[-1]] for r in recomposed if r.replaced[-1] in reached})
     if REPEATED in converter.recompose:
         recomposed = merge_repeated(state.graph, matcher, recomposed)
@@ -209,14 +210,15 @@ def _rounds_attention(converter: Converter, state: State, device: torch.device) 
 def _classify(converter: Converter, state: State, device: torch.device) -> State:
     calibrated = converter.ranges is not None
     limit = Limit(converter.low, converter.headroom if calibrated else 1.0)
-    held = {n: v for n, v in state.values.largest.items() if calibrated or n in state.parameters}
+    held = {n: v for n, v in state.values.magnitudes.items() if calibrated or n in state.parameters}
     reached = reach(state.graph, state.measured, held, converter.op_list, limit)
+    measured = {node: found.largest for node, found in state.measured.items()}
     rules, facts, values = converter.op_list, converter.facts, state.values
     size, most = (example, largest_size) if state.guesses is None else (unknown_size, unknown_size)
     allowed = {n: (r := rules.rule(op_name(n))) is not None and r.category is Category.ALLOW for n in state.graph.nodes}
     classifier = Classifier(
-        *(rules, facts, converter.low, device.type, reached.too_far),
-        WholeNumbers.of(state.graph, values.whole, values.masks, state.measured, rules, facts, converter.low, most),
+        *(rules, facts, converter.low, device.type, reached.unfit),
+        WholeNumbers.of(state.graph, values.whole, values.masks, measured, rules, facts, converter.low, most),
         distance_products(state.graph, allowed, rules, facts, size),
         {n: number for n, number in values.largest.items() if n in values.single},
         size,

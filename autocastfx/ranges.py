@@ -1,4 +1,4 @@
-"""How far the values of a model reached on calibration data: plain data, to and from JSON."""
+"""How large the values of a model were on calibration data: plain data, to and from JSON."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from torch import fx
 from autocastfx.errors import CalibrationError, Source
 from autocastfx.graph import module_path
 from autocastfx.json_text import parsed_json
+from autocastfx.magnitude import Magnitude
 from autocastfx.op_name import op_name
 from autocastfx.whole_file import read_whole, write_whole
 
 __all__ = ["Key", "Range", "Ranges", "key_of", "mode_of"]
 
-VERSION = 1
+VERSION = 2
 MODES = ("train", "eval")
 Key = tuple[str, str, str]  # name of the node, its op, the path of its module
 
@@ -40,9 +41,10 @@ def mode_of(training: Iterable[bool]) -> str:
 
 @dataclass(frozen=True)
 class Range:
-    """What one value reached: the output of the node ``name``, which computes ``op`` in ``module``.
+    """How large one value was: the output of the node ``name``, which computes ``op`` in ``module``.
 
-    ``largest`` is the largest magnitude of its finite elements, ``non_finite`` counts the others.
+    ``largest`` is the largest magnitude of its finite elements, and ``rms`` the root mean square of those that are not
+    0, in the batch where it was largest. ``non_finite`` counts the others.
     """
 
     mode: str
@@ -50,6 +52,7 @@ class Range:
     op: str
     module: str
     largest: float
+    rms: float
     non_finite: int = 0
 
     @property
@@ -57,10 +60,15 @@ class Range:
         """What its node is known by in a graph of its mode."""
         return self.name, self.op, self.module
 
+    def merged(self, other: Range) -> Range:
+        """Both measurements of the value together."""
+        larger = {name: max(getattr(self, name), getattr(other, name)) for name in ("largest", "rms")}
+        return dataclasses.replace(self, **larger, non_finite=self.non_finite + other.non_finite)
+
 
 @dataclass(frozen=True)
 class Ranges:
-    """What every float32 value of a model reached while it ran ``batches`` batches, in the order of its graphs."""
+    """How large every float32 value of a model was while it ran ``batches`` batches, in the order of its graphs."""
 
     values: tuple[Range, ...]
     batches: int = field(default=0)
@@ -77,16 +85,16 @@ class Ranges:
         return max(found, key=lambda r: r.largest)
 
     @cached_property
-    def _by_mode(self) -> dict[str, dict[Key, float]]:
-        return {mode: {r.key: r.largest for r in self.values if r.mode == mode} for mode in MODES}
+    def _by_mode(self) -> dict[str, dict[Key, Magnitude]]:
+        return {mode: {r.key: Magnitude(r.largest, r.rms) for r in self.values if r.mode == mode} for mode in MODES}
 
-    def largest(self, mode: str) -> Mapping[Key, float]:
-        """Largest magnitudes in graphs of ``mode``; those of the other mode, if only that was measured."""
+    def magnitudes(self, mode: str) -> Mapping[Key, Magnitude]:
+        """How large values were in graphs of ``mode``; those of the other mode, if only that was measured."""
         own, other = self._by_mode[mode], self._by_mode[MODES[mode == MODES[0]]]
         return own or other
 
     def merged(self, other: Ranges) -> Ranges:
-        """Both together: of a value that both hold, the larger magnitude and the sum of the counts."""
+        """Both together: of a value that both hold, the larger magnitudes and the sum of the counts."""
         return Ranges(_merged((*self.values, *other.values)), self.batches + other.batches)
 
     def to_json(self) -> str:
@@ -143,10 +151,7 @@ def _merged(values: Iterable[Range]) -> tuple[Range, ...]:
     found: dict[tuple[str, Key], Range] = {}
     for one in values:
         before = found.get((one.mode, one.key))
-        if before is not None:
-            largest, count = max(before.largest, one.largest), before.non_finite + one.non_finite
-            one = dataclasses.replace(before, largest=largest, non_finite=count)
-        found[one.mode, one.key] = one
+        found[one.mode, one.key] = one if before is None else before.merged(one)
     return tuple(found.values())
 
 
@@ -177,7 +182,7 @@ def _range(entry: Any, index: int) -> Range:
         raise _Malformed(f"a value has the keys {', '.join(names)}", "values", index)
     checks = {
         "mode": (f"one of {', '.join(MODES)}", entry["mode"] in MODES),
-        "largest": ("a finite number of at least 0", _is_magnitude(entry["largest"])),
+        **{n: ("a finite number of at least 0", _is_magnitude(entry[n])) for n in ("largest", "rms")},
         "non_finite": ("a count", _is_count(entry["non_finite"])),
         **{name: ("text", isinstance(entry[name], str)) for name in ("name", "op", "module")},
     }

@@ -13,6 +13,7 @@ from autocastfx.cast import cast_if
 from autocastfx.dispatch import Followed
 from autocastfx.graph import dtypes, elements, module_path, origin
 from autocastfx.held_values import HeldValues
+from autocastfx.magnitude import Magnitude
 from autocastfx.op_name import of_function, op_name
 from autocastfx.passes.classify import Classification
 from autocastfx.plan import Placement, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed, Traffic
@@ -34,7 +35,7 @@ class State:
     dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]  # before rewriting, as the op names are
     ops: Mapping[fx.Node, str]
     guesses: frozenset[str] | None = None
-    measured: Mapping[fx.Node, float] = field(default_factory=dict)
+    measured: Mapping[fx.Node, Magnitude] = field(default_factory=dict)
     classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))
     placements: Mapping[fx.Node, Placement] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)

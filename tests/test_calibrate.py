@@ -71,6 +71,38 @@ def test_a_product_that_overflows_in_float16_is_finite_when_calibrated(lists: li
     assert amp_model.plan["linear"].dtype == "float16"
 
 
+def test_a_product_of_small_numbers_is_float32_when_calibrated() -> None:
+    data = [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(3)]
+    model, (x, y) = Function(lambda x, y: 1e6 * ((1e-6 * x) @ y)), data[0]
+    blind, amp_model = convert(model, (x, y)), convert(model, (x, y), calibrate=data)
+    assert relative_error(blind(x, y), model(x, y)) > 16 * EPS
+    assert relative_error(amp_model(x, y), model(x, y)) < EPS
+    matmul = amp_model.plan["matmul"]
+    assert (matmul.dtype, matmul.decision.source) == ("float32", "forced:range")
+    rms = max(float((1e-6 * x @ y).square().mean().sqrt()) for x, y in data)
+    words = f"its output has a root mean square of {rms:.2g} on the calibration data"
+    assert matmul.decision.reason == f"{words}, below float16's smallest normal number 6.1e-05"
+    assert convert(model, (x, y), calibrate=data, dtype=torch.bfloat16).plan["matmul"].dtype == "bfloat16"
+
+
+def test_what_is_small_may_be_added_and_all_zeros_are_not_small() -> None:
+    data = [(1e-6 * torch.randn(8, 8), torch.randn(8, 8))]
+    plan = convert(Function(lambda x, y: (y @ y + x) @ (y + 0.0 * x)), calibrate=data).plan
+    assert plan["matmul"].dtype == plan["matmul_1"].dtype == "float16"
+    assert "add" not in {n.name for n in plan.nodes if n.decision.source == "forced:range"}
+    plan = convert(Function(lambda x, y: (0.0 * x) @ y), calibrate=data).plan
+    assert plan["matmul"].dtype == "float16"
+
+
+def test_a_small_weight_of_a_product_is_narrowed_unless_values_were_measured() -> None:
+    model, data = nn.Linear(8, 8), batches()
+    nn.init.normal_(model.weight, std=1e-6)
+    assert convert(model, (data[0],)).plan["linear"].dtype == "float16"
+    linear = convert(model, calibrate=data).plan["linear"]
+    assert linear.dtype == "float32"
+    assert linear.decision.reason.startswith("its input weight has a root mean square of ")
+
+
 def test_an_input_too_far_forces_an_allow_op() -> None:
     amp_model = convert(Function(lambda x: (x @ x.t()) / 1e6), calibrate=[torch.eye(4) * 40000.0])
     decision = amp_model.plan["matmul"].decision

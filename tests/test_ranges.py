@@ -13,14 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autocastfx import AutocastFXError, CalibrationError, Range, Ranges
+from autocastfx.magnitude import Magnitude
 
 TEXT = st.text(max_size=6)
 MAGNITUDES = st.floats(0, float(torch.finfo(torch.float32).max))
-RANGE = st.builds(Range, st.sampled_from(["train", "eval"]), TEXT, TEXT, TEXT, MAGNITUDES, st.integers(0, 9))
+RANGE = st.builds(
+    Range, st.sampled_from(["train", "eval"]), TEXT, TEXT, TEXT, MAGNITUDES, MAGNITUDES, st.integers(0, 9)
+)
 RANGES = st.builds(
     Ranges, st.lists(RANGE, max_size=5, unique_by=lambda r: (r.mode, r.key)).map(tuple), st.integers(0, 9)
 )
-ONE = Ranges((Range("eval", "linear", "linear", "layer", 2.5, 1),), 3)
+ONE = Ranges((Range("eval", "linear", "linear", "layer", 2.5, 0.5, 1),), 3)
 
 
 @settings(max_examples=100, deadline=None)
@@ -43,6 +46,7 @@ def test_merging_takes_the_larger(a: Ranges, b: Ranges) -> None:
         for key, one in held[2].items():
             parts = [h[key] for h in held[:2] if key in h]
             assert one.largest == max(p.largest for p in parts)
+            assert one.rms == max(p.rms for p in parts)
             assert one.non_finite == sum(p.non_finite for p in parts)
     assert {(r.mode, r.key): r.largest for r in b.merged(a).values} == {(r.mode, r.key): r.largest for r in both.values}
 
@@ -55,6 +59,7 @@ def test_one_value_a_line() -> None:
         "op": "linear",
         "module": "layer",
         "largest": 2.5,
+        "rms": 0.5,
         "non_finite": 1,
     }
     assert len(lines) == 3
@@ -62,26 +67,29 @@ def test_one_value_a_line() -> None:
 
 def test_a_mode_falls_back_on_the_other_as_a_whole() -> None:
     key = ("linear", "linear", "layer")
-    assert ONE.largest("train") == ONE.largest("eval") == {key: 2.5}
-    both = ONE.merged(Ranges((Range("train", "tanh", "tanh", "", 1.0),), 1))
-    assert both.largest("train") == {("tanh", "tanh", ""): 1.0}
+    assert ONE.magnitudes("train") == ONE.magnitudes("eval") == {key: Magnitude(2.5, 0.5)}
+    both = ONE.merged(Ranges((Range("train", "tanh", "tanh", "", 1.0, 0.25),), 1))
+    assert both.magnitudes("train") == {("tanh", "tanh", ""): Magnitude(1.0, 0.25)}
 
 
-VALUE = '{"mode": "eval", "name": "a", "op": "a", "module": "", "largest": 1.0, "non_finite": 0}'
-HEAD = '{"autocastfx_ranges": 1, "batches": 1, "values": [\n'
+VALUE = '{"mode": "eval", "name": "a", "op": "a", "module": "", "largest": 1.0, "rms": 0.5, "non_finite": 0}'
+HEAD = '{"autocastfx_ranges": 2, "batches": 1, "values": [\n'
 WRONG = {
     "nothing": ("", "1:1: this is not JSON: Expecting value"),
     "cut off": (HEAD + VALUE + ",\n", "3:1: this is not JSON: Expecting value"),
     "a list": ("[]", "1:1: these are no ranges: the key 'autocastfx_ranges' is missing"),
     "another file": ('{"low": "float16"}', "1:1: these are no ranges: the key 'autocastfx_ranges' is missing"),
     "version": (
-        '{\n "autocastfx_ranges": 2, "values": []}',
-        "2:23: this is version 2 of the format, not 1",
+        '{\n "autocastfx_ranges": 1, "values": []}',
+        "2:23: this is version 1 of the format, not 2",
     ),
-    "batches": ('{"autocastfx_ranges": 1,\n"batches": -1, "values": []}', "2:12: 'batches' is a count, not -1"),
-    "no values": ('{"autocastfx_ranges": 1, "batches": 1}', "1:1: 'values' is a list"),
-    "values": ('{"autocastfx_ranges": 1, "batches": 1, "values": {}}', "1:50: 'values' is a list"),
-    "a word": (HEAD + f'{VALUE},\n"a"]}}', "3:1: a value has the keys mode, name, op, module, largest, non_finite"),
+    "batches": ('{"autocastfx_ranges": 2,\n"batches": -1, "values": []}', "2:12: 'batches' is a count, not -1"),
+    "no values": ('{"autocastfx_ranges": 2, "batches": 1}', "1:1: 'values' is a list"),
+    "values": ('{"autocastfx_ranges": 2, "batches": 1, "values": {}}', "1:50: 'values' is a list"),
+    "a word": (
+        HEAD + f'{VALUE},\n"a"]}}',
+        "3:1: a value has the keys mode, name, op, module, largest, rms, non_finite",
+    ),
     "a key": (HEAD + VALUE.replace("mode", "mood") + "]}", "2:1: a value has the keys mode, name"),
     "mode": (HEAD + VALUE.replace("eval", "test") + "]}", "2:10: 'mode' is one of train, eval, not 'test'"),
     "name": (HEAD + VALUE.replace('"name": "a"', '"name": 1') + "]}", "2:26: 'name' is text, not 1"),
@@ -92,7 +100,8 @@ WRONG = {
     "nan": (HEAD + VALUE.replace("1.0", "NaN") + "]}", "2:67: 'largest' is a finite number of at least 0, not nan"),
     "infinite": (HEAD + VALUE.replace("1.0", "Infinity") + "]}", "2:67: 'largest' is a finite number"),
     "a truth": (HEAD + VALUE.replace("1.0", "true") + "]}", "2:67: 'largest' is a finite number of at least 0, not Tr"),
-    "count": (HEAD + VALUE.replace(": 0", ": 0.5") + "]}", "2:86: 'non_finite' is a count, not 0.5"),
+    "small": (HEAD + VALUE.replace("0.5", "-0.5") + "]}", "2:79: 'rms' is a finite number of at least 0, not -0.5"),
+    "count": (HEAD + VALUE.replace(": 0}", ": 0.5}") + "]}", "2:98: 'non_finite' is a count, not 0.5"),
     "nested": ("[" * 100_000, "1:1: this is not JSON: it is nested too deeply."),
     "nested values": ('{"values": ' + "[" * 500 + "]" * 500 + "}", "1:1: this is not JSON: it is nested too deeply."),
     "digits": (

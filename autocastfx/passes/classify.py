@@ -60,7 +60,7 @@ class Classifier:
         facts: what the device's kernels do.
         low: ``torch.float16`` or ``torch.bfloat16``.
         device: device type that the graph will run on.
-        too_far: why a node's values reach too far for the low dtype, for those that do.
+        unfit: why the low dtype cannot hold a node's values, for those that it cannot.
         whole: the values that are whole numbers.
         distances: products that are added to squares of their own operands, each with such a square.
         numbers: constants and buffers of one element, by ``get_attr`` target.
@@ -71,7 +71,7 @@ class Classifier:
     facts: KernelFacts
     low: torch.dtype
     device: str
-    too_far: Mapping[fx.Node, str] = field(default_factory=dict)
+    unfit: Mapping[fx.Node, str] = field(default_factory=dict)
     whole: WholeNumbers = field(default_factory=lambda: WholeNumbers({}, frozenset()))
     distances: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -233,7 +233,7 @@ class Classifier:
         return Decision(Category.DENY, f"{self.device} has no {self._low_name} kernel", "forced:no-kernel")
 
     def _range(self, node: fx.Node) -> Decision | None:
-        why = self.too_far.get(node)
+        why = self.unfit.get(node)
         return Decision(Category.DENY, why, "forced:range") if why is not None else None
 
     def _depth(self, node: fx.Node) -> Decision | None:
