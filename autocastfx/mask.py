@@ -91,7 +91,8 @@ def _filled(node: fx.Node) -> tuple[str, float] | None:
 
 
 def read_as_scores(node: fx.Node, written: Set[fx.Node]) -> frozenset[fx.Node]:
-    """``node`` and the views, copies and sums of it; none of them if any is read otherwise than as scores or a mask.
+    """``node`` and the views, copies and sums of it; none of them if any is read otherwise than as scores or a mask,
+    or by nothing.
 
     Args:
         node: a float32 value.
@@ -100,7 +101,7 @@ def read_as_scores(node: fx.Node, written: Set[fx.Node]) -> frozenset[fx.Node]:
     seen, queue = {node}, [node]
     while queue:
         read = queue.pop()
-        if read in written:
+        if read in written or not read.users:
             return frozenset()
         for reader in read.users:
             if op_name(reader) in _SIZES:

@@ -13,7 +13,7 @@ from autocastfx.errors import KeyPath, OpListError, Source
 from autocastfx.graph import enclosing_modules, module_classes, subgraphs
 from autocastfx.op_list import OpList
 from autocastfx.op_name import op_name, overload_name
-from autocastfx.rule import Category, ModuleRule, Rule
+from autocastfx.rule import Category, Demand, ModuleRule, Rule
 from autocastfx.signature import arguments
 from autocastfx.yaml_tree import nearest
 
@@ -109,15 +109,16 @@ def _best(found: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
     return sorted((rule for fit, rule in found if fit == most), key=_place)
 
 
-def _place(rule: Rule | ModuleRule) -> tuple[str, int, int, str, str]:
+def _place(rule: Rule | ModuleRule | Demand) -> tuple[str, int, int, str, str]:
     """In the order of files and of the lines in each."""
+    subject = rule.op if isinstance(rule, Demand) else rule.subject
     match rule.source:
         case Source(file, line, column):
-            return (file, line, column, "", rule.subject)
+            return (file, line, column, "", subject)
         case KeyPath(name, path):
-            return (name, 0, 0, path, rule.subject)
+            return (name, 0, 0, path, subject)
         case _:
-            return ("", 0, 0, "", rule.subject)
+            return ("", 0, 0, "", subject)
 
 
 def _refuse_ambiguity(node: fx.Node, rules: Sequence[tuple[Rule | ModuleRule, str]]) -> None:
@@ -144,7 +145,7 @@ def all_nodes(graph: fx.Graph, attributes: Mapping[str, Any]) -> Iterator[fx.Nod
 def unmatched(
     op_list: OpList, device: str, nodes: Iterable[fx.Node], decided: Set[str] = frozenset()
 ) -> tuple[str, ...]:
-    """What is to be said of each of the user's own rules that speaks of none of ``nodes``, sorted by place.
+    """A sentence on each of the user's own rules and demands that speaks of none of ``nodes``, sorted by place.
 
     Rules for other device types, and those that come with this package, are left out; so are those at the places
     ``decided``, which decided an op of another name: ``x * x`` has the rule of ``square``.
@@ -152,11 +153,13 @@ def unmatched(
     matcher, nodes = Matcher(op_list, device), list(nodes)
     own = [r for r in op_list.every_rule() if not r.shipped and r.device in ("", device)]
     found = {id(rule) for node in nodes for rule in matcher.matching(node)} if own else set[int]()
-    left = sorted((r for r in own if id(r) not in found and str(r.source) not in decided), key=_place)
-    return tuple(_said(rule, op_list, nodes) for rule in left)
+    left = [r for r in own if id(r) not in found and str(r.source) not in decided]
+    names = {name for node in nodes for name in op_list.names_of(op_name(node))}
+    demands = [d for d in op_list.demands.values() if not d.shipped and d.op not in names]
+    return tuple(_said(rule, op_list, nodes) for rule in sorted((*left, *demands), key=_place))
 
 
-def _said(rule: Rule | ModuleRule, op_list: OpList, nodes: Sequence[fx.Node]) -> str:
+def _said(rule: Rule | ModuleRule | Demand, op_list: OpList, nodes: Sequence[fx.Node]) -> str:
     place = f"{rule.source}: " if rule.source else ""
     if isinstance(rule, ModuleRule):
         paths = {path for node in nodes for path in enclosing_modules(node)}
@@ -164,6 +167,6 @@ def _said(rule: Rule | ModuleRule, op_list: OpList, nodes: Sequence[fx.Node]) ->
             return f"{place}none of {', '.join(rule.ops)} runs in the modules {rule.path!r}."
         return f"{place}no module of the model matches {rule.path!r}{nearest(rule.path, paths)}."
     ops = {name for node in nodes for name in (op_name(node), *module_classes(node))}
-    if any(rule.op in op_list.names_of(op) for op in ops):
+    if isinstance(rule, Rule) and any(rule.op in op_list.names_of(op) for op in ops):
         return f"{place}no {rule.op} of the model has {' and '.join(str(c) for c in rule.when)}."
     return f"{place}no node of the model is {rule.op!r}{nearest(rule.op, ops)}."

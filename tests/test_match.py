@@ -16,6 +16,7 @@ from torch import fx
 import autocastfx
 from autocastfx import OpList, OpListError
 from autocastfx.match import Matcher, all_nodes, unmatched
+from autocastfx.op_list import load_op_list
 from tests.helpers import Function, op_list
 
 aten = torch.ops.aten
@@ -235,6 +236,12 @@ def test_rules_that_match_nothing_are_named_with_the_nearest_name(tmp_path: Path
     places = [message.partition(": ")[0].removeprefix(f"{tmp_path}/") for message in unmatched(lists, "cpu", [TANH])]
     assert places == ["test.yaml:2:9", "test.yaml:2:15", "test.yaml:6:5", "test.yaml:8:5", "test.yaml:9:5"]
     assert len(unmatched(lists, "cuda", nodes)) == 5  # exp on cuda is matched, too
+
+
+def test_a_demand_of_no_op_of_the_model_is_reported(tmp_path: Path) -> None:
+    lists = op_list(tmp_path, "demands:\n  - reason: it needs digits\n    ops: [exp, exp2]")
+    (message,) = unmatched(load_op_list(["default", lists]), "cpu", [EXP])
+    assert message.endswith("test.yaml:3:16: no node of the model is 'exp2' (did you mean 'exp'?).")
 
 
 def test_a_rule_that_another_one_beats_has_matched() -> None:

@@ -142,13 +142,16 @@ HIDDEN: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("fold", ["exact", "kernel"])
 def test_numbers_that_hide_scores_hide_them_in_16_bits(fold: str, low: torch.dtype) -> None:
-    """A row without a key is uniform, as in float32, and a bias under the mask has its gradient."""
+    """A row without a key is uniform, as in float32, and a bias under the mask has its gradient.
+
+    The bias is a parameter, which by default makes scores float32, as under torch.autocast.
+    """
     x, keep = torch.randn(2, 8, 8), padding(-1.0, whole_row=True) == 0
     model = attention(HIDDEN)
     model.bias = nn.Parameter(torch.randn(8, 8))
     pair = Pair.of(model, (x, keep), low, fold=fold)
     fills = [n for n in pair.amp_model.plan.nodes if "only hides scores" in n.decision.reason]
-    assert all(n.placement.run is Precision.LOW for n in fills)
+    assert {n.placement.run for n in fills} <= {Precision.LOW if fold == "kernel" else Precision.FLOAT32}
     expected = len(HIDDEN) - 1 if low is torch.bfloat16 else 0  # one form has two, and two have another reader
     assert len(fills) == expected
     pair.agree(x, keep)
