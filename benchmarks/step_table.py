@@ -81,7 +81,9 @@ def targets(rows: Sequence[Row]) -> list[tuple[str, bool]]:
     each(f"{fewer}, of each model", to_half, lambda a, b: ops(a) / ops(b), 1.02)
     timed = [a for a, _ in to_autocast if a.backward_to_autocast]
     mean(f"{FASTEST}: forward and backward to {AUTOCAST}", [a.backward_to_autocast[1] for a in timed], 0.95)
-    mean(f"{FASTEST}: forward and backward to {HALF}", [a.backward_to_half[1] for a in timed], 1.04)
+    mean(
+        f"{FASTEST}: forward and backward to {HALF}", [a.backward_to_half[1] for a in timed if a.backward_to_half], 1.04
+    )
     mean(f"{FASTEST}: whole step to {AUTOCAST}", [a.step_to_autocast[1] for a in timed], 0.97)
     default = _pairs(rows, DEFAULT, AUTOCAST)
     mean(f"{DEFAULT}: cast bytes to {AUTOCAST}'s", [a.cast_bytes / b.cast_bytes for a, b in default], 0.8)

@@ -7,7 +7,8 @@
 The zoo is transformers models and hand-written hard cases; ``--models transformers`` and ``--models hand`` name all of
 either. Both levels of folding are measured: ``exact``, which is the default of ``convert``, and ``kernel``. A ratio is
 our distance to float32 to torch.autocast's: of the output and of the gradient that are nearest to what is allowed
-(:mod:`benchmarks.zoo_judge`), and of all gradients as one vector. With ``--json``, models whose rows stand in the file
+(:mod:`benchmarks.zoo_judge`), and of all gradients as one vector; each is the geometric mean over some draws of the
+inputs. With ``--json``, models whose rows stand in the file
 already are not measured again unless asked to, and the file is written after each model. ``--ops`` counts instead in
 how many models each ATen operator meets floating values.
 """
@@ -38,7 +39,7 @@ from benchmarks.zoo_ops import floating_ops
 _HEADER = (
     f"{'model':<22} {'mode':<5} {'dtype':<8} {'fold':<6} {'capture':<12} {'nodes':>5} {'casts':>5} "
     f"{'ours':>8} {'ratio':>6} {'other':>8} {'ratio':>6} {'grad':>8} {'ratio':>6} {'tensor':>8} {'ratio':>6} "
-    f"{'back':<4} {'var':>3} {'s':>5}  verdict       worst output, worst gradient"
+    f"{'back':<4} {'draws':>5} {'scale':>5} {'var':>3} {'s':>5}  verdict       worst output, worst gradient"
 )
 
 
@@ -52,8 +53,8 @@ def _line(row: Row) -> str:
     found = " ".join(f"{_shown(a, '.1e'):>8} {_shown(Distance('', a, b).ratio, '.2f'):>6}" for a, b in pairs)
     return (
         f"{row.model:<22} {row.mode:<5} {row.dtype:<8} {row.fold:<6} {row.capture:<12} {row.nodes:>5} {row.casts:>5} "
-        f"{found} {row.backward:<4} {row.variants:>3} {row.seconds:>5.1f}  {row.verdict:<12}  "
-        f"{row.output}, {row.tensor}"
+        f"{found} {row.backward:<4} {row.draws:>5} {row.scale:>5g} {row.variants:>3} {row.seconds:>5.1f}  "
+        f"{row.verdict:<12}  {row.output}, {row.tensor}"
     )
 
 
@@ -64,9 +65,11 @@ def _shown(number: float, form: str) -> str:
 def _totals(rows: Sequence[Row]) -> str:
     unexportable = [row for row in rows if row.verdict == "UNEXPORTABLE"]
     failed = [row for row in rows if row.verdict == "FAIL"]
+    refused = sum(row.capture == "refused" and row.verdict == "PASS" for row in rows)
     lines = [
         f"\n{len({row.model for row in rows})} models, {len(rows)} rows: "
-        f"{sum(row.verdict == 'PASS' for row in rows)} pass, {len(failed)} fail, {len(unexportable)} not exportable"
+        f"{sum(row.verdict == 'PASS' for row in rows)} pass ({refused} of them refused, as they must be), "
+        f"{len(failed)} fail, {len(unexportable)} not exportable"
     ]
     for title, group in (("not captured by torch.export either", unexportable), ("failed", failed)):
         lines += [f"\n{title}:"] * bool(group)

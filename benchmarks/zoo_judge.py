@@ -3,13 +3,14 @@
 Each output, each buffer, each input that is written to and each gradient is judged by itself, for in one vector of all
 a small one may be wholly wrong. With the default settings none may be farther than 1.2 times torch.autocast's distance
 plus the dtype's epsilon. With ``fold="kernel"`` outputs, and the gradients taken as one vector, may be at twice that
-distance, and each gradient at ten times.
+distance, and each gradient at ten times. Distances are taken over several draws of the inputs: in one of them rounding
+that turns off one unit of a ReLU may be most of a tensor's distance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +27,13 @@ __all__ = [
     "distance",
     "gradients_apart",
     "outputs_apart",
+    "typical",
     "worst",
 ]
 
 # Where torch.autocast itself fails, its distance is taken to be this many eps: about the median of the zoo.
 ASSUMED_EPS = 2
+_LEAST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,21 @@ class Distance:
         return (
             f"{self.name}: distance {self.ours:.2e} against {self.autocast:.2e}, allowed {self.bound(times, eps):.2e}"
         )
+
+
+def typical(found: Sequence[Distance]) -> Distance:
+    """The distance of one value over all draws: the geometric mean, which one unlucky draw does not decide.
+
+    If one of them is NaN or infinite, so is the result. One below ``_LEAST`` counts as ``_LEAST``.
+    """
+    ours, autocast = (_geometric_mean(side) for side in zip(*((d.ours, d.autocast) for d in found), strict=True))
+    return Distance(found[0].name, ours, autocast)
+
+
+def _geometric_mean(found: Sequence[float]) -> float:
+    if len(set(found)) == 1 or not all(map(math.isfinite, found)):
+        return max(found, key=lambda x: (math.isnan(x), x))
+    return math.exp(math.fsum(math.log(max(x, _LEAST)) for x in found) / len(found))
 
 
 def worst(found: Iterable[Distance], times: float, eps: float) -> Distance:

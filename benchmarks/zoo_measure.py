@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +23,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 import autocastfx
-from benchmarks.zoo_case import ZooModel
-from benchmarks.zoo_judge import LEVELS, Distance, Forward, gradients_apart, outputs_apart, worst
+from benchmarks.zoo_case import ZooModel, draw
+from benchmarks.zoo_judge import LEVELS, Distance, Forward, gradients_apart, outputs_apart, typical, worst
 
 FIRST_SIZE = (2, 16)
 OTHER_SIZE = (3, 24)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 MODES = ("train", "eval")
 SEED = 1
+_ROOT = Path(__file__).resolve().parents[1]
+DRAWS = (8, 16, 32, 64)  # a row that is beyond its bound after so many is measured on more, and fails after the last
+SCALES = {"bfloat16": 1.0, "float16": 2.0**12}
+_LEAST_SCALE = 2.0**-12
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,8 @@ class Row:
 
     ``output`` and ``tensor`` are the output and the gradient that are nearest to what is allowed, or farthest beyond;
     ``ours`` and ``tensor_ours`` are their distances to float32, beside torch.autocast's. ``other_*`` is the worst
-    output at the other size, and ``grad_*`` are all gradients as one vector. ``reason`` says why the verdict is not
+    output at the other size, and ``grad_*`` are all gradients as one vector. Each is the geometric mean of ``draws``
+    draws of the inputs. ``scale`` is the least loss scale that a draw needed. ``reason`` says why the verdict is not
     PASS.
     """
 
@@ -64,13 +70,16 @@ class Row:
     tensor: str = "-"
     tensor_ours: float = math.nan
     tensor_autocast: float = math.nan
+    draws: int = 1
+    scale: float = 1.0
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
-def _inputs(model: ZooModel, size: tuple[int, int]) -> dict[str, Any]:
-    return model.inputs(*size)
+def _inputs(model: ZooModel, size: tuple[int, int], number: int = 0) -> dict[str, Any]:
+    with draw(number):
+        return model.inputs(*size)
 
 
 def _forward(call: nn.Module, owner: nn.Module, inputs: dict[str, Any]) -> tuple[Forward, object]:
@@ -92,35 +101,63 @@ def _loss(result: object, outputs: Iterable[Tensor]) -> Tensor:
     return torch.stack([out.float().square().mean() for out in outputs if out.requires_grad]).sum()
 
 
-def _gradients(owner: nn.Module, result: object, outputs: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Backward from the loss, and the gradients that it leaves on the caller's parameters."""
+def _gradients(owner: nn.Module, result: object, outputs: Iterable[Tensor], scale: float) -> dict[str, Tensor]:
+    """Backward from the scaled loss, and the gradients that it leaves on the caller's parameters, unscaled."""
     owner.zero_grad(set_to_none=True)
-    _loss(result, outputs).backward()
-    return {name: p.grad for name, p in owner.named_parameters() if p.grad is not None}
+    (scale * _loss(result, outputs)).backward()
+    return {name: p.grad / scale for name, p in owner.named_parameters() if p.grad is not None}
 
 
 @dataclass(frozen=True)
 class Run:
-    """Forwards at both sizes, and the gradients where the mode is train."""
+    """Forwards at both sizes, the gradients where the mode is train, and the loss scale that they were found with."""
 
     first: Forward
     other: Forward
     gradients: dict[str, Tensor]
+    scale: float = 1.0
 
 
-def run(call: nn.Module, owner: nn.Module, model: ZooModel, mode: str, dtype: torch.dtype | None = None) -> Run:
-    """Run `call`, under torch.autocast where a dtype is given; each forward starts from the owner's initial state."""
+@dataclass(frozen=True)
+class Draw:
+    """One draw of the inputs: our run, torch.autocast's unless it fails, and float32's."""
+
+    ours: Run
+    autocast: Run | None
+    reference: Run
+
+
+def run(
+    call: nn.Module,
+    owner: nn.Module,
+    model: ZooModel,
+    mode: str,
+    dtype: torch.dtype | None = None,
+    *,
+    scale: float = 1.0,
+    number: int = 0,
+) -> Run:
+    """Run `call`, under torch.autocast where a dtype is given; each forward starts from the owner's initial state.
+
+    The inputs are those of draw ``number``. The loss is multiplied by ``scale``; one that is not 1 is halved, as a
+    trainer would halve it, until all gradients are finite or it is ``_LEAST_SCALE``.
+    """
+    least = scale if scale == 1 else _LEAST_SCALE
     initial = copy.deepcopy(owner.state_dict())
     call.train(mode == "train")
     autocast = nullcontext() if dtype is None else torch.autocast("cpu", dtype)
-    with autocast:
-        first, result = _forward(call, owner, _inputs(model, FIRST_SIZE))
-    gradients = _gradients(owner, result, first.outputs.values()) if mode == "train" else {}
-    owner.load_state_dict(initial)
+    while True:
+        with autocast:
+            first, result = _forward(call, owner, _inputs(model, FIRST_SIZE, number))
+        gradients = _gradients(owner, result, first.outputs.values(), scale) if mode == "train" else {}
+        owner.load_state_dict(initial)
+        if scale <= least or all(gradient.isfinite().all() for gradient in gradients.values()):
+            break
+        scale /= 2
     with autocast, torch.no_grad():
-        other, _ = _forward(call, owner, _inputs(model, OTHER_SIZE))
+        other, _ = _forward(call, owner, _inputs(model, OTHER_SIZE, number))
     owner.load_state_dict(initial)
-    return Run(first, other, gradients)
+    return Run(first, other, gradients, scale)
 
 
 def gradient_faults(owner: nn.Module, gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> list[str]:
@@ -140,11 +177,14 @@ def gradient_faults(owner: nn.Module, gradients: dict[str, Tensor], reference: d
 
 
 def _summary(error: BaseException) -> str:
-    """The error's first line, and the line of the model that torch.export blames where it names one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """The error's first line, and the line of the model that torch.export blames where it names one.
+
+    Paths begin where a package or this project begins: whose machine it was is no result.
+    """
+    said = re.sub(r'[^\s"]*/site-packages/', "", str(error)).replace(f"{_ROOT}/", "")
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     blamed = [number for number, line in enumerate(lines) if line.startswith("The following call raised this error")]
     where = f" at {' '.join(lines[blamed[0] + 1 : blamed[0] + 3])}" if blamed else ""
-    where = re.sub(r'"[^"]*/site-packages/', '"', where)  # whose machine it was is no result
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}{where}"
 
 
@@ -169,28 +209,36 @@ def _graph_facts(amp: autocastfx.AmpModule) -> dict[str, Any]:
     }
 
 
-def judge(row: Row, ours: Run, baseline: Run | None, reference: Run, owner: nn.Module, dtype: torch.dtype) -> Row:
+def judge(row: Row, draws: Sequence[Draw], owner: nn.Module, dtype: torch.dtype) -> Row:
     """Fill in the distances and the verdict of one row."""
-    for forward, expected in ((ours.first, reference.first), (ours.other, reference.other)):
-        got, wanted = ([str(out.dtype) for out in f.outputs.values()] for f in (forward, expected))
-        if got != wanted:
-            return replace(row, verdict="FAIL", reason=f"outputs are {got}, float32 gives {wanted}")
+    row = replace(row, draws=len(draws), scale=min(d.ours.scale for d in draws))
+    for d in draws:
+        for forward, expected in ((d.ours.first, d.reference.first), (d.ours.other, d.reference.other)):
+            got, wanted = ([str(out.dtype) for out in f.outputs.values()] for f in (forward, expected))
+            if got != wanted:
+                return replace(row, verdict="FAIL", reason=f"outputs are {got}, float32 gives {wanted}")
     level, eps = LEVELS[row.fold], torch.finfo(dtype).eps
-    faults = gradient_faults(owner, ours.gradients, reference.gradients)
-    first = outputs_apart(ours.first, baseline and baseline.first, reference.first, eps)
-    other = outputs_apart(ours.other, baseline and baseline.other, reference.other, eps)
+    faults = [fault for d in draws for fault in gradient_faults(owner, d.ours.gradients, d.reference.gradients)]
+    first = [outputs_apart(d.ours.first, d.autocast and d.autocast.first, d.reference.first, eps) for d in draws]
+    other = [outputs_apart(d.ours.other, d.autocast and d.autocast.other, d.reference.other, eps) for d in draws]
     judged = [
-        (level.value, "", worst(first, level.value, eps)),
-        (level.value, "other size ", worst(other, level.value, eps)),
+        (level.value, "", worst(map(typical, zip(*first, strict=True)), level.value, eps)),
+        (level.value, "other size ", worst(map(typical, zip(*other, strict=True)), level.value, eps)),
     ]
     values = _named("", judged[0][2]) | _named("other_", judged[1][2]) | {"output": judged[0][2].name}
-    if reference.gradients and not faults:
-        whole, each = gradients_apart(ours.gradients, baseline and baseline.gradients, reference.gradients, eps)
-        tensor = worst(each, level.gradient, eps)
+    has_gradients = any(d.reference.gradients for d in draws)
+    if has_gradients and not faults:
+        found = [
+            gradients_apart(d.ours.gradients, d.autocast and d.autocast.gradients, d.reference.gradients, eps)
+            for d in draws
+        ]
+        whole = typical([one for one, _ in found])
+        tensor = worst(map(typical, zip(*(each for _, each in found), strict=True)), level.gradient, eps)
         judged += [(level.gradients, "", whole), (level.gradient, "gradient of ", tensor)]
         values |= _named("grad_", whole) | _named("tensor_", tensor) | {"tensor": tensor.name}
-    reasons = faults[:3] + [f"{where}{d.said(times, eps)}" for times, where, d in judged if d.fails(times, eps)]
-    backward = "-" if not reference.gradients else "bad" if faults else "ok"
+    reasons = list(dict.fromkeys(faults))[:3]
+    reasons += [f"{where}{d.said(times, eps)}" for times, where, d in judged if d.fails(times, eps)]
+    backward = "-" if not has_gradients else "bad" if faults else "ok"
     return replace(row, **values, backward=backward, verdict="FAIL" if reasons else "PASS", reason="; ".join(reasons))
 
 
@@ -198,24 +246,47 @@ def _named(prefix: str, found: Distance) -> dict[str, Any]:
     return {f"{prefix}ours": found.ours, f"{prefix}autocast": found.autocast}
 
 
-def _baseline(model: ZooModel, mode: str, dtype: torch.dtype) -> tuple[Run | None, str]:
-    """torch.autocast's run, or why it failed."""
-    module = model.build()
-    try:
-        return run(module, module, model, mode, dtype), ""
-    except Exception as error:
-        return None, f"torch.autocast fails: {_summary(error)}"
+class _Others:
+    """The runs that a model is measured beside, in float32 and under torch.autocast, each made when asked for."""
 
+    def __init__(self, model: ZooModel) -> None:
+        self._model = model
+        self._found: dict[tuple[str, str, int], Run | str] = {}
 
-def _references(model: ZooModel) -> dict[str, Run]:
-    module = model.build()
-    return {mode: run(module, module, model, mode) for mode in MODES}
+    def reference(self, mode: str, number: int) -> Run:
+        """Float32's run."""
+        found = self._run(mode, "", number)
+        assert isinstance(found, Run)
+        return found
+
+    def autocast(self, mode: str, dtype: str, number: int) -> Run | None:
+        """torch.autocast's run; None if it fails."""
+        found = self._run(mode, dtype, number)
+        return found if isinstance(found, Run) else None
+
+    def failure(self, mode: str, dtype: str) -> str:
+        """Why torch.autocast fails, if it does."""
+        found = self._run(mode, dtype, 0)
+        return found if isinstance(found, str) else ""
+
+    def _run(self, mode: str, dtype: str, number: int) -> Run | str:
+        key = mode, dtype, number
+        if key not in self._found:
+            module = self._model.build()
+            try:
+                self._found[key] = run(
+                    *(module, module, self._model, mode, DTYPES.get(dtype)), scale=SCALES.get(dtype, 1.0), number=number
+                )
+            except Exception as error:
+                if not dtype:
+                    raise
+                self._found[key] = f"torch.autocast fails: {_summary(error)}"
+        return self._found[key]
 
 
 def measure(model: ZooModel, cases: Sequence[tuple[str, str]], report: Callable[[Row], None]) -> None:
     """Measure one model in both modes for each case (dtype, level of folding), reporting each row once it is known."""
-    references = _references(model) if not model.refused else {}
-    baselines: dict[tuple[str, str], tuple[Run | None, str]] = {}
+    others = _Others(model)
     for name, fold in cases:
         dtype = DTYPES[name]
         for mode in MODES:
@@ -230,40 +301,44 @@ def measure(model: ZooModel, cases: Sequence[tuple[str, str]], report: Callable[
             except Exception as error:
                 report(replace(row, verdict="FAIL", reason=_summary(error)))
                 continue
-            if model.refused:
+            if model.refused and mode in model.refused_in:
                 report(replace(row, verdict="FAIL", reason=f"is to be refused: {model.refused}"))
                 continue
             seconds = time.perf_counter() - started
             for called in MODES[MODES.index(mode) :]:
-                if (called, name) not in baselines:
-                    baselines[called, name] = _baseline(model, called, dtype)
-                row = replace(row, mode=called, seconds=seconds)
-                report(_run_and_judge(row, model, amp, owner, references[called], baselines[called, name]))
+                report(_run_and_judge(replace(row, mode=called, seconds=seconds), model, amp, owner, others))
             break
 
 
 def _not_captured(row: Row, model: ZooModel, error: autocastfx.AutocastFXError) -> Row:
     """The row of a model that was refused: as it should be, as torch.export does too, or wrongly."""
-    if model.refused:
-        refused = re.search(model.refused, str(error)) is not None
-        reason = _summary(error) if refused else f"{_summary(error)}; is to be refused: {model.refused}"
-        return replace(row, capture="refused", verdict="PASS" if refused else "FAIL", reason=reason)
+    if model.refused and row.mode in model.refused_in:
+        return _refused(row, model, error)
     plain = plain_export(model, row.mode)
     reason = f"{_summary(error)} (plain export: {plain or 'captures it'})"
     return replace(row, verdict="UNEXPORTABLE" if plain else "FAIL", reason=reason)
 
 
-def _run_and_judge(
-    row: Row,
-    model: ZooModel,
-    amp: autocastfx.AmpModule,
-    owner: nn.Module,
-    reference: Run,
-    baseline: tuple[Run | None, str],
-) -> Row:
-    try:
-        ours = run(amp, owner, model, row.mode)
-    except Exception as error:
-        return replace(row, verdict="FAIL", reason=_summary(error))
-    judged = judge(replace(row, **_graph_facts(amp)), ours, baseline[0], reference, owner, DTYPES[row.dtype])
-    return replace(judged, reason="; ".join(filter(None, (judged.reason, baseline[1]))))
+def _refused(row: Row, model: ZooModel, error: Exception) -> Row:
+    refused = re.search(model.refused, str(error)) is not None
+    reason = _summary(error) if refused else f"{_summary(error)}; is to be refused: {model.refused}"
+    return replace(row, capture="refused", verdict="PASS" if refused else "FAIL", reason=reason)
+
+
+def _run_and_judge(row: Row, model: ZooModel, amp: autocastfx.AmpModule, owner: nn.Module, others: _Others) -> Row:
+    """The row after the first few draws, or after more if it fails: a true excess stays, an unlucky draw does not."""
+    drawn: list[Draw] = []
+    for count in DRAWS:
+        for number in range(len(drawn), count):
+            try:
+                ours = run(amp, owner, model, row.mode, scale=SCALES[row.dtype], number=number)
+            except Exception as error:
+                if model.refused and row.mode in model.refused_in:
+                    return _refused(row, model, error)
+                return replace(row, verdict="FAIL", reason=_summary(error))
+            autocast = others.autocast(row.mode, row.dtype, number)
+            drawn.append(Draw(ours, autocast, others.reference(row.mode, number)))
+        judged = judge(replace(row, **_graph_facts(amp)), drawn, owner, DTYPES[row.dtype])
+        if judged.verdict == "PASS" or judged.backward == "bad":
+            break
+    return replace(judged, reason="; ".join(filter(None, (judged.reason, others.failure(row.mode, row.dtype)))))

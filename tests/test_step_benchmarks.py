@@ -251,6 +251,8 @@ def test_targets_are_told_with_their_figures() -> None:
     assert not any(reached for _, reached in told)
     assert "activation casts beyond pure half's: 7 (m), at most 6" in told[0][0]
     assert "MISSED   cast, fold=exact: cast bytes" in step_table.table([half, autocast, slow, worse])
+    alone = [autocast, row(training.FASTEST, **{**fast, "backward_to_half": []})]
+    assert not any("pure half" in what for what, _ in step_table.targets(alone)), "not among the sides"
 
 
 def test_compiled_models_are_timed_and_have_a_table_of_their_own(

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 import autocastfx
-from benchmarks import zoo
+from benchmarks import zoo, zoo_measure
 from benchmarks.gradient_scale import gradient_distances, gradient_scales
 from benchmarks.report import RESULTS
+from benchmarks.zoo_case import ZooModel
 from benchmarks.zoo_hand import HAND
-from benchmarks.zoo_judge import Forward, distance
-from benchmarks.zoo_measure import FIRST_SIZE, Row, Run, judge, measure
+from benchmarks.zoo_judge import Distance, Forward, distance, typical
+from benchmarks.zoo_measure import FIRST_SIZE, Draw, Row, Run, judge, measure, run
 from benchmarks.zoo_models import ZOO
 
+ROOT = Path(__file__).resolve().parents[1]
 MODELS = {model.name: model for model in (*ZOO, *HAND)}
 
 
@@ -106,10 +112,18 @@ def test_the_zoo_goes_on_where_it_stopped(
     assert {row["fold"] for row in json.loads(path.read_text())["rows"]} == {"exact", "kernel"}
 
 
-def test_rows_that_were_kept_before_there_were_levels_are_of_the_default() -> None:
-    kept = json.loads((RESULTS / "zoo-cpu.json").read_text())["rows"]
-    assert {Row(**row).fold for row in kept} <= {"exact", "kernel"}
-    assert Row("bert", "train", "bfloat16").fold == "exact"
+def test_the_readme_counts_the_rows_that_are_kept() -> None:
+    kept = [Row(**row) for row in json.loads((RESULTS / "zoo-cpu.json").read_text())["rows"]]
+    assert {row.model for row in kept} == set(MODELS)
+    assert "FAIL" not in {row.verdict for row in kept}
+    refused, other = (sum(row.capture == kind for row in kept) for kind in ("refused", "-"))
+    counts = (
+        f"{len(kept) - refused - other:,} were measured, {refused} are models that must be refused, and {other} cannot"
+    )
+    page = " ".join((ROOT / "README.md").read_text().split())
+    assert counts in page
+    assert f"none of {len(kept):,} rows is" in page
+    assert not any(re.search(r"[\s\"]/", row.reason) for row in kept), "no row names a folder of the machine"
 
 
 def test_a_row_names_the_worst_output_and_the_worst_gradient() -> None:
@@ -127,9 +141,10 @@ def test_a_row_names_the_worst_output_and_the_worst_gradient() -> None:
     owner.l = torch.nn.Linear(4096, 1)
     reference, eps = run(0.0, 10.0), torch.finfo(torch.bfloat16).eps
 
-    def judged(output: float, bias: float, fold: str = "exact") -> Row:
+    def judged(output: float, bias: float, fold: str = "exact", count: int = 1) -> Row:
         row = Row("a", "train", "bfloat16", fold=fold)
-        return judge(row, run(output, bias), run(eps, 10 + 10 * eps), reference, owner, torch.bfloat16)
+        draws = [Draw(run(output, bias), run(eps, 10 + 10 * eps), reference)] * count
+        return judge(row, draws, owner, torch.bfloat16)
 
     good = judged(2.1 * eps, 10 + 21 * eps)
     assert (good.verdict, good.output, good.tensor) == ("PASS", "output[1]", "l.bias")
@@ -140,6 +155,52 @@ def test_a_row_names_the_worst_output_and_the_worst_gradient() -> None:
     assert judged(2.9 * eps, 10 + 105 * eps, "kernel").verdict == "PASS"
     assert judged(3.1 * eps, 10.0, "kernel").verdict == "FAIL"
     assert "gradient of l.bias" in judged(0.0, 10 + 115 * eps, "kernel").reason
+    assert judged(2.1 * eps, 10.0, count=3).draws == 3
+
+
+@pytest.mark.parametrize(
+    ("ours", "typically"),
+    [([2.0, 8.0], 4.0), ([1.0, 0.0], 1e-3), ([1.0, math.inf], math.inf), ([math.nan, 1.0], math.nan), ([0.0], 0.0)],
+)
+def test_a_distance_over_draws_is_the_geometric_mean(ours: list[float], typically: float) -> None:
+    found = typical([Distance("a", one, 1.0) for one in ours])
+    assert found.ours == pytest.approx(typically, nan_ok=True)
+    assert found.autocast == 1.0
+
+
+def test_what_fails_in_a_few_draws_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A true excess stays: ours is wrong in every draw, so all are made; a right one needs the first few alone."""
+    counts: list[int] = []
+    unchanged = zoo_measure.judge
+
+    def judged(row: Row, draws: Sequence[Draw], *rest: Any) -> Row:
+        counts.append(len(draws))
+        wrong = replace(
+            draws[0].ours.first,
+            outputs={"output": torch.full_like(next(iter(draws[0].ours.first.outputs.values())), 9.0)},
+        )
+        return unchanged(
+            row, [replace(d, ours=replace(d.ours, first=wrong)) for d in draws] if is_wrong else draws, *rest
+        )
+
+    monkeypatch.setattr(zoo_measure, "judge", judged)
+    for is_wrong, expected in ((False, [8, 8]), (True, [8, 16, 32, 64] * 2)):
+        counts.clear()
+        rows: list[Row] = []
+        measure(MODELS["double-path"], [("bfloat16", "exact")], rows.append)
+        assert counts == expected
+        assert {row.verdict for row in rows} == {"FAIL" if is_wrong else "PASS"}
+
+
+def test_a_loss_scale_is_halved_until_gradients_are_finite() -> None:
+    """The gradient of a number times 60,000 leaves float16 with any scale above 1."""
+    module = torch.nn.Linear(4, 1, dtype=torch.float32)
+    steep = lambda x: (60_000 * module(x).half()).float()  # noqa: E731
+    call = torch.nn.Module()
+    call.forward = steep  # type: ignore[method-assign]
+    model = ZooModel("steep", lambda: module, lambda batch, size: {"x": torch.ones(batch, 4) / 64})
+    assert run(call, module, model, "train", scale=4096.0).scale <= 64
+    assert run(call, module, model, "train").scale == 1.0
 
 
 def test_a_gradient_whose_true_value_is_zero_is_judged_by_that_of_its_module() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo_case import Inputs, ZooModel
+from benchmarks.zoo_case import Inputs, ZooModel, generator
 
 __all__ = ["WIDTH", "case", "images", "linears", "masked", "rows", "tokens"]
 
@@ -47,12 +47,8 @@ def linears(*names: str, **others: Callable[[], Any]) -> Callable[[], Mapping[st
     return lambda: {name: nn.Linear(WIDTH, WIDTH) for name in names} | {name: make() for name, make in others.items()}
 
 
-def _generator(batch: int, size: int) -> torch.Generator:
-    return torch.Generator().manual_seed(1000 * batch + size)
-
-
 def rows(batch: int, size: int) -> dict[str, Any]:
-    return {"x": torch.randn(batch, size, WIDTH, generator=_generator(batch, size))}
+    return {"x": torch.randn(batch, size, WIDTH, generator=generator(batch, size))}
 
 
 def masked(batch: int, size: int) -> dict[str, Any]:
@@ -62,8 +58,8 @@ def masked(batch: int, size: int) -> dict[str, Any]:
 
 
 def images(batch: int, size: int) -> dict[str, Any]:
-    return {"x": torch.randn(batch, 4, size, size, generator=_generator(batch, size))}
+    return {"x": torch.randn(batch, 4, size, size, generator=generator(batch, size))}
 
 
 def tokens(batch: int, size: int) -> dict[str, Any]:
-    return {"ids": torch.randint(0, 32, (batch, size), generator=_generator(batch, size))}
+    return {"ids": torch.randint(0, 32, (batch, size), generator=generator(batch, size))}

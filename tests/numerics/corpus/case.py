@@ -81,6 +81,7 @@ class Case:
         sizes: of the two calls.
         exact: whether a float64 copy runs, which is then the reference; else the float32 model is.
         loss: from the outputs and the positional arguments to the number that gradients are taken of.
+        draw: which of many draws of the inputs.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Case:
     sizes: tuple[int, int] = (8, 12)
     exact: bool = True
     loss: Loss = weighted_sum
+    draw: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -112,7 +114,7 @@ class Case:
         return model
 
     def call(self, size: int) -> Call:
-        torch.manual_seed(size)
+        torch.manual_seed(size + 1_000_003 * self.draw)
         inputs = self.inputs(size)
         if isinstance(inputs, Call):
             return inputs

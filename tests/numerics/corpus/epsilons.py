@@ -145,6 +145,21 @@ class Gains(nn.Module):
         return self.encode(x * self.gain)
 
 
+class SmallLayerScale(nn.Module):
+    """A branch is scaled by a parameter that starts at 1e-6, as in ConvNeXt, and scaled back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.gain = (nn.Parameter(x * (1 + torch.rand(WIDTH))) for x in (1e-6, 3e4))
+        self.encode, self.guess = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.guess(self.finish(self.encode(x)))
+
+    def finish(self, z: Tensor) -> Tensor:
+        return z * self.scale * self.gain
+
+
 def _started(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 12, WIDTH), torch.randn(size, WIDTH) + 3
 
@@ -162,6 +177,7 @@ CASES = (
     Case("number-epsilon", NumberEpsilon, lambda n: torch.randn(n, WIDTH) * 3, POINT, Demand(3, 6.0),
          "encode 3; of values near 3.5 three are taken", DONE),
     Case("tiny-scale", TinyScale, rows(WIDTH), POINT, Demand(3), "encode 3", DONE),
+    Case("small-layer-scale", SmallLayerScale, rows(WIDTH), POINT, Demand(6), "encode 3, guess 3", DONE),
     Case("large-scale", LargeScale, rows(WIDTH), POINT, Demand(3), "encode 3, below a logarithm", DONE),
     Case("product-of-probabilities", Underflow, rows(WIDTH), POINT, Demand(3, 8.0),
          "encode 3, of values near 4 in an exponent; four such errors add up to two", DONE),

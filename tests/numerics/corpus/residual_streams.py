@@ -61,6 +61,36 @@ class T5Stream(EmbeddedStream):
         return stream, stream - start
 
 
+class LearnedPositions(EmbeddedStream):
+    """PatchTST: a stream that starts where learned positions are added to what a layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(12, WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        start = stream = self.embed(x) + self.positions[: x.shape[1]]
+        for layer in self.layers:
+            stream = stream + 0.01 * layer(stream).tanh()
+        return stream, stream - start
+
+
+class AffineStream(nn.Module):
+    """MobileBERT: in place of each norm a scale and a bias, so that sums of branches are never normalized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.scales = nn.ParameterList(1 + 0.1 * torch.randn(WIDTH) for _ in range(8))
+        self.biases = nn.ParameterList(0.1 * torch.randn(WIDTH) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream = x
+        for layer, scale, bias in zip(self.layers, self.scales, self.biases, strict=True):
+            stream = (0.1 * layer(stream) * scale + bias) + stream
+        return stream
+
+
 class LayerScale(EmbeddedStream):
     """CaiT and ViT: branches scaled by a parameter of 1e-4, on a stream that starts as an input."""
 
@@ -208,6 +238,10 @@ CASES = (
     Case("t5-stream", T5Stream, tokens(50), POINT, Demand(7, 0.1, 2.0),
          "norm 1, products 3, gelu 1, product 1, sum 1; a twentieth is added",
          tensors={"output 1": Demand(7)}),
+    Case("learned-positions", LearnedPositions, sequences(WIDTH), POINT, Demand(5, 1.0, 1.0),
+         f"embedding 3; {STREAM} and tanh 1; a tenth is added", tensors=GONE),
+    Case("affine-stream", AffineStream, sequences(WIDTH), POINT, Demand(5, 0.3, 1.0),
+         "layer 3, scaling 2; a quarter is added"),
     Case("layer-scale", LayerScale, sequences(WIDTH), POINT, Demand(5, 1e-3, 1.0),
          f"{STREAM} and its norm 1; a thousandth is added",
          tensors=GONE),
