@@ -16,6 +16,7 @@ from autocastfx import dump as dump_model
 from autocastfx import explain as explain_node
 from autocastfx import list_text
 from autocastfx.errors import ModelSpecError, PlanError
+from autocastfx.files import check_writable, read_whole, replacing
 from autocastfx.list_check import rule_uses
 from autocastfx.model_options import converted, device_of, given_model
 from autocastfx.model_spec import load_inputs
@@ -24,7 +25,6 @@ from autocastfx.plan import Plan
 from autocastfx.plan_diff import PlanDiff
 from autocastfx.plan_diff import diff as diff_plans
 from autocastfx.selection import select
-from autocastfx.whole_file import check_writable, read_whole, replacing
 
 __all__ = [
     "check_list",

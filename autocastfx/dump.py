@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autocastfx.amp_module import AmpModule
+from autocastfx.files import check_writable, write_whole
 from autocastfx.report.compared import Compared
 from autocastfx.report.dot import render_dot
 from autocastfx.report.graphml import render_graphml
@@ -14,7 +15,6 @@ from autocastfx.report.html import render_html
 from autocastfx.report.python import render_python
 from autocastfx.report.text import render_text
 from autocastfx.report.view import View, view
-from autocastfx.whole_file import check_writable, write_whole
 
 __all__ = ["FORMATS", "dump", "view_of"]
 

@@ -14,10 +14,10 @@ from typing import Any
 from autocastfx import list_text, list_tree
 from autocastfx.data_tree import tree_of
 from autocastfx.errors import OpListError
+from autocastfx.files import write_whole
 from autocastfx.list_text import Change
 from autocastfx.op_name import base_name
 from autocastfx.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
-from autocastfx.whole_file import write_whole
 from autocastfx.yaml_tree import Tree, nearest, parse_file
 
 __all__ = ["Category", "Change", "DepthLimit", "ModuleRule", "OpList", "Rule", "load_op_list", "preset_path", "presets"]

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from autocastfx.edited_plan import EditedPlan, Line
 from autocastfx.errors import KeyPath, Place, PlanError, Source
+from autocastfx.files import read_whole
 from autocastfx.json_text import parsed_json
 from autocastfx.plan import Decision, Placement, Plan, PlannedNode, Precision
 from autocastfx.rule import Category
-from autocastfx.whole_file import read_whole
 from autocastfx.yaml_tree import nearest
 
 __all__ = ["read_plan"]

@@ -16,11 +16,11 @@ import yaml
 from torch import fx
 
 from autocastfx.errors import CalibrationError, Source
+from autocastfx.files import read_whole, write_whole
 from autocastfx.graph import module_path
 from autocastfx.json_text import parsed_json
 from autocastfx.magnitude import Magnitude
 from autocastfx.op_name import op_name
-from autocastfx.whole_file import read_whole, write_whole
 
 __all__ = ["Key", "Range", "Ranges", "key_of", "mode_of"]
 

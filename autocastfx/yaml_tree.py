@@ -17,10 +17,10 @@ import torch.overrides
 import yaml
 
 from autocastfx.errors import OpListError, Place, Source
+from autocastfx.files import read_whole
 from autocastfx.op_name import canonical, located, of_function
 from autocastfx.rule import Scalar
 from autocastfx.signature import argument_types
-from autocastfx.whole_file import read_whole
 
 __all__ = ["Tree", "is_known", "legal_op_names", "nearest", "parse_file"]
 

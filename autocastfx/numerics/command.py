@@ -15,6 +15,7 @@ import torch
 
 from autocastfx.dump import dump
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError
+from autocastfx.files import check_writable
 from autocastfx.model_options import converted, device_of, given_model
 from autocastfx.model_spec import load_function, load_inputs
 from autocastfx.numerics.bisect import bisect
@@ -22,7 +23,6 @@ from autocastfx.numerics.compare import compare
 from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.output_error import METRICS, OutputError
 from autocastfx.op_list import load_op_list
-from autocastfx.whole_file import check_writable
 
 __all__ = ["add_to"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from autocastfx.errors import EvaluationsError
+from autocastfx.files import read_whole, write_whole
 from autocastfx.json_text import parsed_json
-from autocastfx.whole_file import read_whole, write_whole
 
 __all__ = ["Evaluations"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autocastfx.whole_file import check_writable, read_whole, replacing, write_whole
+from autocastfx.files import check_writable, read_whole, replacing, write_whole
 
 
 def test_a_file_is_replaced_once_it_is_whole(tmp_path: Path) -> None:
