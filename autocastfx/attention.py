@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autocastfx.example_size import example
-from autocastfx.graph import constants, has_float32, tensors
-from autocastfx.op_name import base_name, op_name
+from autocastfx.graph.node import constants, has_float32, tensors
+from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.graph.sizes import example
 from autocastfx.pattern import Arguments, Found
 
 __all__ = ["NUMBERS", "arguments", "formulas"]

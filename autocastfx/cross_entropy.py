@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from autocastfx.cross_entropy_loss import cross_entropy_loss
-from autocastfx.graph import argument, dtypes
+from autocastfx.graph.node import argument, dtypes
 
 __all__ = ["is_over_classes", "read_low"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autocastfx.alias import AliasSet, alias_sets
-from autocastfx.graph import Use, has_float32, is_member, uses
+from autocastfx.graph.alias import AliasSet, alias_sets
+from autocastfx.graph.node import Use, has_float32, is_member, uses
+from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.op_list import Category, OpList
-from autocastfx.op_name import base_name, op_name
 from autocastfx.plan import Decision
 from autocastfx.ports import Ports
 from autocastfx.rule import Demand

@@ -15,10 +15,10 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.errors import UnsupportedError
-from autocastfx.graph import argument, tensors
+from autocastfx.graph.node import argument, tensors
+from autocastfx.graph.op_name import op_name
 from autocastfx.match import Matcher
 from autocastfx.op_list import Category, ModuleRule, OpList, Rule
-from autocastfx.op_name import op_name
 from autocastfx.plan import Placement, Precision
 
 __all__ = ["Dispatch", "Followed", "abstract_call", "asked", "like"]

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
-from autocastfx.example_size import example
-from autocastfx.graph import argument, has_float32, uses
+from autocastfx.graph.node import argument, has_float32, uses
+from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.graph.product import Size, product
+from autocastfx.graph.sizes import example
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import Category, OpList
-from autocastfx.op_name import base_name, op_name
-from autocastfx.product import Size, product
 
 __all__ = ["distance_products"]
 

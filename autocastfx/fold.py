@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autocastfx.alias import aliased
-from autocastfx.graph import argument, is_float32, tensors, uses
+from autocastfx.graph.alias import aliased
+from autocastfx.graph.node import argument, is_float32, tensors, uses
+from autocastfx.graph.op_name import kernel_name
 from autocastfx.mask import takes_mask
 from autocastfx.op_list import Category
-from autocastfx.op_name import kernel_name
 from autocastfx.plan import Decision
 from autocastfx.ports import PARAMETERS, Ports
 

@@ -19,7 +19,7 @@ from autocastfx.amp_module import AmpModule
 from autocastfx.errors import CalibrationError
 from autocastfx.exponents import NOTHING, Exponents, Tally, read_all
 from autocastfx.gradients import local
-from autocastfx.graph import origin
+from autocastfx.graph.node import origin
 from autocastfx.loss_scale import suggest_loss_scale
 from autocastfx.optimizer import LossScalingOptimizer
 from autocastfx.report import histogram as report

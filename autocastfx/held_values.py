@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autocastfx.magnitude import Magnitude, is_here, magnitude
+from autocastfx.graph.magnitude import Magnitude, is_here, magnitude
 from autocastfx.whole_numbers import holds_one_number, largest_whole
 
 __all__ = ["HeldValues", "cast_once"]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autocastfx.graph import uses
+from autocastfx.graph.node import uses
+from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.graph.product import KINDS
 from autocastfx.op_list import preset_folder
-from autocastfx.op_name import base_name, op_name
-from autocastfx.product import KINDS
 from autocastfx.yaml_tree import Tree, parse_file
 
 __all__ = ["LEVELS", "KernelFacts", "load_kernel_facts"]

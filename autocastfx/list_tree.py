@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from autocastfx import list_keys
+from autocastfx.graph.op_name import located
+from autocastfx.graph.signature import ArgumentType, argument_types
 from autocastfx.list_keys import DEVICES, VALUES
-from autocastfx.op_name import located
 from autocastfx.rule import (
     ANY_REDUCTION,
     Category,
@@ -21,7 +22,6 @@ from autocastfx.rule import (
     Scalar,
     module_pattern,
 )
-from autocastfx.signature import ArgumentType, argument_types
 from autocastfx.yaml_tree import Tree, is_known, legal_op_names, nearest
 
 __all__ = [

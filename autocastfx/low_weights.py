@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.errors import UnsupportedError
-from autocastfx.graph import dtypes
+from autocastfx.graph.node import dtypes
 from autocastfx.variant import Variant
 
 __all__ = ["own_tensors", "refuse_gradients", "refuse_training", "stored_low"]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autocastfx.alias import alias_sets
-from autocastfx.graph import Use, argument, constants, has_float32, tensors, uses, value
-from autocastfx.op_name import base_name, op_name
+from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.node import Use, argument, constants, has_float32, tensors, uses, value
+from autocastfx.graph.op_name import base_name, op_name
 
 __all__ = ["Fill", "come_in", "fills", "fits", "is_mask", "read_as_scores", "seen_as", "takes_mask"]
 

@@ -10,11 +10,11 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autocastfx.errors import KeyPath, OpListError, Source
-from autocastfx.graph import enclosing_modules, module_classes, subgraphs
+from autocastfx.graph.node import enclosing_modules, module_classes, subgraphs
+from autocastfx.graph.op_name import op_name, overload_name
+from autocastfx.graph.signature import arguments
 from autocastfx.op_list import OpList
-from autocastfx.op_name import op_name, overload_name
 from autocastfx.rule import Category, Demand, ModuleRule, Rule
-from autocastfx.signature import arguments
 from autocastfx.yaml_tree import nearest
 
 __all__ = ["Matcher", "all_nodes", "unmatched"]

@@ -12,12 +12,12 @@ import torch
 from torch import fx, nn
 from torch._ops import OpOverload
 
-from autocastfx.alias import alias_sets
 from autocastfx.call import Call
 from autocastfx.capture.export import Captured
-from autocastfx.graph import attribute
-from autocastfx.magnitude import Magnitude, Measured, magnitude
-from autocastfx.op_name import op_name
+from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.magnitude import Magnitude, Measured, magnitude
+from autocastfx.graph.node import attribute
+from autocastfx.graph.op_name import op_name
 from autocastfx.pipeline import CONVERTED_INSIDE
 from autocastfx.ranges import Key, key_of
 

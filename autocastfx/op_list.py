@@ -15,8 +15,8 @@ from autocastfx import list_text, list_tree
 from autocastfx.data_tree import tree_of
 from autocastfx.errors import OpListError
 from autocastfx.files import write_whole
+from autocastfx.graph.op_name import base_name
 from autocastfx.list_text import Change
-from autocastfx.op_name import base_name
 from autocastfx.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
 from autocastfx.yaml_tree import Tree, nearest, parse_file
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autocastfx import attention
-from autocastfx.graph import tensors
+from autocastfx.graph.node import tensors
 from autocastfx.pattern import Arguments, Found, Pattern
 from autocastfx.quick_gelu import SLOPE, quick_gelu
 from autocastfx.rms_norm import rms_norm

@@ -15,15 +15,15 @@ from autocastfx.demand import Demands
 from autocastfx.dispatch import Dispatch
 from autocastfx.distances import distance_products
 from autocastfx.edited_plan import EditedPlan
-from autocastfx.example_size import example, largest_size, unknown_size
 from autocastfx.fold import Folding
-from autocastfx.graph import copy_graph, dtypes, module_classes, subgraphs, tensors
+from autocastfx.graph.magnitude import Magnitude
+from autocastfx.graph.node import copy_graph, dtypes, module_classes, subgraphs, tensors
+from autocastfx.graph.op_name import op_name
+from autocastfx.graph.sizes import example, largest_size, unknown_size
 from autocastfx.held_values import HeldValues, cast_once
 from autocastfx.kernel_facts import KernelFacts
-from autocastfx.magnitude import Magnitude
 from autocastfx.match import Matcher
 from autocastfx.op_list import Category, OpList
-from autocastfx.op_name import op_name
 from autocastfx.passes.classify import Classifier
 from autocastfx.passes.expand import expand
 from autocastfx.passes.follow import follow

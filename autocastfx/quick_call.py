@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autocastfx.graph.black_box import is_opaque
 from autocastfx.layer_norm import compute_layer_norm, layer_norm
-from autocastfx.opaque import is_opaque
 
 __all__ = ["QUICK", "Reads", "quick_graph"]
 

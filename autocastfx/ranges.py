@@ -17,10 +17,10 @@ from torch import fx
 
 from autocastfx.errors import CalibrationError, Source
 from autocastfx.files import read_whole, write_whole
-from autocastfx.graph import module_path
+from autocastfx.graph.magnitude import Magnitude
+from autocastfx.graph.node import module_path
+from autocastfx.graph.op_name import op_name
 from autocastfx.json_text import parsed_json
-from autocastfx.magnitude import Magnitude
-from autocastfx.op_name import op_name
 
 __all__ = ["Key", "Range", "Ranges", "key_of", "mode_of"]
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from autocastfx.alias import alias_sets
-from autocastfx.graph import Use, has_float32, tensors, uses, value
-from autocastfx.magnitude import Magnitude
+from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.magnitude import Magnitude
+from autocastfx.graph.node import Use, has_float32, tensors, uses, value
+from autocastfx.graph.op_name import op_name
 from autocastfx.mask import takes_mask
 from autocastfx.op_list import Category, OpList
-from autocastfx.op_name import op_name
 
 __all__ = ["Limit", "Reach", "reach"]
 

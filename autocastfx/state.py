@@ -11,10 +11,10 @@ from torch import fx
 
 from autocastfx.cast import cast_if
 from autocastfx.dispatch import Followed
-from autocastfx.graph import dtypes, elements, module_path, origin
+from autocastfx.graph.magnitude import Magnitude
+from autocastfx.graph.node import dtypes, elements, module_path, origin
+from autocastfx.graph.op_name import of_function, op_name
 from autocastfx.held_values import HeldValues
-from autocastfx.magnitude import Magnitude
-from autocastfx.op_name import of_function, op_name
 from autocastfx.passes.classify import Classification
 from autocastfx.plan import Placement, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed, Traffic
 from autocastfx.saturating_cast import saturating_cast

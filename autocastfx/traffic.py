@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autocastfx.alias import aliased, mutated_inputs
-from autocastfx.graph import Use, elements, is_float32, is_member, uses
+from autocastfx.graph.alias import aliased, mutated_inputs
+from autocastfx.graph.node import Use, elements, is_float32, is_member, uses
 from autocastfx.plan import Placement, Precision
 from autocastfx.unit import Units
 

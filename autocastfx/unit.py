@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from autocastfx.alias import AliasSet, alias_sets
-from autocastfx.graph import has_float32, is_member, producer, uses
+from autocastfx.graph.alias import AliasSet, alias_sets
+from autocastfx.graph.node import has_float32, is_member, producer, uses
 from autocastfx.op_list import Category
 from autocastfx.plan import Decision, Placement, Precision
 from autocastfx.ports import Ports

@@ -16,7 +16,7 @@ from autocastfx.capture.guard import ShapeGuard
 from autocastfx.capture.python_state import Read, StateGuard
 from autocastfx.capture.sources import keep_source
 from autocastfx.errors import VariantError
-from autocastfx.graph_data import GraphData, data_of, graph_of
+from autocastfx.graph.serialize import GraphData, data_of, graph_of
 from autocastfx.plan import Plan
 from autocastfx.quick_call import Reads, quick_graph
 from autocastfx.weights import ATTRIBUTE

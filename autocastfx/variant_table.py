@@ -13,7 +13,7 @@ from torch import nn
 from autocastfx.call import Call
 from autocastfx.capture.sources import capturing
 from autocastfx.errors import CaptureError, StateWarning, UnsupportedError, VariantError, shown
-from autocastfx.graph import uses
+from autocastfx.graph.node import uses
 from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.plan import Precision
 from autocastfx.ports import PARAMETERS

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autocastfx.alias import alias_sets
-from autocastfx.example_size import largest_size
-from autocastfx.graph import argument, constants, tensors, uses
+from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.node import argument, constants, tensors, uses
+from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.graph.product import Size, product
+from autocastfx.graph.sizes import largest_size
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.op_list import Category, OpList
-from autocastfx.op_name import base_name, op_name
-from autocastfx.product import Size, product
 
 __all__ = ["WholeNumbers", "holds_one_number", "largest_whole", "told_apart"]
 

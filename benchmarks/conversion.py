@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.call import CallSignature
 from autocastfx.capture.export import Captured
 from autocastfx.capture.guard import ShapeGuard
-from autocastfx.graph import tensors
+from autocastfx.graph.node import tensors
 from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.op_list import load_op_list
 from autocastfx.passes.classify import Classifier

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from autocastfx.graph import set_value
+from autocastfx.graph.node import set_value
 
 __all__ = ["SHAPES"]
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from autocastfx.graph.op_name import base_name, of_function
 from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.op_list import Category, load_op_list
-from autocastfx.op_name import base_name, of_function
 from benchmarks.kernel_calls import KernelCall, kernel_calls
 
 __all__ = ["DTYPES", "FACTS", "LISTED", "differences", "failure", "in_dtype", "rounds_once", "without_kernel"]

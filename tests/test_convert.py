@@ -21,8 +21,8 @@ import autocastfx
 from autocastfx import AmpModule, CaptureError, Precision, UnsupportedError
 from autocastfx import pipeline as pipeline_module
 from autocastfx.convert import convert_again
-from autocastfx.graph import dtypes, origin
-from autocastfx.op_name import op_name
+from autocastfx.graph.node import dtypes, origin
+from autocastfx.graph.op_name import op_name
 from autocastfx.pipeline import PIPELINE, Converter
 
 LOW = [torch.float16, torch.bfloat16]

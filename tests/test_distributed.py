@@ -56,7 +56,7 @@ def _work(rank: int, folder: str, low: torch.dtype) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
     try:
         found = _train(rank, low)
-        # A reducer that outlives the group joins the threads of gloo with the GIL in its hands, and they may wait for it.
+        # A reducer that outlives the group joins the threads of gloo while it holds the GIL, which they may wait for.
         gc.collect()
     finally:
         dist.destroy_process_group()

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from autocastfx import layer_norm as module
+from autocastfx.graph.op_name import of_function
 from autocastfx.layer_norm import layer_norm
-from autocastfx.op_name import of_function
 from tests.helpers import relative_error, saved_bytes
 
 EPS = torch.finfo(torch.float32).eps

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autocastfx.graph import set_value
+from autocastfx.graph.node import set_value
 from autocastfx.passes.recompose import recompose
 from autocastfx.pattern import Pattern
 from autocastfx.patterns import LOSS_CAST, MATH_ATTENTION, PATTERNS, REPEATED, SHORT_ATTENTION, chosen

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autocastfx import AutocastFXError, CalibrationError, Range, Ranges
-from autocastfx.magnitude import Magnitude
+from autocastfx.graph.magnitude import Magnitude
 
 TEXT = st.text(max_size=6)
 MAGNITUDES = st.floats(0, float(torch.finfo(torch.float32).max))

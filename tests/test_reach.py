@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autocastfx
-from autocastfx.magnitude import Magnitude, magnitude
+from autocastfx.graph.magnitude import Magnitude, magnitude
 from autocastfx.reach import Limit
 
 FLOAT32 = torch.finfo(torch.float32)

@@ -12,7 +12,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from autocastfx.op_name import of_function
+from autocastfx.graph.op_name import of_function
 from autocastfx.rms_norm import rms_norm
 from tests.helpers import saved_bytes
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from autocastfx.op_name import of_function
+from autocastfx.graph.op_name import of_function
 from autocastfx.saturating_cast import saturating_cast
 from tests.helpers import saved_bytes
 

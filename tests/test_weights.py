@@ -27,7 +27,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import autocastfx
 from autocastfx import AmpModule, Plan
-from autocastfx.graph import origin
+from autocastfx.graph.node import origin
 from autocastfx.passes import store_weights
 from autocastfx.weights import WorkingCopies, working_copy
 from tests.golden.models import CNN, EncoderLayer

@@ -8,11 +8,11 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autocastfx.alias import alias_sets
 from autocastfx.capture.failure import calling_frame, place
 from autocastfx.data_attribute import data, set_data
 from autocastfx.errors import CaptureError
-from autocastfx.example_size import example
+from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.sizes import example
 
 __all__ = ["DataWrites", "detach_unwritten"]
 

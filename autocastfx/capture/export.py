@@ -31,7 +31,7 @@ from autocastfx.capture.truth import Truth
 from autocastfx.capture.value_free import CumulativeNorms, masks_taken_as_given
 from autocastfx.capture.watch import Watch
 from autocastfx.errors import CaptureError
-from autocastfx.op_name import op_name
+from autocastfx.graph.op_name import op_name
 
 __all__ = ["Captured", "capture"]
 

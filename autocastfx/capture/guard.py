@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.printers import PythonPrinter
 
-from autocastfx.example_size import example
+from autocastfx.graph.sizes import example
 
 __all__ = ["ShapeGuard", "shape_guard"]
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.node import map_arg
 
-from autocastfx.graph import value
+from autocastfx.graph.node import value
 
 __all__ = ["overload", "reflected"]
 

@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autocastfx.capture.failure import AgainError
 from autocastfx.errors import CaptureError
-from autocastfx.example_size import example
-from autocastfx.op_name import op_name
+from autocastfx.graph.op_name import op_name
+from autocastfx.graph.sizes import example
 
 __all__ = ["buffers_written_back"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from autocastfx.alias import alias_sets, handed_out, mutated_inputs, seen_by_functions
-from autocastfx.graph import argument, set_argument, tensors
-from autocastfx.op_name import op_name
+from autocastfx.graph.alias import alias_sets, handed_out, mutated_inputs, seen_by_functions
+from autocastfx.graph.node import argument, set_argument, tensors
+from autocastfx.graph.op_name import op_name
 
 __all__ = ["drop_settled"]
 

@@ -19,7 +19,7 @@ from autocastfx.capture.stand_in import Guess, StandIns
 from autocastfx.capture.tidy import no_op_source
 from autocastfx.capture.tracer import Tracer
 from autocastfx.errors import CaptureError
-from autocastfx.op_name import op_name
+from autocastfx.graph.op_name import op_name
 
 __all__ = ["capture_symbolically"]
 

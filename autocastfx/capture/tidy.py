@@ -11,8 +11,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autocastfx.capture.leaf import LEAF, restore_leaves
-from autocastfx.graph import argument, attribute, dtypes, value
-from autocastfx.op_name import of_function, op_name
+from autocastfx.graph.node import argument, attribute, dtypes, value
+from autocastfx.graph.op_name import of_function, op_name
 
 __all__ = ["no_op_source", "tidy"]
 

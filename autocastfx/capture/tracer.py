@@ -27,8 +27,8 @@ from autocastfx.capture.lower import overload, reflected
 from autocastfx.capture.stand_in import ANY, Guess, StandIns
 from autocastfx.capture.traced_value import Sizes, Value, is_tensor
 from autocastfx.capture.watch import follows_dtype
-from autocastfx.graph import value
-from autocastfx.op_name import of_function, op_name
+from autocastfx.graph.node import value
+from autocastfx.graph.op_name import of_function, op_name
 
 __all__ = ["TORCH", "Tracer"]
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from autocastfx.amp_module import AmpModule
 from autocastfx.dump import view_of
 from autocastfx.errors import GpuError, NotCapturedError, UnsupportedError
-from autocastfx.graph import attribute, origin
+from autocastfx.graph.node import attribute, origin
+from autocastfx.graph.op_name import op_name
 from autocastfx.hardware.gpu import Gpu, find_gpu
 from autocastfx.hardware.odd_size import odd_sizes
 from autocastfx.hardware.report import Lint, OpEstimate
 from autocastfx.hardware.roofline import bound, total
 from autocastfx.hardware.walk import Located, walk
 from autocastfx.hardware.work import Work, work_of
-from autocastfx.op_name import op_name
 from autocastfx.plan import Plan, Precision
 
 __all__ = ["lint"]

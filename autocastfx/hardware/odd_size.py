@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from autocastfx.graph import module_path, uses
+from autocastfx.graph.node import module_path, uses
+from autocastfx.graph.op_name import op_name
 from autocastfx.hardware.tensor_core_shapes import sizes_of
 from autocastfx.hardware.walk import Located
-from autocastfx.op_name import op_name
 
 __all__ = ["OddSize", "odd_sizes"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autocastfx.example_size import example
-from autocastfx.graph import argument, tensors
+from autocastfx.graph.node import argument, tensors
+from autocastfx.graph.op_name import op_name
+from autocastfx.graph.sizes import example
 from autocastfx.hardware.walk import Located
-from autocastfx.op_name import op_name
 
 __all__ = ["TILE", "Size", "sizes_of"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from autocastfx.alias import aliased
-from autocastfx.graph import attribute, subgraphs
-from autocastfx.op_name import op_name
+from autocastfx.graph.alias import aliased
+from autocastfx.graph.node import attribute, subgraphs
+from autocastfx.graph.op_name import op_name
 from autocastfx.pipeline import CONVERTED_INSIDE
 
 __all__ = ["Located", "walk"]

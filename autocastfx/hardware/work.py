@@ -13,10 +13,10 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from autocastfx.alias import aliased
-from autocastfx.example_size import example_size
-from autocastfx.graph import dtypes, is_member, tensors, uses, value
-from autocastfx.op_name import op_name
+from autocastfx.graph.alias import aliased
+from autocastfx.graph.node import dtypes, is_member, tensors, uses, value
+from autocastfx.graph.op_name import op_name
+from autocastfx.graph.sizes import example_size
 from autocastfx.traffic import moves
 
 __all__ = ["Work", "work_of"]

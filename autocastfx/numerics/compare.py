@@ -13,12 +13,12 @@ from torch import fx, nn
 from autocastfx.amp_module import AmpModule
 from autocastfx.call import CallSignature
 from autocastfx.errors import VariantError
-from autocastfx.graph import module_path
+from autocastfx.graph.node import module_path
+from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
 from autocastfx.numerics.deviation import Deviation
 from autocastfx.numerics.paired_backward import Loss, run_backwards
 from autocastfx.numerics.paired_run import PairedRun, Step, floating, run_side_by_side
-from autocastfx.op_name import op_name
 
 __all__ = ["compare"]
 

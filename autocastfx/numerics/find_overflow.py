@@ -14,10 +14,10 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from autocastfx.amp_module import AmpModule
-from autocastfx.graph import module_path, stack_trace
+from autocastfx.graph.node import module_path, stack_trace
+from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.paired_run import Step, floating, is_cast, run_side_by_side
 from autocastfx.numerics.remedy import because_of, op_list_for
-from autocastfx.op_name import op_name
 from autocastfx.plan import PlannedNode
 from autocastfx.report.source_line import source_line
 

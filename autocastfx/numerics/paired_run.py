@@ -15,12 +15,12 @@ from autocastfx.amp_module import AmpModule, Variant
 from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.errors import NodeError
-from autocastfx.graph import attribute, module_path, origin, stack_trace
+from autocastfx.graph.node import attribute, module_path, origin, stack_trace
+from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
 from autocastfx.numerics.remedy import because_of, op_list_for
 from autocastfx.numerics.side import Side, random_state, set_random_state
 from autocastfx.numerics.tape import Tape
-from autocastfx.op_name import op_name
 from autocastfx.report.source_line import source_line
 
 __all__ = ["PairedRun", "Step", "floating", "is_cast", "run_side_by_side"]

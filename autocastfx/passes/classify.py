@@ -11,8 +11,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from autocastfx.errors import BannedOpError
-from autocastfx.example_size import example
-from autocastfx.graph import (
+from autocastfx.graph.node import (
     argument,
     constants,
     dtypes,
@@ -21,13 +20,14 @@ from autocastfx.graph import (
     module_path,
     uses,
 )
+from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.graph.product import Size, product
+from autocastfx.graph.sizes import example
 from autocastfx.kernel_facts import KernelFacts
 from autocastfx.mask import Fill, come_in, fills, fits, takes_mask
 from autocastfx.match import Matcher
 from autocastfx.op_list import OpList
-from autocastfx.op_name import base_name, op_name
 from autocastfx.plan import Decision
-from autocastfx.product import Size, product
 from autocastfx.rule import Category, ModuleRule, Rule
 from autocastfx.whole_numbers import WholeNumbers, told_apart
 

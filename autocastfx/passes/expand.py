@@ -20,11 +20,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autocastfx.abstract import concrete_sizes
 from autocastfx.dispatch import Dispatch, like
-from autocastfx.graph import place_like, set_value, value
+from autocastfx.graph.abstract_values import concrete_sizes
+from autocastfx.graph.node import place_like, set_value, value
+from autocastfx.graph.op_name import op_name
 from autocastfx.op_list import Category
-from autocastfx.op_name import op_name
 
 __all__ = ["expand"]
 

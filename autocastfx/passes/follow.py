@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from autocastfx.abstract import concrete_sizes, dtypes_of
 from autocastfx.dispatch import Dispatch, Followed
-from autocastfx.graph import value
+from autocastfx.graph.abstract_values import concrete_sizes, dtypes_of
+from autocastfx.graph.node import value
 from autocastfx.plan import Decision, Placement, Precision
 
 __all__ = ["follow"]

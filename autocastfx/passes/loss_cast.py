@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from autocastfx.alias import alias_sets
 from autocastfx.cross_entropy import is_over_classes
-from autocastfx.graph import argument, is_float32
-from autocastfx.op_name import op_name
+from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.node import argument, is_float32
+from autocastfx.graph.op_name import op_name
 from autocastfx.patterns import LOSS_CAST
 from autocastfx.plan import Recomposed
 from autocastfx.rule import Category

@@ -9,11 +9,11 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autocastfx.alias import alias_sets, handed_out, seen_by_functions
-from autocastfx.graph import is_float32, uses
+from autocastfx.graph.alias import alias_sets, handed_out, seen_by_functions
+from autocastfx.graph.node import is_float32, uses
+from autocastfx.graph.schema import schema
 from autocastfx.patterns import REPEATED
 from autocastfx.plan import Recomposed
-from autocastfx.schema import schema
 
 __all__ = ["merge_repeated"]
 

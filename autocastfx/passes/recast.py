@@ -11,7 +11,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autocastfx.dispatch import Followed, asked
-from autocastfx.graph import Origin, Use, map_uses, place_like, set_origin, tensors, uses
+from autocastfx.graph.node import Origin, Use, map_uses, place_like, set_origin, tensors, uses
 from autocastfx.plan import Precision
 
 __all__ = ["recast"]

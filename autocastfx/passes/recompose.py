@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from autocastfx.alias import alias_sets
-from autocastfx.graph import has_float32, is_float32, place_like, set_value, tensors, value
-from autocastfx.op_name import op_name
+from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.node import has_float32, is_float32, place_like, set_value, tensors, value
+from autocastfx.graph.op_name import op_name
 from autocastfx.pattern import Arguments, Pattern
 from autocastfx.plan import Recomposed
 

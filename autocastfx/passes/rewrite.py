@@ -10,9 +10,9 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from autocastfx.alias import alias_sets
 from autocastfx.cross_entropy import is_over_classes, read_low
-from autocastfx.graph import (
+from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.node import (
     Origin,
     Use,
     argument,

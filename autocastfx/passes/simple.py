@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autocastfx.graph import has_float32, producer, tensors, uses
+from autocastfx.graph.node import has_float32, producer, tensors, uses
 from autocastfx.op_list import Category
 from autocastfx.plan import Decision, Placement
 from autocastfx.unit import Unit, Units, reach

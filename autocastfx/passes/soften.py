@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autocastfx.cast import cast_if
-from autocastfx.graph import origin, set_value, value
+from autocastfx.graph.node import origin, set_value, value
 from autocastfx.plan import Placement, Precision
 
 __all__ = ["soften"]

@@ -9,10 +9,10 @@ from typing import cast
 import torch
 from torch import fx
 
-from autocastfx.alias import alias_sets, aliased
-from autocastfx.graph import Origin, is_float32, origin, set_origin, set_value, tensors, uses
+from autocastfx.graph.alias import alias_sets, aliased
+from autocastfx.graph.black_box import is_opaque
+from autocastfx.graph.node import Origin, is_float32, origin, set_origin, set_value, tensors, uses
 from autocastfx.op_list import Category
-from autocastfx.opaque import is_opaque
 from autocastfx.plan import Decision, Placement, Precision
 from autocastfx.ports import Ports
 from autocastfx.weights import ATTRIBUTE, working_copy

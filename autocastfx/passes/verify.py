@@ -11,12 +11,12 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
-from autocastfx.abstract import concrete_sizes, dtypes_of
-from autocastfx.alias import mutated_inputs
 from autocastfx.dispatch import Followed
 from autocastfx.errors import VerifyError
-from autocastfx.graph import argument, dtypes, origin, set_value, subgraphs, tensors, uses, value
-from autocastfx.op_name import op_name
+from autocastfx.graph.abstract_values import concrete_sizes, dtypes_of
+from autocastfx.graph.alias import mutated_inputs
+from autocastfx.graph.node import argument, dtypes, origin, set_value, subgraphs, tensors, uses, value
+from autocastfx.graph.op_name import op_name
 from autocastfx.plan import Placement, Precision
 from autocastfx.ports import Ports
 

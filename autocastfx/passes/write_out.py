@@ -17,9 +17,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autocastfx.example_size import example_size
-from autocastfx.graph import argument, elements, is_float32, place_like, set_value, tensors, value
-from autocastfx.op_name import op_name
+from autocastfx.graph.node import argument, elements, is_float32, place_like, set_value, tensors, value
+from autocastfx.graph.op_name import op_name
+from autocastfx.graph.sizes import example_size
 from autocastfx.patterns import MATH_ATTENTION, SHORT_ATTENTION
 from autocastfx.plan import Recomposed
 from autocastfx.rule import Category

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PureWindowsPath
 
-from autocastfx.graph import Origin
+from autocastfx.graph.node import Origin
 from autocastfx.plan import PlannedCast, PlannedCopy, PlannedNode, Precision
 from autocastfx.report.source_line import SourceLine
 

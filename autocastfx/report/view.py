@@ -10,8 +10,8 @@ from itertools import groupby
 import torch
 from torch import fx, nn
 
-from autocastfx.graph import attribute, origin, stack_trace, subgraphs
-from autocastfx.op_name import op_name
+from autocastfx.graph.node import attribute, origin, stack_trace, subgraphs
+from autocastfx.graph.op_name import op_name
 from autocastfx.plan import Plan, PlannedNode
 from autocastfx.report.row import Row
 from autocastfx.report.source_line import source_line

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autocastfx.capture.lower import overload, reflected
-from autocastfx.graph import set_value
+from autocastfx.graph.node import set_value
 
 aten = torch.ops.aten
 

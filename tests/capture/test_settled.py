@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import autocastfx
-from autocastfx.op_name import op_name
+from autocastfx.graph.op_name import op_name
 from tests.helpers import Function
 
 X, SEEN = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0)), torch.ones(2, 5, dtype=torch.bool)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autocastfx.capture.stand_in import ANY, Guess, StandIns
-from autocastfx.graph import value
+from autocastfx.graph.node import value
 
 aten = torch.ops.aten
 F32, I64, BOOL = torch.float32, torch.int64, torch.bool

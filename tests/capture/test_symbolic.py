@@ -22,8 +22,8 @@ from autocastfx import AmpModule, CaptureError, NotCapturedError, Plan, Precisio
 from autocastfx.call import CallSignature
 from autocastfx.capture.symbolic import capture_symbolically
 from autocastfx.cast import cast_if
-from autocastfx.graph import dtypes
-from autocastfx.op_name import of_function, op_name
+from autocastfx.graph.node import dtypes
+from autocastfx.graph.op_name import of_function, op_name
 from autocastfx.saturating_cast import saturating_cast
 from tests.capture.small_models import DEFERRED, MODELS, made
 from tests.invariants.pair import distance, roundings, settings_now, snapshot

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.graph import attribute, uses
+from autocastfx.graph.node import attribute, uses
 from autocastfx.hardware.walk import walk
 from tests.golden.models import converted
 

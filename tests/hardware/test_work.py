@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autocastfx
-from autocastfx.graph import attribute
+from autocastfx.graph.node import attribute
 from autocastfx.hardware.walk import walk
 from autocastfx.hardware.work import Work, work_of
 from tests.helpers import Function

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autocastfx.graph import dtypes, origin
+from autocastfx.graph.node import dtypes, origin
 from tests.invariants.pair import LOW, Net, Pair, inserted_casts, net
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")

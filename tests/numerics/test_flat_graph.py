@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autocastfx import OpList, compare, convert, find_overflow
-from autocastfx.graph import attribute
+from autocastfx.graph.node import attribute
 from autocastfx.numerics.flat_graph import flatten
 from tests.helpers import relative_error
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autocastfx.graph import value
+from autocastfx.graph.node import value
 from autocastfx.op_list import Category
 from autocastfx.plan import Decision
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import autocastfx
-from autocastfx.abstract import dtypes_of
 from autocastfx.capture.export import Captured
 from autocastfx.dispatch import Dispatch, asked
-from autocastfx.graph import Origin, dtypes, set_origin, value
+from autocastfx.graph.abstract_values import dtypes_of
+from autocastfx.graph.node import Origin, dtypes, set_origin, value
+from autocastfx.graph.op_name import op_name
 from autocastfx.kernel_facts import load_kernel_facts
-from autocastfx.op_name import op_name
 from autocastfx.passes.classify import Classifier
 from autocastfx.passes.follow import follow
 from autocastfx.passes.recast import recast

@@ -16,10 +16,10 @@ from torch import fx
 
 import autocastfx
 from autocastfx.fold import Fold
-from autocastfx.graph import dtypes, has_float32, origin, producer, uses
+from autocastfx.graph.node import dtypes, has_float32, origin, producer, uses
+from autocastfx.graph.op_name import op_name
 from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.op_list import Category
-from autocastfx.op_name import op_name
 from autocastfx.passes.place import place
 from autocastfx.passes.rewrite import Rewriter
 from autocastfx.passes.verify import verify

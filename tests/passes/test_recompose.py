@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from transformers import activations
 
 import autocastfx
-from autocastfx.graph import copy_graph
+from autocastfx.graph.node import copy_graph
 from autocastfx.passes.recompose import recompose
 from autocastfx.patterns import PATTERNS
 from autocastfx.plan import Plan, Recomposed

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autocastfx
-from autocastfx.alias import alias_sets
-from autocastfx.graph import origin
-from autocastfx.op_name import op_name
+from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.node import origin
+from autocastfx.graph.op_name import op_name
 from autocastfx.saturating_cast import saturating_cast
 from tests.helpers import Function, listing, relative_error, rewritten, text
 

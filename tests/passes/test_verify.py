@@ -12,7 +12,7 @@ from torch import fx, nn
 
 import autocastfx
 from autocastfx import pipeline
-from autocastfx.graph import origin
+from autocastfx.graph.node import origin
 from autocastfx.plan import Placement, Precision
 from tests.helpers import TORCH, Function
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from autocastfx.example_size import example
-from autocastfx.graph import argument, tensors, value
+from autocastfx.graph.node import argument, tensors, value
+from autocastfx.graph.sizes import example
 
 __all__ = ["KINDS", "Product", "Size", "product"]
 

@@ -14,7 +14,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
-from autocastfx.op_name import located, op_name
+from autocastfx.graph.op_name import located, op_name
 
 __all__ = ["ArgumentType", "argument_types", "arguments"]
 

@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import autocastfx
-from autocastfx.example_size import largest_size
+from autocastfx.graph.op_name import op_name
+from autocastfx.graph.product import KINDS, Product, product
+from autocastfx.graph.sizes import largest_size
 from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.op_list import OpList
-from autocastfx.op_name import op_name
 from autocastfx.plan import Decision
-from autocastfx.product import KINDS, Product, product
 from tests.helpers import Function, op_list
 
 ones = torch.ones

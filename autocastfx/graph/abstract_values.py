@@ -12,8 +12,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from autocastfx.example_size import example
-from autocastfx.graph import value
+from autocastfx.graph.node import value
+from autocastfx.graph.sizes import example
 
 __all__ = ["concrete_sizes", "dtypes_of"]
 

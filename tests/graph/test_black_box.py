@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autocastfx.capture.leaf import AutogradCall
-from autocastfx.opaque import is_opaque
+from autocastfx.graph.black_box import is_opaque
 from autocastfx.saturating_cast import saturating_cast
 from autocastfx.weights import working_copy
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 import autocastfx
-from autocastfx.graph_data import GraphData, data_of, graph_of
+from autocastfx.graph.serialize import GraphData, data_of, graph_of
 from tests.helpers import Function
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autocastfx.graph import tensors, uses
-from autocastfx.op_name import op_name
-from autocastfx.schema import schema
+from autocastfx.graph.node import tensors, uses
+from autocastfx.graph.op_name import op_name
+from autocastfx.graph.schema import schema
 
 __all__ = ["AliasSet", "alias_sets", "aliased", "handed_out", "mutated_inputs", "seen_by_functions"]
 

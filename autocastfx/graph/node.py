@@ -13,9 +13,9 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autocastfx.example_size import example_size
-from autocastfx.op_name import op_name
-from autocastfx.schema import schema
+from autocastfx.graph.op_name import op_name
+from autocastfx.graph.schema import schema
+from autocastfx.graph.sizes import example_size
 
 __all__ = [
     "Origin",

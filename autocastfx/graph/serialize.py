@@ -10,7 +10,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import map_aggregate, map_arg
 
-from autocastfx.graph import kept_meta
+from autocastfx.graph.node import kept_meta
 
 __all__ = ["GraphData", "data_of", "graph_of"]
 
