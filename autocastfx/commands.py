@@ -14,16 +14,16 @@ import torch
 from autocastfx import doctor as machine
 from autocastfx import dump as dump_model
 from autocastfx import explain as explain_node
-from autocastfx import list_text
 from autocastfx.errors import ModelSpecError, PlanError
 from autocastfx.files import check_writable, read_whole, replacing
 from autocastfx.list_check import rule_uses
 from autocastfx.model_options import converted, device_of, given_model
 from autocastfx.model_spec import load_inputs
-from autocastfx.op_list import load_op_list, preset_path
 from autocastfx.plan import Plan
 from autocastfx.plan_diff import PlanDiff
 from autocastfx.plan_diff import diff as diff_plans
+from autocastfx.policy import write_list
+from autocastfx.policy.op_list import load_op_list, preset_path
 from autocastfx.selection import select
 
 __all__ = [
@@ -108,7 +108,7 @@ def show_list(options: Namespace) -> int:
     op_list = load_op_list(options.list, default=options.dtype)
     if options.json:
         return print_json([_of_rule(rule) for rule in op_list.every_rule()])
-    sys.stdout.write(list_text.text(op_list))
+    sys.stdout.write(write_list.text(op_list))
     return 0
 
 

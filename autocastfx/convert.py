@@ -21,13 +21,13 @@ from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.capture.symbolic import capture_symbolically
 from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleWarning, UnsupportedError, shown
-from autocastfx.kernel_facts import LEVELS, KernelFacts, load_kernel_facts
-from autocastfx.match import all_nodes, unmatched
-from autocastfx.op_list import OpList, OpListLike, load_op_list
 from autocastfx.patterns import chosen
 from autocastfx.pipeline import LOW, Converter
 from autocastfx.plan import Plan, Precision
 from autocastfx.plan_file import read_plan
+from autocastfx.policy.kernel_facts import LEVELS, KernelFacts, load_kernel_facts
+from autocastfx.policy.match import all_nodes, unmatched
+from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.ranges import Ranges
 
 __all__ = ["convert", "convert_again"]

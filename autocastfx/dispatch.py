@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 from autocastfx.errors import UnsupportedError
 from autocastfx.graph.node import argument, tensors
 from autocastfx.graph.op_name import op_name
-from autocastfx.match import Matcher
-from autocastfx.op_list import Category, ModuleRule, OpList, Rule
 from autocastfx.plan import Placement, Precision
+from autocastfx.policy.match import Matcher
+from autocastfx.policy.op_list import Category, ModuleRule, OpList, Rule
 
 __all__ = ["Dispatch", "Followed", "abstract_call", "asked", "like"]
 

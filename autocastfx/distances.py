@@ -10,8 +10,8 @@ from autocastfx.graph.node import argument, has_float32, uses
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.product import Size, product
 from autocastfx.graph.sizes import example
-from autocastfx.kernel_facts import KernelFacts
-from autocastfx.op_list import Category, OpList
+from autocastfx.policy.kernel_facts import KernelFacts
+from autocastfx.policy.op_list import Category, OpList
 
 __all__ = ["distance_products"]
 

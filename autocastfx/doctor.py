@@ -9,9 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from autocastfx.kernel_facts import KernelFacts, load_kernel_facts
-from autocastfx.op_list import load_op_list
-from autocastfx.rule import Category
+from autocastfx.policy.kernel_facts import KernelFacts, load_kernel_facts
+from autocastfx.policy.op_list import load_op_list
+from autocastfx.policy.rule import Category
 
 __all__ = ["Diagnosis", "examine"]
 

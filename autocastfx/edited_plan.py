@@ -21,8 +21,8 @@ from autocastfx.errors import Place, PlanError
 from autocastfx.graph.node import is_member, module_path
 from autocastfx.graph.op_name import op_name
 from autocastfx.plan import Decision, Placement, Plan, PlannedNode, Precision
-from autocastfx.rule import Category
-from autocastfx.yaml_tree import nearest
+from autocastfx.policy.rule import Category
+from autocastfx.policy.yaml_tree import nearest
 
 __all__ = ["EditedPlan", "Line", "Obeyed"]
 

@@ -15,8 +15,8 @@ from autocastfx.graph.alias import aliased
 from autocastfx.graph.node import argument, is_float32, tensors, uses
 from autocastfx.graph.op_name import kernel_name
 from autocastfx.mask import takes_mask
-from autocastfx.op_list import Category
 from autocastfx.plan import Decision
+from autocastfx.policy.op_list import Category
 from autocastfx.ports import PARAMETERS, Ports
 
 __all__ = ["Fold", "Folding"]

@@ -12,8 +12,8 @@ from torch import nn
 
 from autocastfx.convert import convert
 from autocastfx.errors import Source, UnmatchedRuleWarning
-from autocastfx.op_list import OpList
-from autocastfx.rule import ModuleRule, Rule
+from autocastfx.policy.op_list import OpList
+from autocastfx.policy.rule import ModuleRule, Rule
 
 __all__ = ["RuleUse", "rule_uses"]
 

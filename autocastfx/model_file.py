@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autocastfx.errors import CaptureError, ModelSpecError
-from autocastfx.yaml_tree import nearest
+from autocastfx.policy.yaml_tree import nearest
 
 __all__ = ["is_model_file", "load_pickled", "load_weights"]
 

@@ -12,7 +12,7 @@ from autocastfx.convert import convert
 from autocastfx.errors import NotCapturedError
 from autocastfx.model_file import is_model_file, load_pickled, load_weights
 from autocastfx.model_spec import load_inputs, load_model
-from autocastfx.op_list import OpList, OpListLike, load_op_list
+from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 
 __all__ = ["converted", "device_of", "given_model"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autocastfx.errors import CaptureError, ModelSpecError
-from autocastfx.yaml_tree import nearest
+from autocastfx.policy.yaml_tree import nearest
 
 __all__ = ["load_function", "load_inputs", "load_model"]
 

@@ -21,9 +21,6 @@ from autocastfx.graph.node import copy_graph, dtypes, module_classes, subgraphs,
 from autocastfx.graph.op_name import op_name
 from autocastfx.graph.sizes import example, largest_size, unknown_size
 from autocastfx.held_values import HeldValues, cast_once
-from autocastfx.kernel_facts import KernelFacts
-from autocastfx.match import Matcher
-from autocastfx.op_list import Category, OpList
 from autocastfx.passes.classify import Classifier
 from autocastfx.passes.expand import expand
 from autocastfx.passes.follow import follow
@@ -40,6 +37,9 @@ from autocastfx.passes.verify import verify
 from autocastfx.passes.write_out import PARTS, recompute_attention, write_out_attention
 from autocastfx.patterns import LOSS_CAST, MATH_ATTENTION, PATTERNS, REPEATED, SHORT_ATTENTION, chosen
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Recomposed, Traffic
+from autocastfx.policy.kernel_facts import KernelFacts
+from autocastfx.policy.match import Matcher
+from autocastfx.policy.op_list import Category, OpList
 from autocastfx.ports import Ports
 from autocastfx.ranges import Key, Ranges, key_of, mode_of
 from autocastfx.reach import Limit, reach

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from autocastfx.json_text import parsed_json
-from autocastfx.op_list import Category
+from autocastfx.policy.op_list import Category
 
 __all__ = [
     "Decision",

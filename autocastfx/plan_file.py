@@ -15,8 +15,8 @@ from autocastfx.errors import KeyPath, Place, PlanError, Source
 from autocastfx.files import read_whole
 from autocastfx.json_text import parsed_json
 from autocastfx.plan import Decision, Placement, Plan, PlannedNode, Precision
-from autocastfx.rule import Category
-from autocastfx.yaml_tree import nearest
+from autocastfx.policy.rule import Category
+from autocastfx.policy.yaml_tree import nearest
 
 __all__ = ["read_plan"]
 

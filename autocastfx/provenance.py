@@ -12,7 +12,7 @@ from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.node import has_float32, producer, tensors, uses
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.mask import read_as_scores, takes_mask
-from autocastfx.op_list import Category
+from autocastfx.policy.op_list import Category
 from autocastfx.ports import Ports
 from autocastfx.unit import Unit, Units
 

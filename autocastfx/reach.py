@@ -14,7 +14,7 @@ from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.node import Use, has_float32, tensors, uses, value
 from autocastfx.graph.op_name import op_name
 from autocastfx.mask import takes_mask
-from autocastfx.op_list import Category, OpList
+from autocastfx.policy.op_list import Category, OpList
 
 __all__ = ["Limit", "Reach", "reach"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from autocastfx.plan import Plan, PlannedNode
-from autocastfx.yaml_tree import nearest
+from autocastfx.policy.yaml_tree import nearest
 
 __all__ = ["select"]
 

@@ -10,8 +10,8 @@ from torch import fx
 
 from autocastfx.graph.alias import AliasSet, alias_sets
 from autocastfx.graph.node import has_float32, is_member, producer, uses
-from autocastfx.op_list import Category
 from autocastfx.plan import Decision, Placement, Precision
+from autocastfx.policy.op_list import Category
 from autocastfx.ports import Ports
 
 __all__ = ["FREE", "Unit", "Units", "reach", "units_of"]

@@ -15,8 +15,8 @@ from autocastfx.graph.node import argument, constants, tensors, uses
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.product import Size, product
 from autocastfx.graph.sizes import largest_size
-from autocastfx.kernel_facts import KernelFacts
-from autocastfx.op_list import Category, OpList
+from autocastfx.policy.kernel_facts import KernelFacts
+from autocastfx.policy.op_list import Category, OpList
 
 __all__ = ["WholeNumbers", "holds_one_number", "largest_whole", "told_apart"]
 

@@ -26,12 +26,12 @@ from autocastfx.call import CallSignature
 from autocastfx.capture.export import Captured
 from autocastfx.capture.guard import ShapeGuard
 from autocastfx.graph.node import tensors
-from autocastfx.kernel_facts import load_kernel_facts
-from autocastfx.op_list import load_op_list
 from autocastfx.passes.classify import Classifier
 from autocastfx.passes.place import place
 from autocastfx.pipeline import Converter
 from autocastfx.plan import Decision, Placement, Precision
+from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.op_list import load_op_list
 from autocastfx.ports import Ports
 from autocastfx.unit import units_of
 from benchmarks.graphs import SHAPES

@@ -23,9 +23,9 @@ import transformers
 from autocastfx.call import CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.errors import AutocastFXError
-from autocastfx.kernel_facts import load_kernel_facts
-from autocastfx.op_list import load_op_list
 from autocastfx.pipeline import LOW, Converter
+from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.op_list import load_op_list
 from benchmarks.pass_times import pass_times, seconds
 from benchmarks.store import Store
 from benchmarks.zoo_case import ZooModel

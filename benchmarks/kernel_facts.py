@@ -18,8 +18,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autocastfx.graph.op_name import base_name, of_function
-from autocastfx.kernel_facts import load_kernel_facts
-from autocastfx.op_list import Category, load_op_list
+from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.op_list import Category, load_op_list
 from benchmarks.kernel_calls import KernelCall, kernel_calls
 
 __all__ = ["DTYPES", "FACTS", "LISTED", "differences", "failure", "in_dtype", "rounds_once", "without_kernel"]

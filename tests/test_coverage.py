@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from autocastfx.graph.op_name import base_name
-from autocastfx.op_list import load_op_list, preset_path
-from autocastfx.yaml_tree import parse_file
+from autocastfx.policy.op_list import load_op_list, preset_path
+from autocastfx.policy.yaml_tree import parse_file
 from benchmarks.zoo_hand import HAND
 from benchmarks.zoo_models import ZOO
 from benchmarks.zoo_ops import floating_ops

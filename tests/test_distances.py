@@ -12,8 +12,8 @@ from torch import Tensor
 import autocastfx
 from autocastfx.distances import distance_products
 from autocastfx.graph.op_name import op_name
-from autocastfx.kernel_facts import load_kernel_facts
-from autocastfx.op_list import Category, load_op_list
+from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.op_list import Category, load_op_list
 from tests.helpers import Function, relative_error
 
 A, B = torch.rand(9, 8) + 10, torch.rand(7, 8) + 10

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autocastfx import Category, load_op_list
-from autocastfx.list_tree import DEVICES, KEYS, PLACEMENTS, UNLISTED
+from autocastfx.policy.read_rules import DEVICES, KEYS, PLACEMENTS, UNLISTED
 from tests.golden.readme import NUMERICS, OP_LISTS, PLACEMENT, WEIGHTS, outputs, run
 
 TEXT = OP_LISTS.read_text(encoding="utf-8")

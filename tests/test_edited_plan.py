@@ -17,7 +17,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx import Plan, PlanError
-from autocastfx.kernel_facts import load_kernel_facts
+from autocastfx.policy.kernel_facts import load_kernel_facts
 from tests.helpers import Function, op_list
 
 Edit = Callable[[dict[str, Any]], None]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autocastfx
-from autocastfx.kernel_facts import load_kernel_facts
-from autocastfx.op_list import load_op_list
 from autocastfx.passes.classify import Classifier
+from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.op_list import load_op_list
 from autocastfx.ports import Ports
 from autocastfx.provenance import Provenance, decisive
 from autocastfx.unit import units_of

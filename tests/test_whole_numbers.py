@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 
 import autocastfx
-from autocastfx.kernel_facts import load_kernel_facts
-from autocastfx.op_list import load_op_list
+from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.op_list import load_op_list
 from autocastfx.whole_numbers import WholeNumbers, holds_one_number, largest_whole, told_apart
 from tests.helpers import Function
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from autocastfx.errors import GpuError
-from autocastfx.yaml_tree import Tree, nearest, parse_file
+from autocastfx.policy.yaml_tree import Tree, nearest, parse_file
 
 __all__ = ["Gpu", "find_gpu", "gpus"]
 

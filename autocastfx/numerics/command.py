@@ -22,7 +22,7 @@ from autocastfx.numerics.bisect import bisect
 from autocastfx.numerics.compare import compare
 from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.output_error import METRICS, OutputError
-from autocastfx.op_list import load_op_list
+from autocastfx.policy.op_list import load_op_list
 
 __all__ = ["add_to"]
 

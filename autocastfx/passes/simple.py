@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from torch import fx
 
 from autocastfx.graph.node import has_float32, producer, tensors, uses
-from autocastfx.op_list import Category
 from autocastfx.plan import Decision, Placement
+from autocastfx.policy.op_list import Category
 from autocastfx.unit import Unit, Units, reach
 
 __all__ = ["place_simply"]

@@ -22,7 +22,7 @@ from autocastfx.graph.op_name import op_name
 from autocastfx.graph.sizes import example_size
 from autocastfx.patterns import MATH_ATTENTION, SHORT_ATTENTION
 from autocastfx.plan import Recomposed
-from autocastfx.rule import Category
+from autocastfx.policy.rule import Category
 from autocastfx.short_attention import TOKENS, short_attention
 
 __all__ = ["PARTS", "recompute_attention", "write_out_attention"]

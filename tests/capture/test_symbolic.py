@@ -389,7 +389,7 @@ def test_in_place_ops_write_into_inputs_and_buffers() -> None:
 
 def test_functions_that_a_list_names_stay_whole() -> None:
     op_list = autocastfx.OpList(
-        {"tests.helpers.relative_error": autocastfx.op_list.Rule("x", autocastfx.Category.DENY)}
+        {"tests.helpers.relative_error": autocastfx.policy.op_list.Rule("x", autocastfx.Category.DENY)}
     ).merged(autocastfx.OpList())
     from tests import helpers
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 
 import yaml
 
-from autocastfx import list_keys
-from autocastfx.list_tree import UNLISTED
-from autocastfx.op_list import load_op_list, preset_path, presets
+from autocastfx.policy import keywords
+from autocastfx.policy.op_list import load_op_list, preset_path, presets
+from autocastfx.policy.read_rules import UNLISTED
 from tests.golden.readme import README
 
 PAGE = README.parent / "docs" / "yaml-reference.md"
@@ -23,47 +23,47 @@ def page() -> str:
 def _lines() -> Iterator[str]:
     yield "# YAML reference"
     yield ""
-    yield "<!-- Written by `python -m tests.golden` from autocastfx/list_keys.py and the lists in op_lists/. -->"
+    yield "<!-- Written by `python -m tests.golden` from autocastfx/policy/keywords.py and the lists in op_lists/. -->"
     yield ""
     yield "Every word that an op list may hold. Another is an error that names its line and the nearest one."
     yield "How lists are written, which rule wins and what names of ops look like is in [Op lists](op-lists.md)."
     yield from _section("Keys of a list", "All are optional; a file has at least one.")
-    yield from _table("key", {**_categories(), **list_keys.LIST_KEYS})
+    yield from _table("key", {**_categories(), **keywords.LIST_KEYS})
     yield from _section("Categories")
-    yield from _table("category", list_keys.CATEGORIES)
+    yield from _table("category", keywords.CATEGORIES)
     yield from _section(
         "Keys of an entry",
         "An entry under a category is an op, `op: {…}` with these keys, or a group: `{ops: […], …}` with these keys.",
     )
-    yield from _table("key", list_keys.ENTRY_KEYS)
+    yield from _table("key", keywords.ENTRY_KEYS)
     yield from _section(
         "Values in `when`",
         "Arguments and the kinds of their values are those of the op's schema. `null` stands for no value, where the "
         "argument may have none. Of a list argument all members have the value.",
     )
-    yield from _table("type in the schema", list_keys.VALUES, title="in YAML")
+    yield from _table("type in the schema", keywords.VALUES, title="in YAML")
     yield from _section("Keys of an entry under `modules`", "`path` and `category` are required.")
-    yield from _table("key", list_keys.MODULE_KEYS)
+    yield from _table("key", keywords.MODULE_KEYS)
     yield ""
     yield "Besides the categories, `category` may be"
     yield ""
-    yield from _table("word", list_keys.MODULE_CATEGORIES)
+    yield from _table("word", keywords.MODULE_CATEGORIES)
     yield from _section("Keys of an entry under `demands`", "`ops` is required.")
-    yield from _table("key", list_keys.DEMAND_KEYS)
+    yield from _table("key", keywords.DEMAND_KEYS)
     yield ""
     yield "`through` is one of"
     yield ""
-    yield from _table("word", list_keys.DEMANDS)
+    yield from _table("word", keywords.DEMANDS)
     yield from _section("Devices")
-    devices = ", ".join(f"`{device}`" for device in list_keys.DEVICES)
+    devices = ", ".join(f"`{device}`" for device in keywords.DEVICES)
     yield f"Types, not single devices: {devices}, and the name of a backend of your own."
     yield from _section("`unlisted`")
-    yield from _table("word", list_keys.UNLISTED)
+    yield from _table("word", keywords.UNLISTED)
     yield from _section("`placement`")
-    yield from _table("word", list_keys.PLACEMENTS)
+    yield from _table("word", keywords.PLACEMENTS)
     shipped = "Rules in each, with what it extends. `autocastfx lists show NAME` writes one out."
     yield from _section("The shipped lists", shipped)
-    categories = tuple(list_keys.CATEGORIES)
+    categories = tuple(keywords.CATEGORIES)
     yield f"| list | extends | placement | unlisted | {' | '.join(f'`{c}`' for c in categories)} | `modules` |"
     yield f"|---|---|---|---|{'---|' * (len(categories) + 1)}"
     yield from map(_shipped, presets())
@@ -71,7 +71,7 @@ def _lines() -> Iterator[str]:
 
 
 def _categories() -> dict[str, str]:
-    return dict.fromkeys(list_keys.CATEGORIES, "a list of entries for the ops of that category")
+    return dict.fromkeys(keywords.CATEGORIES, "a list of entries for the ops of that category")
 
 
 def _section(title: str, text: str = "") -> Iterator[str]:
@@ -93,7 +93,7 @@ def _shipped(name: str) -> str:
     extends = data.get("extends", [])
     extended = ", ".join(f"`{base}`" for base in ([extends] if isinstance(extends, str) else extends)) or "nothing"
     unlisted = next((word for word, category in UNLISTED.items() if category is op_list.unlisted), "keep")
-    counts = [str(count[category]) for category in list_keys.CATEGORIES]
+    counts = [str(count[category]) for category in keywords.CATEGORIES]
     cells = (
         f"`{name}`",
         extended,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from autocastfx import OpList, pipeline
-from autocastfx.op_list import load_op_list
 from autocastfx.passes.classify import Classifier
+from autocastfx.policy.op_list import load_op_list
+from autocastfx.policy.rule import Category
 from autocastfx.reach import Limit
-from autocastfx.rule import Category
 from autocastfx.whole_numbers import WholeNumbers
 from benchmarks import corpus
 from tests.numerics.corpus import CASES

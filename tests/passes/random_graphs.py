@@ -13,8 +13,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autocastfx.graph.node import value
-from autocastfx.op_list import Category
 from autocastfx.plan import Decision
+from autocastfx.policy.op_list import Category
 
 aten = torch.ops.aten
 UNARY = {

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.plan import Plan, Precision
+from autocastfx.policy.kernel_facts import load_kernel_facts
 from tests.helpers import Function, op_list, relative_error
 
 LOW = [torch.float16, torch.bfloat16]

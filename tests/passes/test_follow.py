@@ -16,13 +16,13 @@ from autocastfx.dispatch import Dispatch, asked
 from autocastfx.graph.abstract_values import dtypes_of
 from autocastfx.graph.node import Origin, dtypes, set_origin, value
 from autocastfx.graph.op_name import op_name
-from autocastfx.kernel_facts import load_kernel_facts
 from autocastfx.passes.classify import Classifier
 from autocastfx.passes.follow import follow
 from autocastfx.passes.recast import recast
 from autocastfx.passes.verify import verify
 from autocastfx.pipeline import Converter
 from autocastfx.plan import Precision
+from autocastfx.policy.kernel_facts import load_kernel_facts
 from tests.helpers import Function, op_list, rewritten, text
 
 pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")

@@ -18,12 +18,12 @@ import autocastfx
 from autocastfx.fold import Fold
 from autocastfx.graph.node import dtypes, has_float32, origin, producer, uses
 from autocastfx.graph.op_name import op_name
-from autocastfx.kernel_facts import load_kernel_facts
-from autocastfx.op_list import Category
 from autocastfx.passes.place import place
 from autocastfx.passes.rewrite import Rewriter
 from autocastfx.passes.verify import verify
 from autocastfx.plan import Decision, Precision
+from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.op_list import Category
 from autocastfx.ports import Ports
 from autocastfx.traffic import bytes_moved
 from autocastfx.unit import FREE, Unit, Units, units_of

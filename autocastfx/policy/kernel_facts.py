@@ -10,8 +10,8 @@ from torch import fx
 from autocastfx.graph.node import uses
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.product import KINDS
-from autocastfx.op_list import preset_folder
-from autocastfx.yaml_tree import Tree, parse_file
+from autocastfx.policy.op_list import preset_folder
+from autocastfx.policy.yaml_tree import Tree, parse_file
 
 __all__ = ["LEVELS", "KernelFacts", "load_kernel_facts"]
 

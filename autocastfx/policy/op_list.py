@@ -11,14 +11,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from autocastfx import list_text, list_tree
-from autocastfx.data_tree import tree_of
 from autocastfx.errors import OpListError
 from autocastfx.files import write_whole
 from autocastfx.graph.op_name import base_name
-from autocastfx.list_text import Change
-from autocastfx.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
-from autocastfx.yaml_tree import Tree, nearest, parse_file
+from autocastfx.policy import read_rules, write_list
+from autocastfx.policy.data_tree import tree_of
+from autocastfx.policy.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
+from autocastfx.policy.write_list import Change
+from autocastfx.policy.yaml_tree import Tree, nearest, parse_file
 
 __all__ = ["Category", "Change", "DepthLimit", "ModuleRule", "OpList", "Rule", "load_op_list", "preset_path", "presets"]
 
@@ -151,7 +151,7 @@ class OpList:
 
     def diff(self, later: OpList) -> tuple[Change, ...]:
         """What ``later`` says otherwise, as values that print as ``softmax: deny → allow``; none if both are equal."""
-        return list_text.diff(self, later)
+        return write_list.diff(self, later)
 
     def save(self, path: str | Path) -> None:
         """Write a YAML file, grouped by category and reason, that :func:`load_op_list` reads back as an equal list.
@@ -162,7 +162,7 @@ class OpList:
         Raises:
             OSError: the file cannot be written.
         """
-        write_whole(Path(path), list_text.text(self))
+        write_whole(Path(path), write_list.text(self))
 
     def lenient(self) -> OpList:
         """This list without a ban of unlisted ops: a draft holds ops that a graph with known sizes does not."""
@@ -181,8 +181,8 @@ OpListLike = str | Path | OpList | Sequence[str | Path | OpList]
 
 def preset_folder() -> Path:
     """Folder of the shipped lists: inside the package (a wheel), else beside it (a checkout)."""
-    inside = Path(__file__).parent / "op_lists"
-    return inside if inside.is_dir() else Path(__file__).parent.parent / "op_lists"
+    inside = Path(__file__).parents[1] / "op_lists"
+    return inside if inside.is_dir() else Path(__file__).parents[2] / "op_lists"
 
 
 def presets() -> tuple[str, ...]:
@@ -233,23 +233,23 @@ def _load_file(path: Path, opened: tuple[Path, ...]) -> OpList:
 
 
 def _from_tree(tree: Tree, name: str, folder: Path, opened: tuple[Path, ...]) -> OpList:
-    tree.check_keys(list_tree.KEYS, what="key of an op list")
+    tree.check_keys(read_rules.KEYS, what="key of an op list")
     base = OpList()
     for parent in tree.child("extends").as_strings():
         base = base.merged(_load_parent(parent, folder, opened))
-    rules = tuple(list_tree.op_rules(tree))
+    rules = tuple(read_rules.op_rules(tree))
     own = OpList(
         rules={r.op: r for r in rules if not (r.when or r.device)},
-        keep_args=dict(list_tree.keep_args(tree)),
-        aliases=list_tree.aliases(tree),
-        unlisted=list_tree.unlisted(tree),
-        placement=list_tree.placement(tree),
-        set_dtype=frozenset(op.op_name() for op in list_tree.known(tree.child("set_dtype").as_strings())),
-        reduction_depth=dict(list_tree.reduction_depth(tree)),
-        product_depth=list_tree.product_depth(tree),
-        demands={demand.op: demand for demand in list_tree.demands(tree)},
+        keep_args=dict(read_rules.keep_args(tree)),
+        aliases=read_rules.aliases(tree),
+        unlisted=read_rules.unlisted(tree),
+        placement=read_rules.placement(tree),
+        set_dtype=frozenset(op.op_name() for op in read_rules.known(tree.child("set_dtype").as_strings())),
+        reduction_depth=dict(read_rules.reduction_depth(tree)),
+        product_depth=read_rules.product_depth(tree),
+        demands={demand.op: demand for demand in read_rules.demands(tree)},
         conditional={r.key: r for r in rules if r.when or r.device},
-        modules=tuple(list_tree.module_rules(tree)),
+        modules=tuple(read_rules.module_rules(tree)),
     )
     return replace(base.merged(own), name=name)
 

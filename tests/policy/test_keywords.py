@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from autocastfx import list_keys
 from autocastfx.errors import OpListError
-from autocastfx.list_tree import KEYS, PLACEMENTS, UNLISTED
-from autocastfx.op_list import Category, OpList
+from autocastfx.policy import keywords
+from autocastfx.policy.op_list import Category, OpList
+from autocastfx.policy.read_rules import KEYS, PLACEMENTS, UNLISTED
 from tests.golden.yaml_reference import PAGE, page
 from tests.helpers import with_pinned_torch
 
@@ -22,14 +22,14 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_the_words_are_those_of_the_parser() -> None:
-    assert tuple(list_keys.CATEGORIES) == tuple(str(category) for category in Category)
-    assert tuple(list_keys.UNLISTED) == tuple(UNLISTED)
-    assert (*list_keys.CATEGORIES, *list_keys.LIST_KEYS) == KEYS
-    assert tuple(list_keys.PLACEMENTS) == PLACEMENTS
+    assert tuple(keywords.CATEGORIES) == tuple(str(category) for category in Category)
+    assert tuple(keywords.UNLISTED) == tuple(UNLISTED)
+    assert (*keywords.CATEGORIES, *keywords.LIST_KEYS) == KEYS
+    assert tuple(keywords.PLACEMENTS) == PLACEMENTS
 
 
 EXAMPLES: dict[str, dict[str, Any]] = {
-    **{category: {category: ["softmax"]} for category in list_keys.CATEGORIES},
+    **{category: {category: ["softmax"]} for category in keywords.CATEGORIES},
     "modules": {"modules": [{"path": "head", "category": "low"}]},
     "keep_args": {"keep_args": {"batch_norm": "weight"}},
     "set_dtype": {"placement": "follow", "deny": ["softmax"], "set_dtype": ["softmax"]},
@@ -56,10 +56,10 @@ MODULES = {"path": "head", "category": "low", "reason": "measured", "ops": ["lin
 @pytest.mark.parametrize(
     ("words", "entry", "under"),
     [
-        (list_keys.ENTRY_KEYS, {"softmax": ENTRIES}, "deny"),
-        (list_keys.ENTRY_KEYS, {"ops": ["softmax"], **ENTRIES}, "deny"),
-        (list_keys.MODULE_KEYS, MODULES, "modules"),
-        (list_keys.DEMAND_KEYS, {"ops": ["div"], **DEMAND}, "demands"),
+        (keywords.ENTRY_KEYS, {"softmax": ENTRIES}, "deny"),
+        (keywords.ENTRY_KEYS, {"ops": ["softmax"], **ENTRIES}, "deny"),
+        (keywords.MODULE_KEYS, MODULES, "modules"),
+        (keywords.DEMAND_KEYS, {"ops": ["div"], **DEMAND}, "demands"),
     ],
 )
 def test_each_key_of_an_entry_is_taken(words: Mapping[str, str], entry: dict[str, Any], under: str) -> None:
@@ -72,19 +72,19 @@ def test_each_key_of_an_entry_is_taken(words: Mapping[str, str], entry: dict[str
     del body["whne"]
 
 
-@pytest.mark.parametrize("word", [*list_keys.MODULE_CATEGORIES, *list_keys.CATEGORIES])
+@pytest.mark.parametrize("word", [*keywords.MODULE_CATEGORIES, *keywords.CATEGORIES])
 def test_each_category_of_a_module_is_taken(word: str) -> None:
     assert OpList.of({"modules": [{"path": "head", "category": word}]}).modules[0].wanted == word
 
 
-@pytest.mark.parametrize("word", list_keys.DEMANDS)
+@pytest.mark.parametrize("word", keywords.DEMANDS)
 def test_each_way_of_a_demand_is_taken(word: str) -> None:
     lists = OpList.of({"demands": [{"ops": ["sin"], "through": word}]})
     found = lists.demand("sin_")
     assert (found.through if found is not None else "nothing") == word
 
 
-@pytest.mark.parametrize("device", list_keys.DEVICES)
+@pytest.mark.parametrize("device", keywords.DEVICES)
 def test_each_device_is_taken(device: str) -> None:
     (rule,) = OpList.of({"deny": [{"softmax": {"devices": device}}]}).every_rule()
     assert rule.device == device

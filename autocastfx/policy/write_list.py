@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from autocastfx.list_tree import UNLISTED
-from autocastfx.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
+from autocastfx.policy.read_rules import UNLISTED
+from autocastfx.policy.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
 
 if TYPE_CHECKING:
-    from autocastfx.op_list import OpList
+    from autocastfx.policy.op_list import OpList
 
 __all__ = ["Change", "diff", "text"]
 

@@ -15,8 +15,8 @@ from torch import fx
 
 import autocastfx
 from autocastfx import OpList, OpListError
-from autocastfx.match import Matcher, all_nodes, unmatched
-from autocastfx.op_list import load_op_list
+from autocastfx.policy.match import Matcher, all_nodes, unmatched
+from autocastfx.policy.op_list import load_op_list
 from tests.helpers import Function, op_list
 
 aten = torch.ops.aten

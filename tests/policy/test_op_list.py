@@ -13,12 +13,13 @@ import pytest
 import torch
 import yaml
 
-from autocastfx import Category, OpList, OpListError, kernel_facts, load_op_list, presets
-from autocastfx import op_list as op_list_module
+from autocastfx import Category, OpList, OpListError, load_op_list, presets
 from autocastfx.errors import KeyPath
-from autocastfx.kernel_facts import load_kernel_facts
-from autocastfx.op_list import Rule, preset_folder, preset_path
-from autocastfx.yaml_tree import parse_file
+from autocastfx.policy import kernel_facts
+from autocastfx.policy import op_list as op_list_module
+from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.op_list import Rule, preset_folder, preset_path
+from autocastfx.policy.yaml_tree import parse_file
 from tests.helpers import op_list, with_pinned_torch
 
 

@@ -20,7 +20,7 @@ from autocastfx.errors import OpListError, Place, Source
 from autocastfx.files import read_whole
 from autocastfx.graph.op_name import canonical, located, of_function
 from autocastfx.graph.signature import argument_types
-from autocastfx.rule import Scalar
+from autocastfx.policy.rule import Scalar
 
 __all__ = ["Tree", "is_known", "legal_op_names", "nearest", "parse_file"]
 

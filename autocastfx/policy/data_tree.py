@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from autocastfx.errors import KeyPath, OpListError, shown
-from autocastfx.yaml_tree import STANDARD, Tree
+from autocastfx.policy.yaml_tree import STANDARD, Tree
 
 __all__ = ["tree_of"]
 

@@ -1,4 +1,4 @@
-"""What is said of wrong lists. ``tests/lists`` holds them; the comment at the end of each is the expected message."""
+"""What is said of wrong lists. ``tests/policy/lists`` holds them; the comment at the end of each is the expected message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autocastfx import OpList, OpListError, load_op_list
 from autocastfx.errors import Source
-from autocastfx.yaml_tree import legal_op_names, nearest, parse_file
+from autocastfx.policy.yaml_tree import legal_op_names, nearest, parse_file
 
 FOLDER = Path(__file__).parent / "lists"
 WRONG = sorted(FOLDER.glob("*.yaml"))

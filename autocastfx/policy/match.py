@@ -13,9 +13,9 @@ from autocastfx.errors import KeyPath, OpListError, Source
 from autocastfx.graph.node import enclosing_modules, module_classes, subgraphs
 from autocastfx.graph.op_name import op_name, overload_name
 from autocastfx.graph.signature import arguments
-from autocastfx.op_list import OpList
-from autocastfx.rule import Category, Demand, ModuleRule, Rule
-from autocastfx.yaml_tree import nearest
+from autocastfx.policy.op_list import OpList
+from autocastfx.policy.rule import Category, Demand, ModuleRule, Rule
+from autocastfx.policy.yaml_tree import nearest
 
 __all__ = ["Matcher", "all_nodes", "unmatched"]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from autocastfx import list_keys
 from autocastfx.graph.op_name import located
 from autocastfx.graph.signature import ArgumentType, argument_types
-from autocastfx.list_keys import DEVICES, VALUES
-from autocastfx.rule import (
+from autocastfx.policy import keywords
+from autocastfx.policy.keywords import DEVICES, VALUES
+from autocastfx.policy.rule import (
     ANY_REDUCTION,
     Category,
     Condition,
@@ -22,7 +22,7 @@ from autocastfx.rule import (
     Scalar,
     module_pattern,
 )
-from autocastfx.yaml_tree import Tree, is_known, legal_op_names, nearest
+from autocastfx.policy.yaml_tree import Tree, is_known, legal_op_names, nearest
 
 __all__ = [
     "DEVICES",
@@ -42,12 +42,12 @@ __all__ = [
 ]
 
 UNLISTED = {"keep": Category.KEEP, "deny": Category.DENY, "error": Category.BAN}
-PLACEMENTS = tuple(list_keys.PLACEMENTS)
-KEYS = (*list_keys.CATEGORIES, *list_keys.LIST_KEYS)
-_RULE_KEYS = tuple(list_keys.ENTRY_KEYS)
-_MODULE_KEYS = tuple(list_keys.MODULE_KEYS)
-_DEMAND_KEYS = tuple(list_keys.DEMAND_KEYS)
-_MODULE_WORDS = (*list_keys.MODULE_CATEGORIES, *list_keys.CATEGORIES)
+PLACEMENTS = tuple(keywords.PLACEMENTS)
+KEYS = (*keywords.CATEGORIES, *keywords.LIST_KEYS)
+_RULE_KEYS = tuple(keywords.ENTRY_KEYS)
+_MODULE_KEYS = tuple(keywords.MODULE_KEYS)
+_DEMAND_KEYS = tuple(keywords.DEMAND_KEYS)
+_MODULE_WORDS = (*keywords.MODULE_CATEGORIES, *keywords.CATEGORIES)
 
 
 def known(ops: Iterable[Tree]) -> Iterator[Tree]:
@@ -273,7 +273,7 @@ def demands(tree: Tree) -> Iterator[Demand]:
         ops, through = entry.child("ops"), entry.child("through")
         if ops.is_missing or not ops.as_strings():
             raise entry.error("this demand names no op: give it 'ops: [...]'")
-        word = "free" if through.is_missing else through.one_of(tuple(list_keys.DEMANDS), "through")
+        word = "free" if through.is_missing else through.one_of(tuple(keywords.DEMANDS), "through")
         reason = entry.child("reason").as_text(default="")
         makers = entry.child("of").as_strings()
         of = tuple(op.op_name() for op in known(makers))

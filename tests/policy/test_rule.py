@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autocastfx import Category, ModuleRule, Rule
-from autocastfx.rule import Condition, Scalar, module_pattern
+from autocastfx.policy.rule import Condition, Scalar, module_pattern
 
 
 @pytest.mark.parametrize(
