@@ -33,19 +33,19 @@ from autocastfx.hardware.lint import lint
 from autocastfx.hardware.odd_size import OddSize
 from autocastfx.hardware.report import Lint, OpEstimate
 from autocastfx.hardware.roofline import Total
-from autocastfx.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
-from autocastfx.loss_scaler import LossScaler
 from autocastfx.numerics.bisect import Bisection, Place, bisect
 from autocastfx.numerics.compare import compare
 from autocastfx.numerics.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
 from autocastfx.numerics.deviation import Deviation
 from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
-from autocastfx.optimizer import LossScalingOptimizer
 from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
 from autocastfx.plan_diff import Difference, PlanDiff, diff
 from autocastfx.policy.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
 from autocastfx.ranges import Range, Ranges
-from autocastfx.step_result import StepResult
+from autocastfx.training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
+from autocastfx.training.loss_scaler import LossScaler
+from autocastfx.training.optimizer import LossScalingOptimizer
+from autocastfx.training.step_result import StepResult
 
 __version__ = "0.1.0"
 

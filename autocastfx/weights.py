@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autocastfx.errors import UnsupportedError
-from autocastfx.tensor_mark import TensorMark
+from autocastfx.training.tensor_mark import TensorMark
 
 __all__ = ["ATTRIBUTE", "WorkingCopies", "working_copy"]
 

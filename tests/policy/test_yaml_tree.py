@@ -1,4 +1,4 @@
-"""What is said of wrong lists. ``tests/policy/lists`` holds them; the comment at the end of each is the expected message."""
+"""What is said of wrong lists. Each file of ``lists/`` ends with a comment: the expected message."""
 
 from __future__ import annotations
 

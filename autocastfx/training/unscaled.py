@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autocastfx import gradients
-from autocastfx.loss_scaler import LossScaler
+from autocastfx.training import gradients
+from autocastfx.training.loss_scaler import LossScaler
 
 __all__ = ["Unscaled", "unscale_"]
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from autocastfx.host_copy import HostCopy, is_capturing
-from autocastfx.loss_scale import LossScale
-from autocastfx.rounds import Rounds
-from autocastfx.scale_state import ScaleNumbers, ScaleState
+from autocastfx.training.host_copy import HostCopy, is_capturing
+from autocastfx.training.loss_scale import LossScale
+from autocastfx.training.rounds import Rounds
+from autocastfx.training.scale_state import ScaleNumbers, ScaleState
 
 __all__ = ["LossScaler"]
 

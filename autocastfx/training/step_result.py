@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from autocastfx import gradients
 from autocastfx.errors import LossScaleError
-from autocastfx.unscaled import Unscaled
+from autocastfx.training import gradients
+from autocastfx.training.unscaled import Unscaled
 
 __all__ = ["GradientsOf", "StepResult", "exhausted"]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autocastfx
-from autocastfx.loss_scale import DynamicLossScale, NoLossScale, ScaleState, StaticLossScale
+from autocastfx.training.loss_scale import DynamicLossScale, NoLossScale, ScaleState, StaticLossScale
 
 CPU = torch.device("cpu")
 

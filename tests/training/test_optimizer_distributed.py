@@ -1,4 +1,4 @@
-"""LossScalingOptimizer in several processes that torchrun starts: tests/distributed_cases.py holds the cases."""
+"""LossScalingOptimizer in several processes that torchrun starts: distributed_cases.py holds the cases."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import distributed_cases
+from tests.training import distributed_cases
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("processes", [2, 4])

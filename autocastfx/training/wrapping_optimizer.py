@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from autocastfx import gradients
+from autocastfx.training import gradients
 
 __all__ = ["WrappingOptimizer", "needs_closure", "steps_to_make_state"]
 

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from autocastfx import gradients
 from autocastfx.errors import LossScaleError, UnsupportedError
-from autocastfx.fused_step import FusedStep
-from autocastfx.loss_scale import DynamicLossScale, LossScale
-from autocastfx.loss_scaler import LossScaler
-from autocastfx.masters import Masters
-from autocastfx.snapshot import Snapshot
-from autocastfx.step_result import GradientsOf, StepResult, exhausted
-from autocastfx.unscaled import Unscaled, unscale_
-from autocastfx.wrapping_optimizer import WrappingOptimizer, needs_closure, steps_to_make_state
+from autocastfx.training import gradients
+from autocastfx.training.fused_step import FusedStep
+from autocastfx.training.loss_scale import DynamicLossScale, LossScale
+from autocastfx.training.loss_scaler import LossScaler
+from autocastfx.training.masters import Masters
+from autocastfx.training.snapshot import Snapshot
+from autocastfx.training.step_result import GradientsOf, StepResult, exhausted
+from autocastfx.training.unscaled import Unscaled, unscale_
+from autocastfx.training.wrapping_optimizer import WrappingOptimizer, needs_closure, steps_to_make_state
 
 __all__ = ["LossScalingOptimizer"]
 

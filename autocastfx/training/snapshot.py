@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 from torch.optim import Optimizer
 
-from autocastfx.masters import Masters
+from autocastfx.training.masters import Masters
 
 __all__ = ["Snapshot"]
 

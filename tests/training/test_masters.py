@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autocastfx import DynamicLossScale, LossScaleError, LossScalingOptimizer, NoLossScale
-from tests.test_optimizer import OPTIMIZERS, Make, contents, same
+from tests.training.test_optimizer import OPTIMIZERS, Make, contents, same
 
 LOW = (torch.float16, torch.bfloat16)
 

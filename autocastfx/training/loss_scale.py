@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from autocastfx.errors import LossScaleError
-from autocastfx.scale_state import ScaleNumbers, ScaleState
+from autocastfx.training.scale_state import ScaleNumbers, ScaleState
 
 __all__ = ["DynamicLossScale", "LossScale", "NoLossScale", "StaticLossScale", "suggest_loss_scale"]
 

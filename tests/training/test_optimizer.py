@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autocastfx
 from autocastfx import DynamicLossScale, LossScaleError, LossScalingOptimizer, NoLossScale, StaticLossScale
 from tests.helpers import TORCH
-from tests.test_loss_scale import PlainScale
+from tests.training.test_loss_scale import PlainScale
 
 Make = Callable[[Any], Optimizer]
 OPTIMIZERS: dict[str, Make] = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from autocastfx import DynamicLossScale, LossScaleError, LossScaler, NoLossScale, StaticLossScale
-from autocastfx.host_copy import HostCopy, Seen
-from autocastfx.loss_scale import LossScale
+from autocastfx.training.host_copy import HostCopy, Seen
+from autocastfx.training.loss_scale import LossScale
 
 ZERO, ONE = torch.zeros(()), torch.ones(())
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autocastfx.errors import LossScaleError
-from autocastfx.gradients import local, settled
-from autocastfx.tensor_mark import TensorMark
+from autocastfx.training.gradients import local, settled
+from autocastfx.training.tensor_mark import TensorMark
 
 __all__ = ["Masters"]
 
