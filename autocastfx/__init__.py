@@ -38,10 +38,10 @@ from autocastfx.numerics.compare import compare
 from autocastfx.numerics.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
 from autocastfx.numerics.deviation import Deviation
 from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
-from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
-from autocastfx.plan_diff import Difference, PlanDiff, diff
+from autocastfx.plan.plan import Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
+from autocastfx.plan.plan_diff import Difference, PlanDiff, diff
+from autocastfx.plan.ranges import Range, Ranges
 from autocastfx.policy.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
-from autocastfx.ranges import Range, Ranges
 from autocastfx.training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
 from autocastfx.training.loss_scaler import LossScaler
 from autocastfx.training.optimizer import LossScalingOptimizer

@@ -17,7 +17,7 @@ from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError
 from autocastfx.forwarding import forwarded, set_on_original, signed_forward
 from autocastfx.low_weights import own_tensors, refuse_gradients, refuse_training, stored_low
 from autocastfx.mirror import mirror
-from autocastfx.plan import Plan
+from autocastfx.plan.plan import Plan
 from autocastfx.variant import Variant
 from autocastfx.variant_table import Maker, VariantTable, up_to_date
 from autocastfx.weights import WorkingCopies

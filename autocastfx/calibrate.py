@@ -20,8 +20,8 @@ from autocastfx.call import Call, CallSignature
 from autocastfx.capture.export import capture
 from autocastfx.errors import CalibrationError, CaptureError, UnsupportedError
 from autocastfx.measured_graph import MeasuredGraph, Seen, apart, read_all
+from autocastfx.plan.ranges import Key, Range, Ranges, mode_of
 from autocastfx.policy.op_list import OpListLike, load_op_list
-from autocastfx.ranges import Key, Range, Ranges, mode_of
 
 __all__ = ["calibrate", "first_call", "ranges_of"]
 

@@ -19,12 +19,12 @@ from autocastfx.files import check_writable, read_whole, replacing
 from autocastfx.list_check import rule_uses
 from autocastfx.model_options import converted, device_of, given_model
 from autocastfx.model_spec import load_inputs
-from autocastfx.plan import Plan
-from autocastfx.plan_diff import PlanDiff
-from autocastfx.plan_diff import diff as diff_plans
+from autocastfx.plan.plan import Plan
+from autocastfx.plan.plan_diff import PlanDiff
+from autocastfx.plan.plan_diff import diff as diff_plans
+from autocastfx.plan.select_nodes import select
 from autocastfx.policy import write_list
 from autocastfx.policy.op_list import load_op_list, preset_path
-from autocastfx.selection import select
 
 __all__ = [
     "check_list",

@@ -23,12 +23,12 @@ from autocastfx.capture.symbolic import capture_symbolically
 from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleWarning, UnsupportedError, shown
 from autocastfx.patterns import chosen
 from autocastfx.pipeline import LOW, Converter
-from autocastfx.plan import Plan, Precision
-from autocastfx.plan_file import read_plan
+from autocastfx.plan.plan import Plan, Precision
+from autocastfx.plan.ranges import Ranges
+from autocastfx.plan.read_plan import read_plan
 from autocastfx.policy.kernel_facts import LEVELS, KernelFacts, load_kernel_facts
 from autocastfx.policy.match import all_nodes, unmatched
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
-from autocastfx.ranges import Ranges
 
 __all__ = ["convert", "convert_again"]
 
@@ -80,7 +80,7 @@ def convert(
         device: decide for the kernels of this device; the model's own by default.
         keep_output_dtype: cast float32 outputs back to float32.
         plan: decisions given by hand, which win over the lists: a ``Plan``, or the path of its JSON text, edited. The
-            lines of one plan apply to the nodes of their names in all variants (:mod:`autocastfx.edited_plan`).
+            lines of one plan apply to the nodes of their names in all variants (:mod:`autocastfx.plan.edited_plan`).
         recompose: replace what the model writes out in several ops by the one operator that computes it, which may run
             in 16 bits where the parts may not: ``True``, ``"tanh_gelu"``, ``"erf_gelu"``, ``"quick_gelu"``, ``"silu"``,
             ``"rms_norm"``, ``"layer_norm"``, ``"softmax"``, and what else is changed for speed: ``"repeated"``, equal

@@ -10,7 +10,7 @@ from torch import fx
 from autocastfx.graph.alias import AliasSet, alias_sets
 from autocastfx.graph.node import Use, has_float32, is_member, uses
 from autocastfx.graph.op_name import base_name, op_name
-from autocastfx.plan import Decision
+from autocastfx.plan.plan import Decision
 from autocastfx.policy.op_list import Category, OpList
 from autocastfx.policy.rule import Demand
 from autocastfx.ports import Ports

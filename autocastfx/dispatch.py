@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.errors import UnsupportedError
 from autocastfx.graph.node import argument, tensors
 from autocastfx.graph.op_name import op_name
-from autocastfx.plan import Placement, Precision
+from autocastfx.plan.plan import Placement, Precision
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.op_list import Category, ModuleRule, OpList, Rule
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from autocastfx.amp_module import AmpModule
 from autocastfx.dump import view_of
-from autocastfx.plan import PlannedNode, Recomposed
+from autocastfx.plan.plan import PlannedNode, Recomposed
+from autocastfx.plan.select_nodes import select
 from autocastfx.report.reason import Reason, Reasons
-from autocastfx.selection import select
 
 __all__ = ["explain"]
 

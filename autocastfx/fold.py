@@ -15,7 +15,7 @@ from autocastfx.graph.alias import aliased
 from autocastfx.graph.node import argument, is_float32, tensors, uses
 from autocastfx.graph.op_name import kernel_name
 from autocastfx.mask import takes_mask
-from autocastfx.plan import Decision
+from autocastfx.plan.plan import Decision
 from autocastfx.policy.op_list import Category
 from autocastfx.ports import PARAMETERS, Ports
 

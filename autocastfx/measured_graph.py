@@ -19,7 +19,7 @@ from autocastfx.graph.magnitude import Magnitude, Measured, magnitude
 from autocastfx.graph.node import attribute
 from autocastfx.graph.op_name import op_name
 from autocastfx.pipeline import CONVERTED_INSIDE
-from autocastfx.ranges import Key, key_of
+from autocastfx.plan.ranges import Key, key_of
 
 __all__ = ["MeasuredGraph", "Seen", "apart", "read_all", "written_outside"]
 

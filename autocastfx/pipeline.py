@@ -14,7 +14,6 @@ from autocastfx.capture.guard import shape_guard
 from autocastfx.demand import Demands
 from autocastfx.dispatch import Dispatch
 from autocastfx.distances import distance_products
-from autocastfx.edited_plan import EditedPlan
 from autocastfx.fold import Folding
 from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.node import copy_graph, dtypes, module_classes, subgraphs, tensors
@@ -36,12 +35,13 @@ from autocastfx.passes.store_weights import LowReads, lower_views, read_copies, 
 from autocastfx.passes.verify import verify
 from autocastfx.passes.write_out import PARTS, recompute_attention, write_out_attention
 from autocastfx.patterns import LOSS_CAST, MATH_ATTENTION, PATTERNS, REPEATED, SHORT_ATTENTION, chosen
-from autocastfx.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Recomposed, Traffic
+from autocastfx.plan.edited_plan import EditedPlan
+from autocastfx.plan.plan import Decision, Placement, Plan, PlannedCast, PlannedNode, Recomposed, Traffic
+from autocastfx.plan.ranges import Key, Ranges, key_of, mode_of
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.op_list import Category, OpList
 from autocastfx.ports import Ports
-from autocastfx.ranges import Key, Ranges, key_of, mode_of
 from autocastfx.reach import Limit, reach
 from autocastfx.state import State, planned_casts, planned_copies, planned_node
 from autocastfx.traffic import bytes_moved

@@ -14,7 +14,7 @@ from autocastfx.graph.alias import mutated_inputs
 from autocastfx.graph.node import Use, argument, dtypes, elements, is_float32, tensors, uses
 from autocastfx.graph.op_name import base_name, kernel_name, op_name
 from autocastfx.layer_norm import layer_norm
-from autocastfx.plan import Placement, Precision
+from autocastfx.plan.plan import Placement, Precision
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 

@@ -16,7 +16,7 @@ from autocastfx.graph.node import dtypes, elements, module_path, origin
 from autocastfx.graph.op_name import of_function, op_name
 from autocastfx.held_values import HeldValues
 from autocastfx.passes.classify import Classification
-from autocastfx.plan import Placement, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed, Traffic
+from autocastfx.plan.plan import Placement, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed, Traffic
 from autocastfx.saturating_cast import saturating_cast
 from autocastfx.traffic import CAST
 from autocastfx.weights import working_copy

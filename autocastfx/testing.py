@@ -6,8 +6,8 @@ import torch
 
 from autocastfx.amp_module import AmpModule
 from autocastfx.explain import explain
-from autocastfx.plan import PlannedNode, Precision
-from autocastfx.selection import select
+from autocastfx.plan.plan import PlannedNode, Precision
+from autocastfx.plan.select_nodes import select
 
 __all__ = ["assert_casts", "assert_precision"]
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from autocastfx.graph.alias import aliased, mutated_inputs
 from autocastfx.graph.node import Use, elements, is_float32, is_member, uses
-from autocastfx.plan import Placement, Precision
+from autocastfx.plan.plan import Placement, Precision
 from autocastfx.unit import Units
 
 __all__ = ["BYTES", "CAST", "bytes_moved", "moves"]

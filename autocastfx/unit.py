@@ -10,7 +10,7 @@ from torch import fx
 
 from autocastfx.graph.alias import AliasSet, alias_sets
 from autocastfx.graph.node import has_float32, is_member, producer, uses
-from autocastfx.plan import Decision, Placement, Precision
+from autocastfx.plan.plan import Decision, Placement, Precision
 from autocastfx.policy.op_list import Category
 from autocastfx.ports import Ports
 

@@ -17,7 +17,7 @@ from autocastfx.capture.python_state import Read, StateGuard
 from autocastfx.capture.sources import keep_source
 from autocastfx.errors import VariantError
 from autocastfx.graph.serialize import GraphData, data_of, graph_of
-from autocastfx.plan import Plan
+from autocastfx.plan.plan import Plan
 from autocastfx.quick_call import Reads, quick_graph
 from autocastfx.weights import ATTRIBUTE
 

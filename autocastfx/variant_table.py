@@ -14,7 +14,7 @@ from autocastfx.call import Call
 from autocastfx.capture.sources import capturing
 from autocastfx.errors import CaptureError, StateWarning, UnsupportedError, VariantError, shown
 from autocastfx.graph.node import uses
-from autocastfx.plan import Precision
+from autocastfx.plan.plan import Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.ports import PARAMETERS
 from autocastfx.variant import Variant

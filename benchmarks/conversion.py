@@ -29,7 +29,7 @@ from autocastfx.graph.node import tensors
 from autocastfx.passes.classify import Classifier
 from autocastfx.passes.place import place
 from autocastfx.pipeline import Converter
-from autocastfx.plan import Decision, Placement, Precision
+from autocastfx.plan.plan import Decision, Placement, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.ports import Ports

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autocastfx
-from autocastfx.plan import Precision
+from autocastfx.plan.plan import Precision
 from tests.helpers import Function, relative_error, rewritten, text
 
 X = torch.linspace(-1, 1, 64).reshape(8, 8)

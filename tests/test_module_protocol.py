@@ -15,7 +15,7 @@ from torch import fx, nn
 
 import autocastfx
 from autocastfx import UnsupportedError
-from autocastfx.plan import Plan
+from autocastfx.plan.plan import Plan
 
 
 class Net(nn.Module):

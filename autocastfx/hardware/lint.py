@@ -15,7 +15,7 @@ from autocastfx.hardware.report import Lint, OpEstimate
 from autocastfx.hardware.roofline import bound, total
 from autocastfx.hardware.walk import Located, walk
 from autocastfx.hardware.work import Work, work_of
-from autocastfx.plan import Plan, Precision
+from autocastfx.plan.plan import Plan, Precision
 
 __all__ = ["lint"]
 

@@ -17,7 +17,7 @@ from autocastfx.amp_module import AmpModule
 from autocastfx.convert import convert, convert_again
 from autocastfx.errors import BisectError, UnmatchedRuleWarning
 from autocastfx.numerics.evaluations import Evaluations
-from autocastfx.plan import Plan, Precision
+from autocastfx.plan.plan import Plan, Precision
 from autocastfx.policy.op_list import OpList, OpListLike
 
 __all__ = ["Bisection", "Place", "bisect"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from autocastfx.errors import EvaluationsError
 from autocastfx.files import read_whole, write_whole
-from autocastfx.json_text import parsed_json
+from autocastfx.plan.json_text import parsed_json
 
 __all__ = ["Evaluations"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autocastfx.plan import PlannedNode, Precision
+from autocastfx.plan.plan import PlannedNode, Precision
 
 __all__ = ["because_of", "op_list_for"]
 

@@ -24,7 +24,7 @@ from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.product import Size, product
 from autocastfx.graph.sizes import example
 from autocastfx.mask import Fill, come_in, fills, fits, takes_mask
-from autocastfx.plan import Decision
+from autocastfx.plan.plan import Decision
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.op_list import OpList

@@ -10,7 +10,7 @@ from torch import fx
 from autocastfx.dispatch import Dispatch, Followed
 from autocastfx.graph.abstract_values import concrete_sizes, dtypes_of
 from autocastfx.graph.node import value
-from autocastfx.plan import Decision, Placement, Precision
+from autocastfx.plan.plan import Decision, Placement, Precision
 
 __all__ = ["follow"]
 

@@ -15,7 +15,7 @@ from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.node import argument, is_float32
 from autocastfx.graph.op_name import op_name
 from autocastfx.patterns import LOSS_CAST
-from autocastfx.plan import Recomposed
+from autocastfx.plan.plan import Recomposed
 from autocastfx.policy.rule import Category
 
 __all__ = ["drop_loss_casts"]

@@ -13,7 +13,7 @@ from autocastfx.graph.alias import alias_sets, handed_out, seen_by_functions
 from autocastfx.graph.node import is_float32, uses
 from autocastfx.graph.schema import schema
 from autocastfx.patterns import REPEATED
-from autocastfx.plan import Recomposed
+from autocastfx.plan.plan import Recomposed
 
 __all__ = ["merge_repeated"]
 

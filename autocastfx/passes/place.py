@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from autocastfx.cut import Label, Term, cheapest
 from autocastfx.fold import Fold
 from autocastfx.graph.node import elements, has_float32, is_float32, is_member, tensors, uses
-from autocastfx.plan import Decision, Placement, Precision
+from autocastfx.plan.plan import Decision, Placement, Precision
 from autocastfx.policy.op_list import Category
 from autocastfx.provenance import Provenance, decisive
 from autocastfx.traffic import BYTES, CAST, moves

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from autocastfx.dispatch import Followed, asked
 from autocastfx.graph.node import Origin, Use, map_uses, place_like, set_origin, tensors, uses
-from autocastfx.plan import Precision
+from autocastfx.plan.plan import Precision
 
 __all__ = ["recast"]
 

@@ -23,7 +23,7 @@ from autocastfx.graph.node import (
     set_origin,
 )
 from autocastfx.mask import Fill, fits, is_mask, seen_as
-from autocastfx.plan import Placement, Precision
+from autocastfx.plan.plan import Placement, Precision
 from autocastfx.ports import Ports
 from autocastfx.saturating_cast import saturating_cast
 

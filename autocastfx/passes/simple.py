@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from autocastfx.graph.node import has_float32, producer, tensors, uses
-from autocastfx.plan import Decision, Placement
+from autocastfx.plan.plan import Decision, Placement
 from autocastfx.policy.op_list import Category
 from autocastfx.unit import Unit, Units, reach
 

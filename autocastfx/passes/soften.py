@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.cast import cast_if
 from autocastfx.graph.node import origin, set_value, value
-from autocastfx.plan import Placement, Precision
+from autocastfx.plan.plan import Placement, Precision
 
 __all__ = ["soften"]
 

@@ -12,7 +12,7 @@ from torch import fx
 from autocastfx.graph.alias import alias_sets, aliased
 from autocastfx.graph.black_box import is_opaque
 from autocastfx.graph.node import Origin, is_float32, origin, set_origin, set_value, tensors, uses
-from autocastfx.plan import Decision, Placement, Precision
+from autocastfx.plan.plan import Decision, Placement, Precision
 from autocastfx.policy.op_list import Category
 from autocastfx.ports import Ports
 from autocastfx.weights import ATTRIBUTE, working_copy

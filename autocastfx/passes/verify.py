@@ -17,7 +17,7 @@ from autocastfx.graph.abstract_values import concrete_sizes, dtypes_of
 from autocastfx.graph.alias import mutated_inputs
 from autocastfx.graph.node import argument, dtypes, origin, set_value, subgraphs, tensors, uses, value
 from autocastfx.graph.op_name import op_name
-from autocastfx.plan import Placement, Precision
+from autocastfx.plan.plan import Placement, Precision
 from autocastfx.ports import Ports
 
 __all__ = ["verify"]

@@ -21,7 +21,7 @@ from autocastfx.graph.node import argument, elements, is_float32, place_like, se
 from autocastfx.graph.op_name import op_name
 from autocastfx.graph.sizes import example_size
 from autocastfx.patterns import MATH_ATTENTION, SHORT_ATTENTION
-from autocastfx.plan import Recomposed
+from autocastfx.plan.plan import Recomposed
 from autocastfx.policy.rule import Category
 from autocastfx.short_attention import TOKENS, short_attention
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autocastfx.plan import Precision
+from autocastfx.plan.plan import Precision
 from autocastfx.report.compared import Compared, ComparedValue, Deviation, compared_variant
 from autocastfx.report.reason import Reasons
 from autocastfx.report.row import Row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from autocastfx.plan import Precision
+from autocastfx.plan.plan import Precision
 from autocastfx.report.row import Row
 from autocastfx.report.summary import summary
 from autocastfx.report.view import View

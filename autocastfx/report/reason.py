@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autocastfx.plan import PlannedNode, Precision
+from autocastfx.plan.plan import PlannedNode, Precision
 from autocastfx.report.row import Row
 
 __all__ = ["Reason", "Reasons"]

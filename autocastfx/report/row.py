@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import PureWindowsPath
 
 from autocastfx.graph.node import Origin
-from autocastfx.plan import PlannedCast, PlannedCopy, PlannedNode, Precision
+from autocastfx.plan.plan import PlannedCast, PlannedCopy, PlannedNode, Precision
 from autocastfx.report.source_line import SourceLine
 
 __all__ = ["Row"]

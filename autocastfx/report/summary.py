@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autocastfx.plan import Plan, Precision, Traffic
+from autocastfx.plan.plan import Plan, Precision, Traffic
 from autocastfx.report.view import View
 
 __all__ = ["summary"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autocastfx.plan import Precision
+from autocastfx.plan.plan import Precision
 from autocastfx.report.row import Row
 from autocastfx.report.summary import summary
 from autocastfx.report.view import View

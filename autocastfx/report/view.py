@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autocastfx.graph.node import attribute, origin, stack_trace, subgraphs
 from autocastfx.graph.op_name import op_name
-from autocastfx.plan import Plan, PlannedNode
+from autocastfx.plan.plan import Plan, PlannedNode
 from autocastfx.report.row import Row
 from autocastfx.report.source_line import source_line
 from autocastfx.variant import Variant

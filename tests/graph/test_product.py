@@ -17,7 +17,7 @@ import autocastfx
 from autocastfx.graph.op_name import op_name
 from autocastfx.graph.product import KINDS, Product, product
 from autocastfx.graph.sizes import largest_size
-from autocastfx.plan import Decision
+from autocastfx.plan.plan import Decision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import OpList
 from tests.helpers import Function, op_list

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autocastfx.plan import Precision
+from autocastfx.plan.plan import Precision
 from tests.invariants.pair import HUGE, LOW, NEGATIVE, Net, Pair, attention, distance
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")

@@ -13,7 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autocastfx.graph.node import value
-from autocastfx.plan import Decision
+from autocastfx.plan.plan import Decision
 from autocastfx.policy.op_list import Category
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.plan import Plan, Precision
+from autocastfx.plan.plan import Plan, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from tests.helpers import Function, op_list, relative_error
 

@@ -21,7 +21,7 @@ from autocastfx.passes.follow import follow
 from autocastfx.passes.recast import recast
 from autocastfx.passes.verify import verify
 from autocastfx.pipeline import Converter
-from autocastfx.plan import Precision
+from autocastfx.plan.plan import Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from tests.helpers import Function, op_list, rewritten, text
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autocastfx
-from autocastfx.plan import Recomposed
+from autocastfx.plan.plan import Recomposed
 from tests.helpers import Function, rewritten, saved_bytes, text
 
 LOW = torch.bfloat16

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx.plan import Recomposed
+from autocastfx.plan.plan import Recomposed
 from tests.helpers import Function, op_list, rewritten, text
 
 LOW = torch.bfloat16

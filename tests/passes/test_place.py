@@ -21,7 +21,7 @@ from autocastfx.graph.op_name import op_name
 from autocastfx.passes.place import place
 from autocastfx.passes.rewrite import Rewriter
 from autocastfx.passes.verify import verify
-from autocastfx.plan import Decision, Precision
+from autocastfx.plan.plan import Decision, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import Category
 from autocastfx.ports import Ports

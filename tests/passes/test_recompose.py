@@ -19,7 +19,7 @@ import autocastfx
 from autocastfx.graph.node import copy_graph
 from autocastfx.passes.recompose import recompose
 from autocastfx.patterns import PATTERNS
-from autocastfx.plan import Plan, Recomposed
+from autocastfx.plan.plan import Plan, Recomposed
 from tests.helpers import Function, op_list, relative_error, rewritten, text
 
 SCALE = math.sqrt(2 / math.pi)

@@ -10,7 +10,7 @@ from torch import nn
 from torch._higher_order_ops.while_loop import while_loop
 
 import autocastfx
-from autocastfx.plan import Precision
+from autocastfx.plan.plan import Precision
 from tests.helpers import Function, listing, op_list, relative_error, rewritten, text
 
 pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")

@@ -13,7 +13,7 @@ from torch import fx, nn
 import autocastfx
 from autocastfx import pipeline
 from autocastfx.graph.node import origin
-from autocastfx.plan import Placement, Precision
+from autocastfx.plan.plan import Placement, Precision
 from tests.helpers import TORCH, Function
 
 

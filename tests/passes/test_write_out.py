@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autocastfx
-from autocastfx.plan import Recomposed
+from autocastfx.plan.plan import Recomposed
 from autocastfx.short_attention import TOKENS, short_attention
 from tests.helpers import Function, op_list, relative_error, rewritten, saved_bytes, text
 

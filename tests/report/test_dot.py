@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 import autocastfx
-from autocastfx.plan import Plan
+from autocastfx.plan.plan import Plan
 from autocastfx.report.dot import render_dot
 from autocastfx.report.row import Row
 from autocastfx.report.view import View

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 
 from autocastfx import Category, Plan, PlanError, Precision
 from autocastfx.errors import Source
-from autocastfx.plan_file import read_plan
-from tests.test_plan import PLANS
+from autocastfx.plan.read_plan import read_plan
+from tests.plan.test_plan import PLANS
 
 NODE = '{"name": "mul", "op": "mul", "placement": {"run": "low"}}'
 DIGITS = "1" * 5000

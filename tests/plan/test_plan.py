@@ -13,7 +13,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx import Category, Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
-from autocastfx.plan import Traffic
+from autocastfx.plan.plan import Traffic
 
 TEXT = st.text(max_size=8)
 DECISIONS = st.builds(Decision, st.sampled_from(Category), TEXT, TEXT)

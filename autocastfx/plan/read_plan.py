@@ -10,11 +10,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autocastfx.edited_plan import EditedPlan, Line
 from autocastfx.errors import KeyPath, Place, PlanError, Source
 from autocastfx.files import read_whole
-from autocastfx.json_text import parsed_json
-from autocastfx.plan import Decision, Placement, Plan, PlannedNode, Precision
+from autocastfx.plan.edited_plan import EditedPlan, Line
+from autocastfx.plan.json_text import parsed_json
+from autocastfx.plan.plan import Decision, Placement, Plan, PlannedNode, Precision
 from autocastfx.policy.rule import Category
 from autocastfx.policy.yaml_tree import nearest
 

@@ -20,7 +20,7 @@ from torch import fx
 from autocastfx.errors import Place, PlanError
 from autocastfx.graph.node import is_member, module_path
 from autocastfx.graph.op_name import op_name
-from autocastfx.plan import Decision, Placement, Plan, PlannedNode, Precision
+from autocastfx.plan.plan import Decision, Placement, Plan, PlannedNode, Precision
 from autocastfx.policy.rule import Category
 from autocastfx.policy.yaml_tree import nearest
 

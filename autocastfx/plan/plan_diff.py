@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from autocastfx.plan import Plan, PlannedNode, Precision
+from autocastfx.plan.plan import Plan, PlannedNode, Precision
 
 __all__ = ["Difference", "PlanDiff", "diff"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from autocastfx.json_text import parsed_json
+from autocastfx.plan.json_text import parsed_json
 from autocastfx.policy.op_list import Category
 
 __all__ = [

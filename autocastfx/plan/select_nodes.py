@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from autocastfx.plan import Plan, PlannedNode
+from autocastfx.plan.plan import Plan, PlannedNode
 from autocastfx.policy.yaml_tree import nearest
 
 __all__ = ["select"]

@@ -20,7 +20,7 @@ from autocastfx.files import read_whole, write_whole
 from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.node import module_path
 from autocastfx.graph.op_name import op_name
-from autocastfx.json_text import parsed_json
+from autocastfx.plan.json_text import parsed_json
 
 __all__ = ["Key", "Range", "Ranges", "key_of", "mode_of"]
 

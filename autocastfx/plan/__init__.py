@@ -1,0 +1,1 @@
+"""What was decided for each node, read, written, edited and compared."""
