@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
-from autocastfx.call import Call, CallSignature
+from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.sources import capturing
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError
 from autocastfx.forwarding import forwarded, set_on_original, signed_forward

@@ -16,10 +16,10 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from autocastfx.amp_module import AmpModule
-from autocastfx.call import Call, CallSignature
+from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.export import capture
+from autocastfx.capture.measure import MeasuredGraph, Seen, apart, read_all
 from autocastfx.errors import CalibrationError, CaptureError, UnsupportedError
-from autocastfx.measured_graph import MeasuredGraph, Seen, apart, read_all
 from autocastfx.plan.ranges import Key, Range, Ranges, mode_of
 from autocastfx.policy.op_list import OpListLike, load_op_list
 

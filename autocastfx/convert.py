@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.amp_module import AmpModule, Variant
 from autocastfx.calibrate import first_call, ranges_of
-from autocastfx.call import Call, CallSignature
+from autocastfx.capture.call import Call, CallSignature
+from autocastfx.capture.draft.draft import capture_symbolically
 from autocastfx.capture.export import Captured, capture
-from autocastfx.capture.symbolic import capture_symbolically
 from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleWarning, UnsupportedError, shown
 from autocastfx.patterns import chosen
 from autocastfx.pipeline import LOW, Converter

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from autocastfx.call import CallSignature
+from autocastfx.capture.call import CallSignature
 from autocastfx.errors import UnsupportedError
 
 __all__ = ["forwarded", "set_on_original", "signed_forward"]

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from autocastfx.capture.export import Captured
-from autocastfx.capture.guard import shape_guard
+from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.demand import Demands
 from autocastfx.dispatch import Dispatch
 from autocastfx.distances import distance_products

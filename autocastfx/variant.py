@@ -11,9 +11,9 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from autocastfx.call import CallStructure, pack_spec, unpack_spec
-from autocastfx.capture.guard import ShapeGuard
+from autocastfx.capture.call import CallStructure, pack_spec, unpack_spec
 from autocastfx.capture.python_state import Read, StateGuard
+from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.capture.sources import keep_source
 from autocastfx.errors import VariantError
 from autocastfx.graph.serialize import GraphData, data_of, graph_of

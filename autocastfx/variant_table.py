@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from autocastfx.call import Call
+from autocastfx.capture.call import Call
 from autocastfx.capture.sources import capturing
 from autocastfx.errors import CaptureError, StateWarning, UnsupportedError, VariantError, shown
 from autocastfx.graph.node import uses

@@ -22,9 +22,9 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.call import CallSignature
+from autocastfx.capture.call import CallSignature
 from autocastfx.capture.export import Captured
-from autocastfx.capture.guard import ShapeGuard
+from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.graph.node import tensors
 from autocastfx.passes.classify import Classifier
 from autocastfx.passes.place import place

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from autocastfx.call import CallSignature
+from autocastfx.capture.call import CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.errors import AutocastFXError
 from autocastfx.pipeline import LOW, Converter

@@ -8,8 +8,8 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from autocastfx.capture.data_attribute import data, set_data
 from autocastfx.capture.failure import calling_frame, place
-from autocastfx.data_attribute import data, set_data
 from autocastfx.errors import CaptureError
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.sizes import example

@@ -15,21 +15,21 @@ from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-from autocastfx.call import Call, CallSignature, CallStructure
+from autocastfx.capture.call import Call, CallSignature, CallStructure
+from autocastfx.capture.constant_masks import drop_settled
 from autocastfx.capture.data_writes import DataWrites, detach_unwritten
 from autocastfx.capture.failure import AgainError, capture_error, quiet
-from autocastfx.capture.guard import ShapeGuard, shape_guard
-from autocastfx.capture.intact import intact
-from autocastfx.capture.leaf import whole_calls
+from autocastfx.capture.leave_intact import intact
 from autocastfx.capture.numbers import CarriedNumbers, NumberReads
+from autocastfx.capture.python_bools import Truth
 from autocastfx.capture.python_state import PythonState, StateGuard, watched_state
 from autocastfx.capture.rebound import buffers_written_back
-from autocastfx.capture.settled import drop_settled
+from autocastfx.capture.shape_guard import ShapeGuard, shape_guard
 from autocastfx.capture.sources import capturing
 from autocastfx.capture.tidy import tidy
-from autocastfx.capture.truth import Truth
 from autocastfx.capture.value_free import CumulativeNorms, masks_taken_as_given
-from autocastfx.capture.watch import Watch
+from autocastfx.capture.watch_casts import Watch
+from autocastfx.capture.whole_calls import whole_calls
 from autocastfx.errors import CaptureError
 from autocastfx.graph.op_name import op_name
 

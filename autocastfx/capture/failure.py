@@ -20,7 +20,7 @@ from torch.export import _trace as export_trace
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autocastfx.capture.watch import TooSlowError
+from autocastfx.capture.watch_casts import TooSlowError
 from autocastfx.errors import CaptureError
 
 __all__ = ["AgainError", "calling_frame", "capture_error", "place", "quiet"]

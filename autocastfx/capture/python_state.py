@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from autocastfx.capture.intact import same_content
+from autocastfx.capture.leave_intact import same_content
 from autocastfx.capture.patch import patched_here
 from autocastfx.capture.plain_value import is_plain, is_same, plain_parts
 from autocastfx.errors import CaptureError, shown

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autocastfx.capture.leaf import LEAF, restore_leaves
+from autocastfx.capture.whole_calls import LEAF, restore_leaves
 from autocastfx.graph.node import argument, attribute, dtypes, value
 from autocastfx.graph.op_name import of_function, op_name
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from autocastfx.amp_module import AmpModule
-from autocastfx.call import CallSignature
+from autocastfx.capture.call import CallSignature
 from autocastfx.errors import VariantError
 from autocastfx.graph.node import module_path
 from autocastfx.graph.op_name import op_name

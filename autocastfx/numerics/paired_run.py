@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.amp_module import AmpModule, Variant
-from autocastfx.call import Call, CallSignature
+from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.errors import NodeError
 from autocastfx.graph.node import attribute, module_path, origin, stack_trace

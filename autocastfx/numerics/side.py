@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from autocastfx.call import Call
-from autocastfx.measured_graph import apart, written_outside
+from autocastfx.capture.call import Call
+from autocastfx.capture.measure import apart, written_outside
 from autocastfx.numerics.flat_graph import FlatGraph
 from autocastfx.numerics.tape import Tape
 

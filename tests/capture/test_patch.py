@@ -13,10 +13,10 @@ from torch.utils import checkpoint
 
 import autocastfx
 from autocastfx import CaptureError
-from autocastfx.capture.leaf import CHECKPOINT, whole_calls
 from autocastfx.capture.patch import patched_here
+from autocastfx.capture.whole_calls import CHECKPOINT, whole_calls
+from tests.capture.test_call import Scaled
 from tests.invariants.pair import settings_now
-from tests.test_call import Scaled
 
 
 def in_threads(*runs: Callable[[], Any]) -> list[Any]:

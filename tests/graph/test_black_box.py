@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autocastfx.capture.leaf import AutogradCall
+from autocastfx.capture.whole_calls import AutogradCall
 from autocastfx.graph.black_box import is_opaque
 from autocastfx.saturating_cast import saturating_cast
 from autocastfx.weights import working_copy

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx import AmpModule, Precision
-from autocastfx.capture.leaf import CHECKPOINT
+from autocastfx.capture.whole_calls import CHECKPOINT
 from autocastfx.graph.node import dtypes, origin
 from autocastfx.graph.op_name import of_function, op_name
 from autocastfx.saturating_cast import saturating_cast

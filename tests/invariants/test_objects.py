@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx import UnsupportedError
-from autocastfx.call import CallSignature
+from autocastfx.capture.call import CallSignature
 from tests.invariants.pair import Pair, net, settings_now, snapshot
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.call import CallSignature
+from autocastfx.capture.call import CallSignature
 from tests.browser import Browser, browser, needs_browser
 from tests.golden.models import converted
 from tests.report.test_html import HOSTILE, hostile

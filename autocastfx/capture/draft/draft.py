@@ -9,15 +9,15 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.call import CallSignature, CallStructure
+from autocastfx.capture.call import CallSignature, CallStructure
+from autocastfx.capture.draft.guess import Guess, StandIns
+from autocastfx.capture.draft.patch_torch import run_through
+from autocastfx.capture.draft.tracer import Tracer
 from autocastfx.capture.export import Captured
-from autocastfx.capture.guard import ShapeGuard
-from autocastfx.capture.intact import intact
-from autocastfx.capture.run_through import run_through
+from autocastfx.capture.leave_intact import intact
+from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.capture.sources import capturing
-from autocastfx.capture.stand_in import Guess, StandIns
 from autocastfx.capture.tidy import no_op_source
-from autocastfx.capture.tracer import Tracer
 from autocastfx.errors import CaptureError
 from autocastfx.graph.op_name import op_name
 

@@ -17,10 +17,10 @@ from torch.fx.proxy import TraceError
 from torch.utils import _device as torch_device
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.leaf import CHECKPOINT, AutogradCall, places, refuse_checkpoint
+from autocastfx.capture.draft.traced_value import is_tensor
+from autocastfx.capture.draft.tracer import TORCH, Tracer
 from autocastfx.capture.patch import patched_here
-from autocastfx.capture.traced_value import is_tensor
-from autocastfx.capture.tracer import TORCH, Tracer
+from autocastfx.capture.whole_calls import CHECKPOINT, AutogradCall, places, refuse_checkpoint
 
 __all__ = ["run_through"]
 

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx import AmpModule, CaptureError, NotCapturedError, Plan, Precision
-from autocastfx.call import CallSignature
-from autocastfx.capture.symbolic import capture_symbolically
+from autocastfx.capture.call import CallSignature
+from autocastfx.capture.draft.draft import capture_symbolically
 from autocastfx.cast import cast_if
 from autocastfx.graph.node import dtypes
 from autocastfx.graph.op_name import of_function, op_name

@@ -18,7 +18,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx import OpList
-from autocastfx.call import CallSignature, CallStructure, pack_spec, unpack_spec
+from autocastfx.capture.call import CallSignature, CallStructure, pack_spec, unpack_spec
 
 X, Y, Z = torch.zeros(2, 3), torch.ones(4), torch.zeros(3, dtype=torch.int64)
 

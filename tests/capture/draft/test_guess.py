@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from autocastfx.capture.stand_in import ANY, Guess, StandIns
+from autocastfx.capture.draft.guess import ANY, Guess, StandIns
 from autocastfx.graph.node import value
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from autocastfx.capture.tree_spec import leaf_paths, written
 from autocastfx.errors import UnsupportedError, shown
-from autocastfx.tree_spec import leaf_paths, written
 
 __all__ = ["Call", "CallSignature", "CallStructure", "pack_spec", "unpack_spec"]
 

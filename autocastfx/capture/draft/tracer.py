@@ -22,11 +22,11 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.proxy import Attribute, TraceError
 from torch.utils import _pytree as pytree
 
-from autocastfx.call import CallSignature
-from autocastfx.capture.lower import overload, reflected
-from autocastfx.capture.stand_in import ANY, Guess, StandIns
-from autocastfx.capture.traced_value import Sizes, Value, is_tensor
-from autocastfx.capture.watch import follows_dtype
+from autocastfx.capture.call import CallSignature
+from autocastfx.capture.draft.guess import ANY, Guess, StandIns
+from autocastfx.capture.draft.overload import overload, reflected
+from autocastfx.capture.draft.traced_value import Sizes, Value, is_tensor
+from autocastfx.capture.watch_casts import follows_dtype
 from autocastfx.graph.node import value
 from autocastfx.graph.op_name import of_function, op_name
 
@@ -34,7 +34,7 @@ __all__ = ["TORCH", "Tracer"]
 
 TORCH = str(Path(torch.__file__).parent)
 _FX = str(Path(fx.__file__).parent)
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])  # capture, which is not the model
 _SIZES = ("size", "dim", "ndimension", "numel", "nelement")
 _CASTS: dict[str, torch.dtype | None] = {
     "float": torch.float32,

@@ -16,7 +16,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx import CaptureError, OpList
-from autocastfx.capture.intact import intact
+from autocastfx.capture.leave_intact import intact
 
 pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.StateWarning")
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.fx.proxy import TraceError
 
-from autocastfx.capture.stand_in import Guess
+from autocastfx.capture.draft.guess import Guess
 from autocastfx.graph.node import value
 from autocastfx.graph.op_name import of_function
 

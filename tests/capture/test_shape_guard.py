@@ -17,7 +17,7 @@ from torch import fx, nn
 
 import autocastfx
 from autocastfx import AmpModule, OpList, VariantError
-from autocastfx.capture.guard import ShapeGuard, shape_guard
+from autocastfx.capture.shape_guard import ShapeGuard, shape_guard
 from tests.helpers import TORCH
 
 Sizes = tuple[tuple[int, int], ...]
@@ -332,7 +332,7 @@ def test_a_condition_that_python_cannot_say_pins_its_sizes(monkeypatch: pytest.M
 
     (node,) = traced(lambda x: x * 2 if x.shape[0] > 3 else x, (4, 3))
     assert shape_guard([node]).holds(((9, 9),))
-    monkeypatch.setattr("autocastfx.capture.guard.PythonPrinter", Mute)
+    monkeypatch.setattr("autocastfx.capture.shape_guard.PythonPrinter", Mute)
     guard = shape_guard([node])
     assert guard.holds(((4, 9),))
     assert not guard.holds(((9, 9),))
@@ -340,5 +340,5 @@ def test_a_condition_that_python_cannot_say_pins_its_sizes(monkeypatch: pytest.M
     monkeypatch.undo()
     x, y = traced(lambda x, y: x + y, (4, 3), (4, 3))
     assert shape_guard([x, y]).holds(((2, 5), (2, 5)))
-    monkeypatch.setattr("autocastfx.capture.guard.PythonPrinter", Mute)
+    monkeypatch.setattr("autocastfx.capture.shape_guard.PythonPrinter", Mute)
     assert [shape_guard([x, y]).holds(sizes) for sizes in (((4, 3), (4, 3)), ((2, 3), (2, 3)))] == [True, False]

@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 import autocastfx
 from autocastfx import AmpModule, CaptureError, OpList, VariantError
-from autocastfx.capture.leaf import CHECKPOINT, AutogradCall, whole_calls
+from autocastfx.capture.whole_calls import CHECKPOINT, AutogradCall, whole_calls
 from tests.helpers import op_list, relative_error
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch._ops import OpOverload
 
-from autocastfx.call import Call
+from autocastfx.capture.call import Call
 from autocastfx.capture.export import Captured
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.magnitude import Magnitude, Measured, magnitude
