@@ -1,6 +1,5 @@
 """Mixed precision for PyTorch as a graph rewrite: every cast is a node, every decision has a reason."""
 
-from autocastfx.amp_module import AmpModule
 from autocastfx.calibrate import calibrate
 from autocastfx.convert import convert
 from autocastfx.dump import dump
@@ -42,6 +41,7 @@ from autocastfx.plan.plan import Decision, Placement, Plan, PlannedCast, Planned
 from autocastfx.plan.plan_diff import Difference, PlanDiff, diff
 from autocastfx.plan.ranges import Range, Ranges
 from autocastfx.policy.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
+from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
 from autocastfx.training.loss_scaler import LossScaler
 from autocastfx.training.optimizer import LossScalingOptimizer

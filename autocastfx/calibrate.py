@@ -15,13 +15,13 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from autocastfx.amp_module import AmpModule
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.export import capture
 from autocastfx.capture.measure import MeasuredGraph, Seen, apart, read_all
 from autocastfx.errors import CalibrationError, CaptureError, UnsupportedError
 from autocastfx.plan.ranges import Key, Range, Ranges, mode_of
 from autocastfx.policy.op_list import OpListLike, load_op_list
+from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["calibrate", "first_call", "ranges_of"]
 

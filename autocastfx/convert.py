@@ -15,7 +15,6 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autocastfx.amp_module import AmpModule, Variant
 from autocastfx.calibrate import first_call, ranges_of
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.draft.draft import capture_symbolically
@@ -29,6 +28,7 @@ from autocastfx.plan.read_plan import read_plan
 from autocastfx.policy.kernel_facts import LEVELS, KernelFacts, load_kernel_facts
 from autocastfx.policy.match import all_nodes, unmatched
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
+from autocastfx.runtime.amp_module import AmpModule, Variant
 
 __all__ = ["convert", "convert_again"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autocastfx.cross_entropy_loss import cross_entropy_loss
 from autocastfx.graph.node import argument, dtypes
+from autocastfx.runtime.operators.cross_entropy_loss import cross_entropy_loss
 
 __all__ = ["is_over_classes", "read_low"]
 

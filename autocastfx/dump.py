@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from autocastfx.amp_module import AmpModule
 from autocastfx.files import check_writable, write_whole
 from autocastfx.report.compared import Compared
 from autocastfx.report.dot import render_dot
@@ -15,6 +14,7 @@ from autocastfx.report.html import render_html
 from autocastfx.report.python import render_python
 from autocastfx.report.text import render_text
 from autocastfx.report.view import View, view
+from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["FORMATS", "dump", "view_of"]
 

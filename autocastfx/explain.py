@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autocastfx.amp_module import AmpModule
 from autocastfx.dump import view_of
 from autocastfx.plan.plan import PlannedNode, Recomposed
 from autocastfx.plan.select_nodes import select
 from autocastfx.report.reason import Reason, Reasons
+from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["explain"]
 

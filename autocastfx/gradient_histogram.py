@@ -15,15 +15,15 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autocastfx.amp_module import AmpModule
 from autocastfx.errors import CalibrationError
 from autocastfx.exponents import NOTHING, Exponents, Tally, read_all
 from autocastfx.graph.node import origin
 from autocastfx.report import histogram as report
+from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.variant import Variant
 from autocastfx.training.gradients import local
 from autocastfx.training.loss_scale import suggest_loss_scale
 from autocastfx.training.optimizer import LossScalingOptimizer
-from autocastfx.variant import Variant
 
 __all__ = ["GradientHistogram", "gradient_histogram"]
 

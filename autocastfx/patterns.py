@@ -13,8 +13,8 @@ from torch import fx
 from autocastfx import attention
 from autocastfx.graph.node import tensors
 from autocastfx.pattern import Arguments, Found, Pattern
-from autocastfx.quick_gelu import SLOPE, quick_gelu
-from autocastfx.rms_norm import rms_norm
+from autocastfx.runtime.operators.quick_gelu import SLOPE, quick_gelu
+from autocastfx.runtime.operators.rms_norm import rms_norm
 
 __all__ = ["LOSS_CAST", "MATH_ATTENTION", "PATTERNS", "REPEATED", "SHORT_ATTENTION", "chosen"]
 

@@ -43,10 +43,10 @@ from autocastfx.policy.match import Matcher
 from autocastfx.policy.op_list import Category, OpList
 from autocastfx.ports import Ports
 from autocastfx.reach import Limit, reach
+from autocastfx.runtime.variant import Variant
 from autocastfx.state import State, planned_casts, planned_copies, planned_node
 from autocastfx.traffic import bytes_moved
 from autocastfx.unit import Units, units_of
-from autocastfx.variant import Variant
 from autocastfx.whole_numbers import WholeNumbers
 
 __all__ = ["CONVERTED_INSIDE", "FOLLOW_PIPELINE", "LOW", "PIPELINE", "Converter", "State"]

@@ -13,10 +13,10 @@ from autocastfx.cross_entropy import is_over_classes
 from autocastfx.graph.alias import mutated_inputs
 from autocastfx.graph.node import Use, argument, dtypes, elements, is_float32, tensors, uses
 from autocastfx.graph.op_name import base_name, kernel_name, op_name
-from autocastfx.layer_norm import layer_norm
 from autocastfx.plan.plan import Placement, Precision
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
+from autocastfx.runtime.operators.layer_norm import layer_norm
 
 __all__ = ["PARAMETERS", "Ports"]
 

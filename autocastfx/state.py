@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autocastfx.cast import cast_if
 from autocastfx.dispatch import Followed
 from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.node import dtypes, elements, module_path, origin
@@ -17,9 +16,10 @@ from autocastfx.graph.op_name import of_function, op_name
 from autocastfx.held_values import HeldValues
 from autocastfx.passes.classify import Classification
 from autocastfx.plan.plan import Placement, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed, Traffic
-from autocastfx.saturating_cast import saturating_cast
+from autocastfx.runtime.operators.conditional_cast import cast_if
+from autocastfx.runtime.operators.saturating_cast import saturating_cast
+from autocastfx.runtime.working_copies import working_copy
 from autocastfx.traffic import CAST
-from autocastfx.weights import working_copy
 
 __all__ = ["State", "planned_casts", "planned_copies", "planned_node"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from autocastfx.amp_module import AmpModule
 from autocastfx.explain import explain
 from autocastfx.plan.plan import PlannedNode, Precision
 from autocastfx.plan.select_nodes import select
+from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["assert_casts", "assert_precision"]
 

@@ -25,7 +25,7 @@ from torch import fx
 import autocastfx
 from autocastfx.graph.node import origin
 from autocastfx.graph.op_name import of_function, op_name
-from autocastfx.saturating_cast import saturating_cast
+from autocastfx.runtime.operators.saturating_cast import saturating_cast
 from benchmarks.models import BATCH, MODELS, FullModel
 
 BYTES = 6  # that a cast moves for each element

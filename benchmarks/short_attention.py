@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autocastfx.short_attention import TOKENS, recomputed
+from autocastfx.runtime.operators.short_attention import TOKENS, recomputed
 from benchmarks.store import Store
 from benchmarks.timing import milliseconds, ratios, turns
 

@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autocastfx.cross_entropy_loss import cross_entropy_loss
+from autocastfx.runtime.operators.cross_entropy_loss import cross_entropy_loss
 from benchmarks.store import Store
 from benchmarks.timing import milliseconds, ratios, turns
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autocastfx import cross_entropy_loss
+from autocastfx.runtime.operators import cross_entropy_loss
 from benchmarks import (
     accuracy,
     conversion,

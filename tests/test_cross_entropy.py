@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autocastfx
-from autocastfx.cross_entropy_loss import cross_entropy_loss
+from autocastfx.runtime.operators.cross_entropy_loss import cross_entropy_loss
 from tests.helpers import Function, rewritten, text
 
 TORCHS = torch.ops.aten.cross_entropy_loss.default

@@ -3,7 +3,7 @@
 ``data`` gives the values of a tensor with a version of their own, so that writes into them are hidden from autograd.
 ``set_data`` lets a tensor have the storage of another one from then on; what viewed the old storage keeps it, as do
 values that a backward kept. Both run PyTorch's own attribute, so that a graph does what the model does. See
-:mod:`autocastfx.rms_norm` for how they are made.
+:mod:`autocastfx.runtime.operators.rms_norm` for how they are made.
 """
 
 from __future__ import annotations

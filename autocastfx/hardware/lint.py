@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autocastfx.amp_module import AmpModule
 from autocastfx.dump import view_of
 from autocastfx.errors import GpuError, NotCapturedError, UnsupportedError
 from autocastfx.graph.node import attribute, origin
@@ -16,6 +15,7 @@ from autocastfx.hardware.roofline import bound, total
 from autocastfx.hardware.walk import Located, walk
 from autocastfx.hardware.work import Work, work_of
 from autocastfx.plan.plan import Plan, Precision
+from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["lint"]
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autocastfx.amp_module import AmpModule
 from autocastfx.convert import convert, convert_again
 from autocastfx.errors import BisectError, UnmatchedRuleWarning
 from autocastfx.numerics.evaluations import Evaluations
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.policy.op_list import OpList, OpListLike
+from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["Bisection", "Place", "bisect"]
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autocastfx.amp_module import AmpModule
 from autocastfx.capture.call import CallSignature
 from autocastfx.errors import VariantError
 from autocastfx.graph.node import module_path
@@ -19,6 +18,7 @@ from autocastfx.numerics.comparison import ComparedNode, ComparedParameter, Comp
 from autocastfx.numerics.deviation import Deviation
 from autocastfx.numerics.paired_backward import Loss, run_backwards
 from autocastfx.numerics.paired_run import PairedRun, Step, floating, run_side_by_side
+from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["compare"]
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from autocastfx.numerics.deviation import Deviation
 from autocastfx.plan.json_text import parsed_json
-from autocastfx.variant import Variant
+from autocastfx.runtime.variant import Variant
 
 __all__ = ["ComparedNode", "ComparedParameter", "ComparedVariant", "Comparison"]
 

@@ -11,7 +11,6 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.amp_module import AmpModule, Variant
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.errors import NodeError
@@ -22,6 +21,7 @@ from autocastfx.numerics.remedy import because_of, op_list_for
 from autocastfx.numerics.side import Side, random_state, set_random_state
 from autocastfx.numerics.tape import Tape
 from autocastfx.report.source_line import source_line
+from autocastfx.runtime.amp_module import AmpModule, Variant
 
 __all__ = ["PairedRun", "Step", "floating", "is_cast", "run_side_by_side"]
 

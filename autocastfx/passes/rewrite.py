@@ -25,7 +25,7 @@ from autocastfx.graph.node import (
 from autocastfx.mask import Fill, fits, is_mask, seen_as
 from autocastfx.plan.plan import Placement, Precision
 from autocastfx.ports import Ports
-from autocastfx.saturating_cast import saturating_cast
+from autocastfx.runtime.operators.saturating_cast import saturating_cast
 
 __all__ = ["Rewriter"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autocastfx.cast import cast_if
 from autocastfx.graph.node import origin, set_value, value
 from autocastfx.plan.plan import Placement, Precision
+from autocastfx.runtime.operators.conditional_cast import cast_if
 
 __all__ = ["soften"]
 

@@ -15,7 +15,7 @@ from autocastfx.graph.node import Origin, is_float32, origin, set_origin, set_va
 from autocastfx.plan.plan import Decision, Placement, Precision
 from autocastfx.policy.op_list import Category
 from autocastfx.ports import Ports
-from autocastfx.weights import ATTRIBUTE, working_copy
+from autocastfx.runtime.working_copies import ATTRIBUTE, working_copy
 
 __all__ = ["LowReads", "lower_views", "read_copies", "store_low"]
 

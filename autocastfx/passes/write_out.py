@@ -23,7 +23,7 @@ from autocastfx.graph.sizes import example_size
 from autocastfx.patterns import MATH_ATTENTION, SHORT_ATTENTION
 from autocastfx.plan.plan import Recomposed
 from autocastfx.policy.rule import Category
-from autocastfx.short_attention import TOKENS, short_attention
+from autocastfx.runtime.operators.short_attention import TOKENS, short_attention
 
 __all__ = ["PARTS", "recompute_attention", "write_out_attention"]
 

@@ -15,8 +15,8 @@ from autocastfx.graph.op_name import op_name
 from autocastfx.plan.plan import Plan, PlannedNode
 from autocastfx.report.row import Row
 from autocastfx.report.source_line import source_line
-from autocastfx.variant import Variant
-from autocastfx.weights import ATTRIBUTE
+from autocastfx.runtime.variant import Variant
+from autocastfx.runtime.working_copies import ATTRIBUTE
 
 __all__ = ["View", "view"]
 

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from autocastfx.capture.whole_calls import AutogradCall
 from autocastfx.graph.black_box import is_opaque
-from autocastfx.saturating_cast import saturating_cast
-from autocastfx.weights import working_copy
+from autocastfx.runtime.operators.saturating_cast import saturating_cast
+from autocastfx.runtime.working_copies import working_copy
 
 
 class Straight(torch.autograd.Function):

@@ -23,7 +23,7 @@ from autocastfx import AmpModule, Precision
 from autocastfx.capture.whole_calls import CHECKPOINT
 from autocastfx.graph.node import dtypes, origin
 from autocastfx.graph.op_name import of_function, op_name
-from autocastfx.saturating_cast import saturating_cast
+from autocastfx.runtime.operators.saturating_cast import saturating_cast
 from benchmarks.gradient_scale import gradient_distances
 
 LOW = [torch.float16, torch.bfloat16]

@@ -15,7 +15,7 @@ import autocastfx
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.node import origin
 from autocastfx.graph.op_name import op_name
-from autocastfx.saturating_cast import saturating_cast
+from autocastfx.runtime.operators.saturating_cast import saturating_cast
 from tests.helpers import Function, listing, relative_error, rewritten, text
 
 LOW = [torch.float16, torch.bfloat16]

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import autocastfx
 from autocastfx.plan.plan import Recomposed
-from autocastfx.short_attention import TOKENS, short_attention
+from autocastfx.runtime.operators.short_attention import TOKENS, short_attention
 from tests.helpers import Function, op_list, relative_error, rewritten, saved_bytes, text
 
 LOW = torch.bfloat16

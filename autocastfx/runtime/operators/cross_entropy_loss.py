@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
-from autocastfx.concrete import is_concrete
 from autocastfx.errors import UnsupportedError
+from autocastfx.runtime.operators.eager import is_concrete
 
 __all__ = ["cross_entropy_loss"]
 

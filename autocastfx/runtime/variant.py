@@ -18,8 +18,8 @@ from autocastfx.capture.sources import keep_source
 from autocastfx.errors import VariantError
 from autocastfx.graph.serialize import GraphData, data_of, graph_of
 from autocastfx.plan.plan import Plan
-from autocastfx.quick_call import Reads, quick_graph
-from autocastfx.weights import ATTRIBUTE
+from autocastfx.runtime.fast_call import Reads, quick_graph
+from autocastfx.runtime.working_copies import ATTRIBUTE
 
 if TYPE_CHECKING:
     from autocastfx.capture.export import Captured

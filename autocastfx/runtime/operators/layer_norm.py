@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
-from autocastfx.concrete import is_concrete
+from autocastfx.runtime.operators.eager import is_concrete
 
 __all__ = ["compute_layer_norm", "layer_norm"]
 

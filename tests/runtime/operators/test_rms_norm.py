@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from autocastfx.graph.op_name import of_function
-from autocastfx.rms_norm import rms_norm
+from autocastfx.runtime.operators.rms_norm import rms_norm
 from tests.helpers import saved_bytes
 
 EPS = torch.finfo(torch.float32).eps

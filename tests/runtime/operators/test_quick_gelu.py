@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autocastfx.graph.op_name import of_function
-from autocastfx.quick_gelu import quick_gelu
+from autocastfx.runtime.operators.quick_gelu import quick_gelu
 from tests.helpers import saved_bytes
 
 EPS = torch.finfo(torch.float32).eps

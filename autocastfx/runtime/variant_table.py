@@ -17,7 +17,7 @@ from autocastfx.graph.node import uses
 from autocastfx.plan.plan import Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.ports import PARAMETERS
-from autocastfx.variant import Variant
+from autocastfx.runtime.variant import Variant
 
 __all__ = ["VariantTable", "up_to_date"]
 

@@ -14,13 +14,13 @@ from torch.utils import _pytree as pytree
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.sources import capturing
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError
-from autocastfx.forwarding import forwarded, set_on_original, signed_forward
-from autocastfx.low_weights import own_tensors, refuse_gradients, refuse_training, stored_low
-from autocastfx.mirror import mirror
 from autocastfx.plan.plan import Plan
-from autocastfx.variant import Variant
-from autocastfx.variant_table import Maker, VariantTable, up_to_date
-from autocastfx.weights import WorkingCopies
+from autocastfx.runtime.forwarded_attributes import forwarded, set_on_original, signed_forward
+from autocastfx.runtime.module_tree import mirror
+from autocastfx.runtime.stored_low import own_tensors, refuse_gradients, refuse_training, stored_low
+from autocastfx.runtime.variant import Variant
+from autocastfx.runtime.variant_table import Maker, VariantTable, up_to_date
+from autocastfx.runtime.working_copies import WorkingCopies
 
 __all__ = ["AmpModule", "Variant"]
 

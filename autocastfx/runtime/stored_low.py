@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.errors import UnsupportedError
 from autocastfx.graph.node import dtypes
-from autocastfx.variant import Variant
+from autocastfx.runtime.variant import Variant
 
 __all__ = ["own_tensors", "refuse_gradients", "refuse_training", "stored_low"]
 

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autocastfx
-from autocastfx import cross_entropy_loss as module
-from autocastfx.cross_entropy_loss import cross_entropy_loss
+from autocastfx.runtime.operators import cross_entropy_loss as module
+from autocastfx.runtime.operators.cross_entropy_loss import cross_entropy_loss
 from tests.helpers import Function, relative_error, rewritten, text
 
 DTYPES = [torch.float16, torch.bfloat16]

@@ -2,7 +2,7 @@
 
 It takes float32, and a bound of at least 8192 that the dtype has. Infinities and NaN stay what they are. Its derivative
 is that of a cast, so that backward keeps nothing; under transforms of torch.func it is that of its parts, which is 0
-beyond the bound. See :mod:`autocastfx.rms_norm` for how it is made.
+beyond the bound. See :mod:`autocastfx.runtime.operators.rms_norm` for how it is made.
 """
 
 from __future__ import annotations

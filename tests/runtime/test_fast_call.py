@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autocastfx
-from autocastfx.quick_call import QUICK, Reads, quick_graph
+from autocastfx.runtime.fast_call import QUICK, Reads, quick_graph
 
 
 def some(*sizes: int) -> Tensor:

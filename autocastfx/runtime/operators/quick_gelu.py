@@ -1,6 +1,6 @@
 """The operator ``autocastfx::quick_gelu``, ``x * sigmoid(1.702 * x)``, which computes in float32 and keeps its input.
 
-torch has none. See :mod:`autocastfx.rms_norm` for how it is made.
+torch has none. See :mod:`autocastfx.runtime.operators.rms_norm` for how it is made.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from autocastfx.graph.black_box import is_opaque
-from autocastfx.layer_norm import compute_layer_norm, layer_norm
+from autocastfx.runtime.operators.layer_norm import compute_layer_norm, layer_norm
 
 __all__ = ["QUICK", "Reads", "quick_graph"]
 

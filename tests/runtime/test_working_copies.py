@@ -29,7 +29,7 @@ import autocastfx
 from autocastfx import AmpModule, Plan
 from autocastfx.graph.node import origin
 from autocastfx.passes import store_weights
-from autocastfx.weights import WorkingCopies, working_copy
+from autocastfx.runtime.working_copies import WorkingCopies, working_copy
 from tests.golden.models import CNN, EncoderLayer
 
 LOW = torch.bfloat16

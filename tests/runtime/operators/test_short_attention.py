@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocastfx.graph.op_name import of_function
-from autocastfx.short_attention import TOKENS, short_attention
+from autocastfx.runtime.operators.short_attention import TOKENS, short_attention
 from tests.helpers import TORCH, relative_error, saved_bytes
 
 LOW = torch.bfloat16

@@ -1,5 +1,5 @@
 """A model converted without inputs: what it is before its first call, and what the first call makes of it. That results
-are the same as with inputs, for many models, is in capture/test_symbolic.py.
+are the same as with inputs, for many models, is in capture/draft/test_draft.py.
 """
 
 from __future__ import annotations

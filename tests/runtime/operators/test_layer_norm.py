@@ -13,9 +13,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from autocastfx import layer_norm as module
 from autocastfx.graph.op_name import of_function
-from autocastfx.layer_norm import layer_norm
+from autocastfx.runtime.operators import layer_norm as module
+from autocastfx.runtime.operators.layer_norm import layer_norm
 from tests.helpers import relative_error, saved_bytes
 
 EPS = torch.finfo(torch.float32).eps
