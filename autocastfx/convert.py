@@ -20,8 +20,8 @@ from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.draft.draft import capture_symbolically
 from autocastfx.capture.export import Captured, capture
 from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleWarning, UnsupportedError, shown
-from autocastfx.patterns import chosen
-from autocastfx.pipeline import LOW, Converter
+from autocastfx.passes.patterns.patterns import chosen
+from autocastfx.passes.pipeline import LOW, Converter
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.plan.ranges import Ranges
 from autocastfx.plan.read_plan import read_plan

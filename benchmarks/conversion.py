@@ -26,14 +26,14 @@ from autocastfx.capture.call import CallSignature
 from autocastfx.capture.export import Captured
 from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.graph.node import tensors
+from autocastfx.passes.analysis.ports import Ports
+from autocastfx.passes.analysis.units import units_of
 from autocastfx.passes.classify import Classifier
+from autocastfx.passes.pipeline import Converter
 from autocastfx.passes.place import place
-from autocastfx.pipeline import Converter
 from autocastfx.plan.plan import Decision, Placement, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
-from autocastfx.ports import Ports
-from autocastfx.unit import units_of
 from benchmarks.graphs import SHAPES
 from benchmarks.machine import machine
 from benchmarks.pass_times import pass_times, seconds

@@ -23,7 +23,7 @@ import transformers
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.errors import AutocastFXError
-from autocastfx.pipeline import LOW, Converter
+from autocastfx.passes.pipeline import LOW, Converter
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from benchmarks.pass_times import pass_times, seconds

@@ -10,9 +10,9 @@ from unittest import mock
 
 import torch
 
-from autocastfx import pipeline
 from autocastfx.capture.export import Captured
-from autocastfx.pipeline import Converter
+from autocastfx.passes import pipeline
+from autocastfx.passes.pipeline import Converter
 
 __all__ = ["PassTimes", "pass_times", "seconds"]
 

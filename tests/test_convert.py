@@ -19,11 +19,11 @@ from torch import Tensor, fx, nn
 
 import autocastfx
 from autocastfx import AmpModule, CaptureError, Precision, UnsupportedError
-from autocastfx import pipeline as pipeline_module
 from autocastfx.convert import convert_again
 from autocastfx.graph.node import dtypes, origin
 from autocastfx.graph.op_name import op_name
-from autocastfx.pipeline import PIPELINE, Converter
+from autocastfx.passes import pipeline as pipeline_module
+from autocastfx.passes.pipeline import PIPELINE, Converter
 
 LOW = [torch.float16, torch.bfloat16]
 

@@ -11,7 +11,7 @@ from torch import fx
 from autocastfx.graph.alias import aliased
 from autocastfx.graph.node import attribute, subgraphs
 from autocastfx.graph.op_name import op_name
-from autocastfx.pipeline import CONVERTED_INSIDE
+from autocastfx.passes.pipeline import CONVERTED_INSIDE
 
 __all__ = ["Located", "walk"]
 

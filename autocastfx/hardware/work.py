@@ -17,7 +17,7 @@ from autocastfx.graph.alias import aliased
 from autocastfx.graph.node import dtypes, is_member, tensors, uses, value
 from autocastfx.graph.op_name import op_name
 from autocastfx.graph.sizes import example_size
-from autocastfx.traffic import moves
+from autocastfx.passes.analysis.bytes_moved import moves
 
 __all__ = ["Work", "work_of"]
 

@@ -23,13 +23,13 @@ from autocastfx.graph.node import (
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.product import Size, product
 from autocastfx.graph.sizes import example
-from autocastfx.mask import Fill, come_in, fills, fits, takes_mask
+from autocastfx.passes.analysis.masks import Fill, come_in, fills, fits, takes_mask
+from autocastfx.passes.analysis.whole_numbers import WholeNumbers, told_apart
 from autocastfx.plan.plan import Decision
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule
-from autocastfx.whole_numbers import WholeNumbers, told_apart
 
 __all__ = ["Classification", "Classifier"]
 

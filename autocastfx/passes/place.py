@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from autocastfx.cut import Label, Term, cheapest
-from autocastfx.fold import Fold
 from autocastfx.graph.node import elements, has_float32, is_float32, is_member, tensors, uses
+from autocastfx.passes.analysis.bytes_moved import BYTES, CAST, moves
+from autocastfx.passes.analysis.folding import Fold
+from autocastfx.passes.analysis.min_cut import Label, Term, cheapest
+from autocastfx.passes.analysis.provenance import Provenance, decisive
+from autocastfx.passes.analysis.units import Unit, Units, reach
 from autocastfx.plan.plan import Decision, Placement, Precision
 from autocastfx.policy.op_list import Category
-from autocastfx.provenance import Provenance, decisive
-from autocastfx.traffic import BYTES, CAST, moves
-from autocastfx.unit import Unit, Units, reach
 
 __all__ = ["place"]
 

@@ -14,7 +14,7 @@ from torch import fx
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.node import has_float32, is_float32, place_like, set_value, tensors, value
 from autocastfx.graph.op_name import op_name
-from autocastfx.pattern import Arguments, Pattern
+from autocastfx.passes.patterns.pattern import Arguments, Pattern
 from autocastfx.plan.plan import Recomposed
 
 __all__ = ["recompose"]

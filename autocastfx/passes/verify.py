@@ -11,14 +11,14 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
-from autocastfx.dispatch import Followed
 from autocastfx.errors import VerifyError
 from autocastfx.graph.abstract_values import concrete_sizes, dtypes_of
 from autocastfx.graph.alias import mutated_inputs
 from autocastfx.graph.node import argument, dtypes, origin, set_value, subgraphs, tensors, uses, value
 from autocastfx.graph.op_name import op_name
+from autocastfx.passes.analysis.ports import Ports
+from autocastfx.passes.torch_autocast.dispatch import Followed
 from autocastfx.plan.plan import Placement, Precision
-from autocastfx.ports import Ports
 
 __all__ = ["verify"]
 

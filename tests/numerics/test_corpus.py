@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autocastfx import OpList, pipeline
+from autocastfx import OpList
+from autocastfx.passes import pipeline
+from autocastfx.passes.analysis.value_ranges import Limit
+from autocastfx.passes.analysis.whole_numbers import WholeNumbers
 from autocastfx.passes.classify import Classifier
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.policy.rule import Category
-from autocastfx.reach import Limit
-from autocastfx.whole_numbers import WholeNumbers
 from benchmarks import corpus
 from tests.numerics.corpus import CASES
 from tests.numerics.corpus.case import Case, Demand

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from torch import fx
 
 import autocastfx
-from autocastfx.fold import Fold
 from autocastfx.graph.node import dtypes, has_float32, origin, producer, uses
 from autocastfx.graph.op_name import op_name
+from autocastfx.passes.analysis.bytes_moved import bytes_moved
+from autocastfx.passes.analysis.folding import Fold
+from autocastfx.passes.analysis.ports import Ports
+from autocastfx.passes.analysis.units import FREE, Unit, Units, units_of
+from autocastfx.passes.insert_casts import Rewriter
 from autocastfx.passes.place import place
-from autocastfx.passes.rewrite import Rewriter
 from autocastfx.passes.verify import verify
 from autocastfx.plan.plan import Decision, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import Category
-from autocastfx.ports import Ports
-from autocastfx.traffic import bytes_moved
-from autocastfx.unit import FREE, Unit, Units, units_of
 from tests.helpers import Function, op_list, rewritten, text
 from tests.passes.random_graphs import build, outputs, reordered, steps
 

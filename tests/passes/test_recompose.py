@@ -17,8 +17,8 @@ from transformers import activations
 
 import autocastfx
 from autocastfx.graph.node import copy_graph
+from autocastfx.passes.patterns.patterns import PATTERNS
 from autocastfx.passes.recompose import recompose
-from autocastfx.patterns import PATTERNS
 from autocastfx.plan.plan import Plan, Recomposed
 from tests.helpers import Function, op_list, relative_error, rewritten, text
 

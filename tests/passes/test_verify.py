@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 
 import autocastfx
-from autocastfx import pipeline
 from autocastfx.graph.node import origin
+from autocastfx.passes import pipeline
 from autocastfx.plan.plan import Placement, Precision
 from tests.helpers import TORCH, Function
 

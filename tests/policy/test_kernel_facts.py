@@ -12,9 +12,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 import autocastfx
+from autocastfx.passes.analysis.ports import PARAMETERS
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.yaml_tree import is_known
-from autocastfx.ports import PARAMETERS
 from autocastfx.runtime.operators.layer_norm import layer_norm
 from autocastfx.runtime.operators.rms_norm import rms_norm
 from benchmarks.kernel_calls import KernelCall, kernel_calls

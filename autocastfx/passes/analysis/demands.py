@@ -1,0 +1,167 @@
+"""Which nodes run in float32 because an op that they lead to cannot use a rounded operand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autocastfx.graph.alias import AliasSet, alias_sets
+from autocastfx.graph.node import Use, has_float32, is_member, uses
+from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.passes.analysis.ports import Ports
+from autocastfx.plan.plan import Decision
+from autocastfx.policy.op_list import Category, OpList
+from autocastfx.policy.rule import Demand
+
+__all__ = ["Demands"]
+
+_FREE = (Category.INFER, Category.CLEAR, Category.PROMOTE)
+# A number that 16 bits round to 0 or 1 (a bound, an epsilon) has no use beside an operand that was rounded before.
+_EXACT_NUMBERS = "forced:epsilon"
+_UPDATE = "forced:update"
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """A value is not to be rounded.
+
+    Attributes:
+        by: name of the node that asks.
+        reason: why.
+        source: the list's line, or the rule that no list overrides.
+        through_products: asked of products of values, too.
+        forces: the node that asks runs in float32 itself.
+    """
+
+    by: str
+    reason: str
+    source: str
+    through_products: bool = False
+    forces: bool = False
+
+
+@dataclass(frozen=True)
+class Demands:
+    """The demands of one conversion.
+
+    Attributes:
+        ports: which inputs a node shares its precision with, and the list that holds the demands.
+        parameters: ``get_attr`` targets; a product with one of them is a layer, and keeps its precision.
+    """
+
+    ports: Ports
+    parameters: frozenset[str]
+
+    def __call__(self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> dict[fx.Node, Decision]:
+        """``decisions``, in which the ops that demand, and the free ones that lead to them, run in float32.
+
+        Args:
+            graph: captured, with abstract values.
+            decisions: one for every computing node.
+        """
+        found = dict(decisions)
+        storages = alias_sets(graph, self.ports.written)
+        wishes: dict[fx.Node, _Wish] = {}
+        for node in reversed(graph.nodes):
+            reads = [u for u in uses(node) if has_float32(u.node)]
+            if node not in decisions or not (reads or has_float32(node)):
+                continue
+            decision, asked = decisions[node], wishes.get(node) if node not in storages else None
+            own, demanded = self._own(node, decision, reads, storages)
+            if own is not None and own.forces and decision.category in _FREE:
+                found[node] = Decision(Category.DENY, own.reason, own.source)
+            elif own is None and asked is not None and decision.category is not Category.DENY:
+                if not self._may_obey(node, decision, asked, found):
+                    continue
+                found[node] = Decision(Category.DENY, f"leads to {asked.by}: {asked.reason}", asked.source)
+            is_stronger = asked is not None and (own is None or asked.through_products)
+            for read in reads if is_stronger else demanded:
+                wish = asked if is_stronger else own
+                if wish is not None and (read.node not in wishes or wish.through_products):
+                    wishes[read.node] = wish
+        return found | dict(self._after(graph, found))
+
+    def _own(
+        self, node: fx.Node, decision: Decision, reads: list[Use], storages: Mapping[fx.Node, AliasSet]
+    ) -> tuple[_Wish | None, list[Use]]:
+        """The wish of ``node`` itself, and the reads that it is for; None if it has no wish."""
+        storage = storages.get(node)
+        if storage is not None and storage.root.op in ("placeholder", "get_attr") and self.ports.written(node):
+            reason = f"it computes the next contents of {storage.root.name}"
+            wish = _Wish(node.name, reason, _UPDATE, through_products=True)
+            return wish, [u for u in reads if u.node not in storage.members]
+        if decision.source == _EXACT_NUMBERS:
+            return _Wish(node.name, decision.reason, _EXACT_NUMBERS), reads
+        demand = self.ports.op_list.demand(op_name(node))
+        rule = self.ports.op_list.rule(op_name(node), self.ports.device)
+        is_a_persons = rule is not None and not rule.shipped and rule.category in _FREE
+        if demand is None or (demand.shipped and is_a_persons):
+            return None, []
+        at = [u for u in reads if u.argument in (demand.at or demand.arguments or (u.argument,))]
+        if demand.of and not any(_is_made_by(u.node, demand.of, self.ports.op_list) for u in at):
+            return None, []
+        through = demand.through in ("products", "both")
+        wish = _Wish(node.name, demand.reason, str(demand.source or "list"), through, forces=True)
+        demanded = [u for u in reads if u.argument in (demand.arguments or (u.argument,))]
+        return (wish, demanded) if demanded else (None, [])
+
+    def _may_obey(self, node: fx.Node, decision: Decision, wish: _Wish, found: Mapping[fx.Node, Decision]) -> bool:
+        if decision.category in _FREE:
+            return wish.through_products or not _serves(node, found)
+        return wish.through_products and self._multiplies_values(node, decision)
+
+    def _multiplies_values(self, node: fx.Node, decision: Decision) -> bool:
+        """True for a product of computed values; false for a layer, which multiplies by a parameter, and for a sum."""
+        kind = self.ports.facts.reduces.get(base_name(op_name(node)))
+        if decision.category is not Category.ALLOW or kind in (None, "elements"):
+            return False
+        return not any(_is_parameter(u.node, self.parameters, self.ports.op_list) for u in uses(node))
+
+    def _after(self, graph: fx.Graph, found: Mapping[fx.Node, Decision]) -> Iterator[tuple[fx.Node, Decision]]:
+        """The products that read the result of an op whose demand goes both ways."""
+        made: dict[fx.Node, Demand] = {}
+        for node in (n for n in graph.nodes if n in found and has_float32(n)):
+            demand, before = (
+                self.ports.op_list.demand(op_name(node)),
+                [made[r] for r in node.all_input_nodes if r in made],
+            )
+            if demand is not None and demand.through == "both":
+                made[node] = demand
+            elif before and (found[node].category in _FREE or is_member(node)):
+                made[node] = before[0]
+            elif before and self._multiplies_values(node, found[node]):
+                yield node, Decision(Category.DENY, f"follows it: {before[0].reason}", str(before[0].source or "list"))
+
+
+def _serves(node: fx.Node, found: Mapping[fx.Node, Decision]) -> bool:
+    """True if an ``allow`` op reads ``node``, or a view of it, in 16 bits."""
+    for reader in node.users:
+        category = found[reader].category if reader in found else None
+        if category is Category.ALLOW or (category is Category.CLEAR and _serves(reader, found)):
+            return True
+    return False
+
+
+def _is_made_by(value: fx.Node, ops: tuple[str, ...], op_list: OpList) -> bool:
+    """True if one of ``ops`` makes ``value``, or something that it is a view, a bound or a scaled version of."""
+    while value.op == "call_function":
+        if base_name(op_name(value)) in ops:
+            return True
+        rule = op_list.rule(op_name(value))
+        reads = [u.node for u in uses(value) if has_float32(u.node)]
+        if rule is None or rule.category not in (Category.CLEAR, Category.INFER) or len(reads) != 1:
+            return False
+        value = reads[0]
+    return False
+
+
+def _is_parameter(value: fx.Node, parameters: frozenset[str], op_list: OpList) -> bool:
+    """True for a parameter and for views of it."""
+    while value.op == "call_function":
+        rule = op_list.rule(op_name(value))
+        if rule is None or rule.category is not Category.CLEAR or len(value.all_input_nodes) != 1:
+            return False
+        value = value.all_input_nodes[0]
+    return value.op == "get_attr" and str(value.target) in parameters

@@ -1,0 +1,196 @@
+"""Which nodes of one graph 16 bits cannot serve, for how large or small their values are known to be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.magnitude import Magnitude
+from autocastfx.graph.node import Use, has_float32, tensors, uses, value
+from autocastfx.graph.op_name import op_name
+from autocastfx.passes.analysis.masks import takes_mask
+from autocastfx.policy.op_list import Category, OpList
+
+__all__ = ["Limit", "Reach", "reach"]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What is known of a graph's values.
+
+    Attributes:
+        unfit: why a node must run in float32, for those that must.
+        wide: values with finite numbers beyond the low dtype's range.
+    """
+
+    unfit: Mapping[fx.Node, str]
+    wide: frozenset[fx.Node]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How large and how small a value may be in 16 bits.
+
+    Too large is the largest finite number of ``low``, divided by ``headroom``. Too small is a root mean square below
+    the smallest normal number: what subnormal numbers round away, half of their spacing, is then more of a value than
+    what rounding takes from normal ones.
+    """
+
+    low: torch.dtype
+    headroom: float = 1.0
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number of the dtype."""
+        return float(torch.finfo(self.low).max)
+
+    @property
+    def smallest(self) -> float:
+        """The smallest normal number of the dtype."""
+        return float(torch.finfo(self.low).smallest_normal)
+
+    def passed(self, reached: float) -> bool:
+        """Whether a value reaches too far."""
+        return reached >= self.largest / self.headroom
+
+    def loses(self, found: Magnitude) -> bool:
+        """True for a value that is too small. A value of zeros alone is not: 16 bits hold 0."""
+        return found.largest > 0 and found.rms < self.smallest
+
+    def shown(self, reached: float) -> str:
+        """``reached`` beside the limit that it passed, in words."""
+        limit = f"{self._name}'s {self.largest:.5g}"
+        return f"beyond {limit}" if reached > self.largest else f"within a factor {self.headroom:g} of {limit}"
+
+    def shown_lost(self) -> str:
+        """The limit of a value that is too small, in words."""
+        return f"below {self._name}'s smallest normal number {self.smallest:.2g}"
+
+    @property
+    def _name(self) -> str:
+        return str(self.low).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class _Known:
+    """How large a value is, and whose value that is: its own, or that of what it takes its elements from."""
+
+    magnitude: Magnitude
+    name: str
+    is_held: bool
+
+    def reached(self) -> str:
+        """The largest element, in words."""
+        if self.is_held:
+            return f"{self.name} holds {self.magnitude.largest:.3g}"
+        return f"{self.name} reached {self.magnitude.largest:.3g} on the calibration data"
+
+    def typical(self) -> str:
+        """The size of most elements, in words."""
+        words = f"{self.name} has a root mean square of {self.magnitude.rms:.2g}"
+        return words if self.is_held else f"{words} on the calibration data"
+
+
+def reach(
+    graph: fx.Graph,
+    measured: Mapping[fx.Node, Magnitude],
+    held: Mapping[str, Magnitude],
+    op_list: OpList,
+    limit: Limit,
+) -> Reach:
+    """Find the nodes of ``graph`` that 16 bits cannot serve, from how large their values are known to be.
+
+    A ``clear`` op that was not measured is as large as its inputs. A mask reaches as far as it likes: narrowed, it
+    saturates. So may an input that the list keeps in float32. What is added may be small. So may a weight that an
+    ``allow`` op reads, unless values were measured: torch.autocast narrows it, too.
+
+    Args:
+        graph: captured, with abstract values.
+        measured: how large outputs were on calibration data.
+        held: how large what ``get_attr`` nodes read is, by target.
+        op_list: names arguments that stay float32, and which ops only move values.
+        limit: of the conversion.
+    """
+    known: dict[fx.Node, _Known] = {}
+    for node in graph.nodes:
+        own = _own(node, measured, held, known, op_list)
+        if own is not None:
+            known[node] = own
+    for storage in {id(s): s for s in alias_sets(graph).values()}.values():
+        members = [n for n in graph.nodes if n in storage.members and has_float32(n)]
+        joined = _joined(members, known)  # a value that is written into later is as large as what is written
+        known.update(dict.fromkeys(members, joined) if joined is not None else {})
+    unfit: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method", "call_module"):
+            continue
+        if value(node) is not None and not tensors(node):
+            continue  # it reads a size
+        why = next(_reasons(node, measured, known, op_list, limit), None)
+        if why is not None:
+            unfit[node] = why
+    return Reach(unfit, frozenset(n for n, k in known.items() if k.magnitude.largest > limit.largest))
+
+
+def _own(
+    node: fx.Node,
+    measured: Mapping[fx.Node, Magnitude],
+    held: Mapping[str, Magnitude],
+    known: Mapping[fx.Node, _Known],
+    op_list: OpList,
+) -> _Known | None:
+    if node.op == "get_attr" and str(node.target) in held:
+        return _Known(held[str(node.target)], str(node.target), is_held=True)
+    if node in measured:
+        return _Known(measured[node], node.name, is_held=False)
+    if _category(node, op_list) is not Category.CLEAR or not has_float32(node):
+        return None
+    return _joined([u.node for u in uses(node) if has_float32(u.node)], known)
+
+
+def _joined(sources: Sequence[fx.Node], known: Mapping[fx.Node, _Known]) -> _Known | None:
+    """The source that reaches furthest, with the largest root mean square of all. An unknown source counts as large."""
+    found = [known[n] for n in sources if n in known]
+    if not found:
+        return None
+    furthest = max(found, key=lambda k: k.magnitude.largest)
+    rms = max(k.magnitude.rms for k in found) if len(found) == len(sources) else math.inf
+    return replace(furthest, magnitude=replace(furthest.magnitude, rms=rms))
+
+
+def _category(node: fx.Node, op_list: OpList) -> Category | None:
+    rule = op_list.rule(op_name(node))
+    return None if rule is None else rule.category
+
+
+def _reasons(
+    node: fx.Node,
+    measured: Mapping[fx.Node, Magnitude],
+    known: Mapping[fx.Node, _Known],
+    op_list: OpList,
+    limit: Limit,
+) -> Iterator[str]:
+    own = _Known(measured[node], "its output", is_held=False) if node in measured else None
+    if own is not None and limit.passed(own.magnitude.largest):
+        yield f"{own.reached()}, {limit.shown(own.magnitude.largest)}"
+    kept = op_list.kept(op_name(node))
+    reads = [u for u in uses(node) if u.node in known and not (u.argument in kept or u.argument.endswith("mask"))]
+    for found in (known[u.node] for u in reads):
+        if limit.passed(found.magnitude.largest):
+            yield f"its input {found.reached()}, {limit.shown(found.magnitude.largest)}"
+    if own is not None and limit.loses(own.magnitude):
+        yield f"{own.typical()}, {limit.shown_lost()}"
+    narrows = not measured and _category(node, op_list) is Category.ALLOW
+    for found in (known[u.node] for u in reads if not (narrows or _adds(node, u))):
+        if limit.loses(found.magnitude):
+            yield f"its input {found.typical()}, {limit.shown_lost()}"
+
+
+def _adds(node: fx.Node, use: Use) -> bool:
+    """True if ``node`` adds this input to another one."""
+    return use.argument == "bias" or takes_mask(node, use)

@@ -1,0 +1,77 @@
+"""Merges, in place, float32 values that a model computes twice: T5 makes the same mask in each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from autocastfx.graph.alias import alias_sets, handed_out, seen_by_functions
+from autocastfx.graph.node import is_float32, uses
+from autocastfx.graph.schema import schema
+from autocastfx.passes.patterns.patterns import REPEATED
+from autocastfx.plan.plan import Recomposed
+
+__all__ = ["merge_repeated"]
+
+_STATISTICS = ("running_mean", "running_var")  # norms that take them write to them, which their schemas do not say
+
+
+def merge_repeated(
+    graph: fx.Graph, rule: Callable[[fx.Node], object], recomposed: Sequence[Recomposed] = ()
+) -> tuple[Recomposed, ...]:
+    """Let the readers of each repeated float32 value read the first of its kind, and erase the others.
+
+    Repeated is a call of the same operator of torch's with the same arguments. Not one that is random, that keeps or
+    reads running statistics, that shares storage which is written to or may be, or reads such, or that is handed out.
+
+    Args:
+        graph: captured, with abstract values.
+        rule: that decides a node; where it differs, the results may.
+        recomposed: what was so far.
+
+    Returns:
+        ``recomposed``, and what was merged.
+    """
+    changing = alias_sets(graph).keys() | seen_by_functions(graph) | _statistics(graph)
+    outputs = handed_out(graph)
+    first: dict[tuple[object, str], fx.Node] = {}
+    found: dict[fx.Node, list[str]] = {}
+    for node in list(graph.nodes):
+        if _is_pure(node) and node not in outputs and changing.isdisjoint((node, *node.all_input_nodes)):
+            call = f"{node.args} {node.kwargs}"  # as text, in which 1, 1.0 and True differ, and 0.0 and -0.0
+            kept = first.setdefault((node.target, call), node)
+            if kept is not node and rule(kept) == rule(node):
+                node.replace_all_uses_with(kept)
+                graph.erase_node(node)
+                found.setdefault(kept, []).append(node.name)
+    kept_for = {name: kept.name for kept, names in found.items() for name in names}
+    before = (replace(one, node=kept_for.get(one.node, one.node)) for one in recomposed)
+    return (*before, *(Recomposed(REPEATED, kept.name, tuple(names)) for kept, names in found.items()))
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether ``node`` gives the same float32 value whenever it is called with the same numbers."""
+    op = node.target
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or not is_float32(node):
+        return False
+    return not (torch.Tag.nondeterministic_seeded in op.tags or op._schema.is_mutable or _keeps_statistics(node))
+
+
+def _statistics(graph: fx.Graph) -> set[fx.Node]:
+    """What norms keep running statistics in, and all that is made of these but by norms."""
+    norms = [node for node in graph.nodes if _keeps_statistics(node)]
+    found = {use.node for norm in norms for use in uses(norm) if use.argument in _STATISTICS}
+    names = {node.target for node in found if node.op == "get_attr"}
+    for node in graph.nodes if found else ():
+        is_kept = node.op == "get_attr" and node.target in names
+        if is_kept or (not _keeps_statistics(node) and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _keeps_statistics(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and not set(_STATISTICS).isdisjoint(schema(node.target).names)

@@ -1,0 +1,1 @@
+"""Formulas that models write out, and the operators that compute the same."""

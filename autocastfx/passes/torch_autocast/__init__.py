@@ -1,0 +1,1 @@
+"""The rewrite that casts where torch.autocast would, op by op."""

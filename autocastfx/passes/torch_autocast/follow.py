@@ -1,0 +1,50 @@
+"""torch.autocast's dispatch on a graph: one walk forwards, without neighbours and without taint. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from autocastfx.graph.abstract_values import concrete_sizes, dtypes_of
+from autocastfx.graph.node import value
+from autocastfx.passes.torch_autocast.dispatch import Dispatch, Followed
+from autocastfx.plan.plan import Decision, Placement, Precision
+
+__all__ = ["follow"]
+
+
+def follow(graph: fx.Graph, decisions: Mapping[fx.Node, Decision], dispatch: Dispatch) -> Followed:
+    """Place each computing node of ``graph`` as torch.autocast would dispatch it.
+
+    Args:
+        graph: expanded, with abstract values.
+        decisions: one for every ``call_*`` node.
+        dispatch: which inputs are cast.
+
+    Raises:
+        UnsupportedError: torch.autocast itself refuses the dtypes that a ``promote`` op reads.
+    """
+    concrete = concrete_sizes(graph)
+    values: dict[fx.Node, object] = {}
+    placements: dict[fx.Node, Placement] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if node not in decisions:
+            values[node] = concrete(value(node))
+            continue
+        precision, because = dispatch.decide(decisions[node].category, node, values)
+        values[node] = dispatch.value(node, precision, values, concrete(value(node)))
+        placements[node] = Placement(precision, _stored(dtypes_of(values[node]), dispatch.low), because)
+    return Followed(dispatch, placements, {node: dtypes_of(abstract) for node, abstract in values.items()})
+
+
+def _stored(found: tuple[torch.dtype, ...], low: torch.dtype) -> Precision:
+    floating = {dtype for dtype in found if dtype.is_floating_point}
+    if not floating:
+        return Precision.CAPTURED
+    return {frozenset({low}): Precision.LOW, frozenset({torch.float32}): Precision.FLOAT32}.get(
+        frozenset(floating), Precision.GIVEN
+    )

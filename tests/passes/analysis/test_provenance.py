@@ -1,0 +1,190 @@
+"""Where float32 values come from, and what that asks of the ops that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autocastfx
+from autocastfx.passes.analysis.ports import Ports
+from autocastfx.passes.analysis.provenance import Provenance, decisive
+from autocastfx.passes.analysis.units import units_of
+from autocastfx.passes.classify import Classifier
+from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.op_list import load_op_list
+from tests.helpers import Function, relative_error
+
+X, W = torch.rand(8, 8), torch.rand(8, 8)
+LOW = torch.bfloat16
+
+
+class Model(nn.Module):
+    """A function of the inputs, the parameters and the buffers of a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight, self.scale = nn.Parameter(torch.rand(8, 8)), nn.Parameter(torch.rand(8))
+        self.register_buffer("held", torch.rand(8, 8))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def provenance(function: Callable[[Any, Tensor], Any]) -> tuple[set[str], set[str], list[str]]:
+    """The names of parameters and of values from outside, and what ``function`` gives back."""
+    captured = autocastfx.convert(Model(function).eval(), (X,)).variants[0].captured
+    assert captured is not None
+    graph, rules, facts = captured.graph, load_op_list("bfloat16"), load_kernel_facts()
+    decisions = Classifier(rules, facts, LOW, "cpu")(graph, {}).decisions
+    targets = frozenset(str(n.target) for n in graph.nodes if n.op == "get_attr" and "held" not in str(n.target))
+    found = Provenance.of(graph, units_of(graph, decisions, Ports(rules, facts)), targets)
+    returned = [n.name for n in graph.output_node().all_input_nodes]
+    return {n.name for n in found.parameters}, {n.name for n in found.outside}, returned
+
+
+PARAMETERS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "itself": lambda m, x: m.weight,
+    "a view": lambda m, x: m.weight.view(4, 16).mT,
+    "two joined by a choice": lambda m, x: torch.where(x > 0, m.weight, m.scale),
+}
+OUTSIDE: dict[str, Callable[[Any, Tensor], Any]] = {
+    "an input": lambda m, x: x.mT,
+    "a buffer": lambda m, x: m.held.mT,
+    "new numbers": lambda m, x: torch.arange(8.0),
+    "a cast from integers": lambda m, x: (x > 0).float(),
+    "a sum with one": lambda m, x: x @ m.weight + x,
+    "a chain after one": lambda m, x: ((x @ m.weight + x).tanh() * m.scale).relu(),
+    "random numbers": lambda m, x: torch.rand_like(x @ m.weight),
+}
+NEITHER: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a product": lambda m, x: x @ m.weight,
+    "computed from a product": lambda m, x: (x @ m.weight + m.scale).relu(),
+    "computed from a parameter": lambda m, x: m.weight * 2,
+    "what a deny op gives": lambda m, x: x.exp(),
+    "a product and a single number from outside that scales it": lambda m, x: (x @ m.weight) * x[0, 0],
+    "rows of a parameter": lambda m, x: functional.embedding((x[0] > 0).long(), m.weight),
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        *((f, "parameter") for f in PARAMETERS.values()),
+        *((f, "outside") for f in OUTSIDE.values()),
+        *((f, "neither") for f in NEITHER.values()),
+    ],
+    ids=[*PARAMETERS, *OUTSIDE, *NEITHER],
+)
+def test_where_a_value_comes_from(function: Callable[[Any, Tensor], Any], expected: str) -> None:
+    parameters, outside, (made,) = provenance(function)
+    assert (made in parameters, made in outside) == (expected == "parameter", expected == "outside")
+
+
+def test_a_mask_added_to_scores_does_not_bring_them_from_outside() -> None:
+    def scores(m: Any, x: Tensor) -> Tensor:
+        return (x @ m.weight + x).softmax(-1)
+
+    def read_otherwise(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ m.weight + x
+        return y.softmax(-1), y
+
+    assert "add" not in provenance(scores)[1]
+    assert "add" in provenance(read_otherwise)[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x, n: x @ x + n, ["matmul", "n"]),  # an addend may have digits that 16 bits lose
+        (lambda x, n: (x @ x) * n, ["matmul"]),
+        (lambda x, n: (x @ x) + x[0], ["matmul", "select"]),
+    ],
+)
+def test_the_operands_that_make_a_result_float32(function: Callable[..., Any], expected: list[str]) -> None:
+    captured = autocastfx.convert(Function(function), (X, torch.tensor(80.0))).variants[0].captured
+    assert captured is not None
+    (made,) = captured.graph.output_node().all_input_nodes
+    ports = Ports(load_op_list("bfloat16"), load_kernel_facts())
+    names = {"args_0": "x", "args_1": "n"}
+    found = [names.get(n.name, n.name) for n in decisive(made, ports, set(captured.graph.nodes))]
+    assert found == expected
+
+
+# -- in a conversion --------------------------------------------------------------------------------------------------
+
+
+def steps(m: Any, x: Tensor) -> Tensor:
+    for _ in range(48):
+        x = x + 1e-3 * torch.tanh(x @ m.weight)
+    return x
+
+
+@pytest.mark.parametrize("fold", ["none", "exact", "kernel"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_state_that_takes_small_steps_is_never_narrowed(dtype: torch.dtype, fold: Any) -> None:
+    model = Model(steps)
+    amp_model = autocastfx.convert(model, (X,), dtype=dtype, fold=fold)
+    assert {n.dtype for n in amp_model.plan.nodes if n.op == "add"} == {"float32"}
+    # Each step is rounded thrice on its way, and so is what it is computed from.
+    assert relative_error(amp_model(X).detach() - X, steps(model, X).detach() - X) < 8 * torch.finfo(dtype).eps
+
+
+def stream(m: Any, x: Tensor) -> Tensor:
+    return ((x @ m.weight) * m.scale) @ m.weight
+
+
+def positions(m: Any, x: Tensor) -> Tensor:
+    return (x @ m.weight + m.held) @ m.weight
+
+
+@pytest.mark.parametrize(
+    ("function", "node", "fold", "runs", "because"),
+    [
+        (stream, "mul", "none", "bfloat16", "fewest bytes moved"),
+        (positions, "add", "none", "float32", "an input is float32"),
+        (positions, "add", "kernel", "float32", "an input is float32"),
+    ],
+)
+def test_a_parameter_may_be_cast_beside_a_low_operand_and_a_buffer_may_not(
+    function: Callable[..., Any], node: str, fold: Any, runs: str, because: str
+) -> None:
+    found = autocastfx.convert(Model(function), (X,), dtype=LOW, fold=fold).plan[node]
+    assert (found.dtype, found.placement.because) == (runs, because)
+
+
+def test_a_parameter_of_the_size_of_the_result_is_a_value() -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state, self.weight = nn.Parameter(torch.rand(8, 8)), nn.Parameter(torch.rand(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.state + (self.state @ self.weight) * 1e-3) @ x
+
+    plan = autocastfx.convert(Learned(), (X,), dtype=LOW).plan
+    assert (plan["add"].dtype, plan["add"].placement.because) == ("float32", "an input is float32")
+
+
+def test_under_kernel_an_activation_is_narrowed_that_was_float32_for_a_deny() -> None:
+    def residual(m: Any, x: Tensor) -> Tensor:
+        y = x @ m.weight
+        return (y + functional.layer_norm(y @ m.weight, (8,))) @ m.weight
+
+    runs = {
+        f: autocastfx.convert(Model(residual), (X,), dtype=LOW, fold=f).plan["add"].dtype for f in ("none", "kernel")
+    }  # pyright: ignore
+    assert runs == {"none": "float32", "kernel": "bfloat16"}
+
+
+def test_what_allow_ops_alone_read_is_moved_in_16_bits() -> None:
+    def moved(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.flip(0) @ m.weight, m.held.flip(0)
+
+    plan = autocastfx.convert(Model(moved), (X,), dtype=LOW).plan
+    assert (plan["flip"].dtype, plan["flip_1"].dtype) == ("bfloat16", "float32")

@@ -1,0 +1,318 @@
+"""torch.autocast's dispatch on a graph: what is cast, what runs as its inputs come, and how verify sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import autocastfx
+from autocastfx.capture.export import Captured
+from autocastfx.graph.abstract_values import dtypes_of
+from autocastfx.graph.node import Origin, dtypes, set_origin, value
+from autocastfx.graph.op_name import op_name
+from autocastfx.passes.classify import Classifier
+from autocastfx.passes.pipeline import Converter
+from autocastfx.passes.torch_autocast.dispatch import Dispatch, asked
+from autocastfx.passes.torch_autocast.follow import follow
+from autocastfx.passes.torch_autocast.insert_casts import recast
+from autocastfx.passes.verify import verify
+from autocastfx.plan.plan import Precision
+from autocastfx.policy.kernel_facts import load_kernel_facts
+from tests.helpers import Function, op_list, rewritten, text
+
+pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")
+
+LIST = """
+placement: follow
+unlisted: keep
+allow: [matmul, mm.default]
+deny: [exp, sum, norm.Scalar]
+set_dtype: [sum, norm]
+promote: [dot, addcmul]
+"""
+LOW = torch.float16
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> autocastfx.OpList:
+    return op_list(tmp_path, LIST)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.rand(4, 4)
+
+
+def follows(function: Any, *inputs: Any, rules: autocastfx.OpList, **options: Any) -> str:
+    return rewritten(function, *inputs, op_list=rules, keep_output_dtype=False, **options)
+
+
+# -- change -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_listed_runs_as_its_inputs_come(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    assert follows(lambda x: ((x @ x).relu() + x).exp(), x, rules=rules) == text("""
+        + args_0_float16: f16 = to(args_0)
+        + args_0_float16_1: f16 = to(args_0)
+          matmul: f16 = matmul(args_0_float16_1, args_0_float16)
+          relu: f16 = relu(matmul)
+          add: f32 = add(relu, args_0)
+          exp: f32 = exp(add)
+          return exp
+    """)
+
+
+def test_each_reader_has_its_own_cast(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    listing = follows(lambda x, y: (x @ y.relu(), y.relu() @ x), x, x + 1, rules=rules)
+    assert listing.count("f16 = to(args_0)") == 2
+
+
+def test_a_parameter_is_cast_once(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.rand(4, 4))
+            self.second = self.first
+            self.frozen = nn.Parameter(torch.rand(4, 4), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.first @ self.second @ self.frozen @ self.frozen
+
+    casts = autocastfx.convert(Tied(), x, op_list=rules, keep_output_dtype=False).plan.casts
+    assert sorted(cast.value for cast in casts) == ["frozen", "frozen", "second", "x"]
+
+
+def test_sixteen_bit_values_are_widened(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    assert follows(lambda x: x.exp(), x.half(), rules=rules) == text("""
+        + args_0_float32: f32 = to(args_0)
+          exp: f32 = exp(args_0_float32)
+          return exp
+    """)
+
+
+def test_the_other_sixteen_bit_dtype_is_cast_too(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    assert "to(args_0)" in follows(lambda x: x @ x, x.bfloat16(), rules=rules)
+
+
+def test_a_dtype_argument_replaces_the_cast(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    model = autocastfx.convert(Function(lambda x: (x @ x).sum(0)), x, op_list=rules)
+    (total,) = [node for node in model.graph.nodes if op_name(node) == "sum"]
+    assert total.kwargs["dtype"] == torch.float32
+    assert model.plan["sum_1"].placement.run is Precision.FLOAT32
+    assert len(model.plan.casts) == 2  # of x, for each side of the product
+
+
+def test_a_dtype_that_the_model_names_stays(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    model = autocastfx.convert(
+        Function(lambda x: (x @ x).sum(0, dtype=torch.float16)), x, op_list=rules, keep_output_dtype=False
+    )
+    assert model(x).dtype == torch.float16
+    assert model.plan["sum_1"].placement.because == "the call names its dtype"
+
+
+def test_another_overload_takes_the_dtype(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    model = autocastfx.convert(Function(lambda x: torch.ops.aten.norm.Scalar(x @ x)), x, op_list=rules)
+    (norm,) = [node for node in model.graph.nodes if op_name(node) == "norm"]
+    assert norm.target is torch.ops.aten.norm.ScalarOpt_dtype
+    assert torch.equal(model(x), (x.half() @ x.half()).norm(dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "expected"),
+    [
+        (torch.ops.aten.softmax.int, ("x", 1), (("x", 1), {"dtype": torch.float32})),
+        (torch.ops.aten.softmax.int, ("x", 1, None), (("x", 1), {"dtype": torch.float32})),
+        (torch.ops.aten.sum.dim_IntList, ("x", [0], True), (("x", [0], True), {"dtype": torch.float32})),
+        (torch.ops.aten.norm.Scalar, ("x",), (("x", 2), {"dtype": torch.float32})),
+    ],
+    ids=str,
+)
+def test_the_call_that_asks(target: Any, args: Any, expected: Any) -> None:
+    assert asked(target, args, {})[1:] == expected
+
+
+def test_promoted_operands_meet_in_the_widest(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    listing = follows(lambda x: torch.addcmul(x @ x, x @ x, x), x, rules=rules)
+    assert "addcmul: f32 = addcmul(matmul_float32, matmul_1_float32, args_0)" in listing
+    listing = follows(lambda x: torch.addcmul(x @ x, x @ x, x @ x), x, rules=rules)
+    assert "addcmul: f16 = addcmul(matmul, matmul_1, matmul_2)" in listing
+
+
+def test_a_cast_that_follows_a_dtype_follows_it(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        low = x @ x
+        return x.to(low.dtype), x.type_as(low), torch.zeros(2, dtype=low.dtype), low.float()
+
+    model = autocastfx.convert(Function(forward), x, op_list=rules, keep_output_dtype=False)
+    assert [o.dtype for o in model(x)] == [LOW, LOW, LOW, torch.float32]
+
+
+# -- no change --------------------------------------------------------------------------------------------------------
+
+
+def test_other_dtypes_are_not_cast(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    for inputs in (x.double(), torch.ones(4, 4, dtype=torch.long)):
+        assert "+" not in follows(lambda x: (x @ x).sum(0), inputs, rules=rules)
+
+
+def test_no_rule_is_forced(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    assert "masked_fill: f16" in follows(lambda x: (x @ x).masked_fill(x > 1, -1e4).mul(1e-9), x, rules=rules)
+    model = autocastfx.convert(Function(lambda x: (x @ x) * 1e6), x, op_list=rules, keep_output_dtype=False)
+    assert model(x).dtype == LOW
+    assert not any(cast.saturates for cast in model.plan.casts)
+
+
+def test_values_that_leave_the_graph_and_sizes_that_depend_on_data(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x)[x > 0.5].exp() * (x @ x).sum().item()
+
+    model = autocastfx.convert(Function(forward), x, op_list=rules, keep_output_dtype=False)
+    low = x.half() @ x.half()
+    assert torch.equal(model(x), low[x > 0.5].float().exp() * low.sum(dtype=torch.float32).item())
+
+
+def test_in_place_forms_and_other_overloads_are_not_listed(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    assert "exp_: f16 = exp_(matmul)" in follows(lambda x: (x @ x).exp_(), x, rules=rules)
+    listing = follows(lambda x: torch.ops.aten.mm.dtype(x.half(), x.half(), torch.float32), x, rules=rules)
+    assert "+" not in listing
+
+
+def test_a_python_call_takes_captured_dtypes(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x + x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return grads[0] * 2
+
+    model = autocastfx.convert(Function(lambda x: Twice.apply(x @ x)), x, op_list=rules)
+    assert [cast.dtype for cast in model.plan.casts] == ["float16", "float16", "float32"]
+    assert torch.equal(model(x), (x.half() @ x.half()).float() * 2)
+
+
+# -- numerics, idempotence, refusal -----------------------------------------------------------------------------------
+
+
+def test_outputs_go_back_to_their_dtype(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    model = autocastfx.convert(Function(lambda x: (x @ x, x > 0, x.double())), x, op_list=rules)
+    assert [o.dtype for o in model(x)] == [torch.float32, torch.bool, torch.float64]
+    assert torch.equal(model(x)[0], (x.half() @ x.half()).float())
+
+
+def test_gradients_of_a_value_read_often_are_added_as_in_torch(x: torch.Tensor) -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        return F.scaled_dot_product_attention(y, y, y)
+
+    x = x.reshape(1, 1, 4, 4).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = torch.autograd.grad(attend(x).float().square().sum(), x)
+    model = autocastfx.convert(Function(attend), x.detach(), dtype=torch.bfloat16, op_list="torch_autocast_cpu")
+    assert torch.equal(torch.autograd.grad(model(x).square().sum(), x)[0], expected[0])
+
+
+def test_mixed_sixteen_bit_dtypes_are_refused(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    with pytest.raises(
+        autocastfx.UnsupportedError, match=r"reads torch.bfloat16, and torch.autocast with torch.float16"
+    ):
+        autocastfx.convert(Function(lambda x: x[0].dot(x[1])), x.bfloat16(), op_list=rules)
+
+
+def test_a_conversion_without_listed_ops_changes_nothing(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    model = autocastfx.convert(Function(lambda x: x.relu() + 1), x, op_list=rules)
+    assert model.plan.casts == ()
+    assert {n.placement.run for n in model.plan.nodes} == {Precision.GIVEN}
+
+
+class Walked:
+    """A small graph on its way through the passes."""
+
+    def __init__(self, rules: autocastfx.OpList, x: torch.Tensor) -> None:
+        model = autocastfx.convert(Function(lambda x: (x @ x).sum(0) + x.exp()), x, op_list=rules)
+        captured = model.variants[0].captured
+        assert isinstance(captured, Captured)
+        self.converter = Converter(rules, load_kernel_facts(), LOW)
+        self.graph = captured.graph
+        self.dispatch = Dispatch(rules, LOW, "cpu")
+        classifier = Classifier(rules, self.converter.facts, LOW, "cpu")
+        self.captured = {node: dtypes(node) for node in self.graph.nodes}
+        self.followed = follow(self.graph, classifier(self.graph, {}).decisions, self.dispatch)
+
+    def recast(self) -> fx.Graph:
+        recast(self.graph, self.followed, self.captured, cached={}, keep_output_dtype=True)
+        return self.graph
+
+    def verify(self) -> None:
+        verify(
+            self.graph,
+            self.followed.placements,
+            self.captured,
+            low=LOW,
+            ports=self.converter.ports,
+            keep_output_dtype=True,
+            attributes={},
+            followed=self.followed,
+        )
+
+
+def test_follow_edits_nothing_and_is_deterministic(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    walked = Walked(rules, x)
+    before = str(walked.graph)
+    decisions = Classifier(rules, walked.converter.facts, LOW, "cpu")(walked.graph, {}).decisions
+    again = follow(walked.graph, decisions, walked.dispatch)
+    assert str(walked.graph) == before
+    assert again == walked.followed
+    assert all(dtypes_of(value(n)) == walked.captured[n] for n in walked.graph.nodes)
+
+
+def test_what_recast_wrote_is_verified(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    walked = Walked(rules, x)
+    walked.recast()
+    walked.verify()
+
+
+@pytest.mark.parametrize(
+    ("op", "planted", "problem"),
+    [
+        ("matmul", torch.float32, "is float32, planned float16"),
+        ("exp", torch.float16, "is float16, planned float32"),
+        ("add", torch.float16, "a cast, planned as it comes"),
+    ],
+)
+def test_a_planted_cast_is_refused(
+    rules: autocastfx.OpList, x: torch.Tensor, op: str, planted: torch.dtype, problem: str
+) -> None:
+    walked = Walked(rules, x)
+    graph = walked.recast()
+    (reader,) = [node for node in graph.nodes if op_name(node) == op]
+    with graph.inserting_before(reader):
+        cast = graph.call_function(torch.ops.aten.to.dtype, (reader.all_input_nodes[0], planted))
+    set_origin(cast, Origin("test", "planted", "x"))
+    reader.args = (cast, *reader.args[1:])
+    with pytest.raises(autocastfx.VerifyError, match=problem):
+        walked.verify()
+
+
+def test_a_missing_dtype_argument_is_refused(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    walked = Walked(rules, x)
+    (total,) = [node for node in walked.recast().nodes if op_name(node) == "sum"]
+    total.kwargs = {}
+    with pytest.raises(autocastfx.VerifyError, match=r"names dtype=None, planned torch\.float32"):
+        walked.verify()
+
+
+def test_an_output_left_low_is_refused(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    walked = Walked(rules, x)
+    output = walked.recast().output_node()
+    (matmul,) = [node for node in walked.graph.nodes if op_name(node) == "matmul"]
+    output.args = ((matmul,),)
+    with pytest.raises(autocastfx.VerifyError, match="output matmul is float16, captured as float32"):
+        walked.verify()
