@@ -2,7 +2,6 @@
 
 from autocastfx.calibrate import calibrate
 from autocastfx.convert import convert
-from autocastfx.dump import dump
 from autocastfx.errors import (
     AutocastFXError,
     BannedOpError,
@@ -24,23 +23,24 @@ from autocastfx.errors import (
     VariantError,
     VerifyError,
 )
-from autocastfx.explain import explain
 from autocastfx.exponents import Exponents, Shares
 from autocastfx.gradient_histogram import GradientHistogram, gradient_histogram
-from autocastfx.hardware.gpu import Gpu
-from autocastfx.hardware.lint import lint
-from autocastfx.hardware.odd_size import OddSize
-from autocastfx.hardware.report import Lint, OpEstimate
-from autocastfx.hardware.roofline import Total
 from autocastfx.numerics.bisect import Bisection, Place, bisect
 from autocastfx.numerics.compare import compare
-from autocastfx.numerics.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
-from autocastfx.numerics.deviation import Deviation
 from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
 from autocastfx.plan.plan import Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
 from autocastfx.plan.plan_diff import Difference, PlanDiff, diff
 from autocastfx.plan.ranges import Range, Ranges
 from autocastfx.policy.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
+from autocastfx.report.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
+from autocastfx.report.deviation import Deviation
+from autocastfx.report.dump import dump
+from autocastfx.report.explain import explain
+from autocastfx.report.lint.findings import Lint, OpEstimate
+from autocastfx.report.lint.gpu import Gpu
+from autocastfx.report.lint.lint import lint
+from autocastfx.report.lint.odd_size import OddSize
+from autocastfx.report.lint.roofline import Total
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
 from autocastfx.training.loss_scaler import LossScaler

@@ -15,10 +15,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from autocastfx import commands
-from autocastfx.dump import FORMATS
 from autocastfx.errors import AutocastFXError, EvaluationsError, ModelSpecError, NodeError, OpListError, PlanError
 from autocastfx.hardware import command as lint_command
 from autocastfx.numerics import command as numerics_command
+from autocastfx.report.dump import FORMATS
 
 __all__ = ["main"]
 

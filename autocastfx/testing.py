@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from autocastfx.explain import explain
 from autocastfx.plan.plan import PlannedNode, Precision
 from autocastfx.plan.select_nodes import select
+from autocastfx.report.explain import explain
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["assert_casts", "assert_precision"]

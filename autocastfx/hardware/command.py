@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from autocastfx.errors import GpuError, ModelSpecError
-from autocastfx.hardware.gpu import find_gpu, gpus
-from autocastfx.hardware.lint import lint
 from autocastfx.model_options import converted
+from autocastfx.report.lint.gpu import find_gpu, gpus
+from autocastfx.report.lint.lint import lint
 
 __all__ = ["add_to"]
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from autocastfx.dump import dump
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError
 from autocastfx.files import check_writable
 from autocastfx.model_options import converted, device_of, given_model
@@ -23,6 +22,7 @@ from autocastfx.numerics.compare import compare
 from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.output_error import METRICS, OutputError
 from autocastfx.policy.op_list import load_op_list
+from autocastfx.report.dump import dump
 
 __all__ = ["add_to"]
 

@@ -14,10 +14,10 @@ from autocastfx.capture.call import CallSignature
 from autocastfx.errors import VariantError
 from autocastfx.graph.node import module_path
 from autocastfx.graph.op_name import op_name
-from autocastfx.numerics.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
-from autocastfx.numerics.deviation import Deviation
 from autocastfx.numerics.paired_backward import Loss, run_backwards
 from autocastfx.numerics.paired_run import PairedRun, Step, floating, run_side_by_side
+from autocastfx.report.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
+from autocastfx.report.deviation import Deviation
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["compare"]

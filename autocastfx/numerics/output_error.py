@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.errors import BisectError
-from autocastfx.numerics.deviation import Deviation
+from autocastfx.report.deviation import Deviation
 
 __all__ = ["METRICS", "OutputError"]
 

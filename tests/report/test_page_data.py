@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.dump import view_of
+from autocastfx.report.dump import view_of
 from autocastfx.report.page_data import page_data
 from autocastfx.report.view import View
 from tests.golden.models import CASES, converted

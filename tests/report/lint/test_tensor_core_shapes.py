@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autocastfx
-from autocastfx.hardware.tensor_core_shapes import Size, sizes_of
-from autocastfx.hardware.walk import walk
+from autocastfx.graph.walk import walk
+from autocastfx.report.lint.tensor_core_shapes import Size, sizes_of
 from tests.helpers import Function
 
 

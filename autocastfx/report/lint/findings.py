@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from autocastfx.hardware.gpu import Gpu
-from autocastfx.hardware.odd_size import OddSize
-from autocastfx.hardware.roofline import Total, limit
+from autocastfx.report.lint.gpu import Gpu
+from autocastfx.report.lint.odd_size import OddSize
+from autocastfx.report.lint.roofline import Total, limit
 
 __all__ = ["Lint", "OpEstimate"]
 

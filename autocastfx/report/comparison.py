@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from autocastfx.numerics.deviation import Deviation
 from autocastfx.plan.json_text import parsed_json
+from autocastfx.report.deviation import Deviation
 from autocastfx.runtime.variant import Variant
 
 __all__ = ["ComparedNode", "ComparedParameter", "ComparedVariant", "Comparison"]

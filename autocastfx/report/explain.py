@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autocastfx.dump import view_of
 from autocastfx.plan.plan import PlannedNode, Recomposed
 from autocastfx.plan.select_nodes import select
+from autocastfx.report.dump import view_of
 from autocastfx.report.reason import Reason, Reasons
 from autocastfx.runtime.amp_module import AmpModule
 

@@ -9,8 +9,8 @@ import torch
 
 from autocastfx.graph.node import module_path, uses
 from autocastfx.graph.op_name import op_name
-from autocastfx.hardware.tensor_core_shapes import sizes_of
-from autocastfx.hardware.walk import Located
+from autocastfx.graph.walk import Located
+from autocastfx.report.lint.tensor_core_shapes import sizes_of
 
 __all__ = ["OddSize", "odd_sizes"]
 

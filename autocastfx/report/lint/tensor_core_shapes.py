@@ -13,7 +13,7 @@ from torch import fx
 from autocastfx.graph.node import argument, tensors
 from autocastfx.graph.op_name import op_name
 from autocastfx.graph.sizes import example
-from autocastfx.hardware.walk import Located
+from autocastfx.graph.walk import Located
 
 __all__ = ["TILE", "Size", "sizes_of"]
 

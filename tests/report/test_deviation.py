@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autocastfx import Deviation
-from autocastfx.numerics import deviation
+from autocastfx.report import deviation
 from tests.helpers import relative_error
 
 

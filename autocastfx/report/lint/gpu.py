@@ -65,7 +65,7 @@ def gpus() -> tuple[Gpu, ...]:
     Raises:
         OpListError: the file is damaged.
     """
-    tree = parse_file(Path(__file__).parent / "gpus.yaml", shown="autocastfx/hardware/gpus.yaml")
+    tree = parse_file(Path(__file__).parent / "gpus.yaml", shown="autocastfx/report/lint/gpus.yaml")
     return tuple(_gpu(name.text, entry) for name, entry in tree.items())
 
 

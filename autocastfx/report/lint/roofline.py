@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autocastfx.hardware.gpu import Gpu
-from autocastfx.hardware.work import Work
+from autocastfx.report.lint.gpu import Gpu
+from autocastfx.report.lint.work import Work
 
 __all__ = ["Bound", "Total", "bound", "limit", "total"]
 

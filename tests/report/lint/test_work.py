@@ -12,8 +12,8 @@ from torch import nn
 
 import autocastfx
 from autocastfx.graph.node import attribute
-from autocastfx.hardware.walk import walk
-from autocastfx.hardware.work import Work, work_of
+from autocastfx.graph.walk import walk
+from autocastfx.report.lint.work import Work, work_of
 from tests.helpers import Function
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autocastfx.dump import view_of
 from autocastfx.errors import GpuError, NotCapturedError, UnsupportedError
 from autocastfx.graph.node import attribute, origin
 from autocastfx.graph.op_name import op_name
-from autocastfx.hardware.gpu import Gpu, find_gpu
-from autocastfx.hardware.odd_size import odd_sizes
-from autocastfx.hardware.report import Lint, OpEstimate
-from autocastfx.hardware.roofline import bound, total
-from autocastfx.hardware.walk import Located, walk
-from autocastfx.hardware.work import Work, work_of
+from autocastfx.graph.walk import Located, walk
 from autocastfx.plan.plan import Plan, Precision
+from autocastfx.report.dump import view_of
+from autocastfx.report.lint.findings import Lint, OpEstimate
+from autocastfx.report.lint.gpu import Gpu, find_gpu
+from autocastfx.report.lint.odd_size import odd_sizes
+from autocastfx.report.lint.roofline import bound, total
+from autocastfx.report.lint.work import Work, work_of
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["lint"]

@@ -7,7 +7,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx.graph.node import attribute, uses
-from autocastfx.hardware.walk import walk
+from autocastfx.graph.walk import walk
 from tests.golden.models import converted
 
 

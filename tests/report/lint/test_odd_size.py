@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.hardware.odd_size import OddSize, odd_sizes
-from autocastfx.hardware.walk import walk
+from autocastfx.graph.walk import walk
+from autocastfx.report.lint.odd_size import OddSize, odd_sizes
 
 
 class Language(nn.Module):
