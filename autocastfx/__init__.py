@@ -1,7 +1,7 @@
 """Mixed precision for PyTorch as a graph rewrite: every cast is a node, every decision has a reason."""
 
-from autocastfx.calibrate import calibrate
-from autocastfx.convert import convert
+from autocastfx.calibration import calibrate
+from autocastfx.conversion import convert
 from autocastfx.errors import (
     AutocastFXError,
     BannedOpError,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autocastfx.convert import convert
+from autocastfx.conversion import convert
 from autocastfx.errors import Source, UnmatchedRuleWarning
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import ModuleRule, Rule

@@ -7,7 +7,7 @@ from argparse import Namespace
 import torch
 from torch import nn
 
-from autocastfx.convert import convert
+from autocastfx.conversion import convert
 from autocastfx.errors import NotCapturedError
 from autocastfx.model_file import is_model_file, load_pickled, load_weights
 from autocastfx.model_spec import load_inputs, load_model

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autocastfx.convert import convert, convert_again
+from autocastfx.conversion import convert, convert_again
 from autocastfx.errors import BisectError, UnmatchedRuleWarning
 from autocastfx.numerics.evaluations import Evaluations
 from autocastfx.plan.plan import Plan, Precision

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 import autocastfx
 from autocastfx import AmpModule, CaptureError, Precision, UnsupportedError
-from autocastfx.convert import convert_again
+from autocastfx.conversion import convert_again
 from autocastfx.graph.node import dtypes, origin
 from autocastfx.graph.op_name import op_name
 from autocastfx.passes import pipeline as pipeline_module

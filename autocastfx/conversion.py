@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autocastfx.calibrate import first_call, ranges_of
+from autocastfx.calibration import first_call, ranges_of
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.draft.draft import capture_symbolically
 from autocastfx.capture.export import Captured, capture
