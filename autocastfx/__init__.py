@@ -23,11 +23,11 @@ from autocastfx.errors import (
     VariantError,
     VerifyError,
 )
-from autocastfx.exponents import Exponents, Shares
-from autocastfx.gradient_histogram import GradientHistogram, gradient_histogram
 from autocastfx.numerics.bisect import Bisection, Place, bisect
 from autocastfx.numerics.compare import compare
+from autocastfx.numerics.exponent_counts import Exponents, Shares
 from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
+from autocastfx.numerics.gradient_histogram import GradientHistogram, gradient_histogram
 from autocastfx.plan.plan import Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
 from autocastfx.plan.plan_diff import Difference, PlanDiff, diff
 from autocastfx.plan.ranges import Range, Ranges

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.graph.node import module_path, stack_trace
 from autocastfx.graph.op_name import op_name
+from autocastfx.numerics.advice import because_of, op_list_for
 from autocastfx.numerics.paired_run import Step, floating, is_cast, run_side_by_side
-from autocastfx.numerics.remedy import because_of, op_list_for
 from autocastfx.plan.plan import PlannedNode
 from autocastfx.report.source_line import source_line
 from autocastfx.runtime.amp_module import AmpModule

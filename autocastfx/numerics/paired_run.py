@@ -16,9 +16,9 @@ from autocastfx.capture.export import Captured, capture
 from autocastfx.errors import NodeError
 from autocastfx.graph.node import attribute, module_path, origin, stack_trace
 from autocastfx.graph.op_name import op_name
+from autocastfx.numerics.advice import because_of, op_list_for
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
-from autocastfx.numerics.remedy import because_of, op_list_for
-from autocastfx.numerics.side import Side, random_state, set_random_state
+from autocastfx.numerics.one_graph import Side, random_state, set_random_state
 from autocastfx.numerics.tape import Tape
 from autocastfx.report.source_line import source_line
 from autocastfx.runtime.amp_module import AmpModule, Variant

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autocastfx.errors import MissingExtraError
-from autocastfx.exponents import Exponents, shift_of
+from autocastfx.numerics.exponent_counts import Exponents, shift_of
 
 __all__ = ["plot", "table"]
 

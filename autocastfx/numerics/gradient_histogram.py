@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autocastfx.errors import CalibrationError
-from autocastfx.exponents import NOTHING, Exponents, Tally, read_all
 from autocastfx.graph.node import origin
-from autocastfx.report import histogram as report
+from autocastfx.numerics import histogram_text as report
+from autocastfx.numerics.exponent_counts import NOTHING, Exponents, Tally, read_all
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.variant import Variant
 from autocastfx.training.gradients import local
