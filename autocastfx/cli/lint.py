@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
+from autocastfx.cli.model_options import converted
 from autocastfx.errors import GpuError, ModelSpecError
-from autocastfx.model_options import converted
 from autocastfx.report.lint.gpu import find_gpu, gpus
 from autocastfx.report.lint.lint import lint
 

@@ -14,10 +14,10 @@ from collections.abc import Generator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from autocastfx import commands
+from autocastfx.cli import commands
+from autocastfx.cli import lint as lint_command
+from autocastfx.cli import numerics as numerics_command
 from autocastfx.errors import AutocastFXError, EvaluationsError, ModelSpecError, NodeError, OpListError, PlanError
-from autocastfx.hardware import command as lint_command
-from autocastfx.numerics import command as numerics_command
 from autocastfx.report.dump import FORMATS
 
 __all__ = ["main"]

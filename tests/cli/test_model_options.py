@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from autocastfx.cli.model_options import converted, device_of, given_model
 from autocastfx.errors import NotCapturedError
-from autocastfx.model_options import converted, device_of, given_model
 
 
 def options(**given: object) -> Namespace:

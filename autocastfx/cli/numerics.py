@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from autocastfx.cli.model_options import converted, device_of, given_model
+from autocastfx.cli.model_spec import load_function, load_inputs
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError
 from autocastfx.files import check_writable
-from autocastfx.model_options import converted, device_of, given_model
-from autocastfx.model_spec import load_function, load_inputs
 from autocastfx.numerics.bisect import bisect
 from autocastfx.numerics.compare import compare
 from autocastfx.numerics.find_overflow import find_overflow

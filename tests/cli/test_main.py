@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import autocastfx
-from autocastfx.cli import main
+from autocastfx.cli.main import main
 from tests.golden.models import comparable
 from tests.golden.readme import blocks
 from tests.helpers import with_pinned_torch
@@ -25,7 +25,7 @@ from tests.helpers import with_pinned_torch
 # The command shows warnings on standard error; here they must not be raised.
 pytestmark = pytest.mark.filterwarnings("always::autocastfx.UnmatchedRuleWarning")
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "command-line.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "command-line.md"
 MODELS = """
 import torch
 from torch import nn
@@ -346,7 +346,7 @@ def test_as_a_process_from_the_current_directory(folder: Path) -> None:
 
 def test_the_installed_command_is_main() -> None:
     text = (PAGE.parent.parent / "pyproject.toml").read_text(encoding="utf-8")
-    assert 'autocastfx = "autocastfx.cli:main"' in text.partition("[project.scripts]\n")[2].partition("[")[0]
+    assert 'autocastfx = "autocastfx.cli.main:main"' in text.partition("[project.scripts]\n")[2].partition("[")[0]
 
 
 @with_pinned_torch

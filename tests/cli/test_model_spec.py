@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from autocastfx.cli.model_spec import load_function, load_inputs, load_model
 from autocastfx.errors import ModelSpecError
-from autocastfx.model_spec import load_function, load_inputs, load_model
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.cli import main
+from autocastfx.cli.main import main
 
 MODELS = """
 from torch import nn

@@ -7,10 +7,10 @@ from argparse import Namespace
 import torch
 from torch import nn
 
+from autocastfx.cli.model_file import is_model_file, load_pickled, load_weights
+from autocastfx.cli.model_spec import load_inputs, load_model
 from autocastfx.conversion import convert
 from autocastfx.errors import NotCapturedError
-from autocastfx.model_file import is_model_file, load_pickled, load_weights
-from autocastfx.model_spec import load_inputs, load_model
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.runtime.amp_module import AmpModule
 

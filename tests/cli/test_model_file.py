@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.cli import main
+from autocastfx.cli.main import main
+from autocastfx.cli.model_file import is_model_file, load_pickled, load_weights
 from autocastfx.errors import CaptureError, ModelSpecError
-from autocastfx.model_file import is_model_file, load_pickled, load_weights
 
 MODELS = """
 import torch

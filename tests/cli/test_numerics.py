@@ -16,7 +16,7 @@ import torch
 import yaml
 
 import autocastfx
-from autocastfx.cli import main
+from autocastfx.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = """

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from autocastfx import doctor as machine
-from autocastfx import dump as dump_model
-from autocastfx import explain as explain_node
+from autocastfx.cli import doctor as machine
+from autocastfx.cli.list_check import rule_uses
+from autocastfx.cli.model_options import converted, device_of, given_model
+from autocastfx.cli.model_spec import load_inputs
 from autocastfx.errors import ModelSpecError, PlanError
 from autocastfx.files import check_writable, read_whole, replacing
-from autocastfx.list_check import rule_uses
-from autocastfx.model_options import converted, device_of, given_model
-from autocastfx.model_spec import load_inputs
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.plan.plan_diff import diff as diff_plans
 from autocastfx.plan.select_nodes import select
 from autocastfx.policy import write_list
 from autocastfx.policy.op_list import load_op_list, preset_path
+from autocastfx.report.dump import dump as dump_model
+from autocastfx.report.explain import explain as explain_node
 
 __all__ = [
     "check_list",
