@@ -18,7 +18,7 @@ from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.magnitude import Magnitude, Measured, magnitude
 from autocastfx.graph.node import attribute
 from autocastfx.graph.op_name import op_name
-from autocastfx.passes.pipeline import CONVERTED_INSIDE
+from autocastfx.graph.walk import CONVERTED_INSIDE
 from autocastfx.plan.ranges import Key, key_of
 
 __all__ = ["MeasuredGraph", "Seen", "apart", "read_all", "written_outside"]

@@ -13,13 +13,18 @@ from autocastfx.graph.node import tensors, uses
 from autocastfx.graph.op_name import op_name
 from autocastfx.graph.schema import schema
 
-__all__ = ["AliasSet", "alias_sets", "aliased", "handed_out", "mutated_inputs", "seen_by_functions"]
+__all__ = ["AliasSet", "alias_sets", "aliased", "handed_out", "moves", "mutated_inputs", "seen_by_functions"]
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """The nodes that ``node`` writes into, by its schema."""
     written = schema(node.target).written if isinstance(node.target, OpOverload) else ()
     return tuple(u.node for u in uses(node) if u.argument in written) if written else ()
+
+
+def moves(node: fx.Node) -> bool:
+    """True for a node that reads and writes elements; false for views and members of a tuple."""
+    return bool(mutated_inputs(node)) or not any(aliased(node))
 
 
 @dataclass(frozen=True)

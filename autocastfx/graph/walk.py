@@ -11,9 +11,12 @@ from torch import fx
 from autocastfx.graph.alias import aliased
 from autocastfx.graph.node import attribute, subgraphs
 from autocastfx.graph.op_name import op_name
-from autocastfx.passes.pipeline import CONVERTED_INSIDE
 
-__all__ = ["Located", "walk"]
+__all__ = ["CONVERTED_INSIDE", "Located", "walk"]
+
+# Higher-order operators whose graphs are converted too; the values that cross their borders keep their captured dtype.
+# Others stay whole: an autocast region has its own policy, and a region that switches autocast off asks for float32.
+CONVERTED_INSIDE = ("wrap_with_set_grad_enabled", "cond", "while_loop", "map_impl", "scan")
 
 
 @dataclass(frozen=True)

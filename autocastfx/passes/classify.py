@@ -25,30 +25,17 @@ from autocastfx.graph.product import Size, product
 from autocastfx.graph.sizes import example
 from autocastfx.passes.analysis.masks import Fill, come_in, fills, fits, takes_mask
 from autocastfx.passes.analysis.whole_numbers import WholeNumbers, told_apart
+from autocastfx.passes.state import Classification
 from autocastfx.plan.plan import Decision
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 
-__all__ = ["Classification", "Classifier"]
+__all__ = ["Classifier"]
 
 _CASTS = ("to", "_to_copy", "type_as")
 _FOLLOWS = (Category.INFER, Category.CLEAR, Category.PROMOTE)
-
-
-@dataclass(frozen=True)
-class Classification:
-    """A decision per computing node.
-
-    ``wide`` are the values known to hold finite numbers beyond the low dtype's range, in float32. ``unable`` holds the
-    nodes that cannot run low whoever asks for it, and why; ``fills`` those that can, with another number.
-    """
-
-    decisions: Mapping[fx.Node, Decision]
-    wide: frozenset[fx.Node]
-    unable: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
-    fills: Mapping[fx.Node, Fill] = field(default_factory=dict[fx.Node, Fill])
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.node import copy_graph, dtypes, module_classes, subgraphs, tensors
 from autocastfx.graph.op_name import op_name
 from autocastfx.graph.sizes import example, largest_size, unknown_size
+from autocastfx.graph.walk import CONVERTED_INSIDE
 from autocastfx.passes.analysis.bytes_moved import bytes_moved
 from autocastfx.passes.analysis.demands import Demands
 from autocastfx.passes.analysis.distances import distance_products
@@ -33,8 +34,9 @@ from autocastfx.passes.patterns.patterns import LOSS_CAST, MATH_ATTENTION, PATTE
 from autocastfx.passes.place import place
 from autocastfx.passes.place_simply import place_simply
 from autocastfx.passes.recompose import recompose
+from autocastfx.passes.record_plan import planned_casts, planned_copies, planned_node
 from autocastfx.passes.replace_attention import PARTS, recompute_attention, write_out_attention
-from autocastfx.passes.state import State, planned_casts, planned_copies, planned_node
+from autocastfx.passes.state import State
 from autocastfx.passes.store_weights import LowReads, lower_views, read_copies, store_low
 from autocastfx.passes.torch_autocast.dispatch import Dispatch
 from autocastfx.passes.torch_autocast.expand import expand
@@ -49,12 +51,9 @@ from autocastfx.policy.match import Matcher
 from autocastfx.policy.op_list import Category, OpList
 from autocastfx.runtime.variant import Variant
 
-__all__ = ["CONVERTED_INSIDE", "FOLLOW_PIPELINE", "LOW", "PIPELINE", "Converter", "State"]
+__all__ = ["FOLLOW_PIPELINE", "LOW", "PIPELINE", "Converter", "State"]
 
 LOW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-# Higher-order operators whose graphs are converted too; the values that cross their borders keep their captured dtype.
-# Others stay whole: an autocast region has its own policy, and a region that switches autocast off asks for float32.
-CONVERTED_INSIDE = ("wrap_with_set_grad_enabled", "cond", "while_loop", "map_impl", "scan")
 
 
 @dataclass(frozen=True)

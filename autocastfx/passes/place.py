@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from autocastfx.graph.alias import moves
 from autocastfx.graph.node import elements, has_float32, is_float32, is_member, tensors, uses
-from autocastfx.passes.analysis.bytes_moved import BYTES, CAST, moves
+from autocastfx.passes.analysis.bytes_moved import BYTES, CAST
 from autocastfx.passes.analysis.folding import Fold
 from autocastfx.passes.analysis.min_cut import Label, Term, cheapest
 from autocastfx.passes.analysis.provenance import Provenance, decisive

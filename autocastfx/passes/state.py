@@ -1,27 +1,35 @@
-"""What the passes hand on, and what of it goes into the plan."""
+"""What the passes hand on. Each may import this module; no pass imports another."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
 
 from autocastfx.graph.magnitude import Magnitude
-from autocastfx.graph.node import dtypes, elements, module_path, origin
-from autocastfx.graph.op_name import of_function, op_name
-from autocastfx.passes.analysis.bytes_moved import CAST
 from autocastfx.passes.analysis.held_values import HeldValues
-from autocastfx.passes.classify import Classification
+from autocastfx.passes.analysis.masks import Fill
 from autocastfx.passes.torch_autocast.dispatch import Followed
-from autocastfx.plan.plan import Placement, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed, Traffic
-from autocastfx.runtime.operators.conditional_cast import cast_if
-from autocastfx.runtime.operators.saturating_cast import saturating_cast
-from autocastfx.runtime.working_copies import working_copy
+from autocastfx.plan.plan import Decision, Placement, Recomposed, Traffic
 
-__all__ = ["State", "planned_casts", "planned_copies", "planned_node"]
+__all__ = ["Classification", "State"]
+
+
+@dataclass(frozen=True)
+class Classification:
+    """A decision per computing node.
+
+    ``wide`` are the values known to hold finite numbers beyond the low dtype's range, in float32. ``unable`` holds the
+    nodes that cannot run low whoever asks for it, and why; ``fills`` those that can, with another number.
+    """
+
+    decisions: Mapping[fx.Node, Decision]
+    wide: frozenset[fx.Node]
+    unable: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
+    fills: Mapping[fx.Node, Fill] = field(default_factory=dict[fx.Node, Fill])
 
 
 @dataclass(frozen=True)
@@ -44,56 +52,3 @@ class State:
     followed: Followed | None = None
     prefix: str = ""
     recomposed: tuple[Recomposed, ...] = ()
-
-
-def planned_node(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> PlannedNode:
-    """The plan's entry of a node of the graph before rewriting."""
-    placement, captured = state.placements[node], state.dtypes[node]
-    guessed = "?" if node.name in (state.guesses or ()) else ""
-    after = tuple(low if placement.store is Precision.LOW and d == torch.float32 else d for d in captured)
-    if state.followed is not None:
-        after = state.followed.dtypes[node]
-    return PlannedNode(
-        name=prefix + node.name,
-        op=state.ops[node],
-        module=module_path(node),
-        decision=state.classification.decisions[node],
-        placement=placement,
-        captured=_names(captured) + guessed,
-        dtype=_names(after) + guessed,
-    )
-
-
-def planned_casts(graph: fx.Graph, prefix: str) -> list[PlannedCast]:
-    """The casts in a rewritten graph."""
-    casts = ("to", of_function(cast_if), of_function(saturating_cast))
-    made = [(n, mark) for n in graph.nodes if (mark := origin(n)) is not None and op_name(n) in casts]
-    return [
-        PlannedCast(
-            name=prefix + node.name,
-            value=prefix + mark.value,
-            dtype=_names(dtypes(node)),
-            readers=tuple(prefix + reader.name for reader in node.users),
-            saturates=mark.saturates,
-            bytes=CAST * elements(node, *dtypes(node)),
-        )
-        for node, mark in made
-    ]
-
-
-def planned_copies(graph: fx.Graph) -> list[PlannedCopy]:
-    """The reads of working copies in a rewritten graph."""
-    return [
-        PlannedCopy(
-            name=node.name,
-            parameter=str(cast("fx.Node", node.args[1]).target),
-            dtype=_names(dtypes(node)),
-            readers=tuple(reader.name for reader in node.users),
-        )
-        for node in graph.nodes
-        if node.target is working_copy
-    ]
-
-
-def _names(found: tuple[torch.dtype, ...]) -> str:
-    return ",".join(str(d).removeprefix("torch.") for d in found)

@@ -13,7 +13,9 @@ from autocastfx.graph.product import KINDS
 from autocastfx.policy.op_list import preset_folder
 from autocastfx.policy.yaml_tree import Tree, parse_file
 
-__all__ = ["LEVELS", "KernelFacts", "load_kernel_facts"]
+__all__ = ["LEVELS", "PARAMETERS", "KernelFacts", "load_kernel_facts"]
+
+PARAMETERS = ("weight", "bias")  # of a norm, by the names in its schema
 
 # Levels of folding: which tables of ops each takes.
 LEVELS: Mapping[str, tuple[str, ...]] = {"none": (), "exact": ("exact",), "kernel": ("exact", "kernel")}

@@ -14,9 +14,8 @@ from autocastfx.capture.call import Call
 from autocastfx.capture.sources import capturing
 from autocastfx.errors import CaptureError, StateWarning, UnsupportedError, VariantError, shown
 from autocastfx.graph.node import uses
-from autocastfx.passes.analysis.ports import PARAMETERS
 from autocastfx.plan.plan import Precision
-from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.kernel_facts import PARAMETERS, load_kernel_facts
 from autocastfx.runtime.variant import Variant
 
 __all__ = ["VariantTable", "up_to_date"]

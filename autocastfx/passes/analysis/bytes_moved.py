@@ -6,20 +6,15 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autocastfx.graph.alias import aliased, mutated_inputs
+from autocastfx.graph.alias import moves
 from autocastfx.graph.node import Use, elements, is_float32, is_member, uses
 from autocastfx.passes.analysis.units import Units
 from autocastfx.plan.plan import Placement, Precision
 
-__all__ = ["BYTES", "CAST", "bytes_moved", "moves"]
+__all__ = ["BYTES", "CAST", "bytes_moved"]
 
 BYTES = {Precision.LOW: 2, Precision.FLOAT32: 4}
 CAST = sum(BYTES.values())  # one is read, the other written
-
-
-def moves(node: fx.Node) -> bool:
-    """Whether ``node`` reads and writes elements: views and members of a tuple do not."""
-    return bool(mutated_inputs(node)) or not any(aliased(node))
 
 
 def bytes_moved(

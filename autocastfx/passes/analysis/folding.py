@@ -15,8 +15,9 @@ from autocastfx.graph.alias import aliased
 from autocastfx.graph.node import argument, is_float32, tensors, uses
 from autocastfx.graph.op_name import kernel_name
 from autocastfx.passes.analysis.masks import takes_mask
-from autocastfx.passes.analysis.ports import PARAMETERS, Ports
+from autocastfx.passes.analysis.ports import Ports
 from autocastfx.plan.plan import Decision
+from autocastfx.policy.kernel_facts import PARAMETERS
 from autocastfx.policy.op_list import Category
 
 __all__ = ["Fold", "Folding"]

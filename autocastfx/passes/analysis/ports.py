@@ -14,14 +14,13 @@ from autocastfx.graph.node import Use, argument, dtypes, elements, is_float32, t
 from autocastfx.graph.op_name import base_name, kernel_name, op_name
 from autocastfx.passes.analysis.cross_entropy import is_over_classes
 from autocastfx.plan.plan import Placement, Precision
-from autocastfx.policy.kernel_facts import KernelFacts
+from autocastfx.policy.kernel_facts import PARAMETERS, KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.runtime.operators.layer_norm import layer_norm
 
-__all__ = ["PARAMETERS", "Ports"]
+__all__ = ["Ports"]
 
 _CASTS = ("to", "_to_copy")
-PARAMETERS = ("weight", "bias")  # of a norm, by the names in its schema
 # Operators of this package that take 16-bit values beside float32 parameters, by torch's of the same schema.
 _OURS: Mapping[object, OpOverload] = {torch.ops.aten.layer_norm.default: layer_norm}
 

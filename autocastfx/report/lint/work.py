@@ -13,11 +13,10 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from autocastfx.graph.alias import aliased
+from autocastfx.graph.alias import aliased, moves
 from autocastfx.graph.node import dtypes, is_member, tensors, uses, value
 from autocastfx.graph.op_name import op_name
 from autocastfx.graph.sizes import example_size
-from autocastfx.passes.analysis.bytes_moved import moves
 
 __all__ = ["Work", "work_of"]
 
