@@ -1,0 +1,125 @@
+"""Where modules lie and what they may import: layers of the package, one way. ``python -m tests.test_layout`` prints
+what breaks the rules.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "autocastfx"
+# From low to high. A part imports parts of lower layers alone; parts of one layer do not know each other.
+LAYERS = (
+    ("errors", "files"),
+    ("graph",),
+    ("policy", "training"),
+    ("plan",),
+    ("capture",),
+    ("runtime",),
+    ("passes", "report"),
+    ("calibration",),
+    ("conversion", "testing"),
+    ("numerics",),
+    ("cli",),
+    ("__init__", "__main__"),
+)
+FLOOR = {part: floor for floor, parts in enumerate(LAYERS) for part in parts}
+ROOMS = ("analysis", "patterns", "torch_autocast")  # of passes: what passes ask, and they do not ask passes
+SHARED = "state"  # what passes hand on
+MOST_IN_ROOT, MOST_LINES = 8, 350
+
+
+def broken(package: Path) -> Iterator[str]:
+    """What breaks a rule, a line each."""
+    if len(root := sorted(package.glob("*.py"))) > MOST_IN_ROOT:
+        yield f"{len(root)} modules in the root, at most {MOST_IN_ROOT}: {', '.join(path.name for path in root)}"
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).with_suffix("").parts
+        text = path.read_text(encoding="utf-8")
+        if (lines := text.count("\n")) > MOST_LINES:
+            yield f"{'.'.join(name)} has {lines} lines, at most {MOST_LINES}"
+        if name[0] not in FLOOR:
+            yield f"{name[0]} is in no layer"
+            continue
+        for line, imported in imports(text, package.name):
+            if not may_import(name, imported):
+                yield f"{'.'.join(name)}:{line} imports {'.'.join(imported)}"
+
+
+def imports(text: str, package: str) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The names of the package that a module imports anywhere, deferred and for types alone too."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]  # ruff forbids relative ones
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for first, *rest in (name.split(".") for name in names):
+            if first == package:
+                yield node.lineno, tuple(rest) or ("__init__",)
+
+
+def may_import(name: tuple[str, ...], imported: tuple[str, ...]) -> bool:
+    """Whether the module ``name`` may import ``imported``: a module, or a name in one."""
+    part = imported[0] if imported[0] in FLOOR else "__init__"
+    if part != name[0]:
+        return FLOOR[part] < FLOOR[name[0]]
+    if part != "passes" or name == ("passes", "pipeline"):
+        return True
+    if name[1] in ROOMS:
+        return imported[1] == name[1]
+    return imported[1] in (*ROOMS, SHARED)
+
+
+def test_every_module_imports_lower_layers_alone() -> None:
+    assert list(broken(PACKAGE)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("graph/node.py", "import os\nfrom pack.plan.plan import Plan", "graph.node:2 imports plan.plan.Plan"),
+        ("errors.py", "def f():\n    import pack.files", "errors:2 imports files"),
+        ("runtime/variant.py", "if T:\n    from pack import convert", "runtime.variant:2 imports convert"),
+        ("policy/rule.py", "from pack.training import optimizer", "policy.rule:1 imports training.optimizer"),
+        ("passes/place.py", "from pack.passes.verify import verify", "passes.place:1 imports passes.verify.verify"),
+        ("passes/analysis/cut.py", "from pack.passes.state import S", "passes.analysis.cut:1 imports passes.state.S"),
+        ("shelf.py", "", "shelf is in no layer"),
+        ("graph/long.py", "\n" * 351, "graph.long has 351 lines, at most 350"),
+    ],
+)
+def test_what_breaks_a_rule_is_said(file: str, text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "pack" / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    assert list(broken(tmp_path / "pack")) == [said]
+
+
+def test_a_ninth_module_in_the_root_is_said(tmp_path: Path) -> None:
+    for name in ["errors", "files", *(f"m{i}" for i in range(7))]:
+        (tmp_path / f"{name}.py").write_text("")
+    assert "9 modules in the root, at most 8" in next(broken(tmp_path))
+
+
+def test_what_is_allowed(tmp_path: Path) -> None:
+    allowed = {
+        "passes/pipeline.py": "from pack.passes.place import place\nfrom pack.plan.plan import Plan",
+        "passes/place.py": "import torch\nfrom pack.passes.state import S\nimport pack.passes.analysis.cut",
+        "passes/analysis/cut.py": "from pack.passes.analysis.ports import Ports\nfrom pack.graph import node",
+        "__init__.py": "from pack.conversion import convert",
+        "numerics/bisect.py": "from pack.conversion import convert",
+    }
+    for file, text in allowed.items():
+        (tmp_path / "pack" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pack" / file).write_text(text)
+    assert list(broken(tmp_path / "pack")) == []
+
+
+if __name__ == "__main__":
+    found = list(broken(PACKAGE))
+    print(*found, f"{len(found)} violations", sep="\n")
+    raise SystemExit(bool(found))
