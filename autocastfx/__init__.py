@@ -31,7 +31,10 @@ from autocastfx.numerics.gradient_histogram import GradientHistogram, gradient_h
 from autocastfx.plan.plan import Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
 from autocastfx.plan.plan_diff import Difference, PlanDiff, diff
 from autocastfx.plan.ranges import Range, Ranges
-from autocastfx.policy.op_list import Category, Change, ModuleRule, OpList, Rule, load_op_list, presets
+from autocastfx.policy.list_diff import Change
+from autocastfx.policy.op_list import OpList, load_op_list
+from autocastfx.policy.presets import presets
+from autocastfx.policy.rule import Category, ModuleRule, Rule
 from autocastfx.report.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
 from autocastfx.report.deviation import Deviation
 from autocastfx.report.dump import dump

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.graph.op_name import base_name, of_function
 from autocastfx.policy.kernel_facts import load_kernel_facts
-from autocastfx.policy.op_list import Category, load_op_list
+from autocastfx.policy.op_list import load_op_list
+from autocastfx.policy.rule import Category
 from benchmarks.kernel_calls import KernelCall, kernel_calls
 
 __all__ = ["DTYPES", "FACTS", "LISTED", "differences", "failure", "in_dtype", "rounds_once", "without_kernel"]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from autocastfx import Category, load_op_list
-from autocastfx.policy.read_rules import DEVICES, KEYS, PLACEMENTS, UNLISTED
+from autocastfx.policy.op_list import KEYS
+from autocastfx.policy.read_rules import DEVICES, PLACEMENTS, UNLISTED
 from tests.golden.readme import NUMERICS, OP_LISTS, PLACEMENT, WEIGHTS, outputs, run
 
 TEXT = OP_LISTS.read_text(encoding="utf-8")

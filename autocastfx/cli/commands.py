@@ -21,8 +21,8 @@ from autocastfx.plan.plan import Plan
 from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.plan.plan_diff import diff as diff_plans
 from autocastfx.plan.select_nodes import select
-from autocastfx.policy import write_list
-from autocastfx.policy.op_list import load_op_list, preset_path
+from autocastfx.policy.op_list import load_op_list
+from autocastfx.policy.presets import preset_path
 from autocastfx.report.dump import dump as dump_model
 from autocastfx.report.explain import explain as explain_node
 
@@ -108,7 +108,7 @@ def show_list(options: Namespace) -> int:
     op_list = load_op_list(options.list, default=options.dtype)
     if options.json:
         return print_json([_of_rule(rule) for rule in op_list.every_rule()])
-    sys.stdout.write(write_list.text(op_list))
+    sys.stdout.write(op_list.text())
     return 0
 
 

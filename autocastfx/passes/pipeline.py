@@ -48,7 +48,8 @@ from autocastfx.plan.plan import Decision, Placement, Plan, PlannedCast, Planned
 from autocastfx.plan.ranges import Key, Ranges, key_of, mode_of
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
-from autocastfx.policy.op_list import Category, OpList
+from autocastfx.policy.op_list import OpList
+from autocastfx.policy.rule import Category
 from autocastfx.runtime.variant import Variant
 
 __all__ = ["FOLLOW_PIPELINE", "LOW", "PIPELINE", "Converter", "State"]

@@ -25,7 +25,7 @@ from autocastfx.passes.analysis.min_cut import Label, Term, cheapest
 from autocastfx.passes.analysis.provenance import Provenance, decisive
 from autocastfx.passes.analysis.units import Unit, Units, reach
 from autocastfx.plan.plan import Decision, Placement, Precision
-from autocastfx.policy.op_list import Category
+from autocastfx.policy.rule import Category
 
 __all__ = ["place"]
 

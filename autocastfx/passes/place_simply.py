@@ -13,7 +13,7 @@ from torch import fx
 from autocastfx.graph.node import has_float32, producer, tensors, uses
 from autocastfx.passes.analysis.units import Unit, Units, reach
 from autocastfx.plan.plan import Decision, Placement
-from autocastfx.policy.op_list import Category
+from autocastfx.policy.rule import Category
 
 __all__ = ["place_simply"]
 

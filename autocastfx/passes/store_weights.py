@@ -14,7 +14,7 @@ from autocastfx.graph.black_box import is_opaque
 from autocastfx.graph.node import Origin, is_float32, origin, set_origin, set_value, tensors, uses
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.plan.plan import Decision, Placement, Precision
-from autocastfx.policy.op_list import Category
+from autocastfx.policy.rule import Category
 from autocastfx.runtime.working_copies import ATTRIBUTE, working_copy
 
 __all__ = ["LowReads", "lower_views", "read_copies", "store_low"]

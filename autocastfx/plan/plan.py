@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from autocastfx.plan.json_text import parsed_json
-from autocastfx.policy.op_list import Category
+from autocastfx.policy.rule import Category
 
 __all__ = [
     "Decision",

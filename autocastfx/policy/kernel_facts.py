@@ -10,7 +10,7 @@ from torch import fx
 from autocastfx.graph.node import uses
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.product import KINDS
-from autocastfx.policy.op_list import preset_folder
+from autocastfx.policy.presets import preset_folder
 from autocastfx.policy.yaml_tree import Tree, parse_file
 
 __all__ = ["LEVELS", "PARAMETERS", "KernelFacts", "load_kernel_facts"]

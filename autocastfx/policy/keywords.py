@@ -10,7 +10,6 @@ __all__ = [
     "DEMAND_KEYS",
     "DEVICES",
     "ENTRY_KEYS",
-    "LIST_KEYS",
     "MODULE_CATEGORIES",
     "MODULE_KEYS",
     "PLACEMENTS",
@@ -27,20 +26,6 @@ CATEGORIES: Mapping[str, str] = {
     "promote": "in 16 bits only if all its floating inputs already are",
     "keep": "runs exactly as captured",
     "ban": "the conversion is refused, with the reason",
-}
-LIST_KEYS: Mapping[str, str] = {
-    "modules": "a list of entries for the modules inside which ops run",
-    "keep_args": "per op, the argument or arguments that stay float32 while it runs in 16 bits",
-    "set_dtype": "under `placement: follow`, the `deny` ops that are asked for float32 by their dtype argument",
-    "reduction_depth": "per op, how many elements it may reduce into one in 16 bits; a number alone, or `*`, is for "
-    "all reductions, and `null` lifts a limit",
-    "product_depth": "products that add up fewer elements into one are elementwise work, as `infer`; a dot product, "
-    "which gives one number, is a `sum`; `null` lifts the limit",
-    "demands": "a list of entries for ops that cannot use a rounded operand, however it was made",
-    "aliases": "per further name, the listed name whose rules it takes",
-    "unlisted": "what becomes of an op that has no rule",
-    "extends": "the preset, or the file beside this one, on which this list builds; or a list of these",
-    "placement": "how the precision of what the categories leave free is chosen",
 }
 ENTRY_KEYS: Mapping[str, str] = {
     "reason": "text that plans, dumps and errors show",

@@ -14,15 +14,109 @@ from typing import Any
 from autocastfx.errors import OpListError
 from autocastfx.files import write_whole
 from autocastfx.graph.op_name import base_name
-from autocastfx.policy import read_rules, write_list
+from autocastfx.policy import keywords, list_diff, read_rules, write_list
 from autocastfx.policy.data_tree import tree_of
+from autocastfx.policy.list_diff import Change
+from autocastfx.policy.list_key import ListKey, Said, keys_of, later_or_earlier
+from autocastfx.policy.presets import preset_folder, preset_path
 from autocastfx.policy.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
-from autocastfx.policy.write_list import Change
-from autocastfx.policy.yaml_tree import Tree, nearest, parse_file
+from autocastfx.policy.yaml_tree import Tree, parse_file
 
-__all__ = ["Category", "Change", "DepthLimit", "ModuleRule", "OpList", "Rule", "load_op_list", "preset_path", "presets"]
+__all__ = ["KEYS", "OpList", "OpListLike", "load_op_list"]
 
 RuleKey = tuple[str, tuple[Condition, ...], str]
+
+
+def _number(limit: DepthLimit) -> str:
+    return "no limit" if limit.most is None else str(limit.most)
+
+
+def _demanded(demand: Demand) -> str:
+    where = f" for {', '.join(demand.arguments)}" if demand.arguments else ""
+    of = f" of {', '.join(demand.of)}" if demand.of else ""
+    return f"through {demand.through}{where}{of}" + (f" at {', '.join(demand.at)}" if demand.at else "")
+
+
+def _stacked(earlier: tuple[ModuleRule, ...], later: tuple[ModuleRule, ...]) -> tuple[ModuleRule, ...]:
+    """The rules of both, the later ones with the higher ranks, and in place of earlier ones of the same key."""
+    replaced = {rule.key for rule in later}
+    above = 1 + max((rule.rank for rule in earlier), default=-1)
+    raised = (replace(rule, rank=rule.rank + above) for rule in later)
+    return (*(rule for rule in earlier if rule.key not in replaced), *raised)
+
+
+def _limited(earlier: Mapping[str, DepthLimit], later: Mapping[str, DepthLimit]) -> Mapping[str, DepthLimit]:
+    """The limits of both; a later one for all reductions undoes what each op had."""
+    return {**({} if ANY_REDUCTION in later else earlier), **later}
+
+
+def _word(category: Category) -> str:
+    return next(word for word, listed_as in read_rules.UNLISTED.items() if listed_as is category)
+
+
+_UNLISTED = ListKey(
+    "what becomes of an op that has no rule",
+    read=read_rules.unlisted,
+    write=_word,
+    said=lambda category: [("unlisted", _word(category), "")],
+    over=later_or_earlier,
+)
+_PLACEMENT = ListKey(
+    "how the precision of what the categories leave free is chosen",
+    read=read_rules.placement,
+    write=str,
+    said=lambda placement: [("placement", placement, "")],
+    over=later_or_earlier,
+)
+_MODULES = ListKey(
+    "a list of entries for the modules inside which ops run",
+    read=lambda tree: tuple(read_rules.module_rules(tree)),
+    write=write_list.modules,
+    said=lambda rules: [(r.subject, f"{r.wanted} at rank {r.rank}" if r.rank else r.wanted, r.reason) for r in rules],
+    over=_stacked,
+)
+_KEEP_ARGS = ListKey(
+    "per op, the argument or arguments that stay float32 while it runs in 16 bits",
+    read=lambda tree: dict(read_rules.keep_args(tree)),
+    write=lambda kept: {op: list(names) for op, names in sorted(kept.items())},
+    said=lambda kept: [(f"keep_args of {op}", ", ".join(names), "") for op, names in kept.items()],
+)
+_SET_DTYPE = ListKey(
+    "under `placement: follow`, the `deny` ops that are asked for float32 by their dtype argument",
+    read=lambda tree: frozenset(op.op_name() for op in read_rules.known(tree.child("set_dtype").as_strings())),
+    write=sorted,
+    said=lambda ops: [(f"set_dtype of {op}", "float32", "") for op in ops],
+    over=frozenset[str].union,
+)
+_REDUCTION_DEPTH = ListKey(
+    "per op, how many elements it may reduce into one in 16 bits; a number alone, or `*`, is for all reductions, and "
+    "`null` lifts a limit",
+    read=lambda tree: dict(read_rules.reduction_depth(tree)),
+    write=write_list.limits,
+    said=lambda limits: [(f"reduction_depth of {op}", _number(limit), "") for op, limit in limits.items()],
+    over=_limited,
+)
+_PRODUCT_DEPTH = ListKey(
+    "products that add up fewer elements into one are elementwise work, as `infer`; a dot product, which gives one "
+    "number, is a `sum`; `null` lifts the limit",
+    read=read_rules.product_depth,
+    write=lambda limit: limit.most,
+    said=lambda limit: [("product_depth", _number(limit), "")],
+    over=later_or_earlier,
+)
+_DEMANDS = ListKey(
+    "a list of entries for ops that cannot use a rounded operand, however it was made",
+    read=lambda tree: {demand.op: demand for demand in read_rules.demands(tree)},
+    write=lambda demands: write_list.demands(demands.values()),
+    said=lambda demands: [(f"demand of {op}", _demanded(d), d.reason) for op, d in demands.items()],
+)
+_ALIASES = ListKey(
+    "per further name, the listed name whose rules it takes",
+    read=read_rules.aliases,
+    write=lambda aliases: dict(sorted(aliases.items())),
+    said=lambda aliases: [(f"alias {further}", name, "") for further, name in aliases.items()],
+)
+_EXTENDS = "the preset, or the file beside this one, on which this list builds; or a list of these"
 
 
 @dataclass(frozen=True)
@@ -51,17 +145,21 @@ class OpList:
     """
 
     rules: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
-    keep_args: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
-    unlisted: Category | None = None
-    name: str = field(default="unnamed", compare=False)
-    placement: str | None = None
-    set_dtype: frozenset[str] = frozenset()
-    reduction_depth: Mapping[str, DepthLimit] = field(default_factory=dict[str, DepthLimit])
-    product_depth: DepthLimit | None = None
-    demands: Mapping[str, Demand] = field(default_factory=dict[str, Demand])
     conditional: Mapping[RuleKey, Rule] = field(default_factory=dict[RuleKey, Rule])
-    modules: tuple[ModuleRule, ...] = ()
+    modules: tuple[ModuleRule, ...] = field(default=(), metadata={"key": _MODULES})
+    keep_args: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict[str, tuple[str, ...]], metadata={"key": _KEEP_ARGS}
+    )
+    set_dtype: frozenset[str] = field(default=frozenset(), metadata={"key": _SET_DTYPE})
+    reduction_depth: Mapping[str, DepthLimit] = field(
+        default_factory=dict[str, DepthLimit], metadata={"key": _REDUCTION_DEPTH}
+    )
+    product_depth: DepthLimit | None = field(default=None, metadata={"key": _PRODUCT_DEPTH})
+    demands: Mapping[str, Demand] = field(default_factory=dict[str, Demand], metadata={"key": _DEMANDS})
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str], metadata={"key": _ALIASES})
+    unlisted: Category | None = field(default=None, metadata={"key": _UNLISTED})
+    placement: str | None = field(default=None, metadata={"key": _PLACEMENT})
+    name: str = field(default="unnamed", compare=False)
 
     def __post_init__(self) -> None:
         for name, value in self._values().items():
@@ -127,23 +225,11 @@ class OpList:
 
     def merged(self, later: OpList) -> OpList:
         """This list with ``later`` laid over it, key by key."""
-        replaced = {rule.key for rule in later.modules}
-        above = 1 + max((rule.rank for rule in self.modules), default=-1)
-        raised = (replace(rule, rank=rule.rank + above) for rule in later.modules)
-        depths = {} if ANY_REDUCTION in later.reduction_depth else self.reduction_depth  # undoes what each op had
         return OpList(
             rules={**self.rules, **later.rules},
-            keep_args={**self.keep_args, **later.keep_args},
-            aliases={**self.aliases, **later.aliases},
-            unlisted=self.unlisted if later.unlisted is None else later.unlisted,
-            name=f"{self.name}+{later.name}" if self.every_rule() else later.name,
-            placement=later.placement or self.placement,
-            set_dtype=self.set_dtype | later.set_dtype,
-            reduction_depth={**depths, **later.reduction_depth},
-            product_depth=later.product_depth or self.product_depth,
-            demands={**self.demands, **later.demands},
             conditional={**self.conditional, **later.conditional},
-            modules=(*(rule for rule in self.modules if rule.key not in replaced), *raised),
+            name=f"{self.name}+{later.name}" if self.every_rule() else later.name,
+            **{name: key.over(getattr(self, name), getattr(later, name)) for name, key in _FIELDS.items()},
         )
 
     def __or__(self, later: OpList) -> OpList:
@@ -151,7 +237,26 @@ class OpList:
 
     def diff(self, later: OpList) -> tuple[Change, ...]:
         """What ``later`` says otherwise, as values that print as ``softmax: deny → allow``; none if both are equal."""
-        return write_list.diff(self, later)
+        return list_diff.changes(self._said(), later._said())
+
+    def _said(self) -> dict[str, tuple[str, str]]:
+        """What the list says of each subject, and why."""
+        of_ops = (*self.rules.values(), *self.conditional.values())
+        said: list[Said] = [(rule.subject, str(rule.category), rule.reason) for rule in of_ops]
+        for name, key in _FIELDS.items():
+            if (value := getattr(self, name)) != getattr(_NOTHING, name):
+                said += key.said(value)
+        return {subject: (word, reason) for subject, word, reason in said}
+
+    def text(self) -> str:
+        """The YAML that reads back as an equal list, grouped by category, reason, conditions and devices."""
+        values = {name: getattr(self, name) for name in _FIELDS}
+        data = {name: _FIELDS[name].write(v) for name, v in values.items() if v != getattr(_NOTHING, name)}
+        of_ops = (*self.rules.values(), *self.conditional.values())
+        by_category = {c.value: write_list.groups(rule for rule in of_ops if rule.category is c) for c in Category}
+        data |= {category: groups for category, groups in by_category.items() if groups}
+        order = dict.fromkeys(("unlisted", "placement", *KEYS))  # what holds for the whole list comes first
+        return write_list.text({key: data[key] for key in order if key in data})
 
     def save(self, path: str | Path) -> None:
         """Write a YAML file, grouped by category and reason, that :func:`load_op_list` reads back as an equal list.
@@ -162,7 +267,7 @@ class OpList:
         Raises:
             OSError: the file cannot be written.
         """
-        write_whole(Path(path), write_list.text(self))
+        write_whole(Path(path), self.text())
 
     def lenient(self) -> OpList:
         """This list without a ban of unlisted ops: a draft holds ops that a graph with known sizes does not."""
@@ -172,35 +277,20 @@ class OpList:
         return (_restore, ({n: dict(v) if isinstance(v, Mapping) else v for n, v in self._values().items()},))
 
 
+_FIELDS = keys_of(OpList)
+_NOTHING = OpList()
+KEYS: Mapping[str, str] = {  # with their meanings
+    **dict.fromkeys(keywords.CATEGORIES, "a list of entries for the ops of that category"),
+    **{name: key.meaning for name, key in _FIELDS.items()},
+    "extends": _EXTENDS,
+}
+
+
 def _restore(values: dict[str, Any]) -> OpList:
     return OpList(**values)
 
 
 OpListLike = str | Path | OpList | Sequence[str | Path | OpList]
-
-
-def preset_folder() -> Path:
-    """Folder of the shipped lists: inside the package (a wheel), else beside it (a checkout)."""
-    inside = Path(__file__).parents[1] / "op_lists"
-    return inside if inside.is_dir() else Path(__file__).parents[2] / "op_lists"
-
-
-def presets() -> tuple[str, ...]:
-    """Names of the shipped lists. ``"default"`` stands for the one of the conversion's dtype."""
-    return tuple(sorted(p.stem for p in preset_folder().glob("*.yaml") if p.stem != "kernel_facts"))
-
-
-def preset_path(name: str) -> Path:
-    """Path of a shipped list.
-
-    Raises:
-        OpListError: there is none of that name.
-    """
-    path = preset_folder() / f"{name}.yaml"
-    if name not in presets():
-        hint = nearest(name, presets())
-        raise OpListError(f"no preset is named {name!r}{hint}. Presets: {', '.join(presets())}; a path ends in .yaml.")
-    return path
 
 
 def load_op_list(lists: OpListLike, *, default: str = "float16") -> OpList:
@@ -233,23 +323,15 @@ def _load_file(path: Path, opened: tuple[Path, ...]) -> OpList:
 
 
 def _from_tree(tree: Tree, name: str, folder: Path, opened: tuple[Path, ...]) -> OpList:
-    tree.check_keys(read_rules.KEYS, what="key of an op list")
+    tree.check_keys(tuple(KEYS), what="key of an op list")
     base = OpList()
     for parent in tree.child("extends").as_strings():
         base = base.merged(_load_parent(parent, folder, opened))
     rules = tuple(read_rules.op_rules(tree))
     own = OpList(
         rules={r.op: r for r in rules if not (r.when or r.device)},
-        keep_args=dict(read_rules.keep_args(tree)),
-        aliases=read_rules.aliases(tree),
-        unlisted=read_rules.unlisted(tree),
-        placement=read_rules.placement(tree),
-        set_dtype=frozenset(op.op_name() for op in read_rules.known(tree.child("set_dtype").as_strings())),
-        reduction_depth=dict(read_rules.reduction_depth(tree)),
-        product_depth=read_rules.product_depth(tree),
-        demands={demand.op: demand for demand in read_rules.demands(tree)},
         conditional={r.key: r for r in rules if r.when or r.device},
-        modules=tuple(read_rules.module_rules(tree)),
+        **{key: kind.read(tree) for key, kind in _FIELDS.items()},
     )
     return replace(base.merged(own), name=name)
 

@@ -26,7 +26,6 @@ from autocastfx.policy.yaml_tree import Tree, is_known, legal_op_names, nearest
 
 __all__ = [
     "DEVICES",
-    "KEYS",
     "PLACEMENTS",
     "UNLISTED",
     "aliases",
@@ -43,7 +42,6 @@ __all__ = [
 
 UNLISTED = {"keep": Category.KEEP, "deny": Category.DENY, "error": Category.BAN}
 PLACEMENTS = tuple(keywords.PLACEMENTS)
-KEYS = (*keywords.CATEGORIES, *keywords.LIST_KEYS)
 _RULE_KEYS = tuple(keywords.ENTRY_KEYS)
 _MODULE_KEYS = tuple(keywords.MODULE_KEYS)
 _DEMAND_KEYS = tuple(keywords.DEMAND_KEYS)

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 import yaml
 
 from autocastfx.policy import keywords
-from autocastfx.policy.op_list import load_op_list, preset_path, presets
+from autocastfx.policy.op_list import KEYS, load_op_list
+from autocastfx.policy.presets import preset_path, presets
 from autocastfx.policy.read_rules import UNLISTED
 from tests.golden.readme import README
 
@@ -23,12 +24,12 @@ def page() -> str:
 def _lines() -> Iterator[str]:
     yield "# YAML reference"
     yield ""
-    yield "<!-- Written by `python -m tests.golden` from autocastfx/policy/keywords.py and the lists in op_lists/. -->"
+    yield "<!-- Written by `python -m tests.golden` from autocastfx/policy/ and the lists in op_lists/. -->"
     yield ""
     yield "Every word that an op list may hold. Another is an error that names its line and the nearest one."
     yield "How lists are written, which rule wins and what names of ops look like is in [Op lists](op-lists.md)."
     yield from _section("Keys of a list", "All are optional; a file has at least one.")
-    yield from _table("key", {**_categories(), **keywords.LIST_KEYS})
+    yield from _table("key", KEYS)
     yield from _section("Categories")
     yield from _table("category", keywords.CATEGORIES)
     yield from _section(
@@ -68,10 +69,6 @@ def _lines() -> Iterator[str]:
     yield f"|---|---|---|---|{'---|' * (len(categories) + 1)}"
     yield from map(_shipped, presets())
     yield ""
-
-
-def _categories() -> dict[str, str]:
-    return dict.fromkeys(keywords.CATEGORIES, "a list of entries for the ops of that category")
 
 
 def _section(title: str, text: str = "") -> Iterator[str]:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autocastfx.graph.node import value
 from autocastfx.plan.plan import Decision
-from autocastfx.policy.op_list import Category
+from autocastfx.policy.rule import Category
 
 aten = torch.ops.aten
 UNARY = {

@@ -26,7 +26,7 @@ from autocastfx.passes.place import place
 from autocastfx.passes.verify import verify
 from autocastfx.plan.plan import Decision, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
-from autocastfx.policy.op_list import Category
+from autocastfx.policy.rule import Category
 from tests.helpers import Function, op_list, rewritten, text
 from tests.passes.random_graphs import build, outputs, reordered, steps
 

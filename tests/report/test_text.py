@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx.policy.op_list import preset_folder
+from autocastfx.policy.presets import preset_folder
 from tests.golden.models import CASES, comparable, converted, kept
 
 SOURCE = re.compile(r"\((op_lists/\w+\.yaml):(\d+):(\d+)\)$")

@@ -12,8 +12,8 @@ from autocastfx.graph.node import Use, has_float32, is_member, uses
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.plan.plan import Decision
-from autocastfx.policy.op_list import Category, OpList
-from autocastfx.policy.rule import Demand
+from autocastfx.policy.op_list import OpList
+from autocastfx.policy.rule import Category, Demand
 
 __all__ = ["Demands"]
 

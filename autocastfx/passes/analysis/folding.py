@@ -18,7 +18,7 @@ from autocastfx.passes.analysis.masks import takes_mask
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.plan.plan import Decision
 from autocastfx.policy.kernel_facts import PARAMETERS
-from autocastfx.policy.op_list import Category
+from autocastfx.policy.rule import Category
 
 __all__ = ["Fold", "Folding"]
 

@@ -14,7 +14,7 @@ from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.passes.analysis.masks import read_as_scores, takes_mask
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.passes.analysis.units import Unit, Units
-from autocastfx.policy.op_list import Category
+from autocastfx.policy.rule import Category
 
 __all__ = ["Provenance", "decisive"]
 

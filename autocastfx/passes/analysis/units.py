@@ -12,7 +12,7 @@ from autocastfx.graph.alias import AliasSet, alias_sets
 from autocastfx.graph.node import has_float32, is_member, producer, uses
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.plan.plan import Decision, Placement, Precision
-from autocastfx.policy.op_list import Category
+from autocastfx.policy.rule import Category
 
 __all__ = ["FREE", "Unit", "Units", "reach", "units_of"]
 

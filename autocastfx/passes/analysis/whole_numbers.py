@@ -16,7 +16,8 @@ from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.product import Size, product
 from autocastfx.graph.sizes import largest_size
 from autocastfx.policy.kernel_facts import KernelFacts
-from autocastfx.policy.op_list import Category, OpList
+from autocastfx.policy.op_list import OpList
+from autocastfx.policy.rule import Category
 
 __all__ = ["WholeNumbers", "holds_one_number", "largest_whole", "told_apart"]
 

@@ -19,7 +19,8 @@ from autocastfx.graph.node import argument, tensors
 from autocastfx.graph.op_name import op_name
 from autocastfx.plan.plan import Placement, Precision
 from autocastfx.policy.match import Matcher
-from autocastfx.policy.op_list import Category, ModuleRule, OpList, Rule
+from autocastfx.policy.op_list import OpList
+from autocastfx.policy.rule import Category, ModuleRule, Rule
 
 __all__ = ["Dispatch", "Followed", "abstract_call", "asked", "like"]
 

@@ -24,7 +24,7 @@ from autocastfx.graph.abstract_values import concrete_sizes
 from autocastfx.graph.node import place_like, set_value, value
 from autocastfx.graph.op_name import op_name
 from autocastfx.passes.torch_autocast.dispatch import Dispatch, like
-from autocastfx.policy.op_list import Category
+from autocastfx.policy.rule import Category
 
 __all__ = ["expand"]
 

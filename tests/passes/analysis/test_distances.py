@@ -13,7 +13,8 @@ import autocastfx
 from autocastfx.graph.op_name import op_name
 from autocastfx.passes.analysis.distances import distance_products
 from autocastfx.policy.kernel_facts import load_kernel_facts
-from autocastfx.policy.op_list import Category, load_op_list
+from autocastfx.policy.op_list import load_op_list
+from autocastfx.policy.rule import Category
 from tests.helpers import Function, relative_error
 
 A, B = torch.rand(9, 8) + 10, torch.rand(7, 8) + 10

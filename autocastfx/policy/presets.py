@@ -1,0 +1,34 @@
+"""The op lists that come with this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autocastfx.errors import OpListError
+from autocastfx.policy.yaml_tree import nearest
+
+__all__ = ["preset_folder", "preset_path", "presets"]
+
+
+def preset_folder() -> Path:
+    """Folder of the shipped lists: inside the package (a wheel), else beside it (a checkout)."""
+    inside = Path(__file__).parents[1] / "op_lists"
+    return inside if inside.is_dir() else Path(__file__).parents[2] / "op_lists"
+
+
+def presets() -> tuple[str, ...]:
+    """Names of the shipped lists. ``"default"`` stands for the one of the conversion's dtype."""
+    return tuple(sorted(p.stem for p in preset_folder().glob("*.yaml") if p.stem != "kernel_facts"))
+
+
+def preset_path(name: str) -> Path:
+    """Path of a shipped list.
+
+    Raises:
+        OpListError: there is none of that name.
+    """
+    path = preset_folder() / f"{name}.yaml"
+    if name not in presets():
+        hint = nearest(name, presets())
+        raise OpListError(f"no preset is named {name!r}{hint}. Presets: {', '.join(presets())}; a path ends in .yaml.")
+    return path
