@@ -8,6 +8,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "autocastfx"
@@ -36,6 +37,7 @@ def broken(package: Path) -> Iterator[str]:
     """What breaks a rule, a line each."""
     if len(root := sorted(package.glob("*.py"))) > MOST_IN_ROOT:
         yield f"{len(root)} modules in the root, at most {MOST_IN_ROOT}: {', '.join(path.name for path in root)}"
+    arrows: nx.DiGraph[str] = nx.DiGraph()
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).with_suffix("").parts
         text = path.read_text(encoding="utf-8")
@@ -45,8 +47,17 @@ def broken(package: Path) -> Iterator[str]:
             yield f"{name[0]} is in no layer"
             continue
         for line, imported in imports(text, package.name):
+            arrows.add_edge(".".join(name), module_of(imported, package))
             if not may_import(name, imported):
                 yield f"{'.'.join(name)}:{line} imports {'.'.join(imported)}"
+    for circle in nx.simple_cycles(arrows):
+        yield f"a circle of imports: {' → '.join(sorted(circle))}"
+
+
+def module_of(imported: tuple[str, ...], package: Path) -> str:
+    """The module that holds the name ``imported``, or is it."""
+    is_module = package.joinpath(*imported).with_suffix(".py").is_file()
+    return ".".join(imported if is_module else imported[:-1]) or "__init__"
 
 
 def imports(text: str, package: str) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -103,6 +114,13 @@ def test_a_ninth_module_in_the_root_is_said(tmp_path: Path) -> None:
     for name in ["errors", "files", *(f"m{i}" for i in range(7))]:
         (tmp_path / f"{name}.py").write_text("")
     assert "9 modules in the root, at most 8" in next(broken(tmp_path))
+
+
+def test_a_circle_is_said(tmp_path: Path) -> None:
+    (tmp_path / "pack/plan").mkdir(parents=True)
+    (tmp_path / "pack/plan/plan.py").write_text("def f():\n    from pack.plan.diff import diff")
+    (tmp_path / "pack/plan/diff.py").write_text("if TYPE_CHECKING:\n    from pack.plan import plan")
+    assert list(broken(tmp_path / "pack")) == ["a circle of imports: plan.diff → plan.plan"]
 
 
 def test_what_is_allowed(tmp_path: Path) -> None:
