@@ -68,7 +68,7 @@ def calibrate(
     run = _Run(
         model=module,
         training=tuple(m.training if training is None else training for m in module.modules()),
-        leaves=tuple(name for name in listed.rules if "." in name and "::" not in name),
+        leaves=listed.functions(),
         tensors=_own_tensors(module),
     )
     signature, done = CallSignature.of(module.forward), 0

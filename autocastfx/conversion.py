@@ -133,9 +133,8 @@ def convert(
         spec: Any = module._in_spec
         args, _ = pytree.tree_unflatten([None] * spec.num_leaves, spec)  # it insists on the form of its own call
     signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)
-    leaves = tuple(name for name in sorted(converter.op_list.ops()) if "." in name and "::" not in name)
     target = torch.device(device) if device is not None else None
-    maker = _Maker(converter, module, signature, leaves, target, baked)
+    maker = _Maker(converter, module, signature, converter.op_list.functions(), target, baked)
     if weights == "low" and example_inputs is None and example_kwargs is None:
         raise UnsupportedError(
             'weights="low" keeps no original that could be captured at the first call: give convert the inputs of one '

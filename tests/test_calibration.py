@@ -6,6 +6,7 @@ import gc
 import pickle
 import random
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import CalibrationError, Category, Ranges, UnsupportedError, calibrate, convert
+from autocastfx import CalibrationError, Category, OpList, Ranges, UnsupportedError, calibrate, convert, load_op_list
 from tests.golden.readme import blocks, outputs, run
 from tests.helpers import Function, op_list, relative_error
 
@@ -462,6 +463,32 @@ def test_a_file_gives_the_same_conversion(tmp_path: Path, lists: list[Any]) -> N
         for given in (ranges, tmp_path / "ranges.json", str(tmp_path / "ranges.json"), data)
     ]
     assert all(plan == plans[0] for plan in plans)
+
+
+LOSS = "torch.nn.functional.cross_entropy"
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        {"deny": [LOSS]},
+        {"deny": [{LOSS: {"devices": "cpu"}}]},
+        {"deny": [{LOSS: {"when": {"reduction": "mean"}}}]},
+        {"aliases": {LOSS: "softmax"}},
+        {"modules": [{"path": "loss", "category": "float32", "ops": [LOSS]}]},
+    ],
+    ids=["rule", "device", "when", "alias", "module"],
+)
+def test_a_function_stays_whole_as_in_the_conversion_wherever_a_list_names_it(listed: dict[str, Any]) -> None:
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(x, torch.zeros(len(x), dtype=torch.int64))
+
+    model = nn.Sequential(OrderedDict(linear=nn.Linear(8, 4), loss=Loss()))
+    op_list = load_op_list(["default", OpList.of(listed)])
+    ranges = calibrate(model, batches(), op_list=op_list)
+    plan = convert(model, (batches()[0],), op_list=op_list, calibrate=ranges).plan  # no range is without its node
+    assert ranges.values[-1].op == plan.nodes[-1].op == LOSS
 
 
 def test_later_captures_know_the_ranges() -> None:

@@ -12,7 +12,16 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-__all__ = ["base_name", "canonical", "kernel_name", "located", "of_function", "op_name", "overload_name"]
+__all__ = [
+    "base_name",
+    "canonical",
+    "kernel_name",
+    "located",
+    "names_function",
+    "of_function",
+    "op_name",
+    "overload_name",
+]
 
 # Python's operators on tensors, by the ATen op that Tensor's method of that name calls.
 _OPERATORS: dict[Any, str] = {
@@ -92,6 +101,11 @@ def _of_packet(packet: OpOverloadPacket) -> str:
     namespace, _, name = str(packet._qualified_op_name).partition("::")
     is_atens = namespace == "aten" or (namespace == "autocastfx" and _has_aten(name))
     return name if is_atens else f"{namespace}::{name}"
+
+
+def names_function(op: str) -> bool:
+    """True for a dotted path, as of a Python function; false for the name of an operator."""
+    return "." in op and "::" not in op
 
 
 def op_name(node: fx.Node, module: torch.nn.Module | None = None) -> str:

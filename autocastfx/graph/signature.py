@@ -14,7 +14,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
-from autocastfx.graph.op_name import located, op_name
+from autocastfx.graph.op_name import located, names_function, op_name
 
 __all__ = ["ArgumentType", "argument_types", "arguments"]
 
@@ -47,7 +47,7 @@ def argument_types(op: str) -> Mapping[str, tuple[ArgumentType, ...]] | None:
     A Python function says nothing of types. None if nothing is known of the op's arguments.
     """
     found: dict[str, dict[ArgumentType, None]] = {}
-    if "." in op and "::" not in op:
+    if names_function(op):
         function = located(op)
         try:
             names = list(inspect.signature(function).parameters) if inspect.isfunction(function) else []

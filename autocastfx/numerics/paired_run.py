@@ -15,7 +15,7 @@ from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.export import Captured, capture
 from autocastfx.errors import NodeError
 from autocastfx.graph.node import attribute, module_path, origin, stack_trace
-from autocastfx.graph.op_name import op_name
+from autocastfx.graph.op_name import names_function, op_name
 from autocastfx.numerics.advice import because_of, op_list_for
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
 from autocastfx.numerics.one_graph import Side, random_state, set_random_state
@@ -222,7 +222,9 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _capture(model: nn.Module, variant: Variant, call: Call, held: Mapping[str, torch.Tensor]) -> Captured:
-    return capture(model, CallSignature.of(model.forward), call, training=variant.modes, held=held)
+    """The original's graph, in which the functions are whole that are so in the converted one."""
+    kept = tuple(filter(names_function, dict.fromkeys(node.op for node in variant.plan.nodes)))
+    return capture(model, CallSignature.of(model.forward), call, training=variant.modes, held=held, leaves=kept)
 
 
 def floating(value: Any) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from autocastfx.errors import OpListError
 from autocastfx.files import write_whole
-from autocastfx.graph.op_name import base_name
+from autocastfx.graph.op_name import base_name, names_function
 from autocastfx.policy import keywords, list_diff, read_rules, write_list
 from autocastfx.policy.data_tree import tree_of
 from autocastfx.policy.list_diff import Change
@@ -193,6 +193,10 @@ class OpList:
         """Every op name that a rule or an alias mentions."""
         of_modules = {op for rule in self.modules for op in rule.ops}
         return frozenset({*self.rules, *(op for op, _, _ in self.conditional), *of_modules, *self.aliases})
+
+    def functions(self) -> tuple[str, ...]:
+        """Dotted paths of the Python functions that a rule or an alias mentions, which a capture keeps whole."""
+        return tuple(sorted(filter(names_function, self.ops())))
 
     def names_of(self, op: str) -> Iterator[str]:
         """The names under which ``op`` may be listed: its own, its alias, then the same of its out-of-place form."""

@@ -160,6 +160,20 @@ def test_weights_stored_low_need_the_original() -> None:
     assert compare(model, again, x)["linear"] == found["linear"]
 
 
+def test_functions_that_the_conversion_kept_whole_are_whole_in_the_original() -> None:
+    """A model that was unpickled holds no captured graph: the original is captured again."""
+
+    def loss(x: Tensor, target: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(x @ x.t(), target)
+
+    model, args = Function(loss), (torch.randn(8, 8), torch.arange(8))
+    kept = OpList.of({"deny": ["torch.nn.functional.cross_entropy"]})
+    amp_model = convert(model, args, op_list=["default", kept])
+    again = pickle.loads(pickle.dumps(amp_model))
+    assert compare(model, again, *args) == compare(model, amp_model, *args)
+    assert [n.op for n in compare(model, again, *args).nodes][-1] == "torch.nn.functional.cross_entropy"
+
+
 def test_working_copies_and_a_model_that_was_trained_apart() -> None:
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     amp_model = convert(model, (x,), weights="cached")
