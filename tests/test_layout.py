@@ -5,6 +5,8 @@ what breaks the rules.
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,6 +137,15 @@ def test_what_is_allowed(tmp_path: Path) -> None:
         (tmp_path / "pack" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "pack" / file).write_text(text)
     assert list(broken(tmp_path / "pack")) == []
+
+
+@pytest.mark.parametrize("module", ["autocastfx", "autocastfx.cli.main"])
+def test_what_takes_long_to_import_is_imported_by_who_needs_it(module: str) -> None:
+    """torch's compiler, sympy and networkx take more than a second; who asks for help or scales a loss needs none."""
+    code = f"import sys, torch; before = {{*sys.modules}}; import {module}; print(*({{*sys.modules}} - before))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert "autocastfx.errors" in ran.stdout.split()
+    assert not {"torch._dynamo", "torch.export._trace", "sympy", "networkx"} & {*ran.stdout.split()}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from autocastfx.graph.alias import alias_sets, handed_out, mutated_inputs, seen_by_functions
 from autocastfx.graph.node import argument, set_argument, tensors
@@ -77,6 +76,8 @@ def _stands_for(kept: fx.Node, node: fx.Node) -> bool:
     a, b = tensors(kept), tensors(node)
     if len(a) != 1 or len(b) != 1 or (a[0].dtype, a[0].device, a[0].ndim) != (b[0].dtype, b[0].device, b[0].ndim):
         return False
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     pairs = [*zip(a[0].shape, b[0].shape, strict=True), *zip(a[0].stride(), b[0].stride(), strict=True)]
     return all(statically_known_true(m == n) for m, n in pairs)
 

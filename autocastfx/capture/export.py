@@ -12,13 +12,12 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as fx_config
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature, CallStructure
 from autocastfx.capture.constant_masks import drop_settled
 from autocastfx.capture.data_writes import DataWrites, detach_unwritten
-from autocastfx.capture.failure import AgainError, capture_error, quiet
+from autocastfx.capture.failure import AgainError, asks_for_values, capture_error, quiet
 from autocastfx.capture.leave_intact import intact
 from autocastfx.capture.numbers import CarriedNumbers, NumberReads
 from autocastfx.capture.python_bools import Truth
@@ -144,8 +143,8 @@ def capture(
                     continue
                 except Exception as error:  # torch.export raises whatever the model's own code or a tracer raises
                     failures.append(error)
-                    if isinstance(error, GuardOnDataDependentSymNode):
-                        break  # no choice of dynamic sizes helps
+                    if asks_for_values(error):
+                        break
                     continue
             found = _captured(program, set(held), called, call, tuple(training), _device(held, call), attempt, follows)
             by_compiler = any(op_name(node) in _BRANCHING for node in found.graph.nodes)

@@ -15,17 +15,16 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses import fake_tensor
-from torch.export import _trace as export_trace
-from torch.fx.experimental import symbolic_shapes
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autocastfx.capture.watch_casts import TooSlowError
 from autocastfx.errors import CaptureError
 
-__all__ = ["AgainError", "calling_frame", "capture_error", "place", "quiet"]
+__all__ = ["AgainError", "asks_for_values", "calling_frame", "capture_error", "place", "quiet"]
 
 _NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
 
 class AgainError(Exception):
@@ -37,12 +36,14 @@ def quiet() -> Generator[None, None, None]:
     """Silence what export says about attributes that are set in forward (they are restored), and what it prints and
     logs when it fails: thousands of lines of the unfinished graph (the error says what is wrong).
     """
+    from torch.export import _trace as export_trace
+
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(mock.patch.object(export_trace, "print", _no_print, create=True))
         warnings.filterwarnings("ignore", message=r".*were assigned during export.*")
         warnings.filterwarnings("ignore", message=r".*[Aa]ttributes? .*assigned during export.*")
-        for log in (symbolic_shapes.log, fake_tensor.log):
+        for log in map(logging.getLogger, _LOGGERS):
             log.addFilter(_is_of_use)
             stack.callback(log.removeFilter, _is_of_use)
         yield
@@ -73,11 +74,18 @@ def capture_error(model: nn.Module, failures: Sequence[Exception], *, training: 
     return error
 
 
+def asks_for_values(error: Exception) -> bool:
+    """True where the model branches on values, so that no choice of dynamic sizes helps."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return isinstance(error, GuardOnDataDependentSymNode)
+
+
 def _most_helpful(failures: Sequence[Exception]) -> Exception:
     """Of a branch on values, if one attempt met that: no choice of dynamic sizes helps. Else of the last attempt, which
     has the fewest symbolic sizes: what still fails then lies in the model, not in the sizes.
     """
-    on_values = [error for error in failures if isinstance(error, GuardOnDataDependentSymNode)]
+    on_values = [error for error in failures if asks_for_values(error)]
     others = [error for error in failures if not isinstance(error, TooSlowError)]
     return (on_values or others[::-1] or list(failures))[0]
 

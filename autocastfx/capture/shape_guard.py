@@ -9,14 +9,15 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.printers import PythonPrinter
 
 from autocastfx.graph.sizes import example
+
+if TYPE_CHECKING:
+    import sympy
 
 __all__ = ["ShapeGuard", "shape_guard"]
 
@@ -76,6 +77,8 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
     Args:
         inputs: its placeholders, with abstract values, all tensors.
     """
+    import sympy
+
     captured = [[example(size) for size in node.meta["val"].shape] for node in inputs]
     symbols: dict[str, tuple[str, int, int]] = {}
     conditions: dict[str, None] = {}
@@ -117,6 +120,8 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
 
 def _python(expression: sympy.Basic) -> str:
     """``expression`` in Python; empty, which no size satisfies, where torch's printer has no words for it."""
+    from torch.utils._sympy.printers import PythonPrinter
+
     try:
         return PythonPrinter().doprint(expression)
     except (AssertionError, NotImplementedError, TypeError):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
@@ -59,6 +58,8 @@ def _of_example_sizes(abstract: FakeTensor, mode: FakeTensorMode) -> FakeTensor:
 
 
 def _depends_on_data(leaf: torch.Tensor | torch.SymInt) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
     if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
         return True
     return bool(free_unbacked_symbols(leaf))

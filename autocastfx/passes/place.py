@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from autocastfx.graph.alias import moves
 from autocastfx.graph.node import elements, has_float32, is_float32, is_member, tensors, uses
@@ -292,6 +291,8 @@ def _widening(unit: Unit, units: Units, provenance: Provenance, *, spares: bool)
 
 
 def _is_whole(parameter: fx.Node, node: fx.Node, provenance: Provenance) -> bool:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     same = tensors(parameter)[0].numel() == tensors(node)[0].numel()
     return provenance.sizes_known and statically_known_true(same)
 

@@ -27,16 +27,6 @@ __all__ = ["KEYS", "OpList", "OpListLike", "load_op_list"]
 RuleKey = tuple[str, tuple[Condition, ...], str]
 
 
-def _number(limit: DepthLimit) -> str:
-    return "no limit" if limit.most is None else str(limit.most)
-
-
-def _demanded(demand: Demand) -> str:
-    where = f" for {', '.join(demand.arguments)}" if demand.arguments else ""
-    of = f" of {', '.join(demand.of)}" if demand.of else ""
-    return f"through {demand.through}{where}{of}" + (f" at {', '.join(demand.at)}" if demand.at else "")
-
-
 def _stacked(earlier: tuple[ModuleRule, ...], later: tuple[ModuleRule, ...]) -> tuple[ModuleRule, ...]:
     """The rules of both, the later ones with the higher ranks, and in place of earlier ones of the same key."""
     replaced = {rule.key for rule in later}
@@ -93,7 +83,7 @@ _REDUCTION_DEPTH = ListKey(
     "`null` lifts a limit",
     read=lambda tree: dict(read_rules.reduction_depth(tree)),
     write=write_list.limits,
-    said=lambda limits: [(f"reduction_depth of {op}", _number(limit), "") for op, limit in limits.items()],
+    said=lambda limits: [(f"reduction_depth of {op}", str(limit), "") for op, limit in limits.items()],
     over=_limited,
 )
 _PRODUCT_DEPTH = ListKey(
@@ -101,14 +91,14 @@ _PRODUCT_DEPTH = ListKey(
     "number, is a `sum`; `null` lifts the limit",
     read=read_rules.product_depth,
     write=lambda limit: limit.most,
-    said=lambda limit: [("product_depth", _number(limit), "")],
+    said=lambda limit: [("product_depth", str(limit), "")],
     over=later_or_earlier,
 )
 _DEMANDS = ListKey(
     "a list of entries for ops that cannot use a rounded operand, however it was made",
     read=lambda tree: {demand.op: demand for demand in read_rules.demands(tree)},
     write=lambda demands: write_list.demands(demands.values()),
-    said=lambda demands: [(f"demand of {op}", _demanded(d), d.reason) for op, d in demands.items()],
+    said=lambda demands: [(f"demand of {op}", str(d), d.reason) for op, d in demands.items()],
 )
 _ALIASES = ListKey(
     "per further name, the listed name whose rules it takes",

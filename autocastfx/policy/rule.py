@@ -215,6 +215,9 @@ class DepthLimit:
     most: int | None
     source: Place | None = field(default=None, compare=False)
 
+    def __str__(self) -> str:
+        return "no limit" if self.most is None else str(self.most)
+
 
 @dataclass(frozen=True)
 class Demand:
@@ -240,3 +243,8 @@ class Demand:
     reason: str = ""
     source: Place | None = field(default=None, compare=False)
     shipped: bool = field(default=False, compare=False)
+
+    def __str__(self) -> str:
+        where = f" for {', '.join(self.arguments)}" if self.arguments else ""
+        of = f" of {', '.join(self.of)}" if self.of else ""
+        return f"through {self.through}{where}{of}" + (f" at {', '.join(self.at)}" if self.at else "")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import networkx as nx
-
 from autocastfx.report.row import Row
 from autocastfx.report.summary import summary
 from autocastfx.report.view import View
@@ -18,6 +16,8 @@ def render_graphml(view: View) -> str:
 
     The header is the graph's attribute ``summary``. A node that the conversion removed has no edges.
     """
+    import networkx as nx
+
     graph: Any = nx.DiGraph(summary="\n".join(summary(view)))
     for row in view.rows:
         graph.add_node(row.name, **_attributes(row))

@@ -89,6 +89,7 @@ class WorkingCopies:
     """
 
     def __init__(self, owner: nn.Module) -> None:
+        torch.compiler.assume_constant_result(WorkingCopies._warn_of_compiler)  # not as a decorator: it imports dynamo
         self._owner = weakref.ref(owner)
         self._held: dict[tuple[int, torch.dtype], _Copy] = {}
         self._watches = self._has_warned = False
@@ -138,7 +139,6 @@ class WorkingCopies:
             if changed is None or number in changed:
                 held.mark = None
 
-    @torch.compiler.assume_constant_result
     def _warn_of_compiler(self) -> None:
         """Say once that a compiled or exported graph casts."""
         if not self._has_warned:

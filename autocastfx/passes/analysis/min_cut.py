@@ -10,9 +10,6 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-import networkx as nx
-from networkx.algorithms.flow import boykov_kolmogorov
-
 __all__ = ["Term", "cheapest", "total"]
 
 Label = Hashable
@@ -169,6 +166,8 @@ class _Network:
         return found
 
     def components(self) -> list[set[Label]]:
+        import networkx as nx
+
         rest = nx.Graph()
         rest.add_nodes_from(label for label in self.pull if label not in self.found)
         rest.add_edges_from((a, b) for a in rest.nodes for b in self.after[a] if b not in self.found)
@@ -176,6 +175,9 @@ class _Network:
 
     def solve(self, component: set[Label]) -> None:
         """Arcs run from float32 to low here: what still reaches the sink is then the least set that is low."""
+        import networkx as nx
+        from networkx.algorithms.flow import boykov_kolmogorov
+
         low, float32 = object(), object()
         network = nx.DiGraph()
         network.add_nodes_from((float32, low))
