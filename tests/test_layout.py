@@ -139,6 +139,11 @@ def test_what_is_allowed(tmp_path: Path) -> None:
     assert list(broken(tmp_path / "pack")) == []
 
 
+def test_what_forces_a_decision_is_named_in_one_place() -> None:
+    naming = [p.name for p in PACKAGE.rglob("*.py") if '"forced:' in p.read_text(encoding="utf-8")]
+    assert naming == ["plan.py"]
+
+
 @pytest.mark.parametrize("module", ["autocastfx", "autocastfx.cli.main"])
 def test_what_takes_long_to_import_is_imported_by_who_needs_it(module: str) -> None:
     """torch's compiler, sympy and networkx take more than a second; who asks for help or scales a loss needs none."""

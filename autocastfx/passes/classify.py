@@ -26,7 +26,7 @@ from autocastfx.graph.sizes import example
 from autocastfx.passes.analysis.masks import Fill, come_in, fills, fits, takes_mask
 from autocastfx.passes.analysis.whole_numbers import WholeNumbers, told_apart
 from autocastfx.passes.state import Classification
-from autocastfx.plan.plan import Decision
+from autocastfx.plan.plan import Decision, Forced
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.op_list import OpList
@@ -98,7 +98,7 @@ class Classifier:
                 decision = decisions[node] = self._decide(node, wide, hidden, fitting)
                 passes_on = decision.category in (*_FOLLOWS, Category.KEEP)
                 reads = {u.node for u in uses(node)} & wide if passes_on else set[fx.Node]()
-                made_wide = decision.source in ("forced:constant", "forced:wide") or self._is_wide_constant(node)
+                made_wide = decision.source in (Forced.CONSTANT, Forced.WIDE) or self._is_wide_constant(node)
                 fills_in = node in fitting
                 if made_wide or fills_in or reads:
                     wide.add(node)
@@ -112,18 +112,18 @@ class Classifier:
         return Classification(decisions, frozenset(wide), unable, fitting), meets
 
     def _unable(self, node: fx.Node, decision: Decision, fitting: Mapping[fx.Node, Fill]) -> str | None:
-        if decision.source in ("sub-graph", "eligibility") or (
-            decision.source == "forced:user-cast" and op_name(node) in _CASTS
+        if decision.source in (Forced.SUB_GRAPH, Forced.NOT_FLOAT32) or (
+            decision.source == Forced.USER_CAST and op_name(node) in _CASTS
         ):
             return decision.reason
         forced = (self._explicit_dtype(node), self._no_kernel(node), None if node in fitting else self._constant(node))
-        return next((d.reason for d in forced if d is not None and d.source != "forced:epsilon"), None)
+        return next((d.reason for d in forced if d is not None and d.source != Forced.EPSILON), None)
 
     def _decide(
         self, node: fx.Node, wide: Set[fx.Node], hidden: Set[fx.Node], fitting: Mapping[fx.Node, Fill]
     ) -> Decision:
         if isinstance(node.target, HigherOrderOperator):
-            return Decision(Category.KEEP, "values cross the border of a sub-graph as captured", "sub-graph")
+            return Decision(Category.KEEP, "values cross the border of a sub-graph as captured", Forced.SUB_GRAPH)
         rule = Matcher(self.op_list, self.device)(node)
         listed = self._listed(rule)
         if listed.category is Category.BAN:
@@ -136,9 +136,9 @@ class Classifier:
             return listed
         reads = [u.node for u in uses(node) if has_float32(u.node)]
         if not reads and not has_float32(node):
-            return Decision(Category.KEEP, "no float32 value", "eligibility")
+            return Decision(Category.KEEP, "no float32 value", Forced.NOT_FLOAT32)
         if not reads:
-            return Decision(Category.KEEP, "makes float32 values from none", "eligibility")
+            return Decision(Category.KEEP, "makes float32 values from none", Forced.NOT_FLOAT32)
         if op_name(node) in _CASTS:
             return self._user_cast(node, listed)
         if isinstance(rule, Rule) and rule.shipped:  # a person who names the op means its squares, too
@@ -180,7 +180,7 @@ class Classifier:
         if not sources or not has_float32(node) or (len(sources) == 1 and sources[0] in hidden):
             return None
         reason = f"{sources[0].name} holds values beyond {self._low_name}'s range"
-        return Decision(Category.DENY, reason, "forced:wide")
+        return Decision(Category.DENY, reason, Forced.WIDE)
 
     def _is_wide_constant(self, node: fx.Node) -> bool:
         """Whether ``node`` makes a tensor of a number that the low dtype cannot hold (``full``, ``scalar_tensor``)."""
@@ -203,25 +203,25 @@ class Classifier:
         Casts that follow the dtype of another value never get here: capture takes them out.
         """
         if not is_float32(node) or set(dtypes(uses(node)[0].node)) != {torch.float32}:
-            return Decision(Category.KEEP, "the model's own cast", "forced:user-cast")
+            return Decision(Category.KEEP, "the model's own cast", Forced.USER_CAST)
         if op_name(node) == "type_as" or argument(node, "dtype") != torch.float32:
             return listed
-        return Decision(Category.DENY, "the model's own cast to float32", "forced:user-cast")
+        return Decision(Category.DENY, "the model's own cast to float32", Forced.USER_CAST)
 
     def _explicit_dtype(self, node: fx.Node) -> Decision | None:
         named = argument(node, "dtype")
         if named is None or (named != torch.float32 and base_name(op_name(node)) not in self.facts.takes_dtype):
             return None
-        return Decision(Category.DENY, f"the call names dtype={str(named).removeprefix('torch.')}", "forced:dtype")
+        return Decision(Category.DENY, f"the call names dtype={str(named).removeprefix('torch.')}", Forced.DTYPE)
 
     def _no_kernel(self, node: fx.Node) -> Decision | None:
         if self.facts.runs(op_name(node), self._low_name, self.device):
             return None
-        return Decision(Category.DENY, f"{self.device} has no {self._low_name} kernel", "forced:no-kernel")
+        return Decision(Category.DENY, f"{self.device} has no {self._low_name} kernel", Forced.NO_KERNEL)
 
     def _range(self, node: fx.Node) -> Decision | None:
         why = self.unfit.get(node)
-        return Decision(Category.DENY, why, "forced:range") if why is not None else None
+        return Decision(Category.DENY, why, Forced.RANGE) if why is not None else None
 
     def _depth(self, node: fx.Node) -> Decision | None:
         """More elements reduced into one than the list lets 16 bits reduce."""
@@ -266,7 +266,7 @@ class Classifier:
         reads = [u.node for u in uses(node) if has_float32(u.node)]
         if not reads or not all(self._is_cast_by_model(read) for read in reads):
             return None
-        return Decision(Category.DENY, "the model casts all its operands to float32", "forced:user-cast")
+        return Decision(Category.DENY, "the model casts all its operands to float32", Forced.USER_CAST)
 
     def _is_cast_by_model(self, value: fx.Node) -> bool:
         while value.op == "call_function" and op_name(value) not in _CASTS:
@@ -286,16 +286,16 @@ class Classifier:
             upto = "of any size" if math.isinf(reach) else f"up to {reach:,.0f}"
             what = "gives" if value is node else f"reads {value.name}:"
             reason = f"{what} whole numbers {upto}; {self._low_name} tells them apart up to {most:,}"
-            return Decision(Category.DENY, reason, "forced:whole")
+            return Decision(Category.DENY, reason, Forced.WHOLE)
         for mask in (n for n in masks if has_float32(n) and self.whole.are_positions(n, most)):
-            return Decision(Category.DENY, f"adds positions: {mask.name}", "forced:whole")
+            return Decision(Category.DENY, f"adds positions: {mask.name}", Forced.WHOLE)
         return None
 
     def _distance(self, node: fx.Node) -> Decision | None:
         if node not in self.distances:
             return None
         reason = f"is taken from the squares of its own operands ({self.distances[node].name}): a small difference"
-        return Decision(Category.DENY, reason, "forced:distance")
+        return Decision(Category.DENY, reason, Forced.DISTANCE)
 
     def _numbers(self, node: fx.Node) -> Iterator[tuple[str, float]]:
         """The numbers written into a node, and those that it reads from a constant of one element."""
@@ -319,13 +319,11 @@ class Classifier:
         for name, number in self._numbers(node):
             size = abs(number)
             if math.isfinite(size) and size > info.max:
-                return Decision(
-                    Category.DENY, f"{name}={number:g} is beyond {self._low_name}'s range", "forced:constant"
-                )
+                return Decision(Category.DENY, f"{name}={number:g} is beyond {self._low_name}'s range", Forced.CONSTANT)
             if 0 < size < info.tiny and not inside:
                 reason = f"{name}={number:g} is below {self._low_name}'s smallest normal value"
-                return Decision(Category.DENY, reason, "forced:epsilon")
+                return Decision(Category.DENY, reason, Forced.EPSILON)
             if not inside and self._becomes_one(number):
                 reason = f"{name}={number:.9g} is rounded to {math.copysign(1, number):g} in {self._low_name}"
-                return Decision(Category.DENY, reason, "forced:epsilon")
+                return Decision(Category.DENY, reason, Forced.EPSILON)
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -14,6 +15,7 @@ from autocastfx.policy.rule import Category
 
 __all__ = [
     "Decision",
+    "Forced",
     "Placement",
     "Plan",
     "PlannedCast",
@@ -37,13 +39,42 @@ class Precision(str, Enum):
         return self.value
 
 
+class Forced(str, Enum):
+    """What decides of a node whatever op lists say."""
+
+    CONSTANT = "forced:constant"  # a number in the graph is beyond the dtype's range
+    WIDE = "forced:wide"  # it reads values beyond the dtype's range
+    EPSILON = "forced:epsilon"  # a small number would become zero
+    USER_CAST = "forced:user-cast"  # the model casts here itself
+    DTYPE = "forced:dtype"  # the call names a dtype
+    NO_KERNEL = "forced:no-kernel"  # the device has no 16-bit kernel
+    RANGE = "forced:range"  # measured values do not fit
+    WHOLE = "forced:whole"  # whole numbers that 16 bits do not tell apart
+    DISTANCE = "forced:distance"  # a product that squares are added to
+    UPDATE = "forced:update"  # it computes the next contents of a buffer
+    NOT_FLOAT32 = "eligibility"  # no float32 value is at stake
+    SUB_GRAPH = "sub-graph"  # values cross a sub-graph's border as captured
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_FORCED: Mapping[str, Forced] = {forced.value: forced for forced in Forced}
+
+
 @dataclass(frozen=True)
 class Decision:
-    """What a list or a forced rule says of a node. ``source`` is ``file:line:column``, or the name of the rule."""
+    """What a list or a forced rule says of a node.
+
+    ``source`` is the place of the list's rule, ``file:line:column``, or the forced rule; its text becomes that rule.
+    """
 
     category: Category
     reason: str
-    source: str
+    source: str | Forced
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source", _FORCED.get(self.source, self.source))
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def _attributes(row: Row) -> dict[str, str | int]:
         decision, placement = row.planned.decision, row.planned.placement
         found |= {"module": row.planned.module, "runs": str(placement.run), "stored": str(placement.store)}
         found |= {"because": placement.because, "category": str(decision.category)}
-        found |= {"reason": decision.reason, "source": decision.source}
+        found |= {"reason": decision.reason, "source": str(decision.source)}
     if row.cast is not None:
         found |= {"of": row.cast.value, "bytes": row.cast.bytes, "saturates": str(row.cast.saturates)}
     return found

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autocastfx.plan.plan import PlannedNode, Precision
+from autocastfx.plan.plan import Forced, PlannedNode, Precision
 from autocastfx.report.row import Row
 
 __all__ = ["Reason", "Reasons"]
@@ -14,22 +14,22 @@ __all__ = ["Reason", "Reasons"]
 _AFTER = "after "
 _SHARES = "shares storage that stays float32"
 # What a person can do about a rule that no list overrides.
-_FORCED = {
-    "forced:constant": "the number stands in the model's code: use a smaller one there",
-    "forced:wide": "the values it reads are too large for the dtype: scale them in the model, or use bfloat16",
-    "forced:epsilon": "the number stands in the model's code: use a larger one there, or bfloat16",
-    "forced:user-cast": "the model casts here itself: remove the cast in the model",
-    "forced:dtype": "the call names its dtype itself: remove that in the model",
-    "forced:no-kernel": "the device cannot run it in 16 bits: nothing but another device changes it",
-    "forced:range": "what was measured comes too near to the dtype's maximum: give convert a smaller headroom=, or use "
+_ADVICE = {
+    Forced.CONSTANT: "the number stands in the model's code: use a smaller one there",
+    Forced.WIDE: "the values it reads are too large for the dtype: scale them in the model, or use bfloat16",
+    Forced.EPSILON: "the number stands in the model's code: use a larger one there, or bfloat16",
+    Forced.USER_CAST: "the model casts here itself: remove the cast in the model",
+    Forced.DTYPE: "the call names its dtype itself: remove that in the model",
+    Forced.NO_KERNEL: "the device cannot run it in 16 bits: nothing but another device changes it",
+    Forced.RANGE: "what was measured comes too near to the dtype's maximum: give convert a smaller headroom=, or use "
     "bfloat16",
-    "forced:whole": "the numbers are too large for 16 bits to tell them apart: scale them in the model, or let it "
+    Forced.WHOLE: "the numbers are too large for 16 bits to tell them apart: scale them in the model, or let it "
     "run: low in an edited plan",
-    "forced:distance": "compute the distance without its squares in the model (torch.cdist), or let it run: low in an "
+    Forced.DISTANCE: "compute the distance without its squares in the model (torch.cdist), or let it run: low in an "
     "edited plan",
-    "forced:update": "a buffer takes what is computed here, in float32: let it run: low in an edited plan",
-    "eligibility": "only float32 values are ever cast: there is none here, or it is made here",
-    "sub-graph": "values cross the border of a sub-graph as captured: nothing changes it",
+    Forced.UPDATE: "a buffer takes what is computed here, in float32: let it run: low in an edited plan",
+    Forced.NOT_FLOAT32: "only float32 values are ever cast: there is none here, or it is made here",
+    Forced.SUB_GRAPH: "values cross the border of a sub-graph as captured: nothing changes it",
 }
 
 
@@ -124,13 +124,14 @@ class Reasons:
         ways = [f"let it run: {wanted} in an edited plan, convert(plan=...)"]
         if node.module:
             ways.insert(0, f"under modules: a rule {{path: {node.module}, category: {wanted}}}")
-        if source in _FORCED:
-            return _FORCED[source]
+        if isinstance(source, Forced):
+            return _ADVICE[source]
         if because == _SHARES:
             return "give what it writes into 16 bits in the model"
         cause = self._known.get(because.removeprefix(_AFTER)) if because.startswith(_AFTER) else None
-        if cause is not None and cause.decision.source in _FORCED:
-            return f"{cause.name} draws it to float32, and {_FORCED[cause.decision.source]}; or {'; or '.join(ways)}"
+        if cause is not None and isinstance(cause.decision.source, Forced):
+            advice = _ADVICE[cause.decision.source]
+            return f"{cause.name} draws it to float32, and {advice}; or {'; or '.join(ways)}"
         if cause is not None:
             ways.insert(0, f"{cause.op}, which draws it to float32, under infer: or allow:")
         category = "deny" if wanted == "float32" else "allow"

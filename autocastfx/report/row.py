@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import PureWindowsPath
 
 from autocastfx.graph.node import Origin
-from autocastfx.plan.plan import PlannedCast, PlannedCopy, PlannedNode, Precision
+from autocastfx.plan.plan import Forced, PlannedCast, PlannedCopy, PlannedNode, Precision
 from autocastfx.report.source_line import SourceLine
 
 __all__ = ["Row"]
@@ -63,7 +63,7 @@ class Row:
         """Where its rule stands; of an absolute path the file's name alone, so that it is the same on every machine."""
         if self.planned is None:
             return ""
-        source = self.planned.decision.source
+        source = str(self.planned.decision.source)
         file, colon, place = source.partition(".yaml:")
         path = PureWindowsPath(file)  # splits at both kinds of slash
         return f"{path.name}{colon}{place}" if path.root else source
@@ -74,4 +74,4 @@ class Row:
         if self.planned is None:
             return False
         source = self.planned.decision.source
-        return source == "forced:user-cast" or (source == "eligibility" and self.op in _CASTS)
+        return source == Forced.USER_CAST or (source == Forced.NOT_FLOAT32 and self.op in _CASTS)

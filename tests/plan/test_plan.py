@@ -13,10 +13,10 @@ from torch import nn
 
 import autocastfx
 from autocastfx import Category, Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
-from autocastfx.plan.plan import Traffic
+from autocastfx.plan.plan import Forced, Traffic
 
 TEXT = st.text(max_size=8)
-DECISIONS = st.builds(Decision, st.sampled_from(Category), TEXT, TEXT)
+DECISIONS = st.builds(Decision, st.sampled_from(Category), TEXT, TEXT | st.sampled_from(Forced))
 PLACEMENTS = st.builds(Placement, st.sampled_from(Precision), st.sampled_from(Precision), TEXT)
 NODES = st.builds(PlannedNode, TEXT, TEXT, TEXT, DECISIONS, PLACEMENTS, TEXT, TEXT)
 CASTS = st.builds(PlannedCast, TEXT, TEXT, TEXT, st.lists(TEXT, max_size=3).map(tuple), st.booleans())
@@ -41,6 +41,7 @@ def test_json_and_back(plan: Plan) -> None:
     assert all(
         isinstance(n.decision.category, Category) and isinstance(n.placement.run, Precision) for n in again.nodes
     )
+    assert [type(n.decision.source) for n in again.nodes] == [type(n.decision.source) for n in plan.nodes]
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 

@@ -11,7 +11,7 @@ from autocastfx.graph.alias import AliasSet, alias_sets
 from autocastfx.graph.node import Use, has_float32, is_member, uses
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.passes.analysis.ports import Ports
-from autocastfx.plan.plan import Decision
+from autocastfx.plan.plan import Decision, Forced
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, Demand
 
@@ -19,8 +19,8 @@ __all__ = ["Demands"]
 
 _FREE = (Category.INFER, Category.CLEAR, Category.PROMOTE)
 # A number that 16 bits round to 0 or 1 (a bound, an epsilon) has no use beside an operand that was rounded before.
-_EXACT_NUMBERS = "forced:epsilon"
-_UPDATE = "forced:update"
+_EXACT_NUMBERS = Forced.EPSILON
+_UPDATE = Forced.UPDATE
 
 
 @dataclass(frozen=True)

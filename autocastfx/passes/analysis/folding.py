@@ -16,7 +16,7 @@ from autocastfx.graph.node import argument, is_float32, tensors, uses
 from autocastfx.graph.op_name import kernel_name
 from autocastfx.passes.analysis.masks import takes_mask
 from autocastfx.passes.analysis.ports import Ports
-from autocastfx.plan.plan import Decision
+from autocastfx.plan.plan import Decision, Forced
 from autocastfx.policy.kernel_facts import PARAMETERS
 from autocastfx.policy.rule import Category
 
@@ -79,11 +79,11 @@ class Folding:
         """What ``node`` must read in 16 bits to fold; nothing if it does not fold."""
         given = (u for u in uses(node) if not self.ports.stays_float32(node, u))
         asked = tuple(u for u in given if is_float32(u.node) and any(t.ndim for t in tensors(u.node)))
-        if decision.source == "forced:wide" and self.level == "kernel":
+        if decision.source == Forced.WIDE and self.level == "kernel":
             masks = [u for u in asked if u.node in wide]
             is_masked = all(takes_mask(node, u) for u in masks) and all(reader in later for reader in node.users)
             return tuple(u.node for u in asked if u not in masks) if is_masked else ()
-        if decision.source.startswith("forced:") or argument(node, "dtype") is not None:  # the call asks for float32
+        if isinstance(decision.source, Forced) or argument(node, "dtype") is not None:  # the call asks for float32
             return ()
         return tuple(u.node for u in asked if u.node.op != "get_attr") if self._may_fold(node, self.level) else ()
 
