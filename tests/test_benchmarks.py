@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -140,6 +142,13 @@ def test_ratios_are_to_the_first_policy_and_what_is_missing_says_so(
 # ---- a step of the optimizer ----------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def _no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converted models of other tests, if they are not collected yet, look at each optimizer's step."""
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_post_hooks", OrderedDict())
+
+
+@pytest.mark.usefixtures("_no_other_model")
 @pytest.mark.parametrize("optimizer", optimizer_step.OPTIMIZERS)
 def test_a_step_reads_and_runs_no_more_for_more_parameters(optimizer: str) -> None:
     if optimizer == "Adagrad fused" and TORCH < (2, 13):
