@@ -11,11 +11,11 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import Call, CallSignature
-from autocastfx.capture.export import Captured, capture
+from autocastfx.capture.call import CallSignature
+from autocastfx.capture.export import capture
 from autocastfx.errors import NodeError
 from autocastfx.graph.node import attribute, module_path, origin, stack_trace
-from autocastfx.graph.op_name import names_function, op_name
+from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.advice import because_of, op_list_for
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
 from autocastfx.numerics.one_graph import Side, random_state, set_random_state
@@ -188,7 +188,8 @@ def run_side_by_side(
             n: t for named in (model.named_parameters, model.named_buffers) for n, t in named(remove_duplicate=False)
         }
         _check_fits(theirs, ours)
-        captured = captured or _capture(model, variant, call, theirs)
+        signature, kept = CallSignature.of(model.forward), amp_model._maker.leaves
+        captured = captured or capture(model, signature, call, training=variant.modes, held=theirs, leaves=kept)
     if captured is None:
         return PairedRun(variant, Side.of(low, call, gradients), None, {}, 0, ask)
     given = {**captured.attributes, **theirs}
@@ -219,12 +220,6 @@ def _check_fits(theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Ten
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _capture(model: nn.Module, variant: Variant, call: Call, held: Mapping[str, torch.Tensor]) -> Captured:
-    """The original's graph, in which the functions are whole that are so in the converted one."""
-    kept = tuple(filter(names_function, dict.fromkeys(node.op for node in variant.plan.nodes)))
-    return capture(model, CallSignature.of(model.forward), call, training=variant.modes, held=held, leaves=kept)
 
 
 def floating(value: Any) -> list[torch.Tensor]:

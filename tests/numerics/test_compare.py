@@ -174,6 +174,18 @@ def test_functions_that_the_conversion_kept_whole_are_whole_in_the_original() ->
     assert [n.op for n in compare(model, again, *args).nodes][-1] == "torch.nn.functional.cross_entropy"
 
 
+def test_functions_of_sizes_are_traced_where_the_original_is_captured_again() -> None:
+    """``math.ceil`` of a size is a node of a plan, and no function that was kept whole."""
+
+    def padded(x: Tensor) -> Tensor:
+        return (x @ x.t()) * math.ceil(x.shape[0] / 3)
+
+    model, x = Function(padded), torch.randn(8, 8)
+    amp_model = convert(model, (x,))
+    assert "math.ceil" in {node.op for node in amp_model.plan.nodes}
+    assert compare(model, pickle.loads(pickle.dumps(amp_model)), x) == compare(model, amp_model, x)
+
+
 def test_working_copies_and_a_model_that_was_trained_apart() -> None:
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     amp_model = convert(model, (x,), weights="cached")
