@@ -41,7 +41,7 @@ def _limited(earlier: Mapping[str, DepthLimit], later: Mapping[str, DepthLimit])
 
 
 def _word(category: Category) -> str:
-    return next(word for word, listed_as in read_rules.UNLISTED.items() if listed_as is category)
+    return next((word for word, listed_as in read_rules.UNLISTED.items() if listed_as is category), "")
 
 
 _UNLISTED = ListKey(
