@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,9 @@ def main() -> int:
             print(f"  weights        {'the same' if agrees else 'NOT the same'} on all processes, to the bit")
         return 0 if passed else 1
     finally:
+        # gloo's threads need the GIL to let go of the last collective; where Python ends before, they abort the process
+        # (https://github.com/pytorch/pytorch/issues/190489).
+        time.sleep(0.2)
         dist.destroy_process_group()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ def _work(rank: int, folder: str, low: torch.dtype) -> None:
     try:
         found = _train(rank, low)
         # A reducer that outlives the group joins the threads of gloo while it holds the GIL, which they may wait for.
+        # Where Python ends while they wait, they abort the process.
         gc.collect()
+        time.sleep(0.2)
     finally:
         dist.destroy_process_group()
     torch.save(found, f"{folder}/{rank}.pt")

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -693,6 +694,7 @@ def main() -> None:
             break
         ran.append(name)
     (Path(sys.argv[1]) / f"{rank()}.json").write_text(json.dumps({"ran": ran, "failed": failed}))
+    time.sleep(0.2)  # gloo's threads need the GIL to let go of the last collective, before Python ends
     dist.destroy_process_group()
 
 
