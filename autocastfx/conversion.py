@@ -19,14 +19,16 @@ from autocastfx.calibration import first_call, ranges_of
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.draft.draft import capture_symbolically
 from autocastfx.capture.export import Captured, capture
+from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleWarning, UnsupportedError, shown
+from autocastfx.graph.walk import all_nodes
 from autocastfx.passes.patterns.patterns import chosen
-from autocastfx.passes.pipeline import LOW, Converter
+from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.plan.ranges import Ranges
 from autocastfx.plan.read_plan import read_plan
 from autocastfx.policy.kernel_facts import LEVELS, KernelFacts, load_kernel_facts
-from autocastfx.policy.match import all_nodes, unmatched
+from autocastfx.policy.match import unmatched
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.runtime.amp_module import AmpModule, Variant
 
@@ -105,7 +107,7 @@ def convert(
         VerifyError: a defect of this package; nothing is handed out.
     """
     _check_arguments(dtype, weights, fold, headroom)
-    lists = load_op_list(op_list, default=LOW[dtype])
+    lists = load_op_list(op_list, default=dtype_name(dtype))
     edited = None if plan is None else read_plan(plan)
     patterns = chosen(recompose)
     facts = load_kernel_facts()
@@ -142,16 +144,16 @@ def convert(
         )
     amp_model = AmpModule(module, signature, maker)
     if example_inputs is None and example_kwargs is None:
-        amp_model.draft()
+        amp_model._mounted.draft(amp_model._modes(), amp_model._held())
     else:
         try:
             call = signature.bind(args, example_kwargs or {})
         except TypeError as error:
             raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.") from error
         if weights == "low":
-            amp_model.capture(call, modes=tuple(m.training and baked for m in module.modules()))
+            amp_model._mounted.capture(call, tuple(m.training and baked for m in module.modules()), amp_model._held())
         else:
-            amp_model.capture_modes(call)
+            amp_model._mounted.capture_modes(call, amp_model._modes(), amp_model._held())
     _warn_of_slow_kernels(amp_model, dtype)
     if not amp_model.variants:
         return amp_model  # the first call captures
@@ -161,7 +163,7 @@ def convert(
     if edited is not None and (message := edited.unmatched(v.plan for v in amp_model.variants)):
         warnings.warn(message, UnmatchedPlanWarning, stacklevel=2)
     if weights == "low":
-        amp_model.store_low(dtype)
+        amp_model._store_low(dtype)
     return amp_model
 
 
@@ -180,10 +182,10 @@ def convert_again(amp_model: AmpModule, op_list: OpList) -> AmpModule | None:
         return None
     converter = replace(maker.converter, op_list=maker.converter.op_list.merged(op_list))
     again = AmpModule(maker.model, maker.signature, replace(maker, converter=converter))
-    held = amp_model.held()
+    held = amp_model._held()
     for found in captured:
         if found is not None:
-            again.add_variant(converter(found, held, maker.device or found.device))
+            again._mounted.add(converter(found, held, maker.device or found.device))
     return again
 
 
@@ -249,7 +251,7 @@ class _Maker:
 
 
 def _check_arguments(dtype: torch.dtype, weights: str, fold: str, headroom: float) -> None:
-    if dtype not in LOW:
+    if dtype not in LOW_DTYPES:
         raise ValueError(f"dtype is torch.float16 or torch.bfloat16, not {dtype!r}")
     if not 1 <= headroom <= sys.float_info.max:
         raise ValueError(f"headroom is a finite factor of at least 1, not {shown(headroom)}")
@@ -275,7 +277,7 @@ def _warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None) -> No
 
 
 def _warn_of_slow_kernels(amp_model: AmpModule, dtype: torch.dtype) -> None:
-    if dtype != torch.float16 or not amp_model.shown or amp_model.plan.device != "cpu":
+    if dtype != torch.float16 or not amp_model._shown or amp_model.plan.device != "cpu":
         return
     if any(n.op.startswith("conv") and n.placement.run is Precision.LOW for n in amp_model.plan.nodes):
         warnings.warn(
@@ -291,8 +293,8 @@ def _warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: Kerne
     for variant in amp_model.variants:  # lists speak of what was recomposed too
         wholes = {whole.node for whole in variant.plan.recomposed}
         nodes += [node for node in variant.graph.nodes if node.name in wholes]
-    decided = {node.decision.source for variant in amp_model.variants for node in variant.plan.nodes}
+    decided: set[object] = {node.decision.source for variant in amp_model.variants for node in variant.plan.nodes}
     others = {other for node in nodes if (other := facts.stands_for(node)) is not None}
-    decided |= {str(r.source) for other in others if (r := op_list.rule(other, amp_model.plan.device)) is not None}
+    decided |= {r.source for other in others if (r := op_list.rule(other, amp_model.plan.device)) is not None}
     for message in unmatched(op_list, amp_model.plan.device, nodes, decided) if captured else ():
         warnings.warn(message, UnmatchedRuleWarning, stacklevel=3)

@@ -26,11 +26,11 @@ from autocastfx.capture.call import CallSignature
 from autocastfx.capture.export import Captured
 from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.graph.node import tensors
+from autocastfx.passes.analysis.place_cheaply import place_cheaply
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.passes.analysis.units import units_of
 from autocastfx.passes.classify import Classifier
 from autocastfx.passes.pipeline import Converter
-from autocastfx.passes.place import place
 from autocastfx.plan.plan import Decision, Placement, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
@@ -60,7 +60,7 @@ class Row:
 
 def placed(graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> Mapping[fx.Node, Placement]:
     """What is measured: from decisions to a placement for each node."""
-    return place(graph, decisions, units_of(graph, decisions, Ports(LIST, FACTS)))
+    return place_cheaply(graph, decisions, units_of(graph, decisions, Ports(LIST, FACTS)))
 
 
 def measure(shape: str, size: int) -> Row:

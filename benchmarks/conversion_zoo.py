@@ -22,8 +22,9 @@ import transformers
 
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.export import Captured, capture
+from autocastfx.dtypes import dtype_name
 from autocastfx.errors import AutocastFXError
-from autocastfx.passes.pipeline import LOW, Converter
+from autocastfx.passes.pipeline import Converter
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from benchmarks.pass_times import pass_times, seconds
@@ -40,7 +41,7 @@ ENOUGH = 1.0  # seconds of captures, after which there is no further one
 LIMIT = 0.5  # of the capture's time
 SHOWN = 12  # rows in the table
 
-CONVERTER = Converter(load_op_list(LOW[DTYPE]), load_kernel_facts(), DTYPE)
+CONVERTER = Converter(load_op_list(dtype_name(DTYPE)), load_kernel_facts(), DTYPE)
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
-    store = Store(options.json, Row, {"transformers": transformers.__version__, "dtype": LOW[DTYPE]})
+    store = Store(options.json, Row, {"transformers": transformers.__version__, "dtype": dtype_name(DTYPE)})
     held = {row.model for row in store.rows}
     for rows in measure_all([by_name[name] for name in names if name not in held]):
         store.extend(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch
 from autocastfx.capture.export import Captured
 from autocastfx.passes import pipeline
 from autocastfx.passes.pipeline import Converter
+from autocastfx.passes.state import Pass, Policy, State
 
 __all__ = ["PassTimes", "pass_times", "seconds"]
 
@@ -54,15 +56,13 @@ def pass_times(converter: Converter, captured: Captured, held: Mapping[str, torc
     """
     taken: dict[str, float] = {}
 
-    def timed(step: pipeline.Step) -> pipeline.Step:
-        name = str(getattr(step, "__name__", step)).strip("_").replace("_", " ")
-
-        def run(converter: Converter, state: pipeline.State, device: torch.device) -> pipeline.State:
-            made, spent = seconds(lambda: step(converter, state, device))
-            taken[name] = taken.get(name, 0.0) + spent
+    def timed(step: type[Pass]) -> Callable[[Policy], Callable[[State], State]]:
+        def run(policy: Policy, state: State) -> State:
+            made, spent = seconds(lambda: step(policy)(state))
+            taken[step.name] = taken.get(step.name, 0.0) + spent
             return made
 
-        return run
+        return lambda policy: partial(run, policy)
 
     with (
         mock.patch.object(pipeline, "PIPELINE", tuple(map(timed, pipeline.PIPELINE))),

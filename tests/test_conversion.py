@@ -10,6 +10,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from autocastfx.graph.node import dtypes, origin
 from autocastfx.graph.op_name import op_name
 from autocastfx.passes import pipeline as pipeline_module
 from autocastfx.passes.pipeline import PIPELINE, Converter
+from autocastfx.passes.state import Pass, Policy, State
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -347,39 +349,61 @@ def test_no_warning_without_a_slow_convolution(tmp_path: Path) -> None:
 
 
 def test_the_pipeline_reads_like_the_design() -> None:
-    steps = ["recompose", "classify", "place", "rewrite", "store_weights", "verify"]
-    assert [step.__name__.strip("_") for step in PIPELINE] == steps
+    written = (Path(__file__).parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
+    steps = re.findall(r"^   │  (\w+(?: \w+)*)  ", written, re.MULTILINE)
+    assert steps == ["capture", *(step.name for step in PIPELINE)]
 
 
 def test_deciding_does_not_touch_the_graph_and_rewriting_does(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, list[str]] = {}
 
-    def spied(step: Callable[..., Any]) -> Callable[..., Any]:
-        def run(converter: Any, state: Any, device: Any) -> Any:
+    def spied(step: type[Pass]) -> Callable[[Policy], Callable[[State], State]]:
+        def run(policy: Policy, state: State) -> State:
             before = str(state.graph)
-            after = step(converter, state, device)
+            after = step(policy)(state)
             assert after.graph is state.graph
-            seen.setdefault(step.__name__, []).append("changed" if str(after.graph) != before else "same")
+            seen.setdefault(step.name, []).append("changed" if str(after.graph) != before else "same")
             return after
 
-        return run
+        return lambda policy: partial(run, policy)
 
     monkeypatch.setattr(pipeline_module, "PIPELINE", tuple(spied(step) for step in PIPELINE))
     autocastfx.convert(Net(), (x,))
-    both_modes = {step.__name__: {"changed" if step.__name__ == "_rewrite" else "same"} for step in PIPELINE}
+    both_modes = {step.name: {"changed" if step.name == "insert casts" else "same"} for step in PIPELINE}
     assert {name: set(found) for name, found in seen.items()} == both_modes
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": "cached"}, {"weights": "low"}, {"op_list": "torch_autocast_cpu"}])
+def test_a_pass_that_decides_leaves_the_graph_as_it_is(
+    options: dict[str, Any], x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spied(step: type[Pass]) -> Callable[[Policy], Callable[[State], State]]:
+        def run(policy: Policy, state: State) -> State:
+            before = str(state.graph)
+            after = step(policy)(state)
+            assert step.rewrites or str(after.graph) == before, step.name
+            return after
+
+        return lambda policy: partial(run, policy)
+
+    for pipeline in ("PIPELINE", "FOLLOW_PIPELINE"):
+        steps = getattr(pipeline_module, pipeline)
+        assert [step.name for step in steps if not step.rewrites] in (["classify", "place"], ["classify", "follow"])
+        monkeypatch.setattr(pipeline_module, pipeline, tuple(spied(step) for step in steps))
+    model = Net().eval()
+    autocastfx.convert(model, (x,), dtype=torch.bfloat16, **options)
 
 
 def test_a_planted_wrong_cast_is_refused(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is handed out that verify has not seen."""
 
-    def plant(converter: Any, state: Any, device: Any) -> Any:
+    def plant(state: State) -> State:
         cast = next(n for n in state.graph.nodes if origin(n) is not None and op_name(n) == "to")
         cast.args = (cast.args[0], torch.float64)
         return state
 
     steps = list(PIPELINE)
-    monkeypatch.setattr(pipeline_module, "PIPELINE", (*steps[:-1], plant, steps[-1]))
+    monkeypatch.setattr(pipeline_module, "PIPELINE", (*steps[:-1], lambda policy: plant, steps[-1]))
     with pytest.raises(autocastfx.VerifyError, match=r"(?s)is float64, planned float16.*>>> "):
         autocastfx.convert(Net(), (x,))
 
@@ -389,7 +413,7 @@ def test_what_was_captured_stays_as_it_is(x: Tensor) -> None:
     captured = amp_model.variants[0].captured
     before = str(captured.graph)
     assert not any(origin(n) for n in captured.graph.nodes)
-    rebuilt = amp_model._maker.rebuild(captured, amp_model.held(), torch.device("cpu"))
+    rebuilt = amp_model._maker.rebuild(captured, amp_model._held(), torch.device("cpu"))
     rebuilt.mount("_variants.0")
     assert str(captured.graph) == before
     assert rebuilt.code == amp_model.variants[0].code
@@ -399,7 +423,7 @@ def test_a_converter_pickles(x: Tensor) -> None:
     amp_model = autocastfx.convert(Net(), (x,))
     converter: Converter = pickle.loads(pickle.dumps(amp_model._maker.converter))
     assert converter == amp_model._maker.converter
-    variant = converter(amp_model.variants[0].captured, amp_model.held(), torch.device("cpu"))
+    variant = converter(amp_model.variants[0].captured, amp_model._held(), torch.device("cpu"))
     assert variant.plan == amp_model.plan
 
 

@@ -14,16 +14,15 @@ import torch
 from torch import fx
 
 from autocastfx.graph.alias import alias_sets, handed_out, mutated_inputs, seen_by_functions
-from autocastfx.graph.node import argument, set_argument, tensors
+from autocastfx.graph.node import argument, draws_random_numbers, set_argument, tensors
 from autocastfx.graph.op_name import op_name
+from autocastfx.graph.view_ops import is_view_or_copy
 
 __all__ = ["drop_settled"]
 
 Bounds = tuple[float, float]  # the least and the largest that any element can be
 
 _MADE_OF: dict[str, float] = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
-_VIEWS = ("unsqueeze", "squeeze", "expand", "view", "reshape", "slice", "select", "transpose", "permute", "alias")
-_COPIES = ("clone", "contiguous")
 _COMPARISONS: dict[str, Callable[[Bounds, Bounds], bool | None]] = {
     "ge": lambda a, b: _known(a[0] >= b[1], a[1] < b[0]),
     "gt": lambda a, b: _known(a[0] > b[1], a[1] <= b[0]),
@@ -122,7 +121,7 @@ def _computed(node: fx.Node, known: Mapping[fx.Node, Bounds]) -> Bounds | None:
     if name in ("full", "new_full", "full_like", "scalar_tensor"):
         return _of(argument(node, "s" if name == "scalar_tensor" else "fill_value"), known)
     operands = [_of(a, known) for a in args[:3] if not isinstance(a, (list, tuple))]
-    if name in (*_VIEWS, *_COPIES, "to"):
+    if is_view_or_copy(node):
         return _moved(node, operands[0]) if operands else None
     if node.kwargs:
         return None
@@ -166,7 +165,7 @@ def _erase_unread(graph: fx.Graph, candidates: list[fx.Node]) -> None:
     queue = sorted(set(candidates), key=order.__getitem__)
     while queue:
         node = queue.pop()
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op == "call_function" and not node.users and not mutated_inputs(node) and not random:
+        is_needed = node.users or mutated_inputs(node) or draws_random_numbers(node)
+        if node.op == "call_function" and not is_needed:
             queue = sorted({*queue, *node.all_input_nodes} - {node}, key=order.__getitem__)
             graph.erase_node(node)

@@ -17,8 +17,7 @@ from autocastfx.capture.export import Captured
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.magnitude import Magnitude, Measured, magnitude
 from autocastfx.graph.node import attribute
-from autocastfx.graph.op_name import op_name
-from autocastfx.graph.walk import CONVERTED_INSIDE
+from autocastfx.graph.walk import is_converted_inside
 from autocastfx.plan.ranges import Key, key_of
 
 __all__ = ["MeasuredGraph", "Seen", "apart", "read_all", "written_outside"]
@@ -69,7 +68,7 @@ class _Watcher(fx.Interpreter):
 
     def _read(self, n: fx.Node) -> Any:
         held = self._held(str(n.target))
-        if not isinstance(held, fx.GraphModule) or not all(op_name(user) in CONVERTED_INSIDE for user in n.users):
+        if not isinstance(held, fx.GraphModule) or not all(map(is_converted_inside, n.users)):
             return held
         graph, prefix = held.graph, f"{self._prefix}{n.target}/"
 

@@ -12,7 +12,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autocastfx.capture.failure import AgainError
 from autocastfx.errors import CaptureError
+from autocastfx.graph.node import draws_random_numbers
 from autocastfx.graph.op_name import op_name
+from autocastfx.graph.reachable import reachable
 from autocastfx.graph.sizes import example
 
 __all__ = ["buffers_written_back"]
@@ -98,14 +100,5 @@ def _is_table(tensor: torch.Tensor) -> bool:
     proxy: Any = tensor if mode is None else mode.tracer.unwrap_proxy(tensor)
     if not isinstance(proxy, fx.Proxy):
         return False
-    queue = [proxy.node]
-    seen = set(queue)
-    while queue:
-        node = queue.pop()
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op == "placeholder" or random:
-            return False
-        if not op_name(node).startswith("sym_"):
-            queue += [read for read in node.all_input_nodes if read not in seen]
-            seen.update(queue)
-    return True
+    made_of = reachable([proxy.node], lambda n: () if op_name(n).startswith("sym_") else n.all_input_nodes)
+    return not any(n.op == "placeholder" or draws_random_numbers(n) for n in made_of)

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.policy.kernel_facts import KernelFacts, load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.policy.rule import Category
@@ -16,7 +17,6 @@ from autocastfx.policy.rule import Category
 __all__ = ["Diagnosis", "examine"]
 
 _PACKAGES = ("autocastfx", "networkx", "pyyaml")
-_LOW = ("float16", "bfloat16")
 _MAY_BE_LOW = (Category.ALLOW, Category.INFER, Category.CLEAR, Category.PROMOTE)
 
 
@@ -56,6 +56,7 @@ def examine() -> Diagnosis:
     Raises:
         OpListError: a shipped file is damaged.
     """
+    low = [dtype_name(dtype) for dtype in LOW_DTYPES]
     facts, devices = load_kernel_facts(), tuple(_devices())
     kinds = tuple(dict.fromkeys(kind for kind, _ in devices))
     known = tuple(kind for kind in kinds if any(device == kind for device, _ in facts.no_kernel))
@@ -66,7 +67,7 @@ def examine() -> Diagnosis:
             **{name: _version(name) for name in _PACKAGES},
         },
         devices=devices,
-        no_kernel={kind: {dtype: _missing(facts, kind, dtype) for dtype in _LOW} for kind in known},
+        no_kernel={kind: {dtype: _missing(facts, kind, dtype) for dtype in low} for kind in known},
         unmeasured=tuple(kind for kind in kinds if kind not in known),
     )
 

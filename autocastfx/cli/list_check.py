@@ -65,9 +65,9 @@ def rule_uses(
     own = [r for r in op_list.every_rule() if not r.shipped and r.device in ("", plans[0].device)]
     decided = {
         source: tuple(dict.fromkeys(n.name for p in plans for n in p.nodes if n.decision.source == source))
-        for source in dict.fromkeys(str(rule.source) for rule in own)
+        for source in dict.fromkeys(rule.source for rule in own)
     }
-    return tuple(_use(rule, decided[str(rule.source)], said) for rule in sorted(own, key=_order))
+    return tuple(_use(rule, decided[rule.source], said) for rule in sorted(own, key=_order))
 
 
 def _use(rule: Rule | ModuleRule, nodes: tuple[str, ...], said: list[str]) -> RuleUse:

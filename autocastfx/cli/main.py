@@ -17,6 +17,7 @@ from pathlib import Path
 from autocastfx.cli import commands
 from autocastfx.cli import lint as lint_command
 from autocastfx.cli import numerics as numerics_command
+from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import AutocastFXError, EvaluationsError, ModelSpecError, NodeError, OpListError, PlanError
 from autocastfx.report.dump import FORMATS
 
@@ -138,7 +139,9 @@ def _parser() -> argparse.ArgumentParser:
     data = argparse.ArgumentParser(add_help=False, parents=[common])
     data.add_argument("--json", action="store_true", help="give data instead of text")
     dtype = argparse.ArgumentParser(add_help=False)
-    dtype.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="the 16-bit dtype")
+    dtype.add_argument(
+        "--dtype", choices=tuple(map(dtype_name, LOW_DTYPES)), default="float16", help="the 16-bit dtype"
+    )
     inputs = argparse.ArgumentParser(add_help=False, parents=[dtype])
     inputs.add_argument("--inputs", nargs="+", action="extend", default=[], metavar="INPUT", help=_INPUTS)
     inputs.add_argument("--mode", choices=("train", "eval"), help="the factory's by default")

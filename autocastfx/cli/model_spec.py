@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError, ModelSpecError
 from autocastfx.policy.yaml_tree import nearest
 
@@ -20,7 +21,7 @@ _SHAPE = re.compile(
 )
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 _OTHERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_FLOATING, *_OTHERS)}
+_DTYPES = {dtype_name(dtype): dtype for dtype in (*_FLOATING, *_OTHERS)}
 _FORMS = "'x=float32[8,3,224,224]' (by keyword), 'float32[8,3]' (by position) or 'package.module:factory'"
 
 

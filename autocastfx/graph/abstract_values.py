@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
@@ -14,7 +15,7 @@ from torch.utils._mode_utils import no_dispatch
 from autocastfx.graph.node import value
 from autocastfx.graph.sizes import example
 
-__all__ = ["concrete_sizes", "dtypes_of"]
+__all__ = ["abstract_call", "concrete_sizes", "dtypes_of", "in_dtype_of"]
 
 
 def dtypes_of(abstract: Any) -> tuple[torch.dtype, ...]:
@@ -47,6 +48,26 @@ def concrete_sizes(graph: fx.Graph) -> Callable[[Any], Any]:
         return concrete(abstract) if is_leaf else pytree.tree_map(concrete, abstract)
 
     return concrete_value
+
+
+def in_dtype_of(captured: Any, actual: Any) -> Any:
+    """The abstract value ``captured`` in the dtype of ``actual``."""
+    if not isinstance(captured, torch.Tensor) or captured.dtype == actual.dtype:
+        return captured
+    if not isinstance(captured, FakeTensor) or captured.layout != torch.strided:
+        return actual
+    with captured.fake_mode:
+        return torch.empty_strided(captured.shape, captured.stride(), dtype=actual.dtype, device=captured.device)
+
+
+def abstract_call(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call ``target`` on abstract values, without gradients and without an ambient autocast."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
+    if mode is None:
+        return target(*args, **kwargs)
+    with mode, torch._C._DisableAutocast(), enable_python_dispatcher(), torch.no_grad():  # it knows symbolic sizes
+        return target(*args, **kwargs)
 
 
 def _of_example_sizes(abstract: FakeTensor, mode: FakeTensorMode) -> FakeTensor:

@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 
 from autocastfx.graph.node import tensors, uses
 from autocastfx.graph.op_name import op_name
+from autocastfx.graph.reachable import reachable
 from autocastfx.graph.schema import schema
 
 __all__ = ["AliasSet", "alias_sets", "aliased", "handed_out", "moves", "mutated_inputs", "seen_by_functions"]
@@ -90,22 +91,10 @@ def aliased(node: fx.Node) -> Iterator[fx.Node]:
 def seen_by_functions(graph: fx.Graph) -> set[fx.Node]:
     """Values that something without a schema reads, or an alias of them: it may write into what it is given."""
     opaque = (n for n in graph.nodes if n.op == "call_function" and not isinstance(n.target, OpOverload))
-    queue = [read for node in opaque for read in node.all_input_nodes if tensors(read)]
-    found = set(queue)
-    while queue:
-        node = queue.pop()
-        near = {*aliased(node), *(reader for reader in node.users if node in aliased(reader))} - found
-        found |= near
-        queue += near
-    return found
+    starts = (read for node in opaque for read in node.all_input_nodes if tensors(read))
+    return set(reachable(starts, lambda node: (*aliased(node), *(r for r in node.users if node in aliased(r)))))
 
 
 def handed_out(graph: fx.Graph) -> set[fx.Node]:
     """The outputs, and what they may be views of."""
-    queue = [read for node in graph.nodes if node.op == "output" for read in node.all_input_nodes]
-    found = set(queue)
-    while queue:
-        near = {*aliased(queue.pop())} - found
-        found |= near
-        queue += near
-    return found
+    return set(reachable(graph.output_node().all_input_nodes, aliased))

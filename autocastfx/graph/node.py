@@ -23,6 +23,7 @@ __all__ = [
     "dtypes",
     "elements",
     "has_float32",
+    "is_cast",
     "is_float32",
     "map_uses",
     "module_classes",
@@ -66,6 +67,12 @@ def origin(node: fx.Node) -> Origin | None:
 def set_origin(node: fx.Node, mark: Origin) -> None:
     """Mark a node that a pass created."""
     node.meta[_ORIGIN] = mark
+
+
+def is_cast(node: fx.Node) -> bool:
+    """True for a node that the conversion put in to bring a value to another precision."""
+    mark = origin(node)
+    return mark is not None and mark.made_by in ("rewrite", "recast", "store_weights")
 
 
 def kept_meta(node: fx.Node) -> dict[str, Any]:
@@ -185,6 +192,11 @@ def is_member(node: fx.Node) -> bool:
     return node.op == "call_function" and op_name(node) == "getitem" and not is_float32(node.all_input_nodes[0])
 
 
+def draws_random_numbers(node: fx.Node) -> bool:
+    """True for an op that gives other values each time, by torch's tag."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def producer(node: fx.Node) -> fx.Node:
     """The node that computes a value: members of a tuple belong to the op that made the tuple."""
     while is_member(node):
@@ -233,6 +245,11 @@ def subgraphs(node: fx.Node, attributes: Mapping[str, Any]) -> dict[str, fx.Grap
         return {}
     targets = (str(u.node.target) for u in uses(node) if u.node.op == "get_attr")
     return {t: attributes[t] for t in targets if isinstance(attributes.get(t), fx.GraphModule)}
+
+
+def attributes_of(module: torch.nn.Module, graph: fx.Graph) -> dict[str, Any]:
+    """All that ``graph`` reads of ``module``, by ``get_attr`` target."""
+    return {str(n.target): attribute(module, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
 
 
 def attribute(root: torch.nn.Module, path: str) -> Any:

@@ -9,14 +9,14 @@ from typing import Any
 from torch import fx
 
 from autocastfx.graph.alias import aliased
-from autocastfx.graph.node import attribute, subgraphs
+from autocastfx.graph.node import attributes_of, subgraphs
 from autocastfx.graph.op_name import op_name
 
-__all__ = ["CONVERTED_INSIDE", "Located", "walk"]
+__all__ = ["Located", "all_nodes", "converted_inside", "is_converted_inside", "walk"]
 
 # Higher-order operators whose graphs are converted too; the values that cross their borders keep their captured dtype.
 # Others stay whole: an autocast region has its own policy, and a region that switches autocast off asks for float32.
-CONVERTED_INSIDE = ("wrap_with_set_grad_enabled", "cond", "while_loop", "map_impl", "scan")
+_CONVERTED_INSIDE = ("wrap_with_set_grad_enabled", "cond", "while_loop", "map_impl", "scan")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,28 @@ class Located:
         return shared[0] if len(shared) == 1 else None
 
 
+def converted_inside(node: fx.Node, attributes: Mapping[str, Any]) -> dict[str, fx.GraphModule]:
+    """The sub-graphs that ``node`` runs and a conversion goes into, by ``get_attr`` target.
+
+    ``attributes`` holds what the graph's ``get_attr`` nodes read, parameters and buffers apart.
+    """
+    return subgraphs(node, attributes) if is_converted_inside(node) else {}
+
+
+def is_converted_inside(node: fx.Node) -> bool:
+    """True for an operator that runs sub-graphs which a conversion goes into."""
+    return op_name(node) in _CONVERTED_INSIDE
+
+
+def all_nodes(graph: fx.Graph, attributes: Mapping[str, Any]) -> Iterator[fx.Node]:
+    """The computing nodes of ``graph`` and of every graph that it runs, converted or not."""
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method", "call_module"):
+            yield node
+            for module in subgraphs(node, attributes).values():
+                yield from all_nodes(module.graph, attributes_of(module, module.graph))
+
+
 def walk(
     graph: fx.Graph,
     attributes: Mapping[str, Any],
@@ -58,11 +80,11 @@ def walk(
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        inner = subgraphs(node, attributes) if op_name(node) in CONVERTED_INSIDE else {}
+        inner = converted_inside(node, attributes)
         if not inner:
             yield Located(prefix + node.name, node, outer)
         for target, module in inner.items():
-            held = {str(n.target): attribute(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"}
+            held = attributes_of(module, module.graph)
             inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
             given = node.args[-len(inputs) :] if inputs else ()
             pairs = zip(inputs, given, strict=False)

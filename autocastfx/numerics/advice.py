@@ -1,9 +1,10 @@
-"""What is to be said of a node that 16 bits do not suit: why it runs so, and which list changes that."""
+"""Advice on a node that 16 bits do not suit: why it runs so, and the op list that changes it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autocastfx.plan.cause import Why
 from autocastfx.plan.plan import PlannedNode, Precision
 
 __all__ = ["because_of", "op_list_for"]
@@ -13,13 +14,12 @@ def because_of(entry: PlannedNode | None) -> str:
     """Why a node runs in the precision that it runs in; None is for one that the conversion made."""
     if entry is None:
         return "the conversion made this node"
-    decision = entry.decision
-    return f"{entry.placement.because}; {decision.category}, {decision.reason or 'no reason given'} ({decision.source})"
+    return f"{entry.placement.because}; {entry.decision}"
 
 
 def op_list_for(entries: Sequence[PlannedNode]) -> str:
     """An op list, in YAML, by which nodes run in float32; empty where one is made by what no list overrides."""
-    low = [e for e in entries if e.placement.run is Precision.LOW and e.placement.because != "folded"]
+    low = [e for e in entries if e.placement.run is Precision.LOW and e.placement.because.why is not Why.FOLDED]
     if not low or len(low) < sum(e.placement.run is not Precision.FLOAT32 for e in entries):
         return ""
     ops = list(dict.fromkeys(e.op for e in low if not e.module))

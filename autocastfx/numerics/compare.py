@@ -94,7 +94,7 @@ def compare(
         nodes=tuple(nodes.values()),
         skipped=run.unmatched,
         whole=run.whole,
-        parameters=_named(leaves, amp_model.held()),
+        parameters=_named(leaves, amp_model._held()),
         scale=factor if gradients else None,
         variant=ComparedVariant.of(run.variant),
     )

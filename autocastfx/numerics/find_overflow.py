@@ -13,10 +13,12 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
-from autocastfx.graph.node import module_path, stack_trace
+from autocastfx.dtypes import dtype_name
+from autocastfx.graph.node import is_cast, module_path, stack_trace
 from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.advice import because_of, op_list_for
-from autocastfx.numerics.paired_run import Step, floating, is_cast, run_side_by_side
+from autocastfx.numerics.paired_run import Step, floating, run_side_by_side
+from autocastfx.plan.cause import Why
 from autocastfx.plan.plan import PlannedNode
 from autocastfx.report.source_line import source_line
 from autocastfx.runtime.amp_module import AmpModule
@@ -152,7 +154,7 @@ def _ranges(value: Any) -> tuple[tuple[str, float, float], ...]:
 
 def _range(tensor: torch.Tensor) -> tuple[str, float, float]:
     lowest, highest = torch.aminmax(tensor)
-    return str(tensor.dtype).removeprefix("torch."), float(lowest), float(highest)
+    return dtype_name(tensor.dtype), float(lowest), float(highest)
 
 
 def _is_culprit(step: Step) -> bool:
@@ -182,7 +184,7 @@ def _in_float32(step: Step, at_hand: bool) -> bool | None:
 def _overflow(step: Step, in_float32: bool | None, known: _Known) -> Overflow:
     node, values = step.node, floating(step.value)
     entry = known.entry(node)
-    cast, dtype = is_cast(node), str(values[0].dtype).removeprefix("torch.")
+    cast, dtype = is_cast(node), dtype_name(values[0].dtype)
     guilty = known.readers(node) if cast else [entry] if entry is not None else []
     because = because_of(entry)
     if cast:
@@ -212,7 +214,7 @@ def _advice(in_float32: bool | None, fix: str, guilty: list[PlannedNode], node: 
         return "it holds sub-graphs, which are not looked into: call what they compute by itself, and look there."
     if in_float32:
         return "precision is not the cause: float32 gives Inf or NaN here too. Unless it is meant to, change the model."
-    if any(entry.placement.because == "folded" for entry in guilty):
+    if any(entry.placement.because.why is Why.FOLDED for entry in guilty):
         return 'its float32 result is stored in 16 bits: convert(fold="none"), or scale it in the model.'
     if fix:
         return "add this to your op list:"

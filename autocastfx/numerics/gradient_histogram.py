@@ -16,11 +16,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autocastfx.errors import CalibrationError
-from autocastfx.graph.node import origin
+from autocastfx.graph.node import is_cast
 from autocastfx.numerics import histogram_text as report
 from autocastfx.numerics.exponent_counts import NOTHING, Exponents, Tally, read_all
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.variant import Variant
 from autocastfx.training.gradients import local
 from autocastfx.training.loss_scale import suggest_loss_scale
 from autocastfx.training.optimizer import LossScalingOptimizer
@@ -194,7 +193,8 @@ def gradient_histogram(model: nn.Module, *, scale: Scale = 1.0) -> Generator[Gra
                 continue
             if isinstance(module, AmpModule):
                 inside.update(module.modules())
-                hooks.enter_context(_watched(module, partial(_watch, histogram, seen), name))
+                observer = partial(_after_node, histogram, seen, f"{name}." if name else "")
+                hooks.enter_context(module._observed_by(observer))
             else:
                 hook = partial(_after_forward, histogram, seen, name or type(module).__name__)
                 hooks.callback(module.register_forward_hook(hook).remove)
@@ -228,51 +228,8 @@ def _after_forward(
     _watch(histogram, seen, name, outputs, inputs)
 
 
-@contextmanager
-def _watched(amp_model: AmpModule, watch: Callable[[str, Any, Any], None], prefix: str) -> Generator[None]:
-    """While open, the graphs of ``amp_model`` run node by node, and ``watch`` is called with each node's values."""
-    replaced: list[tuple[Variant, Any, Any]] = []
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is not amp_model:  # a copy of it, which has its hooks
-            return
-        variant = amp_model.variant_for(args, kwargs)
-        if not any(variant.function is run for _, run, _ in replaced):
-            run = partial(_run, variant, watch, f"{prefix}." if prefix else "")
-            replaced.append((variant, run, variant.function))
-            variant.function = run
-
-    handle = amp_model.register_forward_pre_hook(before, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-        for variant, run, function in replaced:
-            if variant.function is run:
-                variant.function = function
-
-
-def _run(variant: Variant, watch: Callable[[str, Any, Any], None], prefix: str, owner: nn.Module, *tensors: Any) -> Any:
-    return _Watcher(owner, variant.graph, watch, prefix).run(*tensors, enable_io_processing=False)
-
-
-class _Watcher(fx.Interpreter):
-    """Runs a graph and shows the values of its nodes, but for casts that the conversion inserted."""
-
-    def __init__(self, owner: nn.Module, graph: fx.Graph, watch: Callable[[str, Any, Any], None], prefix: str) -> None:
-        super().__init__(owner, graph=graph)
-        self.extra_traceback = False
-        self._watch, self._prefix = watch, prefix
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op == "call_function" and not _is_cast(n) and torch.is_grad_enabled():
-            inputs = [self.env[node] for node in n.all_input_nodes]
-            self._watch(self._prefix + n.name, result, inputs)
-        return result
-
-
-def _is_cast(node: fx.Node) -> bool:
-    """Whether ``node`` was inserted to bring a value to another precision."""
-    mark = origin(node)
-    return mark is not None and mark.made_by in ("rewrite", "recast", "store_weights")
+def _after_node(
+    histogram: GradientHistogram, seen: WeakTensorKeyDictionary, prefix: str, node: fx.Node, outputs: Any, inputs: Any
+) -> None:
+    if not is_cast(node) and torch.is_grad_enabled():
+        _watch(histogram, seen, prefix + node.name, outputs, inputs)

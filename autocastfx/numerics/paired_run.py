@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.export import capture
+from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import NodeError
-from autocastfx.graph.node import attribute, module_path, origin, stack_trace
+from autocastfx.graph.node import attribute, is_cast, module_path, origin, stack_trace
 from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.advice import because_of, op_list_for
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
@@ -23,7 +24,7 @@ from autocastfx.numerics.tape import Tape
 from autocastfx.report.source_line import source_line
 from autocastfx.runtime.amp_module import AmpModule, Variant
 
-__all__ = ["PairedRun", "Step", "floating", "is_cast", "run_side_by_side"]
+__all__ = ["PairedRun", "Step", "floating", "run_side_by_side"]
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,8 @@ def run_side_by_side(
     if not isinstance(amp_model, AmpModule):
         raise TypeError(f"this needs what convert() returned, not {type(amp_model).__name__}: convert the model first")
     call = CallSignature.of(amp_model.forward).bind(tuple(args), dict(kwargs))
-    variant = amp_model.variant_for(tuple(args), kwargs)
-    ours: dict[str, torch.Tensor] = amp_model.held()
+    variant = amp_model._variant_for(tuple(args), kwargs)
+    ours: dict[str, torch.Tensor] = amp_model._held()
     low = flatten(variant.graph, lambda name: ours[name] if name in ours else attribute(amp_model, name))
     captured, theirs = variant.captured, ours
     if model is not None:
@@ -210,7 +211,7 @@ def _check_fits(theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Ten
                 f"the first argument is another model than was converted: it has no {name!r}. Give the "
                 "float32 original."
             )
-        narrowed = found.dtype in (torch.float16, torch.bfloat16) and found.dtype != tensor.dtype
+        narrowed = found.dtype in LOW_DTYPES and found.dtype != tensor.dtype
         if found.shape != tensor.shape or narrowed:
             raise ValueError(
                 f"the first argument is not the float32 original: its {name!r} is {_kind(found)}, and that of the "
@@ -225,12 +226,6 @@ def _kind(tensor: torch.Tensor) -> str:
 def floating(value: Any) -> list[torch.Tensor]:
     """The tensors of floating-point numbers in a value."""
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-
-
-def is_cast(node: fx.Node) -> bool:
-    """Whether the conversion inserted ``node`` to bring a value to another precision."""
-    mark = origin(node)
-    return mark is not None and mark.made_by in ("rewrite", "recast", "store_weights")
 
 
 def _computes(node: fx.Node) -> bool:

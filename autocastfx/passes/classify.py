@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
 
+from autocastfx.dtypes import dtype_name
 from autocastfx.errors import BannedOpError
 from autocastfx.graph.node import (
     argument,
@@ -22,17 +23,21 @@ from autocastfx.graph.node import (
 )
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.product import Size, product
-from autocastfx.graph.sizes import example
+from autocastfx.graph.sizes import example, largest_size, unknown_size
+from autocastfx.passes.analysis.demands import Demands
+from autocastfx.passes.analysis.distances import distance_products
+from autocastfx.passes.analysis.exact_numbers import forced_by_number
 from autocastfx.passes.analysis.masks import Fill, come_in, fills, fits, takes_mask
+from autocastfx.passes.analysis.value_ranges import Limit, reach
 from autocastfx.passes.analysis.whole_numbers import WholeNumbers, told_apart
-from autocastfx.passes.state import Classification
-from autocastfx.plan.plan import Decision, Forced
+from autocastfx.passes.state import Classification, Pass, State
+from autocastfx.plan.plan import NO_SOURCE, UNLISTED, Decision, Forced
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 
-__all__ = ["Classifier"]
+__all__ = ["Classifier", "Classify"]
 
 _CASTS = ("to", "_to_copy", "type_as")
 _FOLLOWS = (Category.INFER, Category.CLEAR, Category.PROMOTE)
@@ -116,7 +121,7 @@ class Classifier:
             decision.source == Forced.USER_CAST and op_name(node) in _CASTS
         ):
             return decision.reason
-        forced = (self._explicit_dtype(node), self._no_kernel(node), None if node in fitting else self._constant(node))
+        forced = (self._explicit_dtype(node), self._no_kernel(node), None if node in fitting else self._number(node))
         return next((d.reason for d in forced if d is not None and d.source != Forced.EPSILON), None)
 
     def _decide(
@@ -158,7 +163,7 @@ class Classifier:
         if node in fitting:
             return self._wide(node, listed, wide, hidden) or self._filled(fitting[node], listed)
         asked_low = isinstance(rule, ModuleRule) and rule.wanted == "low"  # by a person who saw no number
-        if (listed.category in _FOLLOWS or asked_low) and (forced := self._constant(node)):
+        if (listed.category in _FOLLOWS or asked_low) and (forced := self._number(node)):
             return forced
         return self._wide(node, listed, wide, hidden) or listed
 
@@ -190,12 +195,12 @@ class Classifier:
 
     def _listed(self, rule: Rule | ModuleRule | None) -> Decision:
         if rule is None:
-            return Decision(self.op_list.unlisted or Category.KEEP, "in no list", "unlisted")
-        return Decision(rule.category, rule.reason, str(rule.source or "list"))
+            return Decision(self.op_list.unlisted or Category.KEEP, "in no list", UNLISTED)
+        return Decision(rule.category, rule.reason, rule.source or NO_SOURCE)
 
     @property
     def _low_name(self) -> str:
-        return str(self.low).removeprefix("torch.")
+        return dtype_name(self.low)
 
     def _user_cast(self, node: fx.Node, listed: Decision) -> Decision:
         """A captured cast: one that changes the dtype is the model's own; one that does not opens a float32 island.
@@ -234,7 +239,7 @@ class Classifier:
         if found is None or found.depth <= limit.most:
             return None
         reason = f"reduces {found.depth} elements, more than reduction_depth {limit.most}"
-        return Decision(Category.DENY, reason, str(limit.source or "list"))
+        return Decision(Category.DENY, reason, limit.source or NO_SOURCE)
 
     def _square(self, node: fx.Node, listed: Decision) -> Decision:
         """An op of two equal operands that is another op: ``x * x`` is a square, and has its rule."""
@@ -252,7 +257,7 @@ class Classifier:
         if sizes.depth >= limit.most:
             return listed
         reason = f"adds up {sizes.depth} elements, fewer than product_depth {limit.most}: elementwise work"
-        return Decision(Category.INFER, reason, str(limit.source or "list"))
+        return Decision(Category.INFER, reason, limit.source or NO_SOURCE)
 
     def _as_op(self, other: str, because: str, listed: Decision) -> Decision:
         """The decision of the op ``other``, if the list has a rule for it."""
@@ -276,6 +281,9 @@ class Classifier:
             value = value.all_input_nodes[0]
         return op_name(value) in _CASTS[:2] and argument(value, "dtype") == torch.float32
 
+    def _number(self, node: fx.Node) -> Decision | None:
+        return forced_by_number(node, self.low, self.numbers, self.facts)
+
     def _whole_operand(self, node: fx.Node) -> Decision | None:
         """A product that reads or gives whole numbers which the low dtype does not tell apart."""
         most = told_apart(self.low)
@@ -297,33 +305,39 @@ class Classifier:
         reason = f"is taken from the squares of its own operands ({self.distances[node].name}): a small difference"
         return Decision(Category.DENY, reason, Forced.DISTANCE)
 
-    def _numbers(self, node: fx.Node) -> Iterator[tuple[str, float]]:
-        """The numbers written into a node, and those that it reads from a constant of one element."""
-        yield from constants(node)
-        for use in uses(node):
-            if use.node.op == "get_attr" and str(use.node.target) in self.numbers:
-                yield str(use.node.target), self.numbers[str(use.node.target)]
 
-    def _becomes_one(self, number: float) -> bool:
-        """True for a number that is ±1 once it is rounded to the low dtype: a bound, or a decay, that is none then."""
-        return (
-            abs(number) != 1
-            and abs(abs(number) - 1) <= torch.finfo(self.low).eps / 2
-            and (float(torch.tensor(abs(number), dtype=self.low)) == 1)
+class Classify(Pass):
+    """Decides each node by the op lists, by what its values are known to be, and by the demands of later nodes."""
+
+    name = "classify"
+    rewrites = False
+
+    def __call__(self, state: State) -> State:
+        """The state with decisions.
+
+        Raises:
+            BannedOpError: the list bans an op.
+        """
+        policy, values = self.policy, state.values
+        rules, facts, low = policy.op_list, policy.facts, policy.low
+        calibrated = policy.ranges is not None
+        limit = Limit(low, policy.headroom if calibrated else 1.0)
+        held = {n: v for n, v in values.magnitudes.items() if calibrated or n in state.parameters}
+        reached = reach(state.graph, state.measured, held, rules, limit)
+        measured = {node: found.largest for node, found in state.measured.items()}
+        size, most = (example, largest_size) if state.guesses is None else (unknown_size, unknown_size)
+        ops = ((node, rules.rule(op_name(node))) for node in state.graph.nodes)
+        allowed = {node: rule is not None and rule.category is Category.ALLOW for node, rule in ops}
+        classifier = Classifier(
+            *(rules, facts, low, policy.device, reached.unfit),
+            WholeNumbers.of(state.graph, values.whole, values.masks, measured, rules, facts, low, most),
+            distance_products(state.graph, allowed, rules, facts, size),
+            {n: number for n, number in values.largest.items() if n in values.single},
+            size,
         )
-
-    def _constant(self, node: fx.Node) -> Decision | None:
-        """A number that the low dtype cannot hold: too large, or rounded towards zero or one."""
-        info = torch.finfo(self.low)
-        inside = base_name(op_name(node)) in self.facts.computes_in_float32
-        for name, number in self._numbers(node):
-            size = abs(number)
-            if math.isfinite(size) and size > info.max:
-                return Decision(Category.DENY, f"{name}={number:g} is beyond {self._low_name}'s range", Forced.CONSTANT)
-            if 0 < size < info.tiny and not inside:
-                reason = f"{name}={number:g} is below {self._low_name}'s smallest normal value"
-                return Decision(Category.DENY, reason, Forced.EPSILON)
-            if not inside and self._becomes_one(number):
-                reason = f"{name}={number:.9g} is rounded to {math.copysign(1, number):g} in {self._low_name}"
-                return Decision(Category.DENY, reason, Forced.EPSILON)
-        return None
+        found = classifier(state.graph, values.largest)
+        found = replace(found, wide=found.wide | reached.wide)
+        if rules.placement != "follow":  # torch.autocast demands nothing
+            demands = Demands(policy.ports, state.parameters)
+            found = replace(found, decisions=demands(state.graph, found.decisions))
+        return replace(state, classification=found)

@@ -12,17 +12,14 @@ from torch import fx
 
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.node import argument, is_float32
-from autocastfx.graph.op_name import op_name
+from autocastfx.graph.view_ops import moves_each_once
 from autocastfx.passes.analysis.cross_entropy import is_over_classes
 from autocastfx.passes.patterns.patterns import LOSS_CAST
+from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import Recomposed
 from autocastfx.policy.rule import Category
 
-__all__ = ["drop_loss_casts"]
-
-# Ops that only move values, each to one place: in backward nothing adds up, which float32 would do with less error.
-_MOVES = ("view", "_unsafe_view", "reshape", "flatten", "unflatten", "contiguous", "clone", "alias", "transpose",
-          "permute", "t", "squeeze", "unsqueeze", "slice", "select", "narrow")  # fmt: skip
+__all__ = ["DropLossCasts", "drop_loss_casts"]
 
 
 def drop_loss_casts(graph: fx.Graph, category: Callable[[fx.Node], Category | None]) -> tuple[Recomposed, ...]:
@@ -40,7 +37,7 @@ def drop_loss_casts(graph: fx.Graph, category: Callable[[fx.Node], Category | No
     found: list[Recomposed] = []
     for loss in losses:
         node = argument(loss, "self")
-        while len(node.users) == 1 and node not in written and (_is_plain_cast(node) or _moves(node)):
+        while len(node.users) == 1 and node not in written and (_is_plain_cast(node) or moves_each_once(node)):
             source = argument(node, "self")
             if _is_plain_cast(node):
                 if not is_float32(source) or category(node) in (Category.BAN, Category.KEEP):
@@ -52,10 +49,19 @@ def drop_loss_casts(graph: fx.Graph, category: Callable[[fx.Node], Category | No
     return tuple(found)
 
 
-def _moves(node: fx.Node) -> bool:
-    return node.op == "call_function" and op_name(node) in _MOVES
-
-
 def _is_plain_cast(node: fx.Node) -> bool:
     is_cast = node.target is torch.ops.aten.to.dtype
     return is_cast and argument(node, "dtype") == torch.float32 and argument(node, "memory_format") is None
+
+
+class DropLossCasts(Pass):
+    """Drops the model's own casts to float32 before a cross entropy."""
+
+    name = "drop loss casts"
+
+    def __call__(self, state: State) -> State:
+        """The state with what was dropped."""
+        if LOSS_CAST not in self.policy.recompose:
+            return state
+        found = drop_loss_casts(state.graph, self.policy.category)
+        return state.with_recomposed((*state.recomposed, *found)) if found else state

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from autocastfx.dtypes import dtype_name
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.node import (
     Origin,
@@ -24,10 +25,11 @@ from autocastfx.graph.node import (
 from autocastfx.passes.analysis.cross_entropy import is_over_classes, read_low
 from autocastfx.passes.analysis.masks import Fill, fits, is_mask, seen_as
 from autocastfx.passes.analysis.ports import Ports
+from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import Placement, Precision
 from autocastfx.runtime.operators.saturating_cast import saturating_cast
 
-__all__ = ["Rewriter"]
+__all__ = ["InsertCasts", "Rewriter"]
 
 _TO = torch.ops.aten.to.dtype
 
@@ -145,7 +147,7 @@ class _Run:
         bound = self._bound(read) if precision is Precision.LOW else None
         dtype = self._dtype(precision)
         mark = Origin("rewrite", rule, read.name, saturates=bound is not None)
-        suffix = str(dtype).removeprefix("torch.")
+        suffix = dtype_name(dtype)
 
         target, args = (_TO, (holder, dtype)) if bound is None else (saturating_cast, (holder, dtype, bound))
         with self.graph.inserting_before(before):
@@ -163,3 +165,16 @@ class _Run:
             return fits(self.policy.low)
         saturates = read in self.outside and self.policy.low == torch.float16
         return float(torch.finfo(self.policy.low).max) if saturates else None
+
+
+class InsertCasts(Pass):
+    """Puts the casts in that the placements ask for."""
+
+    name = "insert casts"
+
+    def __call__(self, state: State) -> State:
+        """The state, its graph changed."""
+        policy, found = self.policy, state.classification
+        rewriter = Rewriter(policy.low, policy.ports, policy.keep_output_dtype, rounds=policy.fold == "kernel")
+        rewriter(state.graph, state.placements, found.wide, state.parameters, found.fills)
+        return state

@@ -10,13 +10,16 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autocastfx.graph.node import origin, set_value, value
+from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import Placement, Precision
 from autocastfx.runtime.operators.conditional_cast import cast_if
 
-__all__ = ["soften"]
+__all__ = ["MakeConditional"]
 
 
-def soften(graph: fx.Graph, placements: Mapping[fx.Node, Placement], guesses: Set[str], low: torch.dtype) -> None:
+def make_conditional(
+    graph: fx.Graph, placements: Mapping[fx.Node, Placement], guesses: Set[str], low: torch.dtype
+) -> None:
     """Give the nodes of ``graph`` the dtypes that the plan says, and make a cast of a guessed value conditional.
 
     Args:
@@ -45,3 +48,15 @@ def soften(graph: fx.Graph, placements: Mapping[fx.Node, Placement], guesses: Se
 
 def _narrowed(low: torch.dtype, leaf: object) -> object:
     return leaf.to(low) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
+
+
+class MakeConditional(Pass):
+    """Makes casts of guessed values conditional, in a graph made without inputs."""
+
+    name = "make conditional"
+
+    def __call__(self, state: State) -> State:
+        """The state, its graph changed."""
+        if state.guesses is not None:
+            make_conditional(state.graph, state.placements, state.guesses, self.policy.low)
+        return state

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import fx
 from torch._ops import OpOverload
 
 from autocastfx.graph.alias import alias_sets, handed_out, seen_by_functions
-from autocastfx.graph.node import is_float32, uses
+from autocastfx.graph.node import draws_random_numbers, is_float32, uses
 from autocastfx.graph.schema import schema
 from autocastfx.passes.patterns.patterns import REPEATED
+from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import Recomposed
 
-__all__ = ["merge_repeated"]
+__all__ = ["MergeRepeated", "merge_repeated"]
 
 _STATISTICS = ("running_mean", "running_var")  # norms that take them write to them, which their schemas do not say
 
@@ -58,7 +58,7 @@ def _is_pure(node: fx.Node) -> bool:
     op = node.target
     if not isinstance(op, OpOverload) or op.namespace != "aten" or not is_float32(node):
         return False
-    return not (torch.Tag.nondeterministic_seeded in op.tags or op._schema.is_mutable or _keeps_statistics(node))
+    return not (draws_random_numbers(node) or op._schema.is_mutable or _keeps_statistics(node))
 
 
 def _statistics(graph: fx.Graph) -> set[fx.Node]:
@@ -75,3 +75,16 @@ def _statistics(graph: fx.Graph) -> set[fx.Node]:
 
 def _keeps_statistics(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and not set(_STATISTICS).isdisjoint(schema(node.target).names)
+
+
+class MergeRepeated(Pass):
+    """Merges float32 values that the model computes twice."""
+
+    name = "merge repeated"
+
+    def __call__(self, state: State) -> State:
+        """The state with what was merged."""
+        if REPEATED not in self.policy.recompose:
+            return state
+        found = merge_repeated(state.graph, self.policy.matcher, state.recomposed)
+        return state.with_recomposed(found) if len(found) > len(state.recomposed) else state

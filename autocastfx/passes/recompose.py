@@ -12,16 +12,19 @@ import torch
 from torch import fx
 
 from autocastfx.graph.alias import alias_sets
-from autocastfx.graph.node import has_float32, is_float32, place_like, set_value, tensors, value
+from autocastfx.graph.node import has_float32, is_float32, module_classes, place_like, set_value, tensors, value
 from autocastfx.graph.op_name import op_name
+from autocastfx.graph.reachable import reachable
+from autocastfx.graph.view_ops import is_view, takes_any_layout
 from autocastfx.passes.patterns.pattern import Arguments, Pattern
+from autocastfx.passes.patterns.patterns import PATTERNS
+from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import Recomposed
+from autocastfx.policy.rule import Category
 
-__all__ = ["recompose"]
+__all__ = ["Recompose", "recompose"]
 
 _READS_LAYOUT = ("view", "view_as", "_unsafe_view", "unflatten", "as_strided")
-_PASSES_LAYOUT = ("transpose", "permute", "t", "mT", "swapaxes", "swapdims", "movedim", "slice", "select", "expand",
-                  "unsqueeze", "squeeze", "split", "chunk", "getitem", "unbind", "dropout", "to")  # fmt: skip
 
 
 def recompose(
@@ -80,25 +83,17 @@ def _occurrence(
 
 def _between(sources: Sequence[fx.Node], end: fx.Node) -> set[fx.Node]:
     """``end`` and all that it is computed from, up to ``sources``."""
-    found, queue = {end}, [end]
-    while queue:
-        for read in queue.pop().all_input_nodes:
-            if read not in sources and read not in found:
-                found.add(read)
-                queue.append(read)
-    return found
+    return set(reachable([end], lambda node: (read for read in node.all_input_nodes if read not in sources)))
 
 
 def _layout_is_read(node: fx.Node) -> bool:
     """Whether anything reads the result as memory: a ``view`` of other strides may fail."""
-    queue = list(node.users)
-    while queue:
-        user = queue.pop()
-        if op_name(user) in _READS_LAYOUT:
-            return True
-        if op_name(user) in _PASSES_LAYOUT:
-            queue.extend(user.users)
-    return False
+    same_layout = reachable([node], lambda n: filter(_passes_layout, n.users))
+    return any(op_name(user) in _READS_LAYOUT for each in same_layout for user in each.users)
+
+
+def _passes_layout(node: fx.Node) -> bool:
+    return op_name(node) == "dropout" or (is_view(node) and not takes_any_layout(node))
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -126,3 +121,25 @@ def _made(graph: fx.Graph, pattern: Pattern, node: fx.Node, arguments: Arguments
     set_value(made, value(node))
     node.replace_all_uses_with(made)
     return made
+
+
+class Recompose(Pass):
+    """Replaces formulas by operators: the patterns chosen, of which the list bans no operator."""
+
+    name = "recompose"
+
+    def __call__(self, state: State) -> State:
+        """The state with what was recomposed."""
+        rule = self.policy.op_list.rule
+        found = recompose(
+            state.graph,
+            list(filter(self._is_wanted, PATTERNS)),
+            lambda node: [kind for kind in module_classes(node) if rule(kind) is not None],
+        )
+        return state.with_recomposed((*state.recomposed, *found)) if found else state
+
+    def _is_wanted(self, pattern: Pattern) -> bool:
+        policy, rule = self.policy, self.policy.op_list.rule(pattern.op)
+        is_banned = rule is not None and rule.category is Category.BAN
+        has_range = policy.low == torch.bfloat16 or not pattern.needs_range
+        return pattern.name in policy.recompose and has_range and not is_banned

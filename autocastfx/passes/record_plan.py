@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import fx
 
+from autocastfx.dtypes import dtype_name
 from autocastfx.graph.node import dtypes, elements, module_path, origin
 from autocastfx.graph.op_name import of_function, op_name
 from autocastfx.passes.analysis.bytes_moved import CAST
@@ -31,7 +33,7 @@ def planned_node(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> 
         op=state.ops[node],
         module=module_path(node),
         decision=state.classification.decisions[node],
-        placement=placement,
+        placement=replace(placement, because=placement.because.inside(prefix)),
         captured=_names(captured) + guessed,
         dtype=_names(after) + guessed,
     )
@@ -69,4 +71,4 @@ def planned_copies(graph: fx.Graph) -> list[PlannedCopy]:
 
 
 def _names(found: tuple[torch.dtype, ...]) -> str:
-    return ",".join(str(d).removeprefix("torch.") for d in found)
+    return ",".join(dtype_name(d) for d in found)

@@ -21,14 +21,15 @@ from autocastfx.graph.node import argument, elements, is_float32, place_like, se
 from autocastfx.graph.op_name import op_name
 from autocastfx.graph.sizes import example_size
 from autocastfx.passes.patterns.patterns import MATH_ATTENTION, SHORT_ATTENTION
+from autocastfx.passes.state import Pass, Policy, State
 from autocastfx.plan.plan import Recomposed
 from autocastfx.policy.rule import Category
 from autocastfx.runtime.operators.short_attention import TOKENS, short_attention
 
-__all__ = ["PARTS", "recompute_attention", "write_out_attention"]
+__all__ = ["RecomputeAttention", "WriteOutAttention", "recompute_attention", "write_out_attention"]
 
 # The ops that stand for attention.
-PARTS = ("mul", "transpose", "matmul", "new_ones", "tril", "where", "add", "softmax", "_safe_softmax", "dropout")
+_PARTS = ("mul", "transpose", "matmul", "new_ones", "tril", "where", "add", "softmax", "_safe_softmax", "dropout")
 _aten: Any = torch.ops.aten
 
 
@@ -148,3 +149,39 @@ def _sizes(node: fx.Node) -> Sequence[int]:
 
 def _is_bool(node: fx.Node) -> bool:
     return tensors(node)[0].dtype == torch.bool
+
+
+class WriteOutAttention(Pass):
+    """Writes out attention with dropout, on a CPU, where its parts may give 16 bits each."""
+
+    name = "write out attention"
+
+    def __call__(self, state: State) -> State:
+        """The state with what was written out."""
+        if MATH_ATTENTION not in self.policy.recompose or not _rounds_parts(self.policy, state):
+            return state
+        found = write_out_attention(state.graph, self.policy.category)
+        return state.with_recomposed((*state.recomposed, *found)) if found else state
+
+
+class RecomputeAttention(Pass):
+    """Takes this package's operator for attention of few tokens, on a CPU, where its parts may give 16 bits each."""
+
+    name = "recompute attention"
+
+    def __call__(self, state: State) -> State:
+        """The state with what was replaced."""
+        if SHORT_ATTENTION not in self.policy.recompose or not _rounds_parts(self.policy, state):
+            return state
+        found = recompute_attention(state.graph, self.policy.category)
+        return state.with_recomposed((*state.recomposed, *found)) if found else state
+
+
+def _rounds_parts(policy: Policy, state: State) -> bool:
+    """True where the list lets the parts of attention on a CPU give 16 bits each; float16 does not hold all scores."""
+    is_kernel = policy.fold == "kernel" and policy.low == torch.bfloat16
+    if not is_kernel or policy.device != "cpu" or state.guesses is not None:
+        return False
+    rules = {op: policy.op_list.rule(op, policy.device) for op in _PARTS}
+    categories = {op: policy.op_list.unlisted if rule is None else rule.category for op, rule in rules.items()}
+    return categories["matmul"] is Category.ALLOW and not {Category.BAN, Category.KEEP} & {*categories.values()}

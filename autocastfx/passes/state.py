@@ -1,29 +1,80 @@
-"""What the passes hand on. Each may import this module; no pass imports another."""
+"""The interface of passes: the policy of a conversion, the state of a graph on its way, and a pass between states."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from autocastfx.dtypes import dtype_name
 from autocastfx.graph.magnitude import Magnitude
+from autocastfx.graph.node import dtypes
+from autocastfx.graph.op_name import op_name
 from autocastfx.passes.analysis.held_values import HeldValues
 from autocastfx.passes.analysis.masks import Fill
+from autocastfx.passes.analysis.ports import Ports
+from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.torch_autocast.dispatch import Followed
+from autocastfx.plan.edited_plan import EditedPlan
 from autocastfx.plan.plan import Decision, Placement, Recomposed, Traffic
+from autocastfx.plan.ranges import Ranges
+from autocastfx.policy.kernel_facts import KernelFacts
+from autocastfx.policy.match import Matcher
+from autocastfx.policy.op_list import OpList
+from autocastfx.policy.rule import Category
 
-__all__ = ["Classification", "State"]
+__all__ = ["Classification", "Pass", "Policy", "State"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The arguments of one conversion, and the type of the device that its graphs will run on. Pickles."""
+
+    op_list: OpList
+    facts: KernelFacts
+    low: torch.dtype
+    keep_output_dtype: bool = True
+    fold: str = "exact"
+    ranges: Ranges | None = None
+    headroom: float = 2.0
+    plan: EditedPlan | None = None
+    recompose: tuple[str, ...] = chosen(True)  # names of patterns
+    weights: str = "cast"
+    device: str = "cpu"
+
+    @property
+    def low_name(self) -> str:
+        """The name of the 16-bit dtype."""
+        return dtype_name(self.low)
+
+    @property
+    def ports(self) -> Ports:
+        """The inputs that a node running in 16 bits takes as they are."""
+        return Ports(self.op_list, self.facts, self.device)
+
+    @property
+    def matcher(self) -> Matcher:
+        """Gives the rule that decides a node."""
+        return Matcher(self.op_list, self.device)
+
+    def category(self, node: fx.Node) -> Category | None:
+        """The category of ``node`` by the list; None if no rule decides it."""
+        return rule.category if (rule := self.matcher(node)) is not None else None
 
 
 @dataclass(frozen=True)
 class Classification:
     """A decision per computing node.
 
-    ``wide`` are the values known to hold finite numbers beyond the low dtype's range, in float32. ``unable`` holds the
-    nodes that cannot run low whoever asks for it, and why; ``fills`` those that can, with another number.
+    Attributes:
+        decisions: one for each ``call_*`` node.
+        wide: values that hold finite numbers beyond the low dtype's range, in float32.
+        unable: the reason why a node cannot run low whoever asks for it, for those that cannot.
+        fills: nodes that can, with another number.
     """
 
     decisions: Mapping[fx.Node, Decision]
@@ -34,21 +85,72 @@ class Classification:
 
 @dataclass(frozen=True)
 class State:
-    """What the passes hand on: a graph on its way, and all that is known of it so far."""
+    """A graph between two passes, with all that was found out about it so far.
+
+    Attributes:
+        graph: captured at first, changed in place by the passes that rewrite.
+        attributes: what its ``get_attr`` nodes read, parameters and buffers apart.
+        parameters: ``get_attr`` targets.
+        values: facts about the numbers that are held.
+        dtypes: of what each node gives, before casts are put in.
+        ops: the name of each node's op, likewise.
+        guesses: names of nodes taken for float32 in a graph made without inputs; None for other graphs.
+        measured: magnitudes from a calibration.
+        classification: decisions.
+        placements: precisions.
+        traffic: bytes moved.
+        cached: parameters that torch.autocast casts once, each with a number that tied ones share.
+        numbers: all parameters, likewise.
+        followed: how torch.autocast runs the graph, where that is the plan.
+        prefix: of the names of its nodes in the plan.
+        recomposed: nodes that stand for captured ones.
+    """
 
     graph: fx.Graph
     attributes: Mapping[str, Any]
     parameters: frozenset[str]
     values: HeldValues
-    dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]  # before rewriting, as the op names are
+    dtypes: Mapping[fx.Node, tuple[torch.dtype, ...]]
     ops: Mapping[fx.Node, str]
     guesses: frozenset[str] | None = None
     measured: Mapping[fx.Node, Magnitude] = field(default_factory=dict)
     classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))
     placements: Mapping[fx.Node, Placement] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
-    cached: Mapping[str, int] = field(default_factory=dict)  # parameters that are cast once, by a number of each tensor
-    numbers: Mapping[str, int] = field(default_factory=dict)  # of all parameters, by name; tied ones share one
+    cached: Mapping[str, int] = field(default_factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict)
     followed: Followed | None = None
     prefix: str = ""
     recomposed: tuple[Recomposed, ...] = ()
+
+    def with_recomposed(self, recomposed: Sequence[Recomposed]) -> State:
+        """This state after nodes of its graph were replaced: a new node has the magnitude of the last one replaced."""
+        names = {node.name: found for node, found in self.measured.items()}
+        for one in recomposed:
+            if one.replaced[-1] in names:
+                names.setdefault(one.node, names[one.replaced[-1]])
+        nodes = self.graph.nodes
+        return replace(
+            self,
+            recomposed=tuple(recomposed),
+            measured={node: names[node.name] for node in nodes if node.name in names},
+            dtypes={node: dtypes(node) for node in nodes},
+            ops={node: op_name(node) for node in nodes},
+        )
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """One step of a conversion, which either decides or rewrites.
+
+    A pass that decides leaves the graph as it is; one that rewrites changes it in place. ``name`` is the one of the
+    design page.
+    """
+
+    policy: Policy
+    name: ClassVar[str]
+    rewrites: ClassVar[bool] = True
+
+    @abstractmethod
+    def __call__(self, state: State) -> State:
+        """The state after this pass; ``state`` itself where there is nothing to do."""

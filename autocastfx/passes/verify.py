@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
+from autocastfx.dtypes import dtype_name
 from autocastfx.errors import VerifyError
-from autocastfx.graph.abstract_values import concrete_sizes, dtypes_of
+from autocastfx.graph.abstract_values import abstract_call, concrete_sizes, dtypes_of
 from autocastfx.graph.alias import mutated_inputs
 from autocastfx.graph.node import argument, dtypes, origin, set_value, subgraphs, tensors, uses, value
 from autocastfx.graph.op_name import op_name
 from autocastfx.passes.analysis.ports import Ports
+from autocastfx.passes.state import Pass, State
 from autocastfx.passes.torch_autocast.dispatch import Followed
 from autocastfx.plan.plan import Placement, Precision
 
-__all__ = ["verify"]
+__all__ = ["Verify", "verify"]
 
 
 def verify(
@@ -85,19 +85,10 @@ def verify(
 
 def _run(node: fx.Node, graph: fx.Graph) -> Any:
     args, kwargs = map_arg((node.args, node.kwargs), value)
-    mode = next((t.fake_mode for n in node.all_input_nodes for t in tensors(n) if isinstance(t, FakeTensor)), None)
     target = node.target
     call: Callable[..., Any] = target if callable(target) else getattr(torch.Tensor, str(target))
     try:
-        if mode is None:
-            return call(*args, **kwargs)
-        with (
-            mode,
-            torch._C._DisableAutocast(),
-            enable_python_dispatcher(),
-            torch.no_grad(),
-        ):  # the Python dispatcher knows symbolic sizes
-            return call(*args, **kwargs)
+        return abstract_call(call, args, kwargs)
     except Exception as error:  # whatever a kernel raises on wrong dtypes is the finding
         shown = ", ".join(f"{u.argument}: {_names(dtypes(u.node))}" for u in uses(node))
         raise VerifyError(_report(graph, node, f"{op_name(node)}({shown}) fails: {error}")) from error
@@ -180,7 +171,7 @@ def _captured_of(node: fx.Node, captured: Mapping[fx.Node, Any]) -> fx.Node:
 
 
 def _names(found: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(d).removeprefix("torch.") for d in found) or "nothing"
+    return ", ".join(dtype_name(d) for d in found) or "nothing"
 
 
 def _report(graph: fx.Graph, node: fx.Node, problem: str) -> str:
@@ -189,3 +180,26 @@ def _report(graph: fx.Graph, node: fx.Node, problem: str) -> str:
         f"node {node.name!r} ({op_name(node)}): {problem}. The graph is refused; this is a defect of a pass or of an "
         "edited graph.\n" + "\n".join(lines)
     )
+
+
+class Verify(Pass):
+    """Refuses a graph whose dtypes are not those of the plan. One made without inputs holds none to verify."""
+
+    name = "verify"
+
+    def __call__(self, state: State) -> State:
+        """The state, the new nodes of its graph with abstract values.
+
+        Raises:
+            VerifyError: the graph is not what was planned.
+        """
+        if state.guesses is None:
+            verify(
+                *(state.graph, state.placements, state.dtypes),
+                low=self.policy.low,
+                ports=self.policy.ports,
+                keep_output_dtype=self.policy.keep_output_dtype,
+                attributes=state.attributes,
+                followed=state.followed,
+            )
+        return state

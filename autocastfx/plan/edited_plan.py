@@ -20,6 +20,7 @@ from torch import fx
 from autocastfx.errors import Place, PlanError
 from autocastfx.graph.node import is_member, module_path
 from autocastfx.graph.op_name import op_name
+from autocastfx.plan.cause import Cause, Why
 from autocastfx.plan.plan import Decision, Placement, Plan, PlannedNode, Precision
 from autocastfx.policy.rule import Category
 from autocastfx.policy.yaml_tree import nearest
@@ -135,7 +136,7 @@ def _pinned(line: Line, decision: Decision, usual: Placement, unable: str | None
 
 def _edited(line: Line, category: Category, usual: Decision) -> Decision:
     reason = line.reason if line.reason not in ("", usual.reason) else "the plan says so"
-    return Decision(category, reason, str(line.source))
+    return Decision(category, reason, line.source)
 
 
 def _refuse(line: Line, unable: str | None) -> None:
@@ -168,7 +169,7 @@ class Obeyed:
             if line.moves(usual):
                 _check(line, now)
                 decided[node] = self.decisions[node] if is_member(node) else self.pinned[node]
-                placed[node] = Placement(now.run, now.store, "the plan")
+                placed[node] = Placement(now.run, now.store, Cause(Why.EDITED))
             elif is_member(node):
                 placed[node] = usual if (now.run, now.store) == (usual.run, usual.store) else now
             elif line.category in (None, self.decisions[node].category):

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from autocastfx.errors import KeyPath, Place, Source
+from autocastfx.plan.cause import Cause
 from autocastfx.plan.json_text import parsed_json
 from autocastfx.policy.rule import Category
 
 __all__ = [
+    "NO_SOURCE",
+    "UNLISTED",
     "Decision",
     "Forced",
     "Placement",
@@ -24,7 +29,11 @@ __all__ = [
     "Precision",
     "Recomposed",
     "Traffic",
+    "check_version",
 ]
+
+
+_VERSION = 1  # of the text of a plan: another one for every change that an older reader would misread
 
 
 class Precision(str, Enum):
@@ -60,33 +69,35 @@ class Forced(str, Enum):
 
 
 _FORCED: Mapping[str, Forced] = {forced.value: forced for forced in Forced}
+UNLISTED = KeyPath("unlisted")  # the source of a decision on an op that no list names
+NO_SOURCE = KeyPath("list")  # of one by a rule that was made in Python, with no place of its own
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a list or a forced rule says of a node.
+    """The category that a list or a forced rule gives a node, with the reason.
 
-    ``source`` is the place of the list's rule, ``file:line:column``, or the forced rule; its text becomes that rule.
+    ``source`` is the place of the list's rule, printed as ``file:line:column``, or the forced rule.
     """
 
     category: Category
     reason: str
-    source: str | Forced
+    source: Place | Forced
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "source", _FORCED.get(self.source, self.source))
+    def __str__(self) -> str:
+        return f"{self.category}, {self.reason or 'no reason given'} ({self.source})"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The precision that a node runs in (its inputs) and the one that its output is stored in.
+    """The precision that a node runs in (its inputs) and the one that its output is stored in, and why.
 
     ``as_stored`` names the arguments that it takes in whatever precision they are stored.
     """
 
     run: Precision
     store: Precision
-    because: str
+    because: Cause
     as_stored: tuple[str, ...] = ()
 
 
@@ -180,7 +191,7 @@ class Plan:
     @property
     def unlisted(self) -> dict[str, int]:
         """How often each op occurs that no list names and that touches a float32 value."""
-        return dict(Counter(n.op for n in self.nodes if n.decision.source == "unlisted"))
+        return dict(Counter(n.op for n in self.nodes if n.decision.source == UNLISTED))
 
     def by_op(self) -> dict[tuple[str, str], int]:
         """Number of nodes by (op, precision they run in), ops that touch no float32 value left out."""
@@ -189,17 +200,22 @@ class Plan:
 
     def to_json(self) -> str:
         """This plan as JSON text; :meth:`from_json` reads it back."""
-        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False)
+        data: dict[str, Any] = {"version": _VERSION, **dataclasses.asdict(self)}
+        for entry, node in zip(data["nodes"], self.nodes, strict=True):
+            entry["decision"]["source"] = str(node.decision.source)
+            entry["placement"]["because"] = str(node.placement.because)
+        return json.dumps(data, indent=1, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that :meth:`to_json` wrote.
+        """The plan that :meth:`to_json` wrote. Text from before plans had a version is read, too.
 
         Raises:
-            ValueError: the text is no such JSON.
+            ValueError: the text is no such JSON, or was written by a later autocastfx.
         """
         try:
             data: dict[str, Any] = parsed_json(text)
+            check_version(data.pop("version", _VERSION))
             nodes = tuple(_node(n) for n in data.pop("nodes"))
             casts = tuple(_cast(c) for c in data.pop("casts"))
             recomposed = tuple(_recomposed(r) for r in data.pop("recomposed", ()))
@@ -210,11 +226,32 @@ class Plan:
             raise ValueError(f"this is not a plan written by to_json: {error!r}") from error
 
 
+def check_version(version: object) -> None:
+    """Accept the version of a plan's text.
+
+    Raises:
+        ValueError: this autocastfx cannot read it.
+    """
+    if version != _VERSION:
+        raise ValueError(
+            f"this plan has version {version!r}, and this autocastfx reads version {_VERSION}: convert the model again "
+            "to write one, or use the autocastfx that wrote it"
+        )
+
+
+def _source(text: str) -> Place | Forced:
+    """The source whose text is ``text``."""
+    if text in _FORCED:
+        return _FORCED[text]
+    place = re.fullmatch(r"(.+):(\d+):(\d+)", text)
+    return Source(place[1], int(place[2]), int(place[3])) if place is not None else KeyPath(*text.split(":", 1))
+
+
 def _node(data: dict[str, Any]) -> PlannedNode:
     decided, placed = data["decision"], data["placement"]
-    decision = Decision(Category(decided["category"]), decided["reason"], decided["source"])
-    as_stored = tuple(placed.get("as_stored", ()))
-    placement = Placement(Precision(placed["run"]), Precision(placed["store"]), placed["because"], as_stored)
+    decision = Decision(Category(decided["category"]), decided["reason"], _source(decided["source"]))
+    as_stored, because = tuple(placed.get("as_stored", ())), Cause.from_text(placed["because"])
+    placement = Placement(Precision(placed["run"]), Precision(placed["store"]), because, as_stored)
     rest: dict[str, Any] = {**data, "decision": decision, "placement": placement}
     return PlannedNode(**rest)
 

@@ -113,7 +113,7 @@ def _precision(node: PlannedNode) -> str:
 def _reason(node: PlannedNode) -> str:
     placed, decision = node.placement.because, node.decision
     why = f"{decision.category}: {decision.reason or 'no reason given'} ({decision.source})"
-    return why if placed == str(decision.category) else f"{placed}; {why}"
+    return why if str(placed) == str(decision.category) else f"{placed}; {why}"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

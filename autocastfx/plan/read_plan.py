@@ -14,7 +14,7 @@ from autocastfx.errors import KeyPath, Place, PlanError, Source
 from autocastfx.files import read_whole
 from autocastfx.plan.edited_plan import EditedPlan, Line
 from autocastfx.plan.json_text import parsed_json
-from autocastfx.plan.plan import Decision, Placement, Plan, PlannedNode, Precision
+from autocastfx.plan.plan import Decision, Placement, Plan, PlannedNode, Precision, check_version
 from autocastfx.policy.rule import Category
 from autocastfx.policy.yaml_tree import nearest
 
@@ -75,6 +75,11 @@ def _parsed(text: str, file: str) -> Iterator[Line]:
     except json.JSONDecodeError as error:
         raise PlanError(f"this is not JSON: {error.msg}.", Source(file, error.lineno, error.colno)) from error
     start = Source(file, 1, 1)
+    if isinstance(data, dict) and "version" in data:
+        try:
+            check_version(data.pop("version"))
+        except ValueError as error:
+            raise PlanError(f"{error}.", start) from error
     _known(data, Plan, start)
     if not isinstance(data.get("nodes"), list):
         raise PlanError("a plan has the key 'nodes' with a list of nodes.", start)

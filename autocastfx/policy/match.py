@@ -10,14 +10,14 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autocastfx.errors import KeyPath, OpListError, Source
-from autocastfx.graph.node import enclosing_modules, module_classes, subgraphs
+from autocastfx.graph.node import enclosing_modules, module_classes
 from autocastfx.graph.op_name import op_name, overload_name
 from autocastfx.graph.signature import arguments
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, Demand, ModuleRule, Rule
 from autocastfx.policy.yaml_tree import nearest
 
-__all__ = ["Matcher", "all_nodes", "unmatched"]
+__all__ = ["Matcher", "unmatched"]
 
 
 @dataclass(frozen=True)
@@ -133,17 +133,8 @@ def _refuse_ambiguity(node: fx.Node, rules: Sequence[tuple[Rule | ModuleRule, st
     )
 
 
-def all_nodes(graph: fx.Graph, attributes: Mapping[str, Any]) -> Iterator[fx.Node]:
-    """The computing nodes of a graph and of the graphs that it runs."""
-    for node in graph.nodes:
-        if node.op in ("call_function", "call_method", "call_module"):
-            yield node
-            for module in subgraphs(node, attributes).values():
-                yield from all_nodes(module.graph, {**dict(module.named_children()), **dict(module.named_buffers())})
-
-
 def unmatched(
-    op_list: OpList, device: str, nodes: Iterable[fx.Node], decided: Set[str] = frozenset()
+    op_list: OpList, device: str, nodes: Iterable[fx.Node], decided: Set[object] = frozenset()
 ) -> tuple[str, ...]:
     """A sentence on each of the user's own rules and demands that speaks of none of ``nodes``, sorted by place.
 
@@ -153,7 +144,7 @@ def unmatched(
     matcher, nodes = Matcher(op_list, device), list(nodes)
     own = [r for r in op_list.every_rule() if not r.shipped and r.device in ("", device)]
     found = {id(rule) for node in nodes for rule in matcher.matching(node)} if own else set[int]()
-    left = [r for r in own if id(r) not in found and str(r.source) not in decided]
+    left = [r for r in own if id(r) not in found and r.source not in decided]
     names = {name for node in nodes for name in op_list.names_of(op_name(node))}
     demands = [d for d in op_list.demands.values() if not d.shipped and d.op not in names]
     return tuple(_said(rule, op_list, nodes) for rule in sorted((*left, *demands), key=_place))

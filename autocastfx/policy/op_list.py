@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from autocastfx.errors import OpListError
 from autocastfx.files import write_whole
@@ -17,7 +17,7 @@ from autocastfx.graph.op_name import base_name, names_function
 from autocastfx.policy import keywords, list_diff, read_rules, write_list
 from autocastfx.policy.data_tree import tree_of
 from autocastfx.policy.list_diff import Change
-from autocastfx.policy.list_key import ListKey, Said, keys_of, later_or_earlier
+from autocastfx.policy.list_key import ListKey, Said, keys_of, later_or_earlier, limited, stacked
 from autocastfx.policy.presets import preset_folder, preset_path
 from autocastfx.policy.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
 from autocastfx.policy.yaml_tree import Tree, parse_file
@@ -27,21 +27,16 @@ __all__ = ["KEYS", "OpList", "OpListLike", "load_op_list"]
 RuleKey = tuple[str, tuple[Condition, ...], str]
 
 
-def _stacked(earlier: tuple[ModuleRule, ...], later: tuple[ModuleRule, ...]) -> tuple[ModuleRule, ...]:
-    """The rules of both, the later ones with the higher ranks, and in place of earlier ones of the same key."""
-    replaced = {rule.key for rule in later}
-    above = 1 + max((rule.rank for rule in earlier), default=-1)
-    raised = (replace(rule, rank=rule.rank + above) for rule in later)
-    return (*(rule for rule in earlier if rule.key not in replaced), *raised)
-
-
-def _limited(earlier: Mapping[str, DepthLimit], later: Mapping[str, DepthLimit]) -> Mapping[str, DepthLimit]:
-    """The limits of both; a later one for all reductions undoes what each op had."""
-    return {**({} if ANY_REDUCTION in later else earlier), **later}
-
-
 def _word(category: Category) -> str:
     return next((word for word, listed_as in read_rules.UNLISTED.items() if listed_as is category), "")
+
+
+def _category(unlisted: object) -> Category | None:
+    """The category that a list's word for ``unlisted`` means, or that is given itself."""
+    found = read_rules.UNLISTED.get(str(unlisted), unlisted)
+    if found is None or found in read_rules.UNLISTED.values():
+        return cast("Category | None", found)
+    raise OpListError(f"unlisted is {', '.join(read_rules.UNLISTED)} or None, not {unlisted!r}.")
 
 
 _UNLISTED = ListKey(
@@ -63,7 +58,7 @@ _MODULES = ListKey(
     read=lambda tree: tuple(read_rules.module_rules(tree)),
     write=write_list.modules,
     said=lambda rules: [(r.subject, f"{r.wanted} at rank {r.rank}" if r.rank else r.wanted, r.reason) for r in rules],
-    over=_stacked,
+    over=stacked,
 )
 _KEEP_ARGS = ListKey(
     "per op, the argument or arguments that stay float32 while it runs in 16 bits",
@@ -84,7 +79,7 @@ _REDUCTION_DEPTH = ListKey(
     read=lambda tree: dict(read_rules.reduction_depth(tree)),
     write=write_list.limits,
     said=lambda limits: [(f"reduction_depth of {op}", str(limit), "") for op, limit in limits.items()],
-    over=_limited,
+    over=limited,
 )
 _PRODUCT_DEPTH = ListKey(
     "products that add up fewer elements into one are elementwise work, as `infer`; a dot product, which gives one "
@@ -155,6 +150,7 @@ class OpList:
         for name, value in self._values().items():
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, MappingProxyType(dict(value)))
+        object.__setattr__(self, "unlisted", _category(self.unlisted))
         ranks = sorted({rule.rank for rule in self.modules})
         ranked = (replace(rule, rank=ranks.index(rule.rank)) for rule in self.modules)
         object.__setattr__(self, "modules", tuple(sorted(ranked, key=lambda r: (r.rank, r.key))))

@@ -95,6 +95,9 @@ class Rule:
     device: str = ""
     shipped: bool = field(default=False, compare=False)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "category", Category(self.category))  # its word may be given
+
     @property
     def key(self) -> tuple[str, tuple[Condition, ...], str]:
         """What it speaks of: a later rule with the same key replaces it."""

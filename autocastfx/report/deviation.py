@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from autocastfx.dtypes import dtype_name
+
 __all__ = ["Deviation"]
 
 _PIECE = 1 << 20  # elements
@@ -46,7 +48,7 @@ class Deviation:
         far, norm, overflow, underflow, zeros, nan = torch.as_tensor(sums).tolist()
         count = max(sum(t.numel() for t in ours), 1)
         error = math.sqrt(far / norm) if norm else (math.inf if far else 0.0)
-        dtype = ",".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in ours))
+        dtype = ",".join(dict.fromkeys(dtype_name(t.dtype) for t in ours))
         return cls(dtype, error, overflow / count, underflow / count, zeros / count, nan / count)
 
 

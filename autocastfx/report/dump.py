@@ -79,7 +79,7 @@ def dump(
     if comparison is not None and format != "html":
         raise ValueError(f"comparison= goes into format='html', not {format!r}: leave it away, or print it by itself")
     if format == "html":
-        views = [_view(amp_model, number) for number in range(len(amp_model.shown))]
+        views = [_view(amp_model, number) for number in range(len(amp_model._shown))]
         text = render_html(views, _shown(amp_model), comparison)
     else:
         text = _OF_ONE_VARIANT[format](view_of(amp_model))
@@ -97,11 +97,11 @@ def view_of(amp_model: AmpModule) -> View:
 def _shown(amp_model: AmpModule) -> int:
     """The position of the variant that ``amp_model`` shows."""
     graph = amp_model.graph
-    return next(i for i, variant in enumerate(amp_model.shown) if variant.graph is graph)
+    return next(i for i, variant in enumerate(amp_model._shown) if variant.graph is graph)
 
 
 def _view(amp_model: AmpModule, number: int) -> View:
-    variants = amp_model.shown
+    variants = amp_model._shown
     variant = variants[number]
     mode = "mixed modes" if variant.mode == "mixed" else f"{variant.mode} mode"
     what = "draft " if variant.plan.unverified else ""

@@ -37,7 +37,7 @@ def _attributes(row: Row) -> dict[str, str | int]:
     if row.planned is not None:
         decision, placement = row.planned.decision, row.planned.placement
         found |= {"module": row.planned.module, "runs": str(placement.run), "stored": str(placement.store)}
-        found |= {"because": placement.because, "category": str(decision.category)}
+        found |= {"because": str(placement.because), "category": str(decision.category)}
         found |= {"reason": decision.reason, "source": str(decision.source)}
     if row.cast is not None:
         found |= {"of": row.cast.value, "bytes": row.cast.bytes, "saturates": str(row.cast.saturates)}

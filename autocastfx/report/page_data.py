@@ -63,9 +63,9 @@ def _variant(view: View, comparison: Compared | None) -> dict[str, Any]:
 
 
 def _portable(row: Row) -> Row:
-    if row.planned is None:
+    if row.planned is None or row.decision is None:
         return row
-    return replace(row, planned=replace(row.planned, decision=replace(row.planned.decision, source=row.source)))
+    return replace(row, planned=replace(row.planned, decision=row.decision))
 
 
 def _node(row: Row, reasons: Reasons) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def _node(row: Row, reasons: Reasons) -> dict[str, Any]:
     if row.planned is not None:
         decision, reason = row.planned.decision, reasons.of(row.planned)
         data |= {"module": row.planned.module, "own": row.is_own_cast, "runs": row.precisions, "says": reason.runs}
-        data |= {"because": row.planned.placement.because, "category": str(decision.category)}
-        data |= {"reason": decision.reason, "source": decision.source}
+        data |= {"because": str(row.planned.placement.because), "category": str(decision.category)}
+        data |= {"reason": decision.reason, "source": str(decision.source)}
         data |= {"placed": reason.placed, "change": reason.change}
     if row.cast is not None:
         data |= {"of": row.cast.value, "bytes": row.cast.bytes, "saturates": row.cast.saturates, "to": row.cast.dtype}

@@ -1,18 +1,21 @@
-"""Why a node runs in the precision that it runs in, in words, and what edit would change it."""
+"""The reason for a node's precision in words, and the edit that would change it."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
+from autocastfx.plan.cause import Why
 from autocastfx.plan.plan import Forced, PlannedNode, Precision
 from autocastfx.report.row import Row
 
+if TYPE_CHECKING:
+    import networkx as nx
+
 __all__ = ["Reason", "Reasons"]
 
-_AFTER = "after "
-_SHARES = "shares storage that stays float32"
 # What a person can do about a rule that no list overrides.
 _ADVICE = {
     Forced.CONSTANT: "the number stands in the model's code: use a smaller one there",
@@ -68,22 +71,26 @@ class Reasons:
         if node.placement.run is Precision.CAPTURED:
             return Reason(f"runs as captured: {node.decision.reason}")
         runs = f"runs {self._rows[node.name].precisions}: {node.placement.because}"
-        return Reason(runs, _decision(node), tuple(self._placed(node)), self._advice(node))
+        return Reason(runs, str(node.decision), tuple(self._placed(node)), self._advice(node))
 
     def _placed(self, node: PlannedNode) -> Iterator[str]:
-        because, known = node.placement.because, self._known
-        if because.startswith(_AFTER):
-            cause = because.removeprefix(_AFTER)
-            if cause in known:
-                through = self._through(self._path(cause, node.name))
-                yield f"{cause} ({known[cause].op}) is {_decision(known[cause])}; reached {through}"
-            else:
-                yield f"it computes the next contents of {cause}, which stays float32"
-        elif because == _SHARES:
+        why, cause = node.placement.because.why, self._cause(node)
+        if cause is not None:
+            through = self._through(self._path(cause.name, node.name))
+            yield f"{cause.name} ({cause.op}) is {cause.decision}; reached {through}"
+        elif why is Why.UPDATES:
+            (state,) = node.placement.because.nodes
+            yield f"it computes the next contents of {state}, which stays float32"
+        elif why is Why.SHARES_STORAGE:
             yield "all that shares memory has one precision, and this memory is float32"
-        elif because in ("fewest bytes moved", "an input is float32", "no allow op before it", "folded"):
+        elif why in (Why.FEWEST_BYTES, Why.INPUT_IS_FLOAT32, Why.NO_ALLOW_BEFORE, Why.FOLDED):
             yield f"it reads {self._around(self._sources[node.name])}"
             yield f"it is read by {self._around(self._readers[node.name])}"
+
+    def _cause(self, node: PlannedNode) -> PlannedNode | None:
+        """The node that draws ``node`` to float32, by running so before it."""
+        because = node.placement.because
+        return self._known.get(because.nodes[0]) if because.why is Why.AFTER else None
 
     def _through(self, path: Sequence[str]) -> str:
         between = [f"{name} ({self._known[name].decision.category})" for name in path if name in self._known]
@@ -104,31 +111,32 @@ class Reasons:
 
     def _path(self, start: str, end: str) -> list[str]:
         """The nodes between ``start`` and ``end`` on a shortest way along the graph; nothing if there is none."""
-        came: dict[str, str] = {end: ""}
-        queue = deque([end])
-        while queue and start not in came:
-            name = queue.popleft()
-            for source in self._sources[name]:
-                if source not in came:
-                    came[source] = name
-                    queue.append(source)
-        path, name = list[str](), came.get(start, "")
-        while name and name != end:
-            path.append(name)
-            name = came[name]
-        return path
+        import networkx as nx
+
+        try:
+            return nx.shortest_path(self._graph, start, end)[1:-1]
+        except nx.NetworkXNoPath:
+            return []
+
+    @cached_property
+    def _graph(self) -> nx.DiGraph[str]:
+        """An edge from each row to those that read it."""
+        import networkx as nx
+
+        graph: nx.DiGraph[str] = nx.DiGraph()
+        graph.add_edges_from((source, name) for name, sources in self._sources.items() for source in sources)
+        return graph
 
     def _advice(self, node: PlannedNode) -> str:
-        because, source = node.placement.because, node.decision.source
+        source, cause = node.decision.source, self._cause(node)
         wanted = "float32" if node.placement.run is Precision.LOW else "low"
         ways = [f"let it run: {wanted} in an edited plan, convert(plan=...)"]
         if node.module:
             ways.insert(0, f"under modules: a rule {{path: {node.module}, category: {wanted}}}")
         if isinstance(source, Forced):
             return _ADVICE[source]
-        if because == _SHARES:
+        if node.placement.because.why is Why.SHARES_STORAGE:
             return "give what it writes into 16 bits in the model"
-        cause = self._known.get(because.removeprefix(_AFTER)) if because.startswith(_AFTER) else None
         if cause is not None and isinstance(cause.decision.source, Forced):
             advice = _ADVICE[cause.decision.source]
             return f"{cause.name} draws it to float32, and {advice}; or {'; or '.join(ways)}"
@@ -136,11 +144,6 @@ class Reasons:
             ways.insert(0, f"{cause.op}, which draws it to float32, under infer: or allow:")
         category = "deny" if wanted == "float32" else "allow"
         return f"in a list of your own {node.op} under {category}:; or {'; or '.join(ways)}"
-
-
-def _decision(node: PlannedNode) -> str:
-    decision = node.decision
-    return f"{decision.category}, {decision.reason or 'no reason given'} ({decision.source})"
 
 
 def _kind(row: Row) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PureWindowsPath
 
+from autocastfx.errors import Source
 from autocastfx.graph.node import Origin
-from autocastfx.plan.plan import Forced, PlannedCast, PlannedCopy, PlannedNode, Precision
+from autocastfx.plan.plan import Decision, Forced, PlannedCast, PlannedCopy, PlannedNode, Precision
 from autocastfx.report.source_line import SourceLine
 
 __all__ = ["Row"]
@@ -59,14 +60,13 @@ class Row:
         return str(run) if run is store else f"{run}, stored {store}"
 
     @property
-    def source(self) -> str:
-        """Where its rule stands; of an absolute path the file's name alone, so that it is the same on every machine."""
-        if self.planned is None:
-            return ""
-        source = str(self.planned.decision.source)
-        file, colon, place = source.partition(".yaml:")
-        path = PureWindowsPath(file)  # splits at both kinds of slash
-        return f"{path.name}{colon}{place}" if path.root else source
+    def decision(self) -> Decision | None:
+        """The decision; its source is the same on every machine, for an absolute path is cut to the file's name."""
+        found = self.planned.decision if self.planned is not None else None
+        if found is None or not isinstance(found.source, Source):
+            return found
+        path = PureWindowsPath(found.source.file)  # splits at both kinds of slash
+        return replace(found, source=replace(found.source, file=path.name)) if path.root else found
 
     @property
     def is_own_cast(self) -> bool:

@@ -42,14 +42,14 @@ def _cells(row: Row) -> tuple[str, ...]:
         return name, "output", "", "", f"of {_listed(row.reads, most=len(row.reads))}" if row.reads else "of nothing"
     if row.kind not in ("op", "removed"):
         return name, row.kind, row.op, row.dtype
-    if row.planned is None:
+    if row.planned is None or row.decision is None:
         return name, row.op, "", "", "not in the plan"
-    planned, placement = row.planned, row.planned.placement
+    planned, placement, decision = row.planned, row.planned.placement, row.decision
     cells = (name, row.op, planned.module or "(root)", row.dtype)
     if placement.run is Precision.CAPTURED:
         return *cells, "captured"
-    why = f"{planned.decision.reason} ({row.source})".lstrip()
-    return *cells, row.precisions, str(planned.decision.category), placement.because, why
+    why = f"{decision.reason} ({decision.source})".lstrip()
+    return *cells, row.precisions, str(decision.category), str(placement.because), why
 
 
 def _listed(names: Sequence[str], most: int = _MOST_READERS) -> str:

@@ -10,7 +10,8 @@ from itertools import groupby
 import torch
 from torch import fx, nn
 
-from autocastfx.graph.node import attribute, origin, stack_trace, subgraphs
+from autocastfx.dtypes import dtype_name
+from autocastfx.graph.node import attributes_of, origin, stack_trace, subgraphs
 from autocastfx.graph.op_name import op_name
 from autocastfx.plan.plan import Plan, PlannedNode
 from autocastfx.report.row import Row
@@ -71,7 +72,7 @@ class _Join:
 
     def rows(self, owner: nn.Module, graph: fx.Graph, code: str, prefix: str) -> Iterator[Row]:
         self.codes[prefix] = code
-        held = {str(n.target): attribute(owner, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
+        held = attributes_of(owner, graph)
         for node in (n for n in graph.nodes if not _holds_copies(n)):
             name, depth = prefix + node.name, prefix.count("/")
             reads = tuple(prefix + read.name for read in node.all_input_nodes if not _holds_copies(read))
@@ -154,4 +155,4 @@ def _counted(dtypes: str) -> str:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return dtype_name(dtype)

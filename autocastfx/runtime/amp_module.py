@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,6 +19,7 @@ from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError
 from autocastfx.plan.plan import Plan
 from autocastfx.runtime.forwarded_attributes import forwarded, set_on_original, signed_forward
 from autocastfx.runtime.module_tree import mirror
+from autocastfx.runtime.observe import Observer, run_observed
 from autocastfx.runtime.stored_low import own_tensors, refuse_gradients, refuse_training, stored_low
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.variant_table import Maker, VariantTable, up_to_date
@@ -39,6 +42,7 @@ class AmpModule(fx.GraphModule):
         self._lineno_map: dict[int, int | None] = {}  # Dynamo reads it; this class's forward is not a graph's code
         self._signature = signature
         self._maker = maker
+        self._observers: tuple[Observer, ...] = ()
         self._autocastfx_copies = WorkingCopies(self)
         mirror(model, self, {id(model): self})
         self._own_modules = tuple(self.modules())
@@ -49,7 +53,7 @@ class AmpModule(fx.GraphModule):
         self._ddp_params_and_buffers_to_ignore = self._mounted.constants  # the same on every rank
         type(self).forward = signed_forward(signature)  # GraphModule gives each instance a class of its own
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What ``forward`` does: run the variant that fits the call. If none does, capture one while the original is at
         hand.
 
@@ -61,18 +65,30 @@ class AmpModule(fx.GraphModule):
         call = self._signature.bind(args, kwargs)
         variant = self._variant_of(call)
         kind = variant.autocast
+        function = variant.function
+        if self._observers and not torch.compiler.is_compiling():
+            function = partial(run_observed, variant.graph, self._observers)
         try:
             if kind is not None and torch.is_autocast_enabled(kind):  # a region around the call must not decide again
                 with torch.autocast(kind, enabled=False):
-                    outputs = variant.function(self, *call.tensors)
+                    outputs = function(self, *call.tensors)
             else:
-                outputs = variant.function(self, *call.tensors)
+                outputs = function(self, *call.tensors)
         except RuntimeError as error:
             self._refuse_sharded(error)
             raise
         if self._is_low:
             refuse_gradients(outputs)
         return pytree.tree_unflatten(outputs, variant.out_spec)
+
+    @contextmanager
+    def _observed_by(self, observer: Observer) -> Generator[None]:
+        """While open, calls run node by node and show their values to ``observer``; not those in compiled code."""
+        self._observers = (*self._observers, observer)
+        try:
+            yield
+        finally:
+            self._observers = tuple(one for one in self._observers if one is not observer)
 
     def _refuse_sharded(self, error: RuntimeError) -> None:
         name = next((name for name, p in self.named_parameters() if hasattr(p, "device_mesh")), None)
@@ -87,7 +103,7 @@ class AmpModule(fx.GraphModule):
     def _is_low(self) -> bool:
         return self._maker.weights == "low"
 
-    def variant_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Variant:
+    def _variant_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Variant:
         """The variant that such a call runs; captured now if there is none yet.
 
         Raises:
@@ -106,9 +122,9 @@ class AmpModule(fx.GraphModule):
         with capturing():
             modes = self._modes()
             if not self.variants:
-                return self.capture_modes(call)
+                return self._mounted.capture_modes(call, modes, self._held())
             made = self._mounted.fitting(call, modes)  # meanwhile, by another thread
-            return made or self._mounted.further(call, modes, self.held())
+            return made or self._mounted.further(call, modes, self._held())
 
     @property
     def _working_copies(self) -> WorkingCopies | None:
@@ -128,41 +144,9 @@ class AmpModule(fx.GraphModule):
         return self._mounted.captured
 
     @property
-    def shown(self) -> tuple[Variant, ...]:
+    def _shown(self) -> tuple[Variant, ...]:
         """The captured variants; drafts while there are none."""
         return self._mounted.shown
-
-    def capture(self, call: Call, modes: tuple[bool, ...]) -> Variant:
-        """Capture the original as it runs ``call`` in ``modes``, and add the variant.
-
-        Raises:
-            CaptureError: the original is not at hand, or cannot be captured.
-        """
-        return self._mounted.capture(call, modes, self.held())
-
-    def capture_modes(self, call: Call) -> Variant:
-        """Capture the original as it runs ``call``, in its present modes, in training and in evaluation.
-
-        Returns:
-            The variant for the present modes.
-
-        Raises:
-            CaptureError: it cannot be captured in its present modes. What fails in another mode is left to its first
-                call.
-        """
-        return self._mounted.capture_modes(call, self._modes(), self.held())
-
-    def draft(self) -> None:
-        """Show drafts, made without inputs, until the first call. None where the model's code cannot be traced so.
-
-        Raises:
-            BannedOpError: the list bans an op of the model.
-        """
-        self._mounted.draft(self._modes(), self.held())
-
-    def add_variant(self, variant: Variant) -> Variant:
-        """Mount ``variant`` as the last one. The first one that was captured from inputs takes the place of drafts."""
-        return self._mounted.add(variant)
 
     @property
     def _active(self) -> Variant:
@@ -173,7 +157,7 @@ class AmpModule(fx.GraphModule):
 
     def _not_captured(self) -> NotCapturedError:
         try:
-            self._maker.draft(self._modes(), self.held())
+            self._maker.draft(self._modes(), self._held())
         except CaptureError as error:
             return NotCapturedError(
                 f"there is no graph to show before the first call: {error}. Call the model once, or give convert the "
@@ -188,7 +172,7 @@ class AmpModule(fx.GraphModule):
 
     @property
     def _graph(self) -> fx.Graph:
-        if "_table" not in self.__dict__ or (not self.shown and TracingContext.try_get() is not None):
+        if "_table" not in self.__dict__ or (not self._shown and TracingContext.try_get() is not None):
             return self.__dict__["_blank"]  # Dynamo looks at the graph of what it traces
         return self._active.graph
 
@@ -210,9 +194,9 @@ class AmpModule(fx.GraphModule):
         return None
 
     def __str__(self) -> str:
-        return super().__str__() if self.shown else f"{nn.Module.__repr__(self)}\n# {self._not_captured()}"
+        return super().__str__() if self._shown else f"{nn.Module.__repr__(self)}\n# {self._not_captured()}"
 
-    def held(self) -> dict[str, torch.Tensor]:
+    def _held(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by the original's names, tied ones under each of their names."""
         named = (*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False))
         return {name: tensor for name, tensor in named if not name.startswith(f"{self._table}.")}
@@ -246,13 +230,13 @@ class AmpModule(fx.GraphModule):
         super().requires_grad_(requires_grad)
         return self
 
-    def store_low(self, low: torch.dtype) -> None:
+    def _store_low(self, low: torch.dtype) -> None:
         """Become a model of its own for inference: the weights that all variants read in 16 bits are stored so.
 
         Neither the original nor any of its tensors is referred to any more, and no further variant can be captured.
         """
         names = frozenset[str].intersection(*(stored_low(v, low) for v in self.variants))
-        held = self.held()
+        held = self._held()
         own_tensors(self._own_modules, [held[name] for name in names if name in held], low)
         self._maker = self._mounted.maker = self._maker.without_model()
         for variant in self.variants:
@@ -282,11 +266,11 @@ class AmpModule(fx.GraphModule):
             self._mounted.refuse_move(probe.device)
         super()._apply(fn, recurse)
         if self._place() != here:
-            self._mounted.move(self._place(), self.held())
+            self._mounted.move(self._place(), self._held())
         return self
 
     def _place(self) -> torch.device:
-        return next((t.device for t in self.held().values()), torch.device("cpu"))
+        return next((t.device for t in self._held().values()), torch.device("cpu"))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -305,16 +289,16 @@ class AmpModule(fx.GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpModule:
         tree = copy.deepcopy(self._tree(), memo)
-        result = _rebuild(tree, self._signature, self._maker, [_copied(v, memo) for v in self.shown])
+        result = _rebuild(tree, self._signature, self._maker, [_copied(v, memo) for v in self._shown])
         memo[id(self)] = result
         return result
 
     def __copy__(self) -> AmpModule:
-        return _rebuild(self._tree(), self._signature, self._maker, [_copied(v, None) for v in self.shown])
+        return _rebuild(self._tree(), self._signature, self._maker, [_copied(v, None) for v in self._shown])
 
     def __reduce__(self) -> tuple[Any, ...]:
         maker = self._maker.without_model() if self.variants else self._maker  # which captures at the first call
-        return (_rebuild, (self._tree(), self._signature, maker, up_to_date(self.shown)))
+        return (_rebuild, (self._tree(), self._signature, maker, up_to_date(self._shown)))
 
     def _tree(self) -> nn.Module:
         """The mirrored modules without the variants, as a plain module."""
@@ -332,7 +316,7 @@ def _rebuild(tree: nn.Module, signature: CallSignature, maker: Maker, variants: 
         if "_hooks" in key:  # and which of them take keywords
             result.__dict__[key] = tree.__dict__[key]
     for variant in variants:
-        result.add_variant(variant)
+        result._mounted.add(variant)
     result._mounted.refuse_move(result._place())  # where torch.load(map_location=...) has put it
     return result
 

@@ -55,7 +55,7 @@ def signed_forward(signature: CallSignature) -> Callable[..., Any]:
     """A forward that shows the original's signature to whoever inspects it (export, trainers, help)."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.run(args, kwargs)
+        return self._run(args, kwargs)
 
     forward.__code__ = forward.__code__.replace()  # what torch.compile keeps of a function, it keeps by its code object
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)

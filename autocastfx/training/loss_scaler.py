@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
+from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.training.host_copy import HostCopy, is_capturing
 from autocastfx.training.loss_scale import LossScale
 from autocastfx.training.rounds import Rounds
@@ -16,7 +17,6 @@ from autocastfx.training.scale_state import ScaleNumbers, ScaleState
 __all__ = ["LossScaler"]
 
 Losses = TypeVar("Losses")
-_LOW = (torch.float16, torch.bfloat16)
 _SOON = 8  # overflows away from the floor: then a copy of the scale is sent for
 
 
@@ -78,7 +78,7 @@ class LossScaler:
         scale = self.state(loss.device).scale
         if scale.device != loss.device:
             scale = scale.to(loss.device, non_blocking=True)
-        scaled = (loss.float() if loss.dtype in _LOW else loss) * scale
+        scaled = (loss.float() if loss.dtype in LOW_DTYPES else loss) * scale
 
         def note(_: object = None) -> None:
             for owner in owners:

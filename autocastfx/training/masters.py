@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import LossScaleError
 from autocastfx.training.gradients import local, settled
 from autocastfx.training.tensor_mark import TensorMark
@@ -16,7 +17,6 @@ from autocastfx.training.tensor_mark import TensorMark
 __all__ = ["Masters"]
 
 _KERNELS: Any = torch  # its stubs leave the foreach kernels out
-_LOW = (torch.float16, torch.bfloat16)
 
 
 class Masters:
@@ -51,7 +51,7 @@ class Masters:
         """Put masters in the place of the 16-bit parameters of ``group``; the optimizer's state of them is widened."""
         known = {id(working): master for working, master in zip(self.working, self.masters, strict=True)}
         for index, parameter in enumerate(group["params"]):
-            if parameter.dtype in _LOW:
+            if parameter.dtype in LOW_DTYPES:
                 if id(parameter) not in known:
                     known[id(parameter)] = self._add(parameter)
                 master = group["params"][index] = known[id(parameter)]
@@ -167,4 +167,4 @@ class Masters:
 
 
 def _widened(held: Any) -> Any:
-    return held.float() if isinstance(held, torch.Tensor) and held.dtype in _LOW else held
+    return held.float() if isinstance(held, torch.Tensor) and held.dtype in LOW_DTYPES else held

@@ -13,7 +13,7 @@ from tests.golden.models import converted
 
 def test_names_are_those_of_the_plan_in_the_captured_and_in_the_converted_graph() -> None:
     amp_model = converted("no_grad")
-    (captured,) = [v.captured for v in amp_model.shown if v.graph is amp_model.graph]
+    (captured,) = [v.captured for v in amp_model._shown if v.graph is amp_model.graph]
     assert captured is not None
     names = [one.name for one in walk(captured.graph, captured.attributes)]
     planned = [n.name for n in amp_model.plan.nodes]

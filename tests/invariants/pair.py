@@ -101,7 +101,7 @@ class Pair:
         return self
 
     def bound(self, call: Sequence[Any]) -> float:
-        variant = self.amp_model.variant_for(*_split(call))
+        variant = self.amp_model._variant_for(*_split(call))
         assert variant is not None
         chain = fx.GraphModule(self.amp_model, variant.graph).graph  # with an owner, to look sub-graphs up
         return max(1, roundings(chain, self.low)) * torch.finfo(self.low).eps

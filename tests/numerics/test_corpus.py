@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autocastfx import OpList
-from autocastfx.passes import pipeline
+from autocastfx.passes import classify
 from autocastfx.passes.analysis.value_ranges import Limit
 from autocastfx.passes.analysis.whole_numbers import WholeNumbers
 from autocastfx.passes.classify import Classifier
@@ -177,10 +177,11 @@ def test_the_conversion_holds(number: int, case: Case) -> None:
 def _switch_off(point: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Take one of the rules out of the package; gives the options of a conversion that does without it."""
     if point == "provenance":
-        patch.setattr("autocastfx.passes.place._widening", lambda *_, **__: iter(()))
+        patch.setattr("autocastfx.passes.analysis.place_cheaply._widening", lambda *_, **__: iter(()))
     elif point == "parameters":
         patch.setattr(
-            "autocastfx.passes.place._spared", lambda units, _: {u for u in units if u.category is Category.INFER}
+            "autocastfx.passes.analysis.place_cheaply._spared",
+            lambda units, _: {u for u in units if u.category is Category.INFER},
         )
     elif point == "shape":
         return {"op_list": ["default", OpList.of({"product_depth": None})]}
@@ -190,7 +191,7 @@ def _switch_off(point: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     elif point == "whole numbers":
         patch.setattr(WholeNumbers, "of", lambda *_: WholeNumbers({}, frozenset()))
     elif point == "distances":
-        patch.setattr(pipeline, "distance_products", lambda *_: {})
+        patch.setattr(classify, "distance_products", lambda *_: {})
     elif point == "sums":
         return {"op_list": ["default", OpList.of({"promote": ["index_add", "scatter_add", "scatter_reduce"]})]}
     elif point == "squares":

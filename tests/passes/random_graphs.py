@@ -13,7 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autocastfx.graph.node import value
-from autocastfx.plan.plan import Decision
+from autocastfx.plan.plan import NO_SOURCE, Decision
 from autocastfx.policy.rule import Category
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ def build(steps: list[tuple[str, int, int]], outputs: list[int]) -> tuple[fx.Gra
             values.append(call(UNARY.get(kind, aten.relu.default), a))
     graph.output(tuple(read(place) for place in outputs)).meta["val"] = None
     decisions = {
-        node: Decision(CATEGORIES[node.target], "", "test") for node in graph.nodes if node.op == "call_function"
+        node: Decision(CATEGORIES[node.target], "", NO_SOURCE) for node in graph.nodes if node.op == "call_function"
     }
     return graph, decisions
 

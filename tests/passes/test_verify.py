@@ -13,20 +13,22 @@ from torch import fx, nn
 import autocastfx
 from autocastfx.graph.node import origin
 from autocastfx.passes import pipeline
+from autocastfx.passes.state import State
+from autocastfx.plan.cause import Cause, Why
 from autocastfx.plan.plan import Placement, Precision
 from tests.helpers import TORCH, Function
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Any], Any]) -> None:
     """Run ``damage`` between rewriting and verifying."""
-    *deciding, rewrite, verify = pipeline.PIPELINE
+    *before, verify = pipeline.PIPELINE
 
-    def damaged(converter: Any, state: Any, device: torch.device) -> Any:
-        state = damage(rewrite(converter, state, device)) or state
+    def damaged(state: State) -> State:
+        state = damage(state) or state
         state.graph.lint()
         return state
 
-    monkeypatch.setattr(pipeline, "PIPELINE", (*deciding, damaged, verify))
+    monkeypatch.setattr(pipeline, "PIPELINE", (*before, lambda policy: damaged, verify))
 
 
 def attend(x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +103,7 @@ def test_an_output_of_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_plan_that_the_graph_does_not_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def replan(state: Any) -> Any:
         softmax = next(n for n in state.placements if n.name == "softmax")
-        low = Placement(Precision.LOW, Precision.LOW, "planted")
+        low = Placement(Precision.LOW, Precision.LOW, Cause(Why.EDITED))
         return replace(state, placements={**state.placements, softmax: low})
 
     planted(monkeypatch, replan)

@@ -13,11 +13,25 @@ from torch import nn
 
 import autocastfx
 from autocastfx import Category, Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
+from autocastfx.errors import KeyPath, Source
+from autocastfx.plan.cause import Cause, Why
 from autocastfx.plan.plan import Forced, Traffic
 
 TEXT = st.text(max_size=8)
-DECISIONS = st.builds(Decision, st.sampled_from(Category), TEXT, TEXT | st.sampled_from(Forced))
-PLACEMENTS = st.builds(Placement, st.sampled_from(Precision), st.sampled_from(Precision), TEXT)
+NAMES = st.from_regex(r"([a-z_]+\d*/)?[a-z_]+\d*", fullmatch=True)
+SOURCES = (
+    st.builds(
+        Source,
+        st.sampled_from(("mine.yaml", "/a b/c:d.json", "C:\\\\lists\\\\mine.yaml")),
+        st.integers(1),
+        st.integers(1),
+    )
+    | st.builds(KeyPath, st.sampled_from(("OpList", "plan", "unlisted", "list")), TEXT)
+    | st.sampled_from(Forced)
+)
+CAUSES = st.sampled_from(Why).flatmap(lambda why: st.builds(Cause, st.just(why), st.tuples(*[NAMES] * why.count("{}"))))
+DECISIONS = st.builds(Decision, st.sampled_from(Category), TEXT, SOURCES)
+PLACEMENTS = st.builds(Placement, st.sampled_from(Precision), st.sampled_from(Precision), CAUSES)
 NODES = st.builds(PlannedNode, TEXT, TEXT, TEXT, DECISIONS, PLACEMENTS, TEXT, TEXT)
 CASTS = st.builds(PlannedCast, TEXT, TEXT, TEXT, st.lists(TEXT, max_size=3).map(tuple), st.booleans())
 TRAFFIC = st.builds(Traffic, st.integers(0), st.integers(0))
@@ -66,7 +80,7 @@ def test_what_a_plan_tells(plan: Plan) -> None:
     linear = plan["linear"]
     assert (linear.op, linear.module, linear.captured, linear.dtype) == ("linear", "layer", "float32", "bfloat16")
     assert linear.decision.category is Category.ALLOW
-    assert linear.decision.source.startswith("op_lists/base.yaml:")
+    assert str(linear.decision.source).startswith("op_lists/base.yaml:")
     assert linear.placement.run is Precision.LOW
     assert plan["softmax"].placement.run is Precision.FLOAT32
     assert plan["softmax"].dtype == "float32"
@@ -86,10 +100,32 @@ def test_what_a_plan_tells(plan: Plan) -> None:
 
 def test_json_is_readable(plan: Plan) -> None:
     data = json.loads(plan.to_json())
-    assert list(data) == ["low", "device", "op_list", "nodes", "casts", "traffic", "unverified", "recomposed", "copies"]
+    assert list(data) == [
+        "version",
+        "low",
+        "device",
+        "op_list",
+        "nodes",
+        "casts",
+        "traffic",
+        "unverified",
+        "recomposed",
+        "copies",
+    ]
     node = next(n for n in data["nodes"] if n["name"] == "linear")
     assert node["decision"]["category"] == "allow"
-    assert node["placement"]["run"] == "low"
+    assert node["decision"]["source"] == str(plan["linear"].decision.source)
+    assert node["placement"] == {"run": "low", "store": "low", "because": "allow", "as_stored": []}
+
+
+def test_plans_from_before_they_had_a_version_are_read_and_later_ones_refused(plan: Plan) -> None:
+    data = json.loads(plan.to_json())
+    assert Plan.from_json(json.dumps({**data, "version": 2}).replace('"version": 2, ', "")) == plan
+    for version in (2, "1", None):
+        with pytest.raises(
+            ValueError, match=rf"^this plan has version {version!r}, and this autocastfx reads version 1: "
+        ):
+            Plan.from_json(json.dumps({**data, "version": version}))
 
 
 def test_unknown_node(plan: Plan) -> None:
@@ -124,6 +160,6 @@ def test_json_that_is_no_plan(text: str) -> None:
 
 def test_a_plan_with_an_unknown_word_is_no_plan(plan: Plan) -> None:
     for known, unknown in (('"allow"', '"alow"'), ('"low"', '"lwo"')):
-        with pytest.raises(ValueError, match=r"not a plan|is not a valid"):
+        with pytest.raises(ValueError, match=r"not a plan|is not a valid|is no cause"):
             Plan.from_json(plan.to_json().replace(known, unknown))
     assert Plan.from_json(json.dumps(GOOD)).nodes == ()

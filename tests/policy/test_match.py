@@ -262,7 +262,7 @@ def test_nodes_of_subgraphs_count() -> None:
 
 def test_a_rule_that_decided_an_op_of_another_name_has_matched(tmp_path: Path) -> None:
     lists = op_list(tmp_path, "deny: [square]")
-    places = {str(rule.source) for rule in lists.every_rule()}
+    places = {rule.source for rule in lists.every_rule()}
     assert len(unmatched(lists, "cpu", [EXP])) == 1
     assert unmatched(lists, "cpu", [EXP], places) == ()
     with warnings.catch_warnings():

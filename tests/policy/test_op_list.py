@@ -491,3 +491,18 @@ def test_batch_norm_keeps_its_statistics() -> None:
     schema = torch.ops.aten.batch_norm.default._schema
     tensors = [a.name for a in schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]") and a.name != "input"]
     assert list(lists.kept("batch_norm")) == tensors
+
+
+@pytest.mark.parametrize(
+    ("word", "category"), [("keep", Category.KEEP), ("deny", Category.DENY), ("error", Category.BAN)]
+)
+def test_a_list_made_in_python_may_say_unlisted_by_its_word(word: str, category: Category) -> None:
+    made = OpList(unlisted=word)  # pyright: ignore[reportArgumentType]
+    assert made.unlisted is category
+    assert made == OpList(unlisted=category) == OpList.of({"unlisted": word})
+    assert Rule("exp", "deny").category is Category.DENY  # pyright: ignore[reportArgumentType]
+
+
+def test_an_unknown_word_for_unlisted_is_refused() -> None:
+    with pytest.raises(OpListError, match=r"unlisted is keep, deny, error or None, not 'kep'\."):
+        OpList(unlisted="kep")  # pyright: ignore[reportArgumentType]

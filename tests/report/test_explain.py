@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import autocastfx
+from autocastfx.plan.cause import Why
 from autocastfx.policy.presets import preset_folder
 from benchmarks.zoo_models import ZOO
 from tests.helpers import Function
@@ -123,10 +124,11 @@ def test_every_node_of_real_models_has_a_reason_whose_rule_is_where_it_says(name
             assert re.match(r"\w+", line[int(listed[3]) - 1 :])
         else:
             assert re.search(r"\((forced:[\w-]+|unlisted|sub-graph|eligibility)\)", own)
-        if node.placement.because.startswith("after "):
-            cause = node.placement.because.removeprefix("after ")
-            assert cause in known or "it computes the next contents of" in own
-            assert "reached directly" in own or "reached through" in own or cause not in known
+        if node.placement.because.why is Why.AFTER:
+            assert node.placement.because.nodes[0] in known
+            assert "reached directly" in own or "reached through" in own
+        if node.placement.because.why is Why.UPDATES:
+            assert f"it computes the next contents of {node.placement.because.nodes[0]}, which stays float32" in own
 
 
 def test_what_is_no_text_is_refused() -> None:

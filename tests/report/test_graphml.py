@@ -17,7 +17,7 @@ def test_it_is_read_back_with_every_node_its_attributes_and_edges(name: str) -> 
     for planned in amp_model.plan.nodes:
         found = graph.nodes[planned.name]
         assert found["op"] == planned.op
-        assert found["source"] == planned.decision.source
+        assert found["source"] == str(planned.decision.source)
         assert found["runs"] == str(planned.placement.run)
     for cast in amp_model.plan.casts:
         assert graph.nodes[cast.name]["kind"] == "cast"

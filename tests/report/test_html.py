@@ -148,7 +148,7 @@ def test_twice_the_same(name: str) -> None:
 def test_a_comparison_is_shown_in_the_variant_that_it_is_of_whatever_the_models_mode() -> None:
     amp_model = CASES["cnn"]()
     compared = autocastfx.compare(None, amp_model.eval(), torch.randn(2, 3, 8, 8), gradients=True)
-    modes = [variant.mode for variant in amp_model.shown]
+    modes = [variant.mode for variant in amp_model._shown]
     shown = data(page(amp_model.train(), comparison=compared))
     assert shown["shown"] == modes.index("eval")
     measured = {n["name"]: n["numerics"] for n in shown["variants"][shown["shown"]]["nodes"] if "numerics" in n}

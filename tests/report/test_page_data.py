@@ -63,7 +63,7 @@ def test_every_decision_and_cast_of_the_plan_is_there(name: str) -> None:
         assert node["op"] == planned.op
         assert node.get("module", "") == planned.module
         assert node["category"] == str(planned.decision.category)
-        assert node.get("source", "") == planned.decision.source
+        assert node.get("source", "") == str(planned.decision.source)
         assert node.get("reason", "") == planned.decision.reason
         assert node["runs"].split(",")[0] == str(planned.placement.run)
     casts = {node["name"]: (node["of"], node["to"], node.get("bytes", 0)) for node in nodes.values() if "to" in node}

@@ -151,7 +151,7 @@ def test_of_an_absolute_path_only_the_name_is_shown(tmp_path: Path) -> None:
     amp_model = autocastfx.convert(
         Follows(), (torch.randn(2, 8),), dtype=torch.bfloat16, op_list=["default", str(mine)]
     )
-    assert amp_model.plan["linear"].decision.source == f"{mine}:1:8"
+    assert str(amp_model.plan["linear"].decision.source) == f"{mine}:1:8"
     assert row(amp_model, "linear").endswith("(mine.yaml:1:8)")
 
 

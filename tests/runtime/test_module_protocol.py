@@ -310,3 +310,37 @@ def test_unpickled_it_does_not_move_to_a_device_whose_kernels_differ() -> None:
     for other in (float32, autocastfx.convert(bare, (x,), dtype=torch.bfloat16)):
         pickle.loads(pickle.dumps(other))._mounted.refuse_move(cuda)
     assert unpickled.to("meta")(x.to("meta")).device.type == "meta"
+
+
+class Named(nn.Module):
+    """A model whose methods have names that a converted model once had for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def run(self) -> str:
+        return "run"
+
+    def capture(self) -> str:
+        return "capture"
+
+    def draft(self) -> str:
+        return "draft"
+
+    def held(self) -> str:
+        return "held"
+
+
+def test_a_models_own_methods_are_not_hidden() -> None:
+    amp_model = autocastfx.convert(Named(), (torch.ones(2, 8),), dtype=torch.bfloat16)
+    for name in ("run", "capture", "draft", "held"):
+        assert getattr(amp_model, name)() == name
+
+
+def test_a_converted_model_adds_few_public_names() -> None:
+    own = {name for name in vars(autocastfx.AmpModule) if not name.startswith("_")}
+    assert own == {"variants", "plan", "recompile", "train", "requires_grad_", "refresh_weights"}

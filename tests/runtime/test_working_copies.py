@@ -29,6 +29,7 @@ import autocastfx
 from autocastfx import AmpModule, Plan
 from autocastfx.graph.node import origin
 from autocastfx.passes import store_weights
+from autocastfx.plan.cause import Why
 from autocastfx.runtime.working_copies import WorkingCopies, working_copy
 from tests.golden.models import CNN, EncoderLayer
 
@@ -571,7 +572,7 @@ def test_a_view_of_a_parameter_is_one_of_its_copy_where_no_bit_changes() -> None
     assert same(cast, cached)
     read = {c.parameter for c in cached.plan.copies}
     assert read >= {"a", "b", "c"}
-    assert cached.plan["t"].placement.because == store_weights.VIEW
+    assert cached.plan["t"].placement.because.why is Why.VIEW_OF_WEIGHT
     assert cast.plan["t"].dtype == "float32"
     turned = [n.name for n in cached.plan.nodes if n.op == "t" and n.dtype == "float32"]
     assert turned  # d's, which the softmax reads too
@@ -589,7 +590,7 @@ def test_every_read_of_a_copy_is_marked_and_a_second_run_changes_nothing() -> No
     reads = [n for n in cached.graph.nodes if n.target is working_copy]
     assert {origin(n).made_by for n in reads} == {"store_weights"}  # pyright: ignore[reportOptionalMemberAccess]
     before = str(cached.graph)
-    store_weights.read_copies(cached.graph, frozenset(cached.held()), {})
+    store_weights.read_copies(cached.graph, frozenset(cached._held()), {})
     assert str(cached.graph) == before
 
 

@@ -7,20 +7,18 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autocastfx.errors import Place
 from autocastfx.graph.alias import AliasSet, alias_sets
 from autocastfx.graph.node import Use, has_float32, is_member, uses
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.passes.analysis.ports import Ports
-from autocastfx.plan.plan import Decision, Forced
+from autocastfx.plan.plan import NO_SOURCE, Decision, Forced
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, Demand
 
 __all__ = ["Demands"]
 
 _FREE = (Category.INFER, Category.CLEAR, Category.PROMOTE)
-# A number that 16 bits round to 0 or 1 (a bound, an epsilon) has no use beside an operand that was rounded before.
-_EXACT_NUMBERS = Forced.EPSILON
-_UPDATE = Forced.UPDATE
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class _Wish:
 
     by: str
     reason: str
-    source: str
+    source: Place | Forced
     through_products: bool = False
     forces: bool = False
 
@@ -90,10 +88,10 @@ class Demands:
         storage = storages.get(node)
         if storage is not None and storage.root.op in ("placeholder", "get_attr") and self.ports.written(node):
             reason = f"it computes the next contents of {storage.root.name}"
-            wish = _Wish(node.name, reason, _UPDATE, through_products=True)
+            wish = _Wish(node.name, reason, Forced.UPDATE, through_products=True)
             return wish, [u for u in reads if u.node not in storage.members]
-        if decision.source == _EXACT_NUMBERS:
-            return _Wish(node.name, decision.reason, _EXACT_NUMBERS), reads
+        if decision.source is Forced.EPSILON:  # a bound or an epsilon has no use beside an operand that was rounded
+            return _Wish(node.name, decision.reason, Forced.EPSILON), reads
         demand = self.ports.op_list.demand(op_name(node))
         rule = self.ports.op_list.rule(op_name(node), self.ports.device)
         is_a_persons = rule is not None and not rule.shipped and rule.category in _FREE
@@ -103,7 +101,7 @@ class Demands:
         if demand.of and not any(_is_made_by(u.node, demand.of, self.ports.op_list) for u in at):
             return None, []
         through = demand.through in ("products", "both")
-        wish = _Wish(node.name, demand.reason, str(demand.source or "list"), through, forces=True)
+        wish = _Wish(node.name, demand.reason, demand.source or NO_SOURCE, through, forces=True)
         demanded = [u for u in reads if u.argument in (demand.arguments or (u.argument,))]
         return (wish, demanded) if demanded else (None, [])
 
@@ -132,7 +130,7 @@ class Demands:
             elif before and (found[node].category in _FREE or is_member(node)):
                 made[node] = before[0]
             elif before and self._multiplies_values(node, found[node]):
-                yield node, Decision(Category.DENY, f"follows it: {before[0].reason}", str(before[0].source or "list"))
+                yield node, Decision(Category.DENY, f"follows it: {before[0].reason}", before[0].source or NO_SOURCE)
 
 
 def _serves(node: fx.Node, found: Mapping[fx.Node, Decision]) -> bool:

@@ -9,6 +9,7 @@ from torch import fx
 from autocastfx.graph.node import argument, has_float32, uses
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.product import Size, product
+from autocastfx.graph.reachable import reachable
 from autocastfx.graph.sizes import example
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
@@ -66,16 +67,14 @@ def _is_square(node: fx.Node, facts: KernelFacts, size: Size) -> bool:
 
 def _terms(node: fx.Node, op_list: OpList) -> Iterator[fx.Node]:
     """The terms of a sum, followed through further sums, numbers that multiply, and views."""
-    queue, seen = [node], {node}
-    while queue:
-        term = queue.pop()
-        yield term
+
+    def added(term: fx.Node) -> Iterator[fx.Node]:
         name = base_name(op_name(term)) if term.op == "call_function" else ""
         reads = [u.node for u in uses(term) if has_float32(u.node)]
         if name in _SUMS or (name in _SCALES and len(reads) == 1) or _moves(term, op_list):
-            near = [r for r in reads if r not in seen and (name[-2:] != "mm" or r is argument(term, "self"))]
-            seen.update(near)
-            queue += near
+            yield from (r for r in reads if name[-2:] != "mm" or r is argument(term, "self"))
+
+    yield from reachable([node], added)
 
 
 def _adds_up(term: fx.Node, square: fx.Node) -> bool:

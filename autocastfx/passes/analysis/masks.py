@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from torch import fx
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.node import Use, argument, constants, has_float32, tensors, uses, value
 from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.graph.reachable import reachable
+from autocastfx.graph.view_ops import is_view, is_view_or_copy
 
 __all__ = ["Fill", "come_in", "fills", "fits", "is_mask", "read_as_scores", "seen_as", "takes_mask"]
 
@@ -24,21 +26,6 @@ _MASKED = {
     "baddbmm": ("self",),
     "scaled_dot_product_attention": ("attn_mask",),
 }
-_PASSES_MASK = (
-    "view",
-    "reshape",
-    "expand",
-    "unsqueeze",
-    "squeeze",
-    "slice",
-    "select",
-    "transpose",
-    "permute",
-    "to",
-    "alias",
-)
-# What else moves a mask, or scores, and computes nothing.
-_COPIES = ("contiguous", "clone", "detach", "t", "mT", "movedim", "flatten", "unflatten", "repeat", "type_as")
 _SIZES = ("sym_size", "sym_stride", "sym_numel")
 # Arguments that are scores, of which what is far below the others counts nothing, however far. (Not those of a
 # log_softmax, which tells how far.)
@@ -127,7 +114,7 @@ def _passes_on(node: fx.Node, name: str) -> bool:
     if op in _MASKED:
         factor = argument(node, "alpha" if op in ("add", "sub") else "beta")  # by which a mask is multiplied
         return name in _MASKED[op] and factor in (None, 1)
-    return (name == "self" and op in (*_PASSES_MASK, *_COPIES)) or _filled(node) is not None
+    return (name == "self" and is_view_or_copy(node)) or _filled(node) is not None
 
 
 def come_in(graph: fx.Graph, nodes: Iterable[fx.Node], computed: Set[fx.Node]) -> set[fx.Node]:
@@ -137,20 +124,18 @@ def come_in(graph: fx.Graph, nodes: Iterable[fx.Node], computed: Set[fx.Node]) -
     """
     storages = alias_sets(graph) if nodes else {}
     found: set[fx.Node] = set()
+
+    def is_followed(read: fx.Node) -> bool:
+        return read not in computed and any(t.is_floating_point() for t in tensors(read))
+
+    def sources(read: fx.Node) -> Iterator[fx.Node]:
+        writers = storages[read].members if read in storages else ()
+        return (near for each in (read, *writers) for near in each.all_input_nodes if is_followed(near))
+
     for node in nodes:
-        queue = [u.node for u in uses(node)]
-        seen = set(queue)
-        while queue:
-            read = queue.pop()
-            if read in computed or not any(t.is_floating_point() for t in tensors(read)):
-                continue
-            if read.op == "placeholder":
-                found.add(node)
-                break
-            writers = storages[read].members if read in storages else ()
-            near = {u.node for each in (read, *writers) for u in uses(each)} - seen
-            seen |= near
-            queue += near
+        made_of = reachable((n for n in node.all_input_nodes if is_followed(n)), sources)
+        if any(read.op == "placeholder" for read in made_of):
+            found.add(node)
     return found
 
 
@@ -161,25 +146,11 @@ def takes_mask(node: fx.Node, use: Use) -> bool:
 
 def seen_as(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """``nodes``, and what shows or copies the numbers of one of them."""
-    queue = list(nodes)
-    found = set(queue)
-    while queue:
-        read = queue.pop()
-        shown = {r for r in read.users if op_name(r) in (*_PASSES_MASK, *_COPIES) and tensors(r)} - found
-        found |= shown
-        queue += shown
-    return found
+    return set(reachable(nodes, lambda read: (r for r in read.users if is_view_or_copy(r) and tensors(r))))
 
 
 def is_mask(node: fx.Node) -> bool:
     """Whether a value reaches an addition or an attention mask through views alone."""
-    seen, queue = {node}, [node]
-    while queue:
-        read = queue.pop()
-        for reader in read.users:
-            if any(u.node is read and takes_mask(reader, u) for u in uses(reader)):
-                return True
-            if base_name(op_name(reader)) in _PASSES_MASK and reader not in seen and value(reader) is not None:
-                seen.add(reader)
-                queue.append(reader)
-    return False
+    views = reachable([node], lambda read: (r for r in read.users if is_view(r) and value(r) is not None))
+    pairs = ((read, reader) for read in views for reader in read.users)
+    return any(u.node is read and takes_mask(reader, u) for read, reader in pairs for u in uses(reader))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from autocastfx.graph.alias import AliasSet, alias_sets
 from autocastfx.graph.node import has_float32, is_member, producer, uses
+from autocastfx.graph.reachable import reachable
 from autocastfx.passes.analysis.ports import Ports
-from autocastfx.plan.plan import Decision, Placement, Precision
+from autocastfx.plan.cause import Cause, Why
+from autocastfx.plan.plan import Decision, Forced, Placement, Precision
 from autocastfx.policy.rule import Category
 
-__all__ = ["FREE", "Unit", "Units", "reach", "units_of"]
+__all__ = ["FREE", "Unit", "Units", "units_of"]
 
 FREE = (Category.INFER, Category.CLEAR, Category.PROMOTE)
 # The category of a unit is the first of these that any of its members has.
@@ -71,7 +72,7 @@ class Units:
         return self.of.get(made_by)
 
     def placements(
-        self, decisions: Mapping[fx.Node, Decision], low: Mapping[Unit, str], float32: Mapping[Unit, str]
+        self, decisions: Mapping[fx.Node, Decision], low: Mapping[Unit, Cause], float32: Mapping[Unit, Cause]
     ) -> dict[fx.Node, Placement]:
         """A placement for each computing node, from the units that are low and those that are not, with the reasons."""
         found: dict[fx.Node, Placement] = {}
@@ -79,21 +80,22 @@ class Units:
             if is_member(node):
                 continue
             if not has_float32(node) and not any(has_float32(u.node) for u in uses(node)):
-                found[node] = Placement(Precision.CAPTURED, Precision.CAPTURED, decisions[node].reason)
+                is_border = decisions[node].source is Forced.SUB_GRAPH
+                found[node] = _as_captured(Why.CROSSES_BORDER if is_border else Why.NO_FLOAT32)
                 continue
             unit, stored = self.of[node], self.stored(node)
             shares = unit.category is Category.DENY and decisions[node].category is not Category.DENY
-            because = low.get(unit) or (_SHARES if shares else float32[unit])
+            because = low.get(unit) or (Cause(Why.SHARES_STORAGE) if shares else float32[unit])
             run, store = (Precision.LOW if u in low else Precision.FLOAT32 for u in (unit, stored))
             found[node] = Placement(run, store, because)
         for node in (n for n in decisions if is_member(n)):
-            captured = Placement(Precision.CAPTURED, Precision.CAPTURED, "no float32 value")
-            found[node] = found[producer(node)] if has_float32(node) else captured
+            found[node] = found[producer(node)] if has_float32(node) else _as_captured(Why.NO_FLOAT32)
         as_stored = self.ports.reads_as_stored(decisions, found, self.storages.keys())
         return {n: replace(found[n], as_stored=as_stored[n]) for n in decisions}
 
 
-_SHARES = "shares storage that stays float32"
+def _as_captured(why: Why) -> Placement:
+    return Placement(Precision.CAPTURED, Precision.CAPTURED, Cause(why))
 
 
 def units_of(graph: fx.Graph, decisions: Mapping[fx.Node, Decision], ports: Ports) -> Units:
@@ -144,8 +146,8 @@ def _state_updates(units: Mapping[fx.Node, Unit], storages: Mapping[fx.Node, Ali
             continue
         readers = [units[user] for member in storage.members for user in member.users if user in units]
         writers = [units[node] for node in storage.members if node in units]
-        after = reach(readers, lambda u: u.after, lambda u: u.is_free, {})
-        before = reach(writers, lambda u: u.before, lambda u: u.is_free, {})
+        after = reachable(readers, lambda u: (v for v in u.after if v.is_free))
+        before = reachable(writers, lambda u: (v for v in u.before if v.is_free))
         updates = {u for u in after if u in before and u.is_free} | {u for u in writers if not u.is_free}
         for unit in sorted(
             before, key=order.__getitem__, reverse=True
@@ -158,21 +160,3 @@ def _state_updates(units: Mapping[fx.Node, Unit], storages: Mapping[fx.Node, Ali
 
 def _leaves(unit: Unit) -> bool:
     return any(user.op == "output" for node in unit.nodes for user in node.users)
-
-
-def reach(
-    starts: Iterable[Unit],
-    neighbours: Callable[[Unit], Iterable[Unit]],
-    passes: Callable[[Unit], bool],
-    labels: Mapping[Unit, str],
-) -> dict[Unit, str]:
-    """All units that ``starts`` reach through units that pass, each with the label of the first start to reach it."""
-    found = {u: labels.get(u, "") for u in starts}
-    queue = deque(found)
-    while queue:
-        unit = queue.popleft()
-        for other in neighbours(unit):
-            if other not in found and passes(other):
-                found[other] = found[unit]
-                queue.append(other)
-    return found

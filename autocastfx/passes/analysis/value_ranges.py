@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from autocastfx.dtypes import dtype_name
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.node import Use, has_float32, tensors, uses, value
@@ -74,7 +75,7 @@ class Limit:
 
     @property
     def _name(self) -> str:
-        return str(self.low).removeprefix("torch.")
+        return dtype_name(self.low)
 
 
 @dataclass(frozen=True)

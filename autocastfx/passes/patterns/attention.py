@@ -12,7 +12,9 @@ from torch import fx
 
 from autocastfx.graph.node import constants, has_float32, tensors
 from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.graph.reachable import reachable
 from autocastfx.graph.sizes import example
+from autocastfx.graph.view_ops import is_view_or_copy
 from autocastfx.passes.patterns.pattern import Arguments, Found
 
 __all__ = ["NUMBERS", "arguments", "formulas"]
@@ -20,23 +22,10 @@ __all__ = ["NUMBERS", "arguments", "formulas"]
 NUMBERS = frozenset(("scale", "divisor", "dim", "first", "second"))
 
 Scaled = Callable[[Any, Any, Any], Any]
-# What makes finite values of finite ones, of which masks are made: views, choices and products.
+# Ops that make masks, and finite values of finite ones, beside views and copies: choices and products.
 _CHOICES = ("where", "masked_fill", "mul", "neg", "sub", "rsub", "add", "embedding")
-_VIEWS = (
-    "to",
-    "view",
-    "reshape",
-    "expand",
-    "unsqueeze",
-    "squeeze",
-    "slice",
-    "transpose",
-    "permute",
-    "contiguous",
-    "clone",
-)
 _FILLED = ("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
-_STAYS_FINITE = frozenset((*_CHOICES, *_VIEWS, *_FILLED, "scalar_tensor"))
+_STAYS_FINITE = frozenset((*_CHOICES, *_FILLED, "scalar_tensor"))
 
 
 def formulas(*, masked: bool) -> tuple[Callable[..., Any], ...]:
@@ -106,15 +95,11 @@ def _sizes(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def _is_finite(mask: fx.Node) -> bool:
-    """Whether ``mask`` is made of finite numbers, seen or looked up in a table, by ops that keep them finite."""
-    seen, queue = {mask}, [mask]
-    while queue:
-        node = queue.pop()
-        if base_name(op_name(node)) not in _STAYS_FINITE or any(not math.isfinite(n) for _, n in constants(node)):
-            return False
-        if op_name(node) == "embedding":
-            continue
-        found = [read for read in node.all_input_nodes if has_float32(read) and read not in seen]
-        seen.update(found)
-        queue.extend(found)
-    return True
+    """True if ``mask`` is made of finite numbers, seen or looked up in a table, by ops that keep them finite."""
+    made_of = reachable([mask], lambda n: filter(has_float32, n.all_input_nodes) if op_name(n) != "embedding" else ())
+    return all(_stays_finite(node) for node in made_of)
+
+
+def _stays_finite(node: fx.Node) -> bool:
+    is_finite = base_name(op_name(node)) in _STAYS_FINITE or is_view_or_copy(node)
+    return is_finite and all(math.isfinite(n) for _, n in constants(node))

@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.errors import UnsupportedError
+from autocastfx.graph.abstract_values import abstract_call, in_dtype_of
 from autocastfx.graph.node import argument, tensors
 from autocastfx.graph.op_name import op_name
+from autocastfx.plan.cause import Why
 from autocastfx.plan.plan import Placement, Precision
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 
-__all__ = ["Dispatch", "Followed", "abstract_call", "asked", "like"]
+__all__ = ["Dispatch", "Followed", "asked"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Dispatch:
             return False
         return leaf.device.type == self.device
 
-    def decide(self, category: Category, node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Precision, str]:
+    def decide(self, category: Category, node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Precision, Why]:
         """The precision that ``node`` runs in, and why.
 
         Args:
@@ -61,24 +61,24 @@ class Dispatch:
             UnsupportedError: the inputs of a ``promote`` op have dtypes that torch.autocast refuses.
         """
         if category not in (Category.ALLOW, Category.DENY, Category.PROMOTE) and not self.is_operator(node):
-            return Precision.CAPTURED, "its inputs cross a border as captured"
+            return Precision.CAPTURED, Why.INPUTS_CROSS_BORDER
         read = [leaf for leaf in _leaves(node, values) if isinstance(leaf, torch.Tensor)]
         if not tensors(node):
-            return Precision.CAPTURED, "gives no tensor"
+            return Precision.CAPTURED, Why.NO_TENSOR
         if not any(self.eligible(t) for t in read):
-            return Precision.CAPTURED, "no input that is cast"
+            return Precision.CAPTURED, Why.NOTHING_TO_CAST
         if category is Category.ALLOW:
-            return Precision.LOW, "allow"
+            return Precision.LOW, Why.ALLOW
         if category is Category.PROMOTE:
             return self._widest(node, read)
         if category is not Category.DENY:
-            return Precision.GIVEN, "as its inputs come"
+            return Precision.GIVEN, Why.AS_INPUTS
         if op_name(node) in self.op_list.set_dtype:
             if not self.eligible(read[0]):
-                return Precision.GIVEN, "its first input is not cast"
+                return Precision.GIVEN, Why.FIRST_NOT_CAST
             if argument(node, "dtype") is not None:
-                return Precision.GIVEN, "the call names its dtype"
-        return Precision.FLOAT32, "deny"
+                return Precision.GIVEN, Why.NAMES_DTYPE
+        return Precision.FLOAT32, Why.DENY
 
     def takes_captured(self, node: fx.Node, precision: Precision) -> bool:
         """Whether ``node``, run in ``precision``, gets its inputs in the dtypes that the captured graph has."""
@@ -90,7 +90,7 @@ class Dispatch:
             return isinstance(node.target, OpOverload)
         return getattr(node.target, "__module__", "") in ("_operator", "math", "torch", "builtins")
 
-    def _widest(self, node: fx.Node, read: list[torch.Tensor]) -> tuple[Precision, str]:
+    def _widest(self, node: fx.Node, read: list[torch.Tensor]) -> tuple[Precision, Why]:
         widest = self.low
         for dtype in (t.dtype for t in read if self.eligible(t)):
             if torch.float32 in (widest, dtype):
@@ -101,7 +101,7 @@ class Dispatch:
                     "to mix the two. Cast the value in the model, or convert to the dtype that it has."
                 )
         is_low = widest == self.low
-        return (Precision.LOW, "all its inputs are low") if is_low else (Precision.FLOAT32, "an input is float32")
+        return (Precision.LOW, Why.ALL_LOW) if is_low else (Precision.FLOAT32, Why.INPUT_IS_FLOAT32)
 
     def dtype(self, precision: Precision) -> torch.dtype | None:
         """The dtype that inputs are cast to; None where they come as they are."""
@@ -122,7 +122,7 @@ class Dispatch:
             return captured
         leaves, spec = pytree.tree_flatten(captured)
         result = pytree.tree_leaves(self._run(node, precision, values))
-        return pytree.tree_unflatten([like(a, b) for a, b in zip(leaves, result, strict=True)], spec)
+        return pytree.tree_unflatten([in_dtype_of(a, b) for a, b in zip(leaves, result, strict=True)], spec)
 
     def _run(self, node: fx.Node, precision: Precision, values: Mapping[fx.Node, Any]) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
@@ -168,23 +168,3 @@ def asked(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     positional = [a.name for a in target._schema.arguments if not a.kwarg_only and a.name in given]
     first = tuple(given.pop(name) for name in positional) if names[: len(positional)] == positional else ()
     return target, first, {**given, "dtype": torch.float32}
-
-
-def like(captured: Any, actual: Any) -> Any:
-    """The abstract value ``captured`` in the dtype of ``actual``."""
-    if not isinstance(captured, torch.Tensor) or captured.dtype == actual.dtype:
-        return captured
-    if not isinstance(captured, FakeTensor) or captured.layout != torch.strided:
-        return actual
-    with captured.fake_mode:
-        return torch.empty_strided(captured.shape, captured.stride(), dtype=actual.dtype, device=captured.device)
-
-
-def abstract_call(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``target`` on abstract values, without gradients and without an ambient autocast."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
-    if mode is None:
-        return target(*args, **kwargs)
-    with mode, torch._C._DisableAutocast(), enable_python_dispatcher(), torch.no_grad():
-        return target(*args, **kwargs)

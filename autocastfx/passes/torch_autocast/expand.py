@@ -20,10 +20,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autocastfx.graph.abstract_values import concrete_sizes
+from autocastfx.graph.abstract_values import concrete_sizes, in_dtype_of
 from autocastfx.graph.node import place_like, set_value, value
 from autocastfx.graph.op_name import op_name
-from autocastfx.passes.torch_autocast.dispatch import Dispatch, like
+from autocastfx.passes.torch_autocast.dispatch import Dispatch
 from autocastfx.policy.rule import Category
 
 __all__ = ["expand"]
@@ -142,7 +142,7 @@ class _Run:
         """The captured abstract value, whose sizes are symbolic, in the dtypes that it has under torch.autocast."""
         leaves, spec = pytree.tree_flatten(value(node))
         actual = pytree.tree_leaves(self.values[node])
-        return pytree.tree_unflatten([like(a, b) for a, b in zip(leaves, actual, strict=True)], spec)
+        return pytree.tree_unflatten([in_dtype_of(a, b) for a, b in zip(leaves, actual, strict=True)], spec)
 
     def _trace(self, node: fx.Node, now: Mapping[fx.Node, Any]) -> fx.GraphModule | None:
         """The calls that the composite makes on the values ``now``, with abstract values; None if it cannot be traced.

@@ -10,11 +10,13 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from autocastfx.dtypes import dtype_name
 from autocastfx.graph.node import Origin, Use, map_uses, place_like, set_origin, tensors, uses
+from autocastfx.passes.state import Pass, State
 from autocastfx.passes.torch_autocast.dispatch import Followed, asked
 from autocastfx.plan.plan import Precision
 
-__all__ = ["recast"]
+__all__ = ["InsertFollowedCasts", "recast"]
 
 
 def recast(
@@ -92,7 +94,7 @@ class _Run:
         number = self.cached.get(str(read.target)) if read.op == "get_attr" and to == self.dispatch.low else None
         if number is not None and number in self.made:
             return self.made[number]
-        suffix = str(to).removeprefix("torch.")
+        suffix = dtype_name(to)
         with self.graph.inserting_before(reader):
             made = self.graph.create_node(
                 "call_function", torch.ops.aten.to.dtype, (read, to), {}, f"{read.name}_{suffix}"
@@ -106,3 +108,16 @@ class _Run:
     def _substitute(self, node: fx.Node, casts: Mapping[int, fx.Node]) -> None:
         count = iter(range(len(uses(node))))
         map_uses(node, lambda _, read: casts.get(next(count), read))
+
+
+class InsertFollowedCasts(Pass):
+    """Puts the casts in that torch.autocast makes."""
+
+    name = "insert casts"
+
+    def __call__(self, state: State) -> State:
+        """The state, its graph changed."""
+        if state.followed is not None:
+            keeps = self.policy.keep_output_dtype
+            recast(state.graph, state.followed, state.dtypes, cached=state.cached, keep_output_dtype=keeps)
+        return state

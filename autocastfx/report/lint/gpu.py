@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import GpuError
 from autocastfx.policy.yaml_tree import Tree, nearest, parse_file
 
@@ -35,7 +36,7 @@ class Gpu:
     tensor_tflops: float
     float32_tflops: float
     bandwidth_gb_s: float
-    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    dtypes: tuple[str, ...] = tuple(map(dtype_name, LOW_DTYPES))
     source: str = "as given"
 
     def __post_init__(self) -> None:

@@ -45,7 +45,7 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
     rates = find_gpu(gpu) if isinstance(gpu, str) else gpu
     plan, graph = amp_model.plan, amp_model.graph
     _check(plan, rates)
-    captured = next(variant for variant in amp_model.shown if variant.graph is graph).captured
+    captured = next(variant for variant in amp_model._shown if variant.graph is graph).captured
     if captured is None:
         raise UnsupportedError(
             'lint compares with the float32 graph, which an unpickled model and weights="low" do not keep: convert the '
@@ -63,7 +63,7 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
         low=plan.low,
         device=plan.device,
         variant=view_of(amp_model).variant,
-        odd_sizes=tuple(odd_sizes(located, low, amp_model.held())),
+        odd_sizes=tuple(odd_sizes(located, low, amp_model._held())),
         float32_products=tuple(name for name in products if name not in low),
         ops=_estimates(after, plan, rates),
         before=total(before.values(), rates),

@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.graph.alias import aliased, moves
 from autocastfx.graph.node import dtypes, is_member, tensors, uses, value
 from autocastfx.graph.op_name import op_name
@@ -20,7 +21,7 @@ from autocastfx.graph.sizes import example_size
 
 __all__ = ["Work", "work_of"]
 
-_LOW = {"float16", "bfloat16"}
+_LOW = {dtype_name(dtype) for dtype in LOW_DTYPES}
 _GATHERS = ("embedding", "gather", "index", "index_select", "take", "take_along_dim")  # they read what they give
 
 
@@ -48,7 +49,7 @@ class Work:
 def work_of(node: fx.Node) -> Work:
     """What ``node`` does, at the sizes of the example inputs. A size that depends on data counts as 1."""
     read = [t for source in node.all_input_nodes for t in tensors(source)]
-    names = tuple(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in read or tensors(node)))
+    names = tuple(dict.fromkeys(dtype_name(t.dtype) for t in read or tensors(node)))
     if not _moves(node):
         return Work(0, 0, names)
     return Work(_flops(node), _bytes(node, read), names)

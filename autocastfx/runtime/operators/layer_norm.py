@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
+from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.runtime.operators.eager import is_concrete
 
 __all__ = ["compute_layer_norm", "layer_norm"]
@@ -26,7 +27,6 @@ aten: Any = torch.ops.aten
 # How many numbers of the input are widened at a time, for each thread: with those of the gradient 2 MiB in float32,
 # which a CPU's cache holds. Fewer take longer, for each part calls operators; more wait for memory.
 _PER_THREAD = 2**18
-_LOW = (torch.float16, torch.bfloat16)
 
 _LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
 _LIBRARY.define(str(aten.layer_norm.default._schema).removeprefix("aten::"))
@@ -145,7 +145,7 @@ def _parameters(
 
 
 def _wide(parameter: Tensor) -> Tensor:
-    return parameter.float() if parameter.dtype in _LOW else parameter
+    return parameter.float() if parameter.dtype in LOW_DTYPES else parameter
 
 
 def compute_layer_norm(
@@ -169,7 +169,7 @@ def compute_layer_norm(
     Returns:
         A tensor like ``x``.
     """
-    if x.dtype not in _LOW:
+    if x.dtype not in LOW_DTYPES:
         return _torchs(x, normalized_shape, weight, bias, eps)
     given = x, normalized_shape, *_parameters(x, normalized_shape, weight, bias), eps
     if torch._C._are_functorch_transforms_active():  # which take no autograd function here
@@ -188,7 +188,7 @@ def _without_autograd(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    if x.dtype not in _LOW:
+    if x.dtype not in LOW_DTYPES:
         return _torchs(x, normalized_shape, weight, bias, eps)
     return _normed(x, normalized_shape, *_parameters(x, normalized_shape, weight, bias), eps)[0]
 

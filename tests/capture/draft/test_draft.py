@@ -152,7 +152,7 @@ def test_what_is_traced_shows_a_draft_and_what_is_not_says_why(name: str) -> Non
 def test_a_draft_agrees_with_the_original(name: str, mode: bool) -> None:
     model, args, kwargs = model_and_call(name)
     amp_model = without_inputs(name).train(mode)
-    draft = next(v for v in amp_model.shown if v.modes == amp_model._modes())
+    draft = next(v for v in amp_model._shown if v.modes == amp_model._modes())
     signature = CallSignature.of(model.forward)
     arguments = signature._arguments(args, kwargs)
     required = {p.name: arguments[p.name] for p in signature.parameters if p.name in arguments and p.default is p.empty}
@@ -242,7 +242,7 @@ def test_a_cast_of_an_unknown_value_touches_float32_alone() -> None:
     assert [c.dtype for c in amp_model.plan.casts].count("bfloat16") == 2
     assert {n.captured for n in amp_model.plan.nodes} == {"float32?"}
     assert {n.dtype for n in amp_model.plan.nodes} == {"bfloat16?"}
-    run = functools.partial(amp_model.shown[0].function, amp_model)
+    run = functools.partial(amp_model._shown[0].function, amp_model)
     for dtype in (torch.float64, torch.int64, torch.complex64):
         q, k = torch.ones(2, 2, dtype=dtype), torch.full((2, 2), 3, dtype=dtype)
         if dtype.is_complex:
@@ -366,7 +366,7 @@ def test_random_numbers_and_new_tensors_are_made_anew_at_each_call() -> None:
         return out
 
     amp_model = autocastfx.convert(made(forward), dtype=LOW)
-    run = functools.partial(amp_model.shown[0].function, amp_model)
+    run = functools.partial(amp_model._shown[0].function, amp_model)
     (first,), (second,) = run(torch.ones(4)), run(torch.ones(4))
     assert torch.equal(first[0], torch.ones(4))
     assert not torch.equal(first[1], second[1])
@@ -381,7 +381,7 @@ def test_in_place_ops_write_into_inputs_and_buffers() -> None:
     model = made(forward, count=lambda: torch.zeros(2))
     amp_model = autocastfx.convert(model, dtype=LOW)
     x = torch.ones(2)
-    (result,) = amp_model.shown[0].function(amp_model, x)
+    (result,) = amp_model._shown[0].function(amp_model, x)
     assert x.tolist() == [2, 2]
     assert model.count.tolist() == [2, 0]
     assert result.tolist() == [4, 0]

@@ -31,8 +31,8 @@ def test_a_vocabulary_is_told_from_other_sizes() -> None:
     assert captured is not None
     located = tuple(walk(captured.graph, captured.attributes))
     flops = {"linear": 1, "linear_1": 2, "linear_2": 3}
-    hidden, back, head = odd_sizes(located, flops, amp_model.held())
+    hidden, back, head = odd_sizes(located, flops, amp_model._held())
     assert hidden == OddSize("linear", "linear", "hidden", "N", "hidden.weight", 12, 16, 0.25, 1)
     assert (back.node, back.name, back.operand, back.table_of) == ("linear_1", "K", "back.weight", "")
     assert (head.name, head.size, head.padded, head.table_of, head.flops) == ("N", 50, 56, "table", 3)
-    assert [odd.node for odd in odd_sizes(located, {"linear_2": 3}, amp_model.held())] == ["linear_2"]
+    assert [odd.node for odd in odd_sizes(located, {"linear_2": 3}, amp_model._held())] == ["linear_2"]

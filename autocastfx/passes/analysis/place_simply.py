@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from torch import fx
 
 from autocastfx.graph.node import has_float32, producer, tensors, uses
-from autocastfx.passes.analysis.units import Unit, Units, reach
+from autocastfx.graph.reachable import reachable
+from autocastfx.passes.analysis.units import Unit, Units
+from autocastfx.plan.cause import Cause, Why
 from autocastfx.plan.plan import Decision, Placement
 from autocastfx.policy.rule import Category
 
@@ -25,62 +27,59 @@ def place_simply(decisions: Mapping[fx.Node, Decision], units: Units) -> dict[fx
         decisions: one for every ``call_*`` node.
         units: of the same graph and decisions.
     """
-    tainted = {unit: f"after {name}" for unit, name in units.updates.items()}
+    tainted = {unit: Cause(Why.UPDATES, (name,)) for unit, name in units.updates.items()}
     while True:
         _taint(units, tainted)
         low = _grow(units, tainted)
         promote = [u for u in low if u.category is Category.PROMOTE]
-        widest = {u: "an input is float32" for u in promote if not _all_low(u, units, low)}
+        widest = {u: Cause(Why.INPUT_IS_FLOAT32) for u in promote if not _all_low(u, units, low)}
         if not widest:
             break
         tainted.update(widest)
     for unit in units:
         reads = [u.node for n in unit.nodes for u in uses(n) if has_float32(u.node)]
         if unit.is_free and not any(has_float32(n) for n in unit.nodes) and all(units.stored(r) in low for r in reads):
-            low.setdefault(unit, "all its inputs are low")
+            low.setdefault(unit, Cause(Why.ALL_LOW))
     return units.placements(decisions, low, {u: _because(u, tainted) for u in units if u not in low})
 
 
-def _because(unit: Unit, tainted: Mapping[Unit, str]) -> str:
+def _because(unit: Unit, tainted: Mapping[Unit, Cause]) -> Cause:
     if unit in tainted and unit.category is not Category.DENY:
         return tainted[unit]
-    return "no two allow ops enclose it" if unit.is_free else str(unit.category)
+    return Cause(Why.NOT_ENCLOSED if unit.is_free else Why(unit.category.value))
 
 
-def _taint(units: Units, tainted: dict[Unit, str]) -> None:
+def _taint(units: Units, tainted: dict[Unit, Cause]) -> None:
     """Add what must be float32 because a deny op comes before it; ``tainted`` holds each unit's reason."""
     starts = [u for u in units if u.category is Category.DENY or u in tainted]
-    because = {u: tainted.get(u, f"after {u.name}") for u in starts}
-    reached = reach(starts, lambda u: u.after, lambda u: u.is_free, because)
+    because = {u: tainted.get(u, Cause(Why.AFTER, (u.name,))) for u in starts}
+    reached = reachable(starts, lambda u: (v for v in u.after if v.is_free))
     ends = [u for u in units if u.category in (Category.DENY, Category.INFER, Category.PROMOTE)]
-    leads_on = reach(ends, lambda u: u.before, lambda u: u.category is Category.CLEAR, {})
-    for unit, reason in reached.items():
+    leads_on = reachable(ends, lambda u: (v for v in u.before if v.category is Category.CLEAR))
+    for unit, start in reached.items():
         if unit.category in (Category.INFER, Category.PROMOTE) or (
             unit.category is Category.CLEAR and unit in leads_on
         ):
-            tainted.setdefault(unit, reason)
+            tainted.setdefault(unit, because[start])
 
 
-def _grow(units: Units, tainted: Mapping[Unit, str]) -> dict[Unit, str]:
+def _grow(units: Units, tainted: Mapping[Unit, Cause]) -> dict[Unit, Cause]:
     """The units that run low, each with its reason: allow ops, what lies between them, and clear ops next to those."""
 
     def is_open(unit: Unit) -> bool:
         return unit.is_free and unit not in tainted
 
     allow = [u for u in units if u.category is Category.ALLOW]
-    after = reach(allow, lambda u: u.after, is_open, {u: u.name for u in allow})
-    before = reach(allow, lambda u: u.before, is_open, {u: u.name for u in allow})
-    low = dict.fromkeys(allow, "allow")
-    low.update({u: f"between {after[u]} and {before[u]}" for u in after if u in before and u not in low})
-    names = {u: u.name for u in low}
-    near = reach(
-        list(low), lambda u: [*u.before, *u.after], lambda u: is_open(u) and u.category is Category.CLEAR, names
-    )
-    low.update({u: f"next to {name}" for u, name in near.items() if u not in low})
+    after = reachable(allow, lambda u: filter(is_open, u.after))
+    before = reachable(allow, lambda u: filter(is_open, u.before))
+    low = dict.fromkeys(allow, Cause(Why.ALLOW))
+    low.update({u: Cause(Why.BETWEEN, (after[u].name, before[u].name)) for u in after if u in before and u not in low})
+    near = reachable(low, lambda u: (v for v in (*u.before, *u.after) if is_open(v) and v.category is Category.CLEAR))
+    low.update({u: Cause(Why.NEXT_TO, (start.name,)) for u, start in near.items() if u not in low})
     return low
 
 
-def _all_low(unit: Unit, units: Units, low: Mapping[Unit, str]) -> bool:
+def _all_low(unit: Unit, units: Units, low: Mapping[Unit, Cause]) -> bool:
     """Whether every floating input is low already; a 0-d tensor never widens a result."""
     for node in unit.nodes:
         for read in (u.node for u in uses(node) if has_float32(u.node)):

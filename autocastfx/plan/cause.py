@@ -1,0 +1,70 @@
+"""Why a node is placed in its precision, as a value: a kind, and the nodes that it speaks of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Cause", "Why"]
+
+
+class Why(str, Enum):
+    """The kind of a cause. Its value is the text, with ``{}`` for each node."""
+
+    ALLOW = "allow"
+    DENY = "deny"
+    KEEP = "keep"
+    PROMOTE = "promote"
+    AFTER = "after {}"  # a node that runs in float32
+    UPDATES = "updates {}"  # a buffer, parameter or input, which stays float32
+    SHARES_STORAGE = "shares storage that stays float32"
+    NO_ALLOW_BEFORE = "no allow op before it"
+    INPUT_IS_FLOAT32 = "an input is float32"
+    FEWEST_BYTES = "fewest bytes moved"
+    FOLDED = "folded"
+    VIEW_OF_WEIGHT = "a view of a 16-bit weight"
+    EDITED = "the plan"
+    # TensorFlow's rule, ``placement: simple``.
+    BETWEEN = "between {} and {}"
+    NEXT_TO = "next to {}"
+    NOT_ENCLOSED = "no two allow ops enclose it"
+    ALL_LOW = "all its inputs are low"
+    # Nothing that could be cast.
+    NO_FLOAT32 = "no float32 value"
+    CROSSES_BORDER = "values cross the border of a sub-graph as captured"
+    # torch.autocast's dispatch, ``placement: follow``.
+    INPUTS_CROSS_BORDER = "its inputs cross a border as captured"
+    NO_TENSOR = "gives no tensor"
+    NOTHING_TO_CAST = "no input that is cast"
+    AS_INPUTS = "as its inputs come"
+    FIRST_NOT_CAST = "its first input is not cast"
+    NAMES_DTYPE = "the call names its dtype"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A kind of cause and the names of the nodes that it speaks of, one for each ``{}`` in its text."""
+
+    why: Why
+    nodes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.why.value.format(*self.nodes)
+
+    def inside(self, prefix: str) -> Cause:
+        """The same cause in a sub-graph, whose nodes have ``prefix`` before their names in a plan."""
+        return Cause(self.why, tuple(prefix + node for node in self.nodes))
+
+    @classmethod
+    def from_text(cls, text: str) -> Cause:
+        """The cause whose text is ``text``.
+
+        Raises:
+            ValueError: no cause has this text.
+        """
+        for why in Why:
+            found = re.fullmatch(r"(\S+)".join(map(re.escape, why.value.split("{}"))), text)
+            if found is not None:
+                return cls(why, found.groups())
+        raise ValueError(f"{text!r} is no cause of a placement")
