@@ -109,10 +109,7 @@ class LossScaleError(AutocastFXError, RuntimeError):
 
 
 class BisectError(AutocastFXError, RuntimeError):
-    """``bisect`` cannot search: its metric is beyond the tolerance even with everything in float32, or has no output.
-
-    Base of :class:`EvaluationsError`.
-    """
+    """``bisect`` cannot search: the metric exceeds the tolerance even in float32, or no output is floating-point."""
 
 
 class GpuError(AutocastFXError, ValueError):
