@@ -170,7 +170,7 @@ def _compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
 def _quick(
     traced: Callable[..., tuple[Any, ...]], called: Callable[..., tuple[Any, ...]], reads: Reads
 ) -> Callable[..., tuple[Any, ...]]:
-    """Return a function that runs ``called`` with the tensors read; ``traced`` while compiling, or if one is missing."""
+    """Return a function that runs ``called`` with the tensors read, or ``traced`` while compiling or if one is none."""
 
     def function(owner: nn.Module, *tensors: torch.Tensor) -> tuple[Any, ...]:
         held = None if torch.compiler.is_compiling() else reads(owner)
