@@ -385,7 +385,7 @@ def test_a_number_that_changes_and_takes_part_is_refused_with_the_line(does: Any
 )
 def test_random_numbers_outside_torch_are_refused(draw: Any, source: str) -> None:
     state = random.getstate(), repr(np.random.get_state())
-    with pytest.raises(CaptureError, match=f"Model draws random numbers of {source} in forward: a graph would hold"):
+    with pytest.raises(CaptureError, match=f"Model draws random numbers of {source} in forward: a graph would use"):
         converted(Model(lambda m, y: y * draw()))
     assert (random.getstate(), repr(np.random.get_state())) == state
 
