@@ -33,7 +33,7 @@ def explain(amp_model: AmpModule, what: str) -> str:
             f"explain takes what convert() returned, not a {type(amp_model).__name__}: convert the model first"
         )
     if not isinstance(what, str):
-        raise TypeError(f"what is the name of a node, op or module, such as 'softmax', not {what!r}")
+        raise TypeError(f"explain takes the name of a node, op or module, such as 'softmax', not {what!r}")
     shown = view_of(amp_model)
     reasons = Reasons(shown.rows)
     recomposed = {one.node: one for one in shown.plan.recomposed}
