@@ -1,4 +1,4 @@
-"""A call of a model: its arguments bound by name, and its structure, by which variants are told apart."""
+"""A call of a model: its arguments bound by name, and its structure, which is part of a variant's key."""
 
 from __future__ import annotations
 

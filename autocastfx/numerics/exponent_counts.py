@@ -55,7 +55,7 @@ class Exponents:
         """Return the shares in float16 of the numbers times ``loss_scale``.
 
         Raises:
-            ValueError: ``loss_scale`` is not a power of two, by which alone the numbers are counted.
+            ValueError: ``loss_scale`` is not a power of two; numbers are counted by powers of two.
         """
         shift, total = shift_of(loss_scale), max(self.total, 1)
 

@@ -36,7 +36,7 @@ class KernelFacts:
         folds: per (level, device type, dtype name), the ops that may take and give 16 bits where a list asks for
             float32. Level ``"exact"``: as exactly as with casts around them. ``"kernel"``: computed in float32 inside,
             from rounded arguments to rounded results.
-        float32_parameters: by device type, the ops that take 16-bit inputs beside a float32 weight and bias.
+        float32_parameters: by device type, the ops that take 16-bit inputs with a float32 weight and bias.
         folds_with_parameters: ops that fold only if they have a weight or a bias.
         joins: ops that join values and compute nothing.
         expands_range: ops with results beyond the range of their finite inputs.

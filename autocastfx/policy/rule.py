@@ -30,9 +30,9 @@ class Category(str, Enum):
     """The category that a list gives an op."""
 
     ALLOW = "allow"  # runs in 16 bits
-    DENY = "deny"  # float32, and it taints what follows
+    DENY = "deny"  # float32, as are the infer ops that follow it
     INFER = "infer"  # safe in 16 bits, but follows its neighbours; float32 after a deny
-    CLEAR = "clear"  # moves or selects values; precision-neutral
+    CLEAR = "clear"  # moves or selects values; follows its neighbours
     PROMOTE = "promote"  # 16 bits only if all its floating inputs already are
     KEEP = "keep"  # exactly as captured
     BAN = "ban"  # refused

@@ -122,7 +122,7 @@ class Tree:
         return pairs
 
     def check_keys(self, legal: Sequence[str], what: str) -> None:
-        """Raise if a key is not in ``legal``; ``what`` says in the message what the keys are."""
+        """Raise if a key is not in ``legal``; ``what`` is the kind of key in the message."""
         for key, _ in self.items():
             if key.text not in legal:
                 raise key.error(f"{key.text!r} is no {what}{nearest(key.text, legal)}. Known: {', '.join(legal)}.")
@@ -265,7 +265,7 @@ class Tree:
         return name
 
     def one_of(self, words: Sequence[str], what: str) -> str:
-        """Return the text if it is one of ``words``, else raise; the message calls the key ``what``."""
+        """Return the text if it is one of ``words``, else raise; ``what`` is the key in the message."""
         if self.as_text() not in words:
             raise self.error(f"{what!r} is {' or '.join(words)}, not {self.text!r}")
         return self.text

@@ -193,7 +193,7 @@ class VariantTable(nn.ModuleList):
         Other variants keep their captured graph, so that ``move`` converts them anew for the device.
 
         Raises:
-            UnsupportedError: a node takes 16-bit values beside float32 parameters, which the new device cannot.
+            UnsupportedError: a node combines 16-bit values with float32 parameters, which the new device cannot.
         """
         for variant in self.shown:
             if variant.captured is not None or device.type in (variant.device.type, "meta"):

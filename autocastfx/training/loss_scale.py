@@ -79,14 +79,14 @@ class NoLossScale:
         return _state(self.initial, 1, device)
 
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
-        """Nothing changes."""
+        """Do nothing."""
 
     def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
         """Return the saved scale with fresh counters, if it is 1; else raise."""
         return _admit_constant(self, saved)
 
     def overflows_to_floor(self, scale: float) -> float:
-        """There is no floor."""
+        """Return inf: there is no floor."""
         return math.inf
 
 
@@ -114,14 +114,14 @@ class StaticLossScale:
         return _state(self.scale, 1, device)
 
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
-        """Nothing changes."""
+        """Do nothing."""
 
     def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
         """Return the saved scale with fresh counters, if it is this one; else raise."""
         return _admit_constant(self, saved)
 
     def overflows_to_floor(self, scale: float) -> float:
-        """There is no floor."""
+        """Return inf: there is no floor."""
         return math.inf
 
 

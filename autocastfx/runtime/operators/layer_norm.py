@@ -93,7 +93,7 @@ def _of_parameters(
     *,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return those of the gradients of weight and bias that are ``wanted``, computed some rows at a time."""
+    """Return the ``wanted`` gradients of weight and bias, computed some rows at a time."""
     if not any(wanted):
         return None, None
     size = math.prod(normalized_shape)
