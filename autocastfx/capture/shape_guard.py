@@ -120,7 +120,7 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
 
 
 def _python(expression: sympy.Basic) -> str:
-    """Write ``expression`` in Python; empty, which does not compile, if torch's printer cannot."""
+    """Write ``expression`` in Python; empty, which never holds, if torch's printer cannot write it."""
     from torch.utils._sympy.printers import PythonPrinter
 
     try:
