@@ -1,4 +1,4 @@
-"""``calibrate``: run a float32 model on batches and keep how large the elements of each of its values are."""
+"""``calibrate``: run a float32 model on batches and record how large each of its values gets."""
 
 from __future__ import annotations
 
@@ -36,27 +36,28 @@ def calibrate(
     training: bool | None = None,
     progress: Progress = False,
 ) -> Ranges:
-    """Run ``model`` on ``batches``, in float32, and keep the largest and the typical magnitude of each of its values.
+    """Run ``model`` on ``batches`` in float32 and record the largest and the typical magnitude of each of its values.
 
-    Batches are run one after the other, and nothing of one is kept when the next runs. The model is left as it is:
-    buffers that it updates are updated in copies, and modes and the state of torch's random numbers come back.
+    Batches run one after the other; no activation outlives its batch. The model is unchanged: it updates copies of its
+    buffers, and modes and the state of torch's random numbers are restored.
 
     Args:
         model: a float32 model, not a converted one.
         batches: each is the input of one call: a tensor; a tuple or list of positional arguments; a mapping of keyword
-            arguments; or a pair of a tuple and a mapping, for both. They must be on the model's device. Any number,
-            read once.
-        op_list: that of the conversion; Python functions that it names stay single nodes.
+            arguments; or a pair of a tuple and a mapping, for both. They must be on the model's device. The iterable
+            is read once.
+        op_list: the op list of the conversion; Python functions that it names stay single nodes.
         training: run in training (True) or evaluation (False) mode; by default in the model's own modes.
         progress: True writes a line to stderr; a callable is called with the number of batches done, after each.
 
     Returns:
-        What :func:`convert` takes as ``calibrate``. Sub-graphs that a conversion goes into are measured inside.
+        The ranges, for :func:`convert`'s argument ``calibrate``. Sub-graphs that a conversion goes into are measured
+        inside.
 
     Raises:
         CalibrationError: there are no batches, or one does not fit the model's forward.
         CaptureError: the model cannot be captured.
-        UnsupportedError: the model is converted already, or came out of torch.export in another mode.
+        UnsupportedError: the model is converted already, or came out of torch.export and ``training`` is given.
     """
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: calibrate the original, and convert it again.")
@@ -89,7 +90,7 @@ def calibrate(
 
 
 def ranges_of(given: Any, model: nn.Module | ExportedProgram, op_list: OpListLike) -> Ranges:
-    """The ranges that ``convert(calibrate=given)`` means: ranges, the path of a file of them, or batches to measure."""
+    """Turn ``convert(calibrate=given)`` into ranges: given are ranges, a path to saved ones, or batches to run."""
     if isinstance(given, Ranges):
         return given
     if isinstance(given, (str, os.PathLike)):
@@ -98,10 +99,10 @@ def ranges_of(given: Any, model: nn.Module | ExportedProgram, op_list: OpListLik
 
 
 def first_call(batches: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Iterable[Any]]:
-    """Arguments of the first batch, by position and by keyword; and all batches, of which this reads the first.
+    """Return the first batch's positional and keyword arguments, and an iterable of all batches.
 
     Raises:
-        CalibrationError: there are none.
+        CalibrationError: there are no batches.
     """
     rest = _iterated(batches)
     for batch in rest:
@@ -143,7 +144,7 @@ def _shown(progress: Progress) -> Generator[Callable[[int], object]]:
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; the buffers in copies, for training writes into them."""
+    """Return parameters and buffers by name; the buffers are copies, because training writes into them."""
     parameters = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False)}
     buffers = {n: b.detach() for n, b in module.named_buffers(remove_duplicate=False)}
     return {**parameters, **copy.deepcopy(buffers)}
@@ -151,13 +152,13 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass
 class _Run:
-    """One calibration: the graphs captured so far, and what was found.
+    """One calibration: the graphs captured and the ranges found so far.
 
     Attributes:
-        model: the caller's.
-        training: mode of each of its modules.
+        model: the caller's model.
+        training: the mode of each of its modules.
         leaves: dotted paths of functions that stay whole.
-        tensors: what stands in for its parameters and buffers.
+        tensors: stand-ins for its parameters and buffers, by name.
     """
 
     model: nn.Module

@@ -1,4 +1,4 @@
-"""Every error that autocastfx raises on purpose. Each says where, what, and what to do next."""
+"""The errors and warnings of autocastfx. Each message says where, what, and what to do next."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = [
     "shown",
 ]
 
-_LONG = 256  # bits of an integer that no message writes out
+_LONG = 256  # bits; messages do not write out longer integers
 
 
 def shown(value: object) -> str:
-    """``repr(value)``, but for integers so long that Python refuses to write them, of which it says how long."""
+    """Return ``repr(value)``; for an integer of more than 256 bits, only its length."""
     bits = value.bit_length() if isinstance(value, int) else 0
     return f"int of {bits} bits" if bits > _LONG else repr(value)
 
@@ -61,12 +61,12 @@ class KeyPath:
         return f"{self.name}:{self.path}" if self.path else self.name
 
     def key(self, key: object) -> KeyPath:
-        """The place of the value under ``key``."""
+        """Return the place of the value under ``key``."""
         word = key if isinstance(key, str) else shown(key)
         return KeyPath(self.name, f"{self.path}.{word}" if self.path else word)
 
     def index(self, index: int) -> KeyPath:
-        """The place of a member of a list."""
+        """Return the place of the member of a list at ``index``."""
         return KeyPath(self.name, f"{self.path}[{index}]")
 
 
@@ -80,7 +80,7 @@ class AutocastFXError(Exception):
 class OpListError(AutocastFXError, ValueError):
     """An op list cannot be read, or its rules contradict each other for a node.
 
-    ``source`` is the place of the offending text, if there is one.
+    ``source`` is the place of the offending text, if known.
     """
 
     def __init__(self, message: str, source: Place | None = None) -> None:
@@ -89,7 +89,7 @@ class OpListError(AutocastFXError, ValueError):
 
 
 class CalibrationError(AutocastFXError, ValueError):
-    """Ranges or gradients cannot be measured or read. ``source`` is the place in the file, if there is one."""
+    """Ranges or gradients cannot be measured or read. ``source`` is the place in the file, if one was read."""
 
     def __init__(self, message: str, source: Source | None = None) -> None:
         super().__init__(f"{source}: {message}" if source else message)
@@ -105,15 +105,15 @@ class PlanError(AutocastFXError, ValueError):
 
 
 class LossScaleError(AutocastFXError, RuntimeError):
-    """Gradients that are not finite even at the smallest loss scale, or a loss scale used out of order."""
+    """Gradients are not finite even at the smallest loss scale, or a loss scale is used out of order."""
 
 
 class BisectError(AutocastFXError, RuntimeError):
-    """No choice of what runs in float32 makes a metric hold."""
+    """``bisect`` cannot search: the metric exceeds the tolerance even in float32, or no output is floating-point."""
 
 
 class GpuError(AutocastFXError, ValueError):
-    """A GPU is not known, its rates are none, or its tensor cores cannot take the dtype."""
+    """A GPU is unknown, its rates are not positive numbers, or its tensor cores lack the dtype."""
 
 
 class UnmatchedRuleWarning(UserWarning):
@@ -137,7 +137,7 @@ class BannedOpError(AutocastFXError, RuntimeError):
 
 
 class VerifyError(AutocastFXError, RuntimeError):
-    """A rewritten graph does not compute what its plan says. Always a defect of a pass or of an edited graph."""
+    """A rewritten graph does not compute what its plan says: a pass has a bug, or the graph was edited."""
 
 
 class VariantError(AutocastFXError, RuntimeError):
@@ -145,11 +145,11 @@ class VariantError(AutocastFXError, RuntimeError):
 
 
 class NodeError(AutocastFXError, RuntimeError):
-    """A node of a graph raises when it runs, as does a kernel that does not take 16 bits."""
+    """A node of a graph raises when it runs, for example because its kernel has no 16-bit version."""
 
 
 class EvaluationsError(BisectError):
-    """A file of evaluations cannot be read, or is that of another search."""
+    """A file of evaluations cannot be read, or belongs to another search."""
 
 
 class NotCapturedError(VariantError):
@@ -161,7 +161,7 @@ class MissingExtraError(AutocastFXError, ImportError):
 
 
 class ModelSpecError(AutocastFXError, ValueError):
-    """A command line names a model or inputs that are not there, or in a form that cannot be read."""
+    """A command line names a model or inputs that do not exist, or in a form that cannot be read."""
 
 
 class UnsupportedError(AutocastFXError, NotImplementedError):

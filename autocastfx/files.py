@@ -1,4 +1,4 @@
-"""Text files: read with one kind of error, and never half written."""
+"""Read text files with clear errors, and write them whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["check_writable", "read_whole", "replacing", "write_whole"]
 
 
 def read_whole(path: Path) -> str:
-    """The text of a file in UTF-8.
+    """Read a UTF-8 text file.
 
     Raises:
-        OSError: it cannot be read, or no file can have this path.
-        UnicodeDecodeError: it is no such text.
+        OSError: the file cannot be read, or the path is invalid.
+        UnicodeDecodeError: the file is not UTF-8 text.
     """
     _check_path(path)
     return path.read_text(encoding="utf-8")
 
 
 def _check_path(path: Path) -> None:
-    """Refuse, as the system refuses other paths, those that Python does not even hand to it."""
+    """Raise ``OSError`` for the invalid paths that Python rejects before it calls the system."""
     try:
         held = os.fsencode(path)
     except UnicodeEncodeError as error:
@@ -33,12 +33,12 @@ def _check_path(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse what cannot become a file, before work that may take minutes.
+    """Refuse a path that cannot be written to, before work that may take minutes.
 
     Raises:
-        IsADirectoryError: it is a folder.
+        IsADirectoryError: the path is a folder.
         FileNotFoundError: its folder does not exist.
-        OSError: no file can have this path.
+        OSError: the path is invalid.
     """
     _check_path(path)
     if path.is_dir():
@@ -49,9 +49,10 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """While open, a path to write to, which takes the place of ``path`` in the end, unless an error ends it.
+    """Yield a temporary path to write to. It replaces ``path`` at the end, unless an error was raised.
 
-    A link stays a link, to the new file; what is no plain file, such as ``/dev/null``, is written to as it is.
+    A symbolic link is kept and its target replaced. Anything but a plain file, such as ``/dev/null``, is written to
+    directly.
     """
     _check_path(path)
     if path.exists() and not path.is_file():
@@ -67,7 +68,7 @@ def replacing(path: Path) -> Generator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` as UTF-8, with the same line ends on every system.
+    """Write ``text`` as UTF-8 with the same line ends on every system.
 
     Raises:
         OSError: ``path`` cannot be written.

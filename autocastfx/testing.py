@@ -1,4 +1,4 @@
-"""Assertions for tests of your own op lists: that a conversion did what the list was written for."""
+"""Assertions for tests of your own op lists: check precisions and casts of a converted model."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ __all__ = ["assert_casts", "assert_precision"]
 
 
 def assert_precision(amp_model: AmpModule, what: str, dtype: torch.dtype) -> None:
-    """Check that all nodes that ``what`` names compute in ``dtype``.
+    """Check that all nodes named by ``what`` compute in ``dtype``.
 
     ::
 
         assert_precision(amp_model, "layers.*.attn.softmax", torch.float32)
 
     Args:
-        amp_model: what ``convert`` returned. The variant that its ``plan`` shows is looked at.
+        amp_model: a converted model. The variant of its ``plan`` is checked.
         what: a node, an op, a module, or an op inside a module; paths may be patterns.
         dtype: ``torch.float32`` or the 16-bit dtype of the conversion.
 
     Raises:
-        AssertionError: a node computes in another; with the explanation of each.
-        KeyError: nothing is called so, or only nodes without float32 values are.
-        ValueError: ``dtype`` is neither.
+        AssertionError: a node computes in another dtype; the message explains the first five.
+        KeyError: nothing has this name, or only nodes that run as captured.
+        ValueError: ``dtype`` is neither float32 nor the conversion's 16-bit dtype.
     """
     low: torch.dtype = getattr(torch, amp_model.plan.low)
     if dtype not in (torch.float32, low):
         raise ValueError(f"the conversion computes in torch.float32 and {low}, never in {dtype}")
     found = [node for node in select(amp_model.plan, what) if node.placement.run is not Precision.CAPTURED]
     if not found:
-        raise KeyError(f"all nodes called {what!r} run as captured: there is no float32 value at stake")
+        raise KeyError(f"all nodes called {what!r} run as captured: the conversion chose no precision for them")
     wanted = Precision.LOW if dtype == low else Precision.FLOAT32
     wrong = [node for node in found if node.placement.run is not wanted]
     if wrong:
@@ -45,12 +45,12 @@ def assert_casts(amp_model: AmpModule, *, at_most: int, dtype: torch.dtype | Non
     """Check how many casts the conversion put into the graph.
 
     Args:
-        amp_model: what ``convert`` returned. The variant that its ``plan`` shows is looked at.
-        at_most: as many are allowed.
-        dtype: only casts to this dtype are counted; None: all.
+        amp_model: a converted model. The variant of its ``plan`` is checked.
+        at_most: the largest number of casts allowed.
+        dtype: count only casts to this dtype; None: all.
 
     Raises:
-        AssertionError: there are more; with their names.
+        AssertionError: there are more; the message names them.
     """
     casts = [c for c in amp_model.plan.casts if dtype is None or getattr(torch, c.dtype) == dtype]
     if len(casts) > at_most:

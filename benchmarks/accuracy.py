@@ -1,13 +1,13 @@
-"""Whether training in 16 bits ends where float32 ends, with the same hyper-parameters, weights and batches.
+"""Compare accuracy after training in 16 bits and in float32, with the same hyper-parameters, weights and batches.
 
     python -m benchmarks.accuracy [--tasks "digits ViT"] [--modes "float32,bfloat16 cast"] [--json PATH]
 
-Each run trains one model in one mode from one seed and scores it in the same mode. Within a seed all modes begin with
-the same weights and see the same batches; the optimizer and its learning rates are the task's. The mean over the seeds
-may be 0.5 points of accuracy from float32's, or 0.01 nats of validation loss; the exit status is 1 where it is not.
+Each run trains and scores one model in one mode from one seed. Within a seed all modes start with the same weights and
+see the same batches; the task fixes the optimizer and learning rates. The exit status is 1 if the mean over the seeds
+differs from float32's by more than 0.5 points of accuracy, or 0.01 nats of validation loss.
 
-With ``--json`` each run is written at once, and a run that the file holds is not repeated: stop and start again at
-will. The float16 modes scale the loss by ``LossScalingOptimizer`` with its default rule.
+With ``--json`` each run is written at once, and runs in the file are not repeated, so that an interrupted benchmark can
+continue. The float16 modes scale the loss with ``LossScalingOptimizer`` and its default rule.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FLOAT32 = "float32"
 
 @dataclass(frozen=True)
 class Mode:
-    """How a task's float32 model is trained.
+    """A way to train a task's float32 model.
 
     Attributes:
-        prepare: makes of the model, and of a first batch of inputs, what is called in its place.
-        is_scaled: whether the optimizer scales the loss.
-        region: in which the model is called.
-        tasks: for which it is measured; all if empty.
+        prepare: turns the model and a first batch of inputs into the callable to train.
+        is_scaled: True if the optimizer scales the loss.
+        region: the context in which the model is called.
+        tasks: the tasks it is measured for; all if empty.
     """
 
     prepare: Callable[[nn.Module, Tensor], Any]
@@ -52,7 +52,7 @@ class Mode:
 
 
 class Half(nn.Module):
-    """The model made 16-bit by hand, as NVIDIA's recipe says: all but its batch norms, inputs cast, outputs back."""
+    """The model made 16-bit by hand with NVIDIA's recipe: all but batch norms; inputs are cast, outputs cast back."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ UNSCALED = "float16 not scaled"  # is there to fail
 
 @dataclass(frozen=True)
 class Run:
-    """One training run; ``skipped`` counts steps that overflowed, ``seconds`` is for the record alone."""
+    """A training run; ``skipped`` counts steps that overflowed; ``seconds`` is informative only."""
 
     task: str
     mode: str
@@ -136,7 +136,7 @@ def train(name: str, task: Task, mode_name: str, seed: int) -> Run:
 
 
 def train_all(names: Sequence[str], modes: Sequence[str], runs: list[Run], report: Callable[[Run], None]) -> None:
-    """Report each run that ``runs`` does not hold; a mode that convert does not know is told on stderr, and skipped."""
+    """Report each run that is not in ``runs``. Modes that ``convert`` refuses are named on stderr and skipped."""
     held = {(run.task, run.mode, run.seed, run.protocol) for run in runs}
     for name in names:
         task = TASKS[name]
@@ -158,7 +158,7 @@ def train_all(names: Sequence[str], modes: Sequence[str], runs: list[Run], repor
 
 @dataclass(frozen=True)
 class Row:
-    """All seeds of a task in a mode; ``difference`` is of the means, ``deviation`` of the single differences."""
+    """The results of a task in a mode over all seeds, with mean and standard deviation of the difference to float32."""
 
     task: str
     mode: str
@@ -171,7 +171,7 @@ class Row:
 
 
 def summary(runs: Sequence[Run]) -> list[Row]:
-    """A row for each task and mode whose seeds are all there, and whose float32's are."""
+    """Return a row for each task and mode that has all seeds, also in float32."""
     rows = []
     for name, task in TASKS.items():
         mine = [run for run in runs if run.task == name and run.protocol == task.protocol]
@@ -201,30 +201,30 @@ def _line(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What is printed."""
+    """Write the table to print."""
     return "\n".join([_HEADER, *map(_line, rows)])
 
 
 def failures(rows: Sequence[Row]) -> list[Row]:
-    """Rows that are too far from float32; of the mode that does not scale, those that are not."""
+    """Return rows that are too far from float32, and rows without loss scaling that are not."""
     return [row for row in rows if row.passed == (row.mode == UNSCALED)]
 
 
 def read(path: Path | None) -> list[Run]:
-    """The runs that a file holds; none if there is no file."""
+    """Read the runs of a file; none if it does not exist."""
     if path is None or not path.exists():
         return []
     return [Run(**run) for run in json.loads(path.read_text())["runs"]]
 
 
 def write(path: Path, runs: Sequence[Run]) -> None:
-    """The runs and what they come to, and where the last was made."""
+    """Write the runs, their summary, and the machine of the last run."""
     held = {**machine(), "rows": [asdict(row) for row in summary(runs)], "runs": [asdict(run) for run in runs]}
     path.write_text(json.dumps(held, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what is asked for and not there yet, and print the table of all that is there."""
+    """Train the missing runs among those asked for, and print the table of all runs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tasks", default=",".join(TASKS), help="separated by commas")
     parser.add_argument("--modes", default=",".join(MODES), help="separated by commas")

@@ -1,4 +1,4 @@
-"""What the accuracy benchmark trains: small models on data that every installation has, the same in each mode."""
+"""Tasks of the accuracy benchmark: small models on data that every installation has."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A model, its data and hyper-parameters: all that the modes have in common.
+    """A model with its data and hyper-parameters, the same for all modes.
 
-    The learning rate rises for a tenth of the steps and falls to 0 along a cosine, so that the runs come to rest.
+    The learning rate rises for a tenth of the steps and falls to 0 along a cosine, so that the runs converge.
     """
 
     measure: ClassVar[str]  # what ``score`` gives
@@ -91,26 +91,26 @@ class Task(ABC):
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """A model whose weights the global seed decides."""
+        """Build a model; its weights come from the global seed."""
 
     @abstractmethod
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Inputs and labels, as many as there are steps."""
+        """Yield inputs and labels for each step."""
 
     @abstractmethod
     def score(self, model: Any) -> float:
-        """How good ``model``, in evaluation mode, is on what it was not trained on."""
+        """Score ``model``, in evaluation mode, on data that it was not trained on."""
 
     def optimizer(self, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-        """For those parameters."""
+        """Make the optimizer of the parameters."""
         return torch.optim.AdamW(parameters, lr=self.rate, fused=True)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """What is minimized."""
+        """Compute the loss to minimize."""
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
     def rate_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         warmup = max(self.steps // 10, 1)
         if step < warmup:
             return self.rate * (step + 1) / warmup
@@ -118,7 +118,7 @@ class Task(ABC):
 
     @property
     def protocol(self) -> str:
-        """What a result is only comparable under."""
+        """Return the settings under which results are comparable."""
         return ", ".join(f"{name} {value:g}" for name, value in asdict(self).items())
 
 
@@ -158,9 +158,10 @@ class DigitsViT(Digits):
 
 @dataclass(frozen=True)
 class Underflow(Digits):
-    """A perceptron whose loss is so small a term that its gradients by logits are below half of float16's smallest.
+    """A perceptron with a loss so small that its gradients underflow in float16.
 
-    Plain SGD with a learning rate as much larger: in float32 the same training as without the factor.
+    The gradients by logits are below half of float16's smallest number. Plain SGD with an equally larger learning rate
+    makes training in float32 the same as without the factor.
     """
 
     factor: float = 2.0**-20  # a gradient by a logit is at most factor / batch
@@ -217,7 +218,7 @@ ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 
 @cache
 def source() -> tuple[Tensor, Tensor]:
-    """Characters of the standard library's modules, for training and for validation, by their place in ALPHABET."""
+    """Return the standard library's source for training and for validation, as indices into ALPHABET."""
     import os
 
     files = sorted(Path(os.__file__).parent.glob("*.py"))
@@ -229,7 +230,7 @@ def source() -> tuple[Tensor, Tensor]:
 
 @cache
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images in [0, 1] and labels for training, then for testing; the same split each time."""
+    """Return images in [0, 1] and labels for training, then for testing; the split is fixed."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 

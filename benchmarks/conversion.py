@@ -1,10 +1,10 @@
-"""How long placement, and all passes together, take by number of nodes, on graphs shaped like real models.
+"""Time placement, and all passes together, by number of nodes, on graphs shaped like real models.
 
     python -m benchmarks.conversion [--sizes 100,1000] [--shapes unet] [--json PATH]
 
-All passes together go from the captured graph to compiled code, verification included. Each time is the median of
-three, in CPU time. The exit status is 1 where placing a graph of 10,000 nodes takes more than 5 seconds, or all passes
-more than 10. ``python -m benchmarks.conversion_zoo`` compares real models' passes with their capture.
+All passes lead from the captured graph to compiled code, verification included. Each time is the median of three, in
+CPU time. The exit status is 1 if placing a graph of 10,000 nodes takes more than 5 seconds, or all passes more than 10.
+``python -m benchmarks.conversion_zoo`` compares real models' passes with their capture.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CONVERTER = Converter(LIST, FACTS, torch.float16)
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds that two passes and all passes took of one graph, and how many of its nodes were placed in 16 bits."""
+    """Seconds of two passes and of all passes for a graph, and the number of its nodes that were placed in 16 bits."""
 
     shape: str
     nodes: int
@@ -59,12 +59,12 @@ class Row:
 
 
 def placed(graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> Mapping[fx.Node, Placement]:
-    """What is measured: from decisions to a placement for each node."""
+    """Compute the placement of each node from the decisions."""
     return place_cheaply(graph, decisions, units_of(graph, decisions, Ports(LIST, FACTS)))
 
 
 def measure(shape: str, size: int) -> Row:
-    """Classify and place the graph of that shape and size, and convert it whole."""
+    """Time classifying, placing and the whole conversion of a graph of this shape and size."""
     graph = SHAPES[shape](size)
     parameters = {str(n.target): _parameter(n) for n in graph.nodes if n.op == "get_attr"}
     captured = _captured(graph)
@@ -82,7 +82,7 @@ def measure(shape: str, size: int) -> Row:
 
 
 def _captured(graph: fx.Graph) -> Captured:
-    """``graph`` as if it had been captured from a call without arguments."""
+    """Wrap ``graph`` as if it had been captured from a call without arguments."""
     outputs = graph.output_node().args[0]
     call = CallSignature(()).bind((), {})
     spec = pytree.tree_structure(tuple(pytree.tree_leaves(outputs)))
@@ -90,7 +90,7 @@ def _captured(graph: fx.Graph) -> Captured:
 
 
 def _parameter(node: fx.Node) -> nn.Parameter:
-    """A parameter without contents, of the size of the value that ``node`` reads."""
+    """Make a parameter without contents, with the size of the value that ``node`` reads."""
     return nn.Parameter(torch.empty(tensors(node)[0].shape, device="meta"))
 
 
@@ -107,12 +107,12 @@ def _line(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What is printed."""
+    """Write the table to print."""
     return "\n".join([_HEADER, *map(_line, rows)])
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """What took longer than its limit."""
+    """Return a line for each time above its limit."""
     large = [row for row in rows if row.nodes >= SIZES[-1]]
     found = [(row, name, float(getattr(row, name)), limit) for row in large for name, limit in LIMITS.items()]
     words = {"place": "placed", "passes": "converted"}

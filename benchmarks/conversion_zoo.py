@@ -1,10 +1,10 @@
-"""How long all passes of a conversion take beside the capture, for each model of the zoo.
+"""Compare the time of all passes of a conversion with the capture's, for each model of the zoo.
 
     python -m benchmarks.conversion_zoo [--models bert,gpt2] [--json PATH]
 
-Each model is captured in training and in evaluation mode, and what was captured is converted: recomposed, decided,
-placed, rewritten, verified, compiled. Of both, the least of three counts, in CPU time; of fewer captures, where they
-take long. The exit status is 1 where the passes take more than half of the capture's time.
+Each model is captured in training and in evaluation mode, and the captured graph is converted: recomposed, decided,
+placed, rewritten, verified, compiled. Both times are the smallest of three, in CPU time; slow captures run fewer times.
+The exit status is 1 if the passes take more than half of the capture's time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CONVERTER = Converter(load_op_list(dtype_name(DTYPE)), load_kernel_facts(), DTYP
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds that the capture of a model in one mode took, and all passes together; the pass that took most."""
+    """Seconds of a model's capture in one mode, and of all its passes; and the slowest pass."""
 
     model: str
     mode: str
@@ -58,12 +58,12 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """The passes' time to the capture's."""
+        """The passes' time divided by the capture's."""
         return self.passes / self.capture
 
 
 def measure(model: ZooModel, mode: str) -> Row | None:
-    """Capture and convert ``model`` in ``mode``; None where it cannot be captured."""
+    """Time capture and passes of ``model`` in ``mode``; None if it cannot be captured."""
     module = model.build().train(mode == "train")
     signature = CallSignature.of(module.forward)
     call = signature.bind((), model.inputs(*FIRST_SIZE))
@@ -87,9 +87,9 @@ def measure(model: ZooModel, mode: str) -> Row | None:
 
 
 def measure_all(models: Sequence[ZooModel]) -> Iterator[list[Row]]:
-    """The rows of each model, in the modes in which it can be captured.
+    """Yield the rows of each model, in the modes in which it can be captured.
 
-    What torch does once in a process is done before.
+    A first capture, not counted, does the work that torch does once in a process.
     """
     for model in models[:1]:
         measure(model, MODES[0])
@@ -109,12 +109,12 @@ def _line(row: Row) -> str:
 
 
 def failures(rows: Sequence[Row]) -> list[Row]:
-    """The rows above the limit, the worst first."""
+    """Return the rows above the limit, the worst first."""
     return sorted((row for row in rows if row.ratio > LIMIT), key=lambda row: -row.ratio)
 
 
 def table(rows: Sequence[Row], shown: int = SHOWN) -> str:
-    """What is printed: the rows with the highest ratios, and all together."""
+    """Write the table to print: the rows with the highest ratios, and the total."""
     worst = sorted(rows, key=lambda row: -row.ratio)
     lines = [_HEADER, *map(_line, worst[: max(shown, len(failures(rows)))])]
     if rows:

@@ -1,11 +1,11 @@
-"""Hold the small models of tests/numerics/corpus against what an expert demands of them, on the CPU.
+"""Check the small models of tests/numerics/corpus against an expert's error bounds, on the CPU.
 
     python -m benchmarks.corpus [--dtypes float16,bfloat16] [--fold none|exact|kernel] [--cases 'rotary*'] [--json PATH]
 
 Each model is judged converted, under torch.autocast, and under torch.autocast with hand-written float32 islands. The
-worst tensor is the one whose error is the largest part of its bound. `ratio` is how many times torch.autocast's error
-ours is, on the tensor where that is most, after an epsilon of the dtype is taken off: it should be at most 1.2, and 2
-with `--fold kernel`. Where it is not, it is taken over more draws of the inputs, as the geometric mean of their errors.
+worst tensor has the largest error relative to its bound. `ratio` is our error divided by torch.autocast's, after an
+epsilon of the dtype is subtracted from each, for the tensor where it is largest: it should be at most 1.2, or 2 with
+`--fold kernel`. If it is larger, it is measured again over more draws of the inputs, from geometric means of errors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class Row:
-    """One case in one dtype; errors and bounds by tensor."""
+    """A case in one dtype, with errors and bounds by tensor."""
 
     case: str
     point: str
@@ -58,9 +58,9 @@ class Row:
 
 
 def _ratio(found: Sequence[tuple[Judgement, Judgement]], eps: float) -> float:
-    """The largest of our errors, each less an epsilon, beside torch.autocast's, over draws of the inputs.
+    """Return the largest ratio of our error, less an epsilon, to torch.autocast's, over all tensors.
 
-    An error is the geometric mean of the draws'. NaN where one of the two did not run.
+    An error is the geometric mean over the draws of the inputs. NaN if one of the two did not run.
     """
     if not all(ours.errors and autocast.errors for ours, autocast in found):
         return math.nan
@@ -72,7 +72,7 @@ def _ratio(found: Sequence[tuple[Judgement, Judgement]], eps: float) -> float:
 
 
 def _ratio_of_draws(case: Case, first: tuple[Judgement, Judgement], dtype: torch.dtype, fold: str) -> tuple[int, float]:
-    """How many draws of the inputs the ratio is of, and the ratio: of more draws while it is above the limit."""
+    """Return the number of draws of the inputs, and the ratio over them; draws more while it is above the limit."""
     eps, found = torch.finfo(dtype).eps, [first]
     for count in (1, *DRAWS):
         for number in range(len(found), count):
@@ -142,7 +142,7 @@ def _totals(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge the cases asked for; the exit status is 1 where ours does not hold."""
+    """Judge the cases asked for; the exit status is 1 if our error exceeds a bound."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.corpus", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="float16, bfloat16 or both, separated by a comma")
     parser.add_argument("--fold", default="exact", choices=RATIOS, help="convert's fold")

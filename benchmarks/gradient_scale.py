@@ -1,4 +1,4 @@
-"""How large a gradient is, for judging the error of each tensor by itself: also where the true gradient is zero."""
+"""Scale the errors of gradients, tensor by tensor, also for gradients that are truly zero."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["gradient_distances", "gradient_scales"]
 
 
 def gradient_scales(reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """What an error of each gradient is divided by: its norm, but at least that of a typical one of its module.
+    """Return the scale of each gradient's error: its norm, but at least that of a typical gradient of its module.
 
-    The true gradient of some parameters is zero: of a bias before a batch norm, or of the keys' bias in attention.
-    What is computed there is rounding noise. It comes from the same gradients of outputs as that of the weight beside
-    it: an element of both is a sum over the same rows, and inputs are about 1. Where each term is off by an epsilon,
-    so is each sum, of what an element of the module's gradients typically is. So the least scale of a tensor is the
-    root mean square of its module's gradients times the root of its number of elements: noise is then about an
-    epsilon, and a gradient of its own size is judged by that.
+    Some parameters have a true gradient of zero: a bias before a batch norm, or the keys' bias in attention. Their
+    computed gradient is rounding noise. It comes from the same output gradients as the gradient of the weight in the
+    same module: elements of both are sums over the same rows, and inputs are about 1. If each term is off by an
+    epsilon, so is each sum, relative to a typical element of the module's gradients. The smallest scale of a tensor is
+    therefore the root mean square of its module's gradients times the square root of its number of elements. Noise
+    then counts as about an epsilon, and larger gradients are judged by their own norm.
 
     Args:
         reference: float32 gradients by parameter name, those of a module under ``module.name``.
@@ -35,9 +35,9 @@ def gradient_scales(reference: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def gradient_distances(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """The error of each gradient of ``reference``, of the sizes of ``gradient_scales``; of zero gradients, as it is.
+    """Return the error of each gradient of ``reference``, divided by its scale if that is not zero.
 
-    Elements that hold the same infinity or both NaN do not count; other errors that are not finite are infinite.
+    Elements with the same infinity, or NaN in both, do not count; other non-finite errors count as infinite.
     """
     scales, found = gradient_scales(_finite(reference)), dict[str, float]()
     for name, right in reference.items():

@@ -1,4 +1,4 @@
-"""Graphs shaped like real models, of any size. Their values are abstract: nothing is computed or allocated."""
+"""Build graphs of any size, shaped like real models. Values are abstract: nothing is computed or allocated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH, TOKENS, WIDTH, HEADS = 8, 128, 256, 4
 
 
 class _Builder:
-    """A graph under construction: each call says the size of its result."""
+    """A graph under construction; each call gives the size of its result."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -45,7 +45,7 @@ class _Builder:
         return self._valued(self.graph.call_function(function, args), size)
 
     def like(self, function: Any, x: fx.Node, *args: Any) -> fx.Node:
-        """A call whose result has the size of its first argument."""
+        """Add a call whose result has the size of its first argument."""
         return self.call(function, x.meta["val"].shape, x, *args)
 
     def linear(self, x: fx.Node, width: int) -> fx.Node:
@@ -66,7 +66,7 @@ class _Builder:
 
 
 def residual(size: int) -> fx.Graph:
-    """A deep chain: transformer blocks that add to one residual stream, which a norm reads at each step."""
+    """Build a deep chain: transformer blocks that add to one residual stream, which a norm reads in each block."""
     b = _Builder()
     x = b.input(BATCH, TOKENS, WIDTH)
     split, heads = (BATCH, TOKENS, HEADS, WIDTH // HEADS), (BATCH, HEADS, TOKENS, WIDTH // HEADS)
@@ -85,7 +85,7 @@ def residual(size: int) -> fx.Graph:
 
 
 def experts(size: int) -> fx.Graph:
-    """A wide layer: a router in float32 weighs experts side by side, whose results are added up."""
+    """Build a wide layer: a float32 router weighs experts side by side, and their results are added up."""
     b = _Builder()
     x = b.norm(b.input(BATCH * TOKENS, WIDTH))
     scores = b.like(aten.softmax.int, b.linear(x, 64), -1)
@@ -100,7 +100,7 @@ def experts(size: int) -> fx.Graph:
 
 
 def unet(size: int) -> fx.Graph:
-    """Two long arms: each step of the way down is read again, at the mirrored place, on the way up."""
+    """Build two long arms: the way up reads the result of each step of the way down, in reverse order."""
     b = _Builder()
     channels, side = 32, 16
 
@@ -123,7 +123,7 @@ def unet(size: int) -> fx.Graph:
 
 
 def mixed(size: int) -> fx.Graph:
-    """Ops of every category on values that are mostly recent and at times old, drawn from a fixed seed."""
+    """Build ops of every category on values drawn from a fixed seed, mostly recent ones."""
     b, draw = _Builder(), random.Random(0)
     values = [b.input(BATCH, TOKENS, WIDTH)]
     plain = (aten.relu.default, aten.gelu.default, aten.tanh.default, aten.exp.default, aten.clone.default)

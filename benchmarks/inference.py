@@ -1,15 +1,15 @@
-"""What inference costs: the time of a call and the memory of the weights, beside float32 and torch.autocast.
+"""Measure inference: the time of a call and the memory of the weights, against float32 and torch.autocast.
 
     python -m benchmarks.inference [--models "BERT 4x256"] [--rounds 12] [--json PATH]
     python -m benchmarks.inference --device cuda --dtype float16 --json PATH
 
-Models are in evaluation, under ``torch.inference_mode``, and compute their loss as in a validation. Weight memory is
-that of parameters, buffers and working copies after a call. The sides take turns and each round begins with another; a
-side's ratio is its time to the other's in the same round: medians, with quartiles. On a CPU times are those of the one
-thread, so that other processes count less; on a GPU they are wall time, synchronised. ``pure half`` is
-``model.half()``, or ``model.bfloat16()``. Outputs stay as they are computed.
+Models run in evaluation mode under ``torch.inference_mode``, and compute their loss as in a validation. Weight memory
+counts parameters, buffers and working copies after a call. The sides take turns, and each round starts with another; a
+side's ratio is its time divided by the other's in the same round: medians, with quartiles. CPU times are CPU time of
+the one thread, so that other processes matter less; GPU times are synchronised wall time. ``pure half`` is
+``model.half()`` or ``model.bfloat16()``. Outputs keep their computed dtype.
 
-With ``--json`` each model is written at once, and those of the same commit are not measured again.
+With ``--json`` each model is written at once; models measured at the same commit are skipped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class Row:
-    """One side of one model: bytes of its weights, milliseconds of a call, quartiles of the ratios of each round."""
+    """A side of a model: bytes of its weights, milliseconds of a call, and quartiles of the ratios over rounds."""
 
     model: str
     side: str
@@ -59,7 +59,7 @@ class Row:
 
 
 def side(name: str, full: FullModel, device: str, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
-    """A call of the model, and the bytes of its weights."""
+    """Return a call of the model, and the bytes of its weights."""
     model: Any = full.build().to(device).eval()
     inputs = {key: tensor.to(device) for key, tensor in full.inputs().items()}
     if name == HALF:
@@ -81,7 +81,7 @@ def side(name: str, full: FullModel, device: str, dtype: torch.dtype) -> tuple[C
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the storages of parameters, buffers and working copies, each counted once."""
+    """Count the bytes of the storages of parameters, buffers and working copies, each once."""
     copies: Any = getattr(model, "_working_copies", None)
     held = [*model.parameters(), *model.buffers(), *(copy.tensor for copy in getattr(copies, "_held", {}).values())]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in held}
@@ -89,7 +89,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def measure(name: str, device: str, dtype: torch.dtype, rounds: int) -> list[Row]:
-    """A row for each side."""
+    """Return a row for each side."""
     made = {which: side(which, SMALL[name], device, dtype) for which in SIDES}
     found: dict[str, list[float]] = {which: [] for which in SIDES}
     for is_counted, which in turns(list(SIDES), rounds):
@@ -120,7 +120,7 @@ def _line(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What is printed: the rows, and geometric means of the ratios over the models."""
+    """Write the table to print: the rows, and geometric means of the ratios over the models."""
     lines = [_HEADER, *map(_line, rows), ""]
     for which in dict.fromkeys(row.side for row in rows):
         mine = [row for row in rows if row.side == which]

@@ -1,7 +1,7 @@
-"""Calls of the listed operators with tensors that suit them, taken from torch's own test samples.
+"""Collect calls of the listed operators with valid arguments, from torch's own test samples.
 
-The samples (``op_db``; needs the package expecttest) are run, and seen as capture sees a model: before autograd takes
-composite operators apart.
+The samples (``op_db``; needs the package expecttest) are run and recorded before autograd decomposes composite
+operators, as capture records a model.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of an ATen overload, its floating tensors float32 (a few complex, float64 or 16-bit)."""
+    """A call of an ATen overload, with float32 tensors (a few are complex, float64 or 16-bit)."""
 
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def named(self) -> dict[str, Any]:
-        """The arguments by name."""
+        """Return the arguments by name."""
         names = [argument.name for argument in self.function._schema.arguments]
         return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 
     def with_arguments(self, change: Callable[[str, Any], Any]) -> KernelCall:
-        """The same call with each argument ``change(name, argument)``."""
+        """Return the call with each argument replaced by ``change(name, argument)``."""
         changed = {name: change(name, argument) for name, argument in self.named().items()}
         args = tuple(islice(changed.values(), len(self.args)))
         return KernelCall(self.function, args, {name: changed[name] for name in self.kwargs})
@@ -54,12 +54,12 @@ class KernelCall:
 
 
 def kernel_calls(ops: Collection[str], device: str, samples: int) -> dict[str, list[KernelCall]]:
-    """Calls of each op of ``ops``, by base name; an op that no sample reaches is not there.
+    """Collect calls of each op of ``ops``, by base name; ops that no sample calls are left out.
 
     Args:
         ops: base names of ATen operators.
-        device: where the tensors are.
-        samples: at most so many of each of torch's test operators, and so many calls of one overload.
+        device: the tensors' device.
+        samples: the most samples of each of torch's test operators, and the most calls of an overload.
     """
     recorder = _Recorder(ops, samples)
     with warnings.catch_warnings(), ExitStack() as stack:
@@ -73,13 +73,13 @@ def kernel_calls(ops: Collection[str], device: str, samples: int) -> dict[str, l
 
 
 def _no_test() -> None:
-    """No test of torch's own is running: it would look for one in the stack, at each sample, for many milliseconds."""
+    """Stop op_db from searching the stack for a running test at each sample, which takes many milliseconds."""
 
 
 class _Recorder(SchemaCheckMode):
-    """Sees each operator before autograd takes it apart, and keeps the calls of those asked for, as they came.
+    """Records calls of the operators asked for, before autograd decomposes them.
 
-    Before autograd torch allows only modes of its own, of which this one does the least.
+    Before autograd torch allows only its own modes; this one's base class does the least.
     """
 
     def __init__(self, ops: Collection[str], samples: int) -> None:
@@ -103,7 +103,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def _samples(ops: Collection[str], device: str, samples: int) -> Iterator[tuple[Callable[..., Any], Any]]:
-    """Callables and their (args, kwargs); first what op_db lacks."""
+    """Yield callables with (args, kwargs); those that op_db lacks come first."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:

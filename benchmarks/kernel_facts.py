@@ -1,9 +1,9 @@
-"""Whether op_lists/kernel_facts.yaml says what this device's kernels do.
+"""Check op_lists/kernel_facts.yaml against this device's kernels.
 
     python -m benchmarks.kernel_facts [--device cuda] [--samples 12]
 
-Every listed op is called in float32 and again with 16-bit tensors, forward and backward: what only float32 can has no
-16-bit kernel. The exit status is 1 where the table says something else, and each difference is printed.
+Every listed op is called in float32 and again with 16-bit tensors, forward and backward: an op that runs only in
+float32 has no 16-bit kernel. The exit status is 1 if the table differs, and each difference is printed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def in_dtype(call: KernelCall, dtype: torch.dtype) -> KernelCall:
-    """The call with copies of its float32 tensors in ``dtype``; arguments that a list keeps float32 stay so.
+    """Return the call with copies of its float32 tensors in ``dtype``, except arguments that a list keeps float32.
 
-    The copies require gradients, running statistics apart, unless the op writes into one of its arguments.
+    The copies require gradients, except running statistics, and unless the op writes into one of its arguments.
     """
     kept, mutable = LIST.kept(of_function(call.function)), call.function._schema.is_mutable
 
@@ -51,7 +51,7 @@ def _converted(leaf: Any, dtype: torch.dtype, learns: bool) -> Any:
 
 
 def failure(call: KernelCall) -> str:
-    """Why the call fails, forward or backward; empty if it does not."""
+    """Return the error of the call, forward or backward; empty if it runs."""
     try:
         made = [t for t in pytree.tree_leaves(call()) if isinstance(t, torch.Tensor) and t.requires_grad]
         if made:
@@ -62,7 +62,7 @@ def failure(call: KernelCall) -> str:
 
 
 def without_kernel(calls: Mapping[str, Iterable[KernelCall]], dtype: torch.dtype) -> dict[str, str]:
-    """The ops that ``dtype`` cannot where float32 can, each with the first error."""
+    """Return the ops that run in float32 but not in ``dtype``, each with its first error."""
     found: dict[str, str] = {}
     for op, tried in calls.items():
         for call in tried:
@@ -76,9 +76,9 @@ def without_kernel(calls: Mapping[str, Iterable[KernelCall]], dtype: torch.dtype
 
 
 def rounds_once(call: KernelCall, dtype: torch.dtype) -> float:
-    """How far the 16-bit result is from the float32 one of the same 16-bit values, rounded: the largest error in ulp.
+    """Return the largest error, in ulp, of the 16-bit result against the rounded float32 result of the same values.
 
-    An ulp is that of the larger of the two numbers, but at least that of a thousandth of the largest result.
+    The ulp is that of the larger of the two numbers, but at least that of a thousandth of the largest result.
     """
     low = in_dtype(call, dtype)
     exact = in_dtype(low.with_arguments(lambda _, argument: pytree.tree_map(_widened, argument)), torch.float32)
@@ -96,8 +96,9 @@ def _widened(leaf: Any) -> Any:
 
 
 def ulps(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest distance of ``got`` from ``wanted`` rounded, in ulp of the larger, but at least of a thousandth of the
-    largest number.
+    """Return the largest distance of ``got`` from the rounded ``wanted``, in ulp.
+
+    The ulp is that of the larger of the two numbers, but at least that of a thousandth of the largest number.
     """
     rounded, info = wanted.to(got.dtype), torch.finfo(got.dtype)
     same = (rounded == got) | (rounded.isnan() & got.isnan())
@@ -110,10 +111,10 @@ def ulps(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def differences(missing: Mapping[str, str], tried: Collection[str], device: str, dtype: str) -> list[str]:
-    """One line for each op of which the table says something else than was measured.
+    """Return a line for each op where the table differs from the measurement.
 
     Args:
-        missing: what has no kernel, as :func:`without_kernel` found it among the ops ``tried``.
+        missing: the ops without a kernel, as :func:`without_kernel` found them among the ops ``tried``.
         tried: base names of the ops that were called.
         device: device type of the calls.
         dtype: a key of ``DTYPES``.

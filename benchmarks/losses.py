@@ -1,27 +1,26 @@
-"""Whether losses in 16 bits follow those of float32 as closely as torch.autocast's do, over 200 steps of training.
+"""Compare how closely 16-bit losses follow float32's over 200 training steps, with torch.autocast as the reference.
 
     python -m benchmarks.losses [--models "GPT-2 2x64"] [--seeds 3] [--json PATH]
     python -m benchmarks.losses --device cuda --dtype float16 --json PATH
 
-Within a seed all sides begin with the same float32 weights and see the same batches, with the same AdamW and learning
-rates, which rise for 20 steps and fall to 0 along a cosine. A loss is the cross entropy of the logits of a step in
-nats, computed from them in float32 for all sides alike; trained is by the loss that the model gives itself, in whatever
-precision the side computes it.
+Within a seed all sides start with the same float32 weights and see the same batches, with the same AdamW and learning
+rates, which rise for 20 steps and fall to 0 along a cosine. The recorded loss is the cross entropy of a step's logits
+in nats, computed in float32 for all sides; training uses the loss that the model returns, in the side's precision.
 
 The *distance* of a run is the root mean square, over all steps, of its loss minus that of the float32 run of the same
-seed. *At the end* is the mean of its last 20 losses minus float32's. ``float32, rounded start`` is the control: float32
-throughout, but the weights that it begins with are rounded to 16 bits once, which shows how much training itself
-amplifies a difference: by chance now and then much.
+seed. *At the end* is the mean of its last 20 losses minus float32's. ``float32, rounded start`` is the control: it
+trains in float32 from weights that were rounded to 16 bits once, which shows how much training itself amplifies a
+difference: sometimes, by chance, much.
 
-Judged is the geometric mean, over models and seeds, of a side's distance to torch.autocast's of the same seed. It may
-exceed 1 by two standard errors of torch.autocast alone: with n ratios it is at most exp(2 s sqrt(2 / n)), where s is
-the standard deviation, over the seeds of a model, of the logarithm of torch.autocast's distance (the root mean square
-over the models). The exit status is 1 where one of this package's sides is above that.
+The criterion is the geometric mean, over models and seeds, of a side's distance divided by torch.autocast's of the same
+seed. It may exceed 1 by two standard errors of torch.autocast alone: with n ratios the limit is exp(2 s sqrt(2 / n)),
+where s is the standard deviation, over the seeds of a model, of the logarithm of torch.autocast's distance (the root
+mean square over the models). The exit status is 1 if one of this package's sides is above that.
 
-``pure half`` updates 16-bit weights, or with masters float32 ones; it is there to be looked at. float16 losses are
-scaled, steps that overflow are skipped, and 16-bit weights always have masters.
+``pure half`` updates 16-bit weights, or with masters float32 ones; it is not judged. float16 losses are scaled, steps
+that overflow are skipped, and 16-bit weights always have masters.
 
-With ``--json`` each run is written at once, and those of the same commit are not repeated.
+With ``--json`` each run is written at once; runs of the same commit are not repeated.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ SIDES = {
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: its losses in nats, step by step. A note says what misses; ``seconds`` are for the record."""
+    """A training run: its losses in nats, step by step, or a note why they are missing; ``seconds`` is informative."""
 
     model: str
     side: str
@@ -100,7 +99,7 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @dataclass(frozen=True)
 class Row:
-    """One side of one model: distance and end of each seed, in nats, and what each distance is to torch.autocast's."""
+    """A side of a model: distance and end of each seed in nats, and the distances divided by torch.autocast's."""
 
     model: str
     side: str
@@ -110,13 +109,13 @@ class Row:
 
 
 def distance(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Root mean square of the differences; at least what losses are rounded to, infinite where one is not finite."""
+    """Return the root mean square of the differences: at least the rounding of losses; infinite if one is."""
     square = fmean((a - b) ** 2 for a, b in zip(losses, others, strict=True))
     return max(math.sqrt(square), 10**-DIGITS) if math.isfinite(square) else math.inf
 
 
 def rows(runs: Sequence[Run]) -> list[Row]:
-    """A row for each model and side, over the seeds of which float32 and torch.autocast are there too."""
+    """Return a row for each model and side, over the seeds that also float32 and torch.autocast have."""
     held = {(run.model, run.side, run.seed): run.losses for run in runs if not run.note}
     found = []
     for model in dict.fromkeys(run.model for run in runs):
@@ -134,7 +133,7 @@ def rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def spread(found: Sequence[Row]) -> float:
-    """Standard deviation of the logarithm of torch.autocast's distance over the seeds, root mean square over models."""
+    """Return the standard deviation over seeds of log(torch.autocast's distance), root mean square over models."""
     logarithms = [
         list(map(math.log, row.distances)) for row in found if row.side == AUTOCAST and len(row.distances) > 1
     ]
@@ -142,7 +141,7 @@ def spread(found: Sequence[Row]) -> float:
 
 
 def targets(found: Sequence[Row]) -> list[tuple[str, bool]]:
-    """What is aimed at and can be told from ``found``: in words, with the figure, and whether it is reached."""
+    """Return the targets that ``found`` allows to check: a description, the figure, and True if it is met."""
     told, s = list[tuple[str, bool]](), spread(found)
     for side in OURS:
         ratios = [ratio for row in found if row.side == side for ratio in row.to_autocast]
@@ -157,7 +156,7 @@ _HEADER = f"{'model':<12} {'side':<23} {'distance of each seed':<23} {'to autoca
 
 
 def table(runs: Sequence[Run]) -> str:
-    """What is printed: how far float32's losses fall, how far from them each side is, and what is aimed at."""
+    """Write the table to print: the fall of float32's losses, each side's distance, and the targets."""
     lines, found = [_HEADER], rows(runs)
     for model in dict.fromkeys(run.model for run in runs):
         exact = [run.losses for run in runs if run.model == model and run.side == FLOAT32]
@@ -177,7 +176,7 @@ def _line(row: Row) -> str:
 def follow_all(
     names: Sequence[str], seeds: int, setting: Setting, store: Store[Run], say: Callable[[str], None]
 ) -> None:
-    """Train what ``store`` does not hold."""
+    """Train the runs that are not in ``store``."""
     held = {(run.model, run.side, run.seed) for run in store.rows}
     for name in names:
         for seed in range(seeds):
@@ -191,7 +190,7 @@ def follow_all(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what is asked for and not there yet, and print the table of all that is there."""
+    """Train the missing runs among those asked for, and print the table of all runs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--models", default=",".join(FOLLOWED), help="separated by commas")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="default: %(default)s")

@@ -1,4 +1,4 @@
-"""What the benchmark of losses trains: families that people train, so small that 200 steps take seconds."""
+"""Tasks of the losses benchmark: common model families, so small that 200 steps take seconds."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ STEPS, CONTEXT = 200, 64
 
 @dataclass(frozen=True)
 class Followed(ABC):
-    """A model that gives its loss and its logits, and what it is trained on.
+    """A model that returns its loss and its logits, with its training data.
 
     Attributes:
-        task: its batches and learning rates; its own model is not used.
-        make: builds the model, with weights that the global seed decides.
+        task: gives the batches and learning rates; its own model is not used.
+        make: builds the model; its weights come from the global seed.
     """
 
     task: Task
     make: Callable[[], nn.Module]
 
     def model(self, seed: int) -> FullModel:
-        """With the weights of that seed, and the first of its batches."""
+        """Return the model with the weights of a seed, and the seed's first batch."""
 
         def build() -> nn.Module:
             with torch.random.fork_rng(devices=()):
@@ -43,16 +43,16 @@ class Followed(ABC):
         return FullModel(build, lambda: next(self.batches(seed)))
 
     def batches(self, seed: int) -> Iterator[dict[str, Tensor]]:
-        """Keyword arguments of a call for each step."""
+        """Yield the keyword arguments of the call of each step."""
         return (self.arguments(inputs, labels) for inputs, labels in self.task.batches(seed))
 
     @abstractmethod
     def arguments(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Those of a call with a batch of ``task``."""
+        """Turn a batch of ``task`` into the keyword arguments of a call."""
 
     @abstractmethod
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The cross entropy in nats, computed in float32, of logits and the ``labels`` of a call."""
+        """Compute the cross entropy in nats, in float32, of logits and the ``labels`` of a call."""
 
 
 class Images(Followed):

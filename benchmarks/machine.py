@@ -1,4 +1,4 @@
-"""On what a benchmark was run."""
+"""Describe the machine that a benchmark ran on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def machine() -> dict[str, Any]:
-    """Device, versions, and the commit of the working tree."""
+    """Return device, versions, and the commit of the working tree."""
     return {
         "device": f"CPU, {len(os.sched_getaffinity(0))} cores of {_processor()}, {torch.get_num_threads()} used",
         "torch": version("torch"),
@@ -30,7 +30,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Of the working tree; ``-dirty`` if anything has changed since, but for results that are being written."""
+    """Return the commit of the working tree, with ``-dirty`` if files other than results have changed."""
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":/!benchmarks/results")
     commit = _git("describe", "--always", "--abbrev=10")
     return commit + ("-dirty" if changed else "") if commit else "unknown"

@@ -1,18 +1,18 @@
-"""How many bytes a training forward saves for backward, by policy, for models at full size.
+"""Count the bytes that a training forward saves for backward, by policy, for models at full size.
 
     python -m benchmarks.memory [--models "GPT-2 b8 s1024"] [--policies "float32;float16 half"] [--json PATH]
 
-Nothing is allocated or computed: tensors are abstract, on the meta device; placements are those for a CUDA device, in
-float16. Counted are the storages that autograd holds after one forward with loss, each once, inputs not. Parameters
-are counted apart, with what is cast from them: they do not grow with the batch. BERT and GPT-2 write attention out; of
-the others' scaled_dot_product_attention the kernel of single products and softmax is assumed, not a fused one: abstract
-tensors take that. Dropout saves a mask of booleans, as its CUDA kernel does.
+Nothing is allocated or computed: tensors are abstract, on the meta device, and placements are for a CUDA device in
+float16. The storages that autograd holds after one forward with loss are counted, each once, without inputs. Parameters
+and their casts are counted separately, because they do not grow with the batch. BERT and GPT-2 write attention out. For
+the others' scaled_dot_product_attention the unfused kernel of products and softmax is assumed, because abstract tensors
+use it. Dropout saves a boolean mask, as its CUDA kernel does.
 
-``torch_autocast_cuda`` is this package's preset of torch.autocast's dispatch on a CUDA device; torch.autocast itself
-acts on no abstract tensor without such a device. ``half`` is ``model.half()``.
+``torch_autocast_cuda`` is this package's preset of torch.autocast's dispatch on a CUDA device; without such a device
+torch.autocast itself ignores abstract tensors. ``half`` is ``model.half()``.
 
-With ``--json`` each row is written at once, and those of the same commit are not measured again. The exit status is 1
-where fold="kernel" is above a limit.
+With ``--json`` each row is written at once; rows of the same commit are not measured again. The exit status is 1 if
+fold="kernel" is above a limit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LIMITS = {"GPT-2 b8 s1024": 0.92, "T5-small b8 s512": 0.95, "Llama 12x768 b8 s10
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes that one model saves under one policy; a note says what is missing."""
+    """The bytes that a model saves under a policy, or a note why they are missing."""
 
     model: str
     policy: str
@@ -64,7 +64,7 @@ class Row:
 
 
 def measure(name: str, model: FullModel, policy: str) -> Row:
-    """Count what one forward in training mode saves."""
+    """Count the bytes that one forward in training mode saves."""
     with torch.device("meta"):
         module, inputs = model.build().train(), model.inputs()
     options = POLICIES[policy]
@@ -91,7 +91,7 @@ def _saved(module: nn.Module, inputs: dict[str, Tensor]) -> Saved:
 
 
 def _fake(module: nn.Module, inputs: dict[str, Tensor]) -> FakeTensorMode:
-    """Put fake tensors in the place of those of the meta device: transformers reads no values off them."""
+    """Replace tensors on the meta device by fake tensors, which transformers does not try to read."""
     fakes: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that no other has its address
 
     def fake(tensor: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def _fake(module: nn.Module, inputs: dict[str, Tensor]) -> FakeTensorMode:
 
 @contextmanager
 def _cuda_dropout() -> Iterator[None]:
-    """Dropout on the meta device by the operator that it is on a CUDA device."""
+    """Run dropout on the meta device with the operator used on a CUDA device."""
 
     def dropout(x: Tensor, p: float, train: bool) -> Tensor:
         return torch.native_dropout(x, p, train)[0] if p and train else x
@@ -121,14 +121,14 @@ def _cuda_dropout() -> Iterator[None]:
 
 
 def ratios(rows: Sequence[Row], policy: str, other: str) -> dict[str, float]:
-    """By model: what ``policy`` saves over what ``other`` does, where both are there."""
+    """Return, by model, the bytes that ``policy`` saves divided by those of ``other``, if both were measured."""
     held = {(row.model, row.policy): row.activations for row in rows if not row.note}
     models = dict.fromkeys(row.model for row in rows)
     return {m: held[m, policy] / held[m, other] for m in models if {(m, policy), (m, other)} <= held.keys()}
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """Where fold="kernel" is above a limit."""
+    """Return a line for each model where fold="kernel" is above a limit."""
     found = []
     to_autocast = ratios(rows, KERNEL, AUTOCAST)
     if to_autocast and (mean := geometric_mean(to_autocast.values())) > MEAN_LIMIT:
@@ -143,7 +143,7 @@ _COMPARED = (("fold=exact", AUTOCAST), (KERNEL, AUTOCAST), (KERNEL, HALF))
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What is printed: gigabytes of activations, of weights, and ratios of the first."""
+    """Write the table to print: gigabytes of activations and of weights, and ratios of the activations."""
     models = list(dict.fromkeys(row.model for row in rows))
     held = {(row.model, row.policy): row for row in rows}
     head = "".join(f"{policy:>{_width(policy)}}" for policy in POLICIES)
@@ -170,7 +170,7 @@ def _width(policy: str) -> int:
 
 
 def measure_all(names: Sequence[str], policies: Sequence[str], store: Store[Row], say: Callable[[str], None]) -> None:
-    """Measure what ``store`` does not hold."""
+    """Measure the rows that are not in ``store``."""
     held = {(row.model, row.policy) for row in store.rows}
     for name in names:
         for policy in policies:

@@ -1,11 +1,10 @@
-"""How many bytes a parameter takes in training, by mode: what lives between two steps, and what a step adds to it.
+"""Count the bytes per parameter in training, by mode: the memory between two steps, and a step's peak.
 
     python -m benchmarks.memory_per_parameter [--modes "float32;float16 cached"] [--width 1024] [--json PATH]
 
-A perceptron of ten square layers, whose activations are few beside its weights, is trained with fused AdamW. After the
+A perceptron of ten square layers, with few activations compared to weights, is trained with fused AdamW. After the
 last of three steps, before gradients are dropped, the storages of all live tensors are counted, each once. Peaks are
-the most that the optimizer's part of a step, and the whole step, hold at once of what they themselves allocate, by the
-allocator's events.
+the most bytes that the optimizer's part of a step, and the whole step, allocate at one time, by the allocator's events.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes for each parameter; ``working`` is what lives and is none of the others: 16-bit working copies.
+    """Bytes per parameter; ``working`` counts live tensors that are none of the others: 16-bit working copies.
 
-    ``optimizer_peak`` and ``step_peak`` are None where nothing is trained; a note says what is missing.
+    ``optimizer_peak`` and ``step_peak`` are None if nothing is trained. A note says why numbers are missing.
     """
 
     mode: str
@@ -54,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Training:
-    """A model, its optimizer, and the two halves of a step; an optimizer of None is for inference."""
+    """A model, its optimizer (None for inference), and the two halves of a step."""
 
     model: nn.Module
     optimizer: Any
@@ -127,7 +126,7 @@ MODES: dict[str, Callable[[int], Training]] = {
 
 
 def live() -> dict[int, int]:
-    """Bytes of the storage of each live tensor on the CPU, by its address."""
+    """Return the bytes of the storage of each live tensor on the CPU, by address."""
     gc.collect()
     held: list[Tensor] = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     with warnings.catch_warnings():
@@ -142,9 +141,9 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def peak(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> int:
-    """How many bytes more than at its start ``work`` holds at most.
+    """Return the most bytes that ``work`` holds at one time beyond those at its start.
 
-    ``before`` runs first: the profiler knows the size of a block that is freed only if it saw it allocated.
+    ``before`` runs first, because the profiler knows the size of a freed block only if it saw its allocation.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         before()
@@ -161,7 +160,7 @@ def peak(work: Callable[[], object], before: Callable[[], object] = lambda: None
 
 
 def measure(mode: str, width: int) -> Row:
-    """Train for some steps and count; a note where ``convert`` does not know the mode yet."""
+    """Train for some steps and count bytes; returns a note if ``convert`` refuses the mode."""
     before = live()
     try:
         training = MODES[mode](width)
@@ -224,7 +223,7 @@ def _line(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What is printed."""
+    """Write the table to print."""
     return "\n".join([_HEADER, *map(_line, rows)])
 
 

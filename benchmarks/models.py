@@ -1,4 +1,4 @@
-"""Models at full size, on the meta device: no weight is allocated, and nothing can be computed."""
+"""Models at full size on the meta device: no weights are allocated, and nothing can be computed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class FullModel:
-    """A model in training mode and keyword inputs of one call."""
+    """A model in training mode, and the keyword inputs of a call."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Any]]
 
 
 class _Block(nn.Module):
-    """Convolutions around which the input is added: 1x1, 3x3 and 1x1, or two of 3x3; the first 3x3 has the stride."""
+    """Convolutions with a residual connection: 1x1, 3x3 and 1x1, or two of 3x3; the first 3x3 has the stride."""
 
     def __init__(self, before: int, width: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -52,10 +52,10 @@ class ResNet(nn.Module):
     """The residual network (He et al. 2015, stride in the 3x3 convolution), with its loss.
 
     Args:
-        blocks: number of blocks of each stage.
+        blocks: number of blocks in each stage.
         width: channels inside the first stage's blocks.
         classes: number of classes.
-        expansion: how many times as many channels a block gives as it has inside; beyond 1 it is a bottleneck.
+        expansion: a block's output channels divided by its inner channels; above 1 it is a bottleneck.
     """
 
     def __init__(self, blocks: tuple[int, ...], width: int = 64, classes: int = 1000, expansion: int = 1) -> None:
@@ -76,7 +76,7 @@ class ResNet(nn.Module):
 
 
 class ResNet50(ResNet):
-    """The one of 50 layers, whose blocks are bottlenecks; arguments as those of :class:`ResNet`."""
+    """The residual network of 50 layers, with bottleneck blocks; arguments as for :class:`ResNet`."""
 
     def __init__(self, blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
         super().__init__(blocks, width, classes, expansion=4)

@@ -1,15 +1,14 @@
-"""What the optimizer's part of a training step costs the host, beside torch.amp.GradScaler and the bare optimizer.
+"""Measure the host's time in the optimizer's part of a step, against torch.amp.GradScaler and the bare optimizer.
 
     python -m benchmarks.optimizer_step [--sizes 10,200] [--optimizers SGD] [--rounds 200] [--json PATH]
 
-Measured is one steady step, gradients at hand: scaling the loss, unscaling and checking the gradients, stepping,
-updating the scale. Parameters have 16 elements, so that the host's work is all there is. Each optimizer and size has a
-process of its own, in which the three sides take turns, round by round, each with parameters of its own, which are
-made anew six times, in each order. Times are CPU time of the one thread, so that other processes count little:
-medians, with quartiles, of the rounds. Counted besides, for each side: ATen calls; host reads; and frames of Python
-that run in this package, comprehensions' too. The exit status is 1 where a step takes longer than GradScaler's, where
-it reads more than once beyond what the bare optimizer reads, or at all if that is fused, or where the package's frames
-grow with the number of parameters.
+A step, with gradients given, scales the loss, unscales and checks the gradients, steps, and updates the scale.
+Parameters have 16 elements, so that only the host's work counts. Each optimizer and size runs in its own process, where
+the three sides take turns in rounds; each has its own parameters, created six times, once in each order. Times are CPU
+time of the one thread, so that other processes matter little: medians, with quartiles, over the rounds. ATen calls,
+host reads, and Python frames in this package (comprehensions included) are counted for each side. The exit status is 1
+if a step takes longer than GradScaler's, reads more than once beyond the bare optimizer's reads (or at all with a fused
+one), or runs a number of the package's frames that grows with the number of parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ PACKAGE = str(Path(autocastfx.__file__).parent)
 
 @dataclass(frozen=True)
 class Row:
-    """One side; times in microseconds. ``ratio`` is the median of what each round's time is to GradScaler's in it."""
+    """A side; times in microseconds. ``ratio`` is the median over rounds of its time divided by GradScaler's."""
 
     optimizer: str
     parameters: int
@@ -64,7 +63,7 @@ class Row:
 
 
 def side(name: str, optimizer_name: str, size: int) -> Callable[[], None]:
-    """The step of one side, which can be called again and again: its gradients are zero."""
+    """Return a side's step, which can be repeated: its gradients are zero."""
     parameters = [torch.nn.Parameter(torch.ones(16)) for _ in range(size)]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -94,7 +93,7 @@ def _theirs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, loss
 
 
 class _Calls(TorchDispatchMode):
-    """Counts calls of operators, and of those that read on the host."""
+    """Counts calls of operators, and of operators that read on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,14 +106,14 @@ class _Calls(TorchDispatchMode):
 
 
 def count_calls(step: Callable[[], None]) -> tuple[int, int]:
-    """ATen calls of one step, and how many of them read on the host."""
+    """Count the ATen calls of a step, and those that read on the host."""
     with _Calls() as calls:
         step()
     return calls.all, calls.reads
 
 
 def count_frames(step: Callable[[], None]) -> int:
-    """How many frames of this package one step runs: calls, and each time that a generator goes on."""
+    """Count the frames of this package that a step runs: calls, and each resumption of a generator."""
     count = 0
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -131,7 +130,7 @@ def count_frames(step: Callable[[], None]) -> int:
 
 
 def measure(optimizer: str, size: int, rounds: int) -> list[Row]:
-    """A row for each side."""
+    """Return a row for each side."""
     torch.set_num_threads(1)
     times: dict[str, list[float]] = {name: [] for name in SIDES}
     counts: dict[str, tuple[int, int, int]] = {}
@@ -163,7 +162,7 @@ def measure(optimizer: str, size: int, rounds: int) -> list[Row]:
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """What does not hold."""
+    """Return a line for each requirement that is not met."""
     found, ours = [], [row for row in rows if row.side == OURS]
     bare = {(row.optimizer, row.parameters): row.host_reads for row in rows if row.side == BARE}
     for row in ours:
@@ -195,7 +194,7 @@ def _line(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What is printed."""
+    """Write the table to print."""
     return "\n".join([_HEADER, *map(_line, rows)])
 
 

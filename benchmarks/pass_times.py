@@ -1,4 +1,4 @@
-"""What the passes of a conversion take: from a captured graph to compiled code, verification included."""
+"""Time the passes of a conversion, from a captured graph to compiled code, verification included."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ COMPILE, OTHER = "compile", "copy and plan"
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of CPU time by pass; what is done around the passes counts as passes too."""
+    """Seconds of CPU time by pass; the work around the passes counts as passes too."""
 
     by_pass: Mapping[str, float]
 
     @property
     def total(self) -> float:
-        """All passes together."""
+        """The time of all passes together."""
         return sum(self.by_pass.values())
 
     @property
     def slowest(self) -> str:
-        """The pass that takes most."""
+        """The slowest pass."""
         return max(self.by_pass, key=self.by_pass.__getitem__)
 
 
 def seconds(work: Callable[[], R]) -> tuple[R, float]:
-    """What ``work`` gives, and the CPU time of this thread, which other processes lengthen less than wall time."""
+    """Run ``work``; return its result and its CPU time, which other processes affect less than wall time."""
     started = time.thread_time()
     result = work()
     return result, time.thread_time() - started
 
 
 def pass_times(converter: Converter, captured: Captured, held: Mapping[str, torch.Tensor]) -> PassTimes:
-    """Convert ``captured``, which stays as it is, for the device that it was captured on, and compile the result.
+    """Time converting and compiling ``captured``, which is not changed, for the device that it was captured on.
 
     Args:
         converter: the policy.
-        captured: converted.
+        captured: the graph to convert.
         held: parameters and buffers by name.
     """
     taken: dict[str, float] = {}

@@ -1,11 +1,11 @@
-"""How many bytes casts move in one training forward, by op list and fold level, for models at full size.
+"""Count the bytes that casts move in a training forward, by op list and fold level, for models at full size.
 
     python -m benchmarks.placement [--models GPT-2] [--json PATH]
 
-Placements are those for a CUDA device, which need not be there; nothing is allocated or computed. A cast counts 6 bytes
-an element: 4 on its float32 side and 2 on its 16-bit side. A parameter's cast, or one of what is made of parameters
-alone, is counted apart: it need not be repeated before the next update. Outputs stay as they are computed, as
-torch.autocast leaves them, and casts that the model itself makes are not counted.
+Placements are for a CUDA device, which is not needed; nothing is allocated or computed. A cast counts 6 bytes per
+element: 4 on its float32 side and 2 on its 16-bit side. Casts of parameters, and of values computed from parameters
+alone, are counted separately: they need not be repeated before the next update. Outputs keep their computed dtype, as
+under torch.autocast, and the model's own casts are not counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """Casts of one model under one policy; ``ratio`` is activation bytes over those of the autocast preset."""
+    """The casts of a model under a policy; ``ratio`` is activation bytes divided by those of the autocast preset."""
 
     model: str
     policy: str
@@ -78,7 +78,7 @@ def measure(name: str, model: FullModel, policy: str) -> Row:
 
 
 def _is_fixed(node: fx.Node, parameters: set[str]) -> bool:
-    """Whether a value is a parameter or made of parameters alone."""
+    """True if a value is a parameter, or computed from parameters alone."""
     if node.op == "get_attr":
         return node.target in parameters
     return bool(node.all_input_nodes) and all(_is_fixed(read, parameters) for read in node.all_input_nodes)
@@ -90,7 +90,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 def measure_all(names: Sequence[str], report: Callable[[Row], None]) -> None:
-    """Report a row for each model and policy, with its ratio where the preset is there."""
+    """Report a row for each model and policy, with its ratio if the preset was measured."""
     for name in names:
         baseline: int | None = None
         for policy in POLICIES:
@@ -114,7 +114,7 @@ def _line(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What is printed; policies that are not there yet left out."""
+    """Write the table to print, of the policies measured."""
     return "\n".join([_HEADER, *(_line(row) for row in rows if not row.note)])
 
 

@@ -1,10 +1,10 @@
-"""What each of the three principles of precision is worth: errors in bfloat16 on a CPU, with a picture for each.
+"""Measure the benefit of each of the three principles of precision: errors in bfloat16 on a CPU.
 
     python -m benchmarks.principles [--json PATH]
 
 Provenance: 96 Euler steps ``y = y + 1e-3 * f(y)``. Shape: rotary angles, a product of positions and frequencies that
-adds up one element. Demand: ``-log(1 - p)`` of a sigmoid. An error is relative to what is exact in float64; that of
-the steps, to the way that y has gone.
+adds up one element. Demand: ``-log(1 - p)`` of a sigmoid. Errors are relative to the float64 result, for the Euler
+steps relative to the distance that y has moved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WIDTH = 32
 
 @dataclass(frozen=True)
 class Row:
-    """The error of one side: after so many steps, at such a position, around such a logit."""
+    """The error of a side: after a number of steps, at a position, or around a logit."""
 
     principle: str
     x: int
@@ -38,7 +38,7 @@ class Row:
 
 
 class Euler(nn.Module):
-    """The state after each of so many small steps."""
+    """Return the state after each of a number of small steps."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Euler(nn.Module):
 
 
 class Rotary(nn.Module):
-    """The rotation at the last 64 positions up to one, as decoders compute it."""
+    """Compute the rotation at the 64 positions up to a given one, as decoders do."""
 
     def __init__(self, position: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Rotary(nn.Module):
 
 
 class Surprise(nn.Module):
-    """How unlikely it is that a likely thing does not happen: ``-log(1 - p)``, for logits around a number."""
+    """Compute the surprise that a likely event does not happen, ``-log(1 - p)``, for logits around a number."""
 
     def __init__(self, logit: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ PRINCIPLES: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
 
 
 def measure(principle: str, x: int) -> list[Row]:
-    """A row for each side."""
+    """Return a row for each side."""
     torch.manual_seed(0)
     build, _ = PRINCIPLES[principle]
     model, inputs = build(x), torch.randn(64, WIDTH)
@@ -97,7 +97,7 @@ def measure(principle: str, x: int) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each place, with the error of each side."""
+    """Write a line for each place, with the error of each side."""
     lines = [f"{'principle':<11} {'at':>5} " + " ".join(f"{side:>14}" for side in (OURS, AUTOCAST, HALF))]
     for principle, x in dict.fromkeys((row.principle, row.x) for row in rows):
         errors = {row.side: row.error for row in rows if (row.principle, row.x) == (principle, x)}
@@ -106,7 +106,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure all; the exit status is 1 where torch.autocast is more exact."""
+    """Measure all; the exit status is 1 if torch.autocast is more exact somewhere."""
     summary = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.principles", description=summary)
     parser.add_argument("--json", type=Path, help="the store of rows")

@@ -1,9 +1,9 @@
-"""Writes the tables and the pictures of the documentation from the results that are kept.
+"""Write the tables and the pictures of the documentation from the stored results.
 
     python -m benchmarks.report
 
-A table follows a line ``<!-- results: NAME.json -->``, and before it stands where it was measured. A picture says in
-its metadata what it was drawn from; results and drawing code are in its digest. Pictures need the extra ``plot``.
+A table follows a line ``<!-- results: NAME.json -->`` and a sentence on the machine. The metadata of a picture names
+its source, with a digest of the results and the drawing code. Pictures need the extra ``plot``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _TABLE = re.compile(r"(<!-- results: (\S+) -->\n).*?\n```text\n.*?```\n", re.DOT
 
 
 def updated(page: str) -> str:
-    """``page`` with each table as its results are."""
+    """Return ``page`` with each table replaced by the stored results."""
 
     def fresh(match: re.Match[str]) -> str:
         held = json.loads((RESULTS / match[2]).read_text(encoding="utf-8"))
@@ -76,14 +76,14 @@ def updated(page: str) -> str:
 
 
 def _where(held: dict[str, Any]) -> str:
-    """Where and with what it was measured, as far as the file says."""
+    """Describe the machine and versions of the measurement, as far as the file says."""
     named = {"torch": "torch", "networkx": "networkx", "transformers": "transformers", "python": "Python"}
     said = [f"{name} {held[key]}" for key, name in {**named, "commit": "commit"}.items() if key in held]
     return f"{f'{device}; ' if (device := held.get('device')) else ''}{', '.join(said)}."
 
 
 def described(name: str) -> str:
-    """What the picture of that name has to say of itself."""
+    """Return the metadata that an up-to-date picture of this name has."""
     results = PICTURES[name].results
     parts = (RESULTS / results, Path(pictures.__file__))
     digest = hashlib.sha256("".join(part.read_text(encoding="utf-8") for part in parts).encode()).hexdigest()
@@ -91,14 +91,14 @@ def described(name: str) -> str:
 
 
 def drawn(name: str) -> str:
-    """The picture of that name as SVG."""
+    """Draw the picture of this name as SVG."""
     picture = PICTURES[name]
     rows = json.loads((RESULTS / picture.results).read_text(encoding="utf-8"))["rows"]
     return svg(picture.draw([picture.row(**row) for row in rows]), described(name))
 
 
 def stale() -> list[str]:
-    """Pages and pictures that do not belong to the results that are kept."""
+    """Return the pages and pictures that do not match the stored results."""
     pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
     found = [name for name, text in pages.items() if updated(text) != text]
     images = {name: IMAGES / name for name in PICTURES}
@@ -110,7 +110,7 @@ def stale() -> list[str]:
 
 
 def main() -> int:
-    """Write what is stale, and say what that was."""
+    """Write the stale pages and pictures, and name them."""
     for name in stale():
         if name in PICTURES:
             (IMAGES / name).write_text(drawn(name), encoding="utf-8")

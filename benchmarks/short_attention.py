@@ -1,12 +1,12 @@
-"""What attention of few tokens takes on a CPU: forward and backward by torch's operator and by this package's.
+"""Time attention over few tokens on a CPU, forward and backward, by torch's operator and this package's.
 
     python -m benchmarks.short_attention [--tokens 50,128] [--json PATH]
 
-A batch of 8 in bfloat16, with 4 heads of 64, on one thread; query, key and value are views, as models give them. The
-sides take turns and each round begins with another; the ratio is that of the same round: medians, with quartiles.
+A batch of 8 in bfloat16, with 4 heads of 64, on one thread; query, key and value are views, as in models. The sides
+take turns, and each round starts with another; ratios are taken within a round: medians, with quartiles.
 
-Measured is the way that is not torch's, also beyond the number of tokens up to which the operator takes it. The exit
-status is 1 where it takes longer than torch's up to there.
+This package's side always recomputes, also beyond the number of tokens where its operator falls back to torch's. The
+exit status is 1 if it takes longer than torch's below that number.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OURS, THEIRS = "autocastfx", "torch"
 
 @dataclass(frozen=True)
 class Row:
-    """One number of tokens: milliseconds, and quartiles of the ratios of each round."""
+    """A number of tokens, with milliseconds, and quartiles of the ratios over rounds."""
 
     tokens: int
     is_causal: bool
@@ -44,7 +44,7 @@ class Row:
 
 
 def measure(tokens: int, is_causal: bool, rounds: int) -> Row:
-    """A row."""
+    """Measure a row."""
     given = [torch.randn(BATCH, tokens, HEADS, SIZE, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
     gradient = torch.randn(BATCH, tokens, HEADS * SIZE, dtype=torch.bfloat16)
     sides = {OURS: recomputed, THEIRS: functional.scaled_dot_product_attention}
@@ -66,7 +66,7 @@ _HEADER = f"{'tokens':>6} {'causal':>6} {'torch ms':>9} {'autocastfx ms':>13} {'
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What is printed."""
+    """Write the table to print."""
     return "\n".join([_HEADER, *map(_line, rows)])
 
 

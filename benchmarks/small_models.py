@@ -1,4 +1,4 @@
-"""Models small enough to train on a CPU, of the families that people train; each call gives the loss first."""
+"""Models of common families, small enough to train on a CPU; each call returns the loss first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _DoubleConvolution(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Convolutions with group norms at ever lower resolutions and back, each level joined to its mirror image.
+    """Convolutions with group norms to lower resolutions and back, with a skip connection at each level.
 
     Args:
         width: channels at the full resolution, a multiple of 8; each lower level has twice as many.

@@ -1,4 +1,4 @@
-"""What a training step does, counted: operators, casts, and the bytes that forward saves for backward."""
+"""Count the operators and casts of a training step, and the bytes that forward saves for backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass
 class Casts:
-    """Casts from one floating dtype to another; a cast moves the bytes of what it reads and of what it writes."""
+    """Casts from one floating dtype to another; a cast moves the bytes that it reads and writes."""
 
     count: int = 0
     bytes: int = 0
@@ -31,10 +31,10 @@ class Casts:
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes of the storages that backward holds, each counted once; inputs are not counted, nor their casts, which a
-    16-bit model is given as its inputs.
+    """Bytes of the storages that backward holds, each counted once; inputs and their casts are not counted.
 
-    ``weights`` are parameters and buffers, and their casts to another dtype; ``activations`` all the rest.
+    ``weights`` are parameters, buffers and their casts to another dtype; ``activations`` are the rest. A 16-bit model
+    gets cast inputs, so counting casts of inputs would be unfair to the others.
     """
 
     activations: int
@@ -42,12 +42,12 @@ class Saved:
 
 
 class Counter(TorchDispatchMode):
-    """Counts, while it is entered, what is called below autograd and what autograd saves.
+    """Counts, while entered, the operators called below autograd and the tensors that autograd saves.
 
     Attributes:
-        ops: calls of ATen operators that compute or copy: no views, no mere allocations.
-        weights: casts of parameters, and of what is cast from them.
-        gradients: casts in backward whose result is the gradient of a parameter, or is added to it.
+        ops: calls of ATen operators that compute or copy; no views and no plain allocations.
+        weights: casts of parameters, and of their casts.
+        gradients: casts in backward that make the gradient of a parameter, or a part of it.
         activations: all other casts.
     """
 
@@ -84,7 +84,7 @@ class Counter(TorchDispatchMode):
         return result
 
     def saved(self) -> Saved:
-        """What has been saved for backward."""
+        """Return the bytes saved for backward."""
         kinds = {True: 0, False: 0}
         for address, storage in self._saved.items():
             if address not in self._inputs:
@@ -108,8 +108,9 @@ class Counter(TorchDispatchMode):
 
 
 def _makes_a_gradient(made: Tensor) -> bool:
-    """Whether the node of autograd that runs now, if any does, hands ``made`` on as a parameter's gradient: at once, or
-    through the node that reads a working copy.
+    """True if the autograd node that runs now passes ``made`` on as a parameter's gradient.
+
+    It may pass it directly, or through the node that reads a working copy.
     """
     node: Any = torch._C._current_autograd_node()
     readers = [reader for reader, _ in node.next_functions if reader] if node is not None else []
@@ -124,7 +125,7 @@ def _storages(tensors: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
 
 
 def count(model: nn.Module, inputs: Iterable[Any], work: Callable[[], object]) -> Counter:
-    """The counts of ``work``, which calls ``model`` on ``inputs``."""
+    """Run ``work``, which calls ``model`` on ``inputs``, and return the counts."""
     with Counter(model, inputs) as counter:
         work()
     return counter

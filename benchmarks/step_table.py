@@ -1,4 +1,4 @@
-"""The table of a training step: a row for each side of a model, and what is aimed at; and that of compiled models."""
+"""Tables of a training step, eager and compiled: a row for each side of a model, and the targets."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Row", "compiled_table", "table", "targets"]
 
 @dataclass(frozen=True)
 class Row:
-    """One side of one model; bytes, milliseconds, and quartiles of the ratios of each round. A note says what misses.
+    """A side of a model: bytes, milliseconds, and quartiles of the ratios over rounds, or a note why they are missing.
 
-    Times are None where none were taken, ``peak`` where there is no GPU: the bytes that a step adds at most.
+    Times are None if not measured. ``peak``, the most bytes that a step adds, is None without a GPU.
     """
 
     model: str
@@ -50,7 +50,7 @@ def _pairs(rows: Sequence[Row], side: str, other: str) -> list[tuple[Row, Row]]:
 
 
 def targets(rows: Sequence[Row]) -> list[tuple[str, bool]]:
-    """What is aimed at and can be told from ``rows``: in words, with the figure, and whether it is reached."""
+    """Return the targets that ``rows`` allow to check: a description, the figure, and True if it is met."""
     found: list[tuple[str, bool]] = []
 
     def mean(what: str, values: Sequence[float], limit: float) -> None:
@@ -122,7 +122,7 @@ def _line(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What is printed: the rows, and what is aimed at."""
+    """Write the table to print: the rows and the targets."""
     told = (f"{'reached' if reached else 'MISSED '}  {what}" for what, reached in targets(rows))
     return "\n".join([_HEADER, *map(_line, rows), "", *told])
 
@@ -133,7 +133,7 @@ _COMPILED_HEADER = f"{'':<34}|{'forward + backward':^24}|{'step':^24}\n{'model':
 
 
 def compiled_table(rows: Sequence[Row]) -> str:
-    """What is printed of models under torch.compile: times, and their geometric means over the models."""
+    """Write the table of models under torch.compile: times, and their geometric means over the models."""
     means = (_means(side, [r for r in rows if r.side == side]) for side in dict.fromkeys(row.side for row in rows))
     return "\n".join([_COMPILED_HEADER, *map(_compiled_line, rows), "", *means])
 

@@ -1,4 +1,4 @@
-"""Rows of a benchmark in a JSON file, with where they were measured, written one by one so that it can be resumed."""
+"""Store a benchmark's rows in a JSON file with the machine, one by one, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ R = TypeVar("R")
 
 
 class Store(Generic[R]):
-    """The rows measured so far, of the same machine, versions, commit and settings; in memory alone without a path.
+    """The rows measured so far on the same machine, with the same versions, commit and settings.
 
     Args:
-        path: of the file; what it holds from elsewhere is dropped when rows are added.
+        path: the file; rows measured otherwise are dropped when new ones are added. None: rows stay in memory.
         kind: the dataclass of a row.
-        settings: written beside the rows.
+        settings: written with the rows.
     """
 
     def __init__(self, path: Path | None, kind: Callable[..., R], settings: dict[str, Any]) -> None:
@@ -31,7 +31,7 @@ class Store(Generic[R]):
             self.rows = [kind(**row) for row in held["rows"]]
 
     def extend(self, rows: Iterable[R]) -> None:
-        """Keep ``rows``, and write all at once, so that an interruption loses none."""
+        """Add ``rows`` and write the file at once, so that an interruption loses none."""
         self.rows += rows
         if self.path is not None:
             found: list[Any] = list(self.rows)

@@ -1,4 +1,4 @@
-"""Times of several ways to do one thing, taken in turns, so that what else the machine does falls on all alike."""
+"""Time several ways to do one thing in turns, so that other load on the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["milliseconds", "ratios", "turns"]
 
 
 def milliseconds(work: Callable[[], object], device: str) -> float:
-    """What ``work`` takes: CPU time of this thread, which other processes lengthen less; on a GPU wall time."""
+    """Time ``work``: CPU time of this thread, which other processes affect less; on a GPU wall time."""
     if device == "cuda":
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -25,14 +25,14 @@ def milliseconds(work: Callable[[], object], device: str) -> float:
 
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[bool, str]]:
-    """Each name once in each round, which begins with another each time; and whether it counts: not in the first."""
+    """Yield each name once per round, each round starting with another, with False in the first round (warm-up)."""
     for turn in range(rounds + 1):
         for place in range(len(names)):
             yield turn > 0, names[(turn + place) % len(names)]
 
 
 def ratios(mine: Sequence[float], others: Sequence[float] | None) -> list[float]:
-    """Quartiles of what each round's time is to that of the other side; nothing if there is no other."""
+    """Return quartiles of the ratios of each round's time to the other side's; nothing without another side."""
     if others is None:
         return []
     return [round(quartile, 4) for quartile in quantiles([a / b for a, b in zip(mine, others, strict=True)], n=4)]

@@ -1,27 +1,27 @@
-"""What a training step costs: counted and timed beside float32, torch.autocast and a model that is 16-bit by hand.
+"""Count and time a training step, against float32, torch.autocast and a model made 16-bit by hand.
 
     python -m benchmarks.train_step [--models "BERT 4x256"] [--rounds 0] [--processes 2] [--json PATH]
     python -m benchmarks.train_step --device cuda --dtype float16 --json PATH
     python -m benchmarks.train_step --compile --sides "float32|torch.autocast|cast, fold=exact|pure half"
 
-Counted is one forward and backward after an update: operators (views and allocations not counted), casts, and the
-bytes that forward saves for backward beside parameters and their casts. Casts of weights are counted apart, and so are
-casts that give the gradient of a weight.
+One forward and backward after an update is counted: operators (without views and allocations), casts, and the bytes
+that forward saves for backward, without parameters and their casts. Casts of weights, and casts that make a weight's
+gradient, are counted separately.
 
-Timed are, in each round, forward and backward of each side with its working copies fresh, and a whole step (forward,
-backward, fused AdamW), where they are made anew. The sides take turns and each round begins with another; a side's
-ratio is its time to the other's in the same round: medians, with quartiles. On a CPU times are those of the one thread,
-so that other processes count less; on a GPU they are wall time, synchronised. float16 losses are scaled: by GradScaler
-under torch.autocast, else by LossScalingOptimizer, with masters for the model that is 16-bit.
+Each round times forward and backward of each side with fresh working copies, and a whole step (forward, backward, fused
+AdamW) that renews them. The sides take turns, and each round starts with another; a side's ratio is its time divided by
+the other's in the same round: medians, with quartiles. CPU times are CPU time of the one thread, so that other
+processes matter less; GPU times are synchronised wall time. float16 losses are scaled: by GradScaler under
+torch.autocast, else by LossScalingOptimizer, with masters for the 16-bit model.
 
-Where in memory a side comes to lie makes it faster or slower for as long as its process runs, by 5 % and more. So
-each model is measured in several processes, in each of which another side is built first; all their rounds count.
+A side's memory addresses make it faster or slower for the life of its process, by 5 % and more. So each model is
+measured in several processes, each of which builds another side first; the rounds of all count.
 
-With ``--compile`` models are timed under torch.compile, and counted as they are without; each side takes half a minute
-and more to compile.
+With ``--compile`` models are timed under torch.compile, and counted without it; each side takes half a minute and more
+to compile.
 
-With ``--json`` each model is written at once, and those of the same commit are not measured again. The exit status is 1
-where something is above a limit; there is none for compiled models.
+With ``--json`` each model is written at once; models measured at the same commit are skipped. The exit status is 1 if
+something is above a limit; compiled models have no limits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def counts(name: str, side: str, found: Training, device: str) -> dict[str, Any]:
-    """The counted fields of a row."""
+    """Return the counted fields of a row."""
     for _ in range(WARM_UP):
         found.forward_and_backward()
         found.step()
@@ -74,7 +74,7 @@ def counts(name: str, side: str, found: Training, device: str) -> dict[str, Any]
 
 
 def times(sides: Mapping[str, Training], rounds: int, device: str) -> Times:
-    """Milliseconds of each round."""
+    """Return the milliseconds of each round."""
     found: Times = {name: ([], []) for name in sides}
     for is_counted, name in turns(list(sides), rounds):
         side = sides[name]
@@ -97,10 +97,10 @@ def times(sides: Mapping[str, Training], rounds: int, device: str) -> Times:
 def measure(
     name: str, setting: Setting, rounds: int, sides: Sequence[str] = tuple(SIDES)
 ) -> tuple[dict[str, Row], Times]:
-    """By side, in the order in which they are built: counts of the model as it is, and its times as it is or compiled.
+    """Measure each side, in the order of building: counts of the eager model, and times of the eager or compiled one.
 
-    Nothing that is compiled for a model is there for the next: the compiler would give up, and run it as it is, after
-    some compilations of the same function. It then says so by an error.
+    Compiled code is dropped before the next model: after some compilations of the same function, the compiler would
+    give up, which is an error here.
     """
     torch.compiler.reset()
     rows: dict[str, Row] = {}
@@ -120,7 +120,7 @@ def measure(
 
 
 def measured(name: str, setting: Setting, rounds: int, processes: int, sides: Sequence[str]) -> list[Row]:
-    """A row for each side, of new processes, or of this one. Counts do not vary: those of the first stand for all."""
+    """Return a row for each side, measured in new processes or in this one, with the counts of the first."""
     if processes == 1:
         return _timed(*measure(name, setting, rounds, sides))
     orders = [(*sides[first:], *sides[:first]) for first in (n * len(sides) // processes for n in range(processes))]

@@ -1,4 +1,4 @@
-"""One training step of a model in each way that is compared: what ``benchmarks.train_step`` counts and times."""
+"""Build the training step of each side that ``benchmarks.train_step`` counts and times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["SIDES", "Setting", "Training", "training"]
 
 @dataclass(frozen=True)
 class Side:
-    """A way to train: the arguments of ``convert`` if it has any, or by hand."""
+    """A way to train: with arguments of ``convert``, or by hand."""
 
     convert: dict[str, str] | None = None
     is_autocast: bool = False
@@ -42,7 +42,7 @@ SIDES: dict[str, Side] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What all sides have in common; ``dtype`` is the 16-bit one."""
+    """Settings that all sides share; ``dtype`` is the 16-bit dtype."""
 
     device: str
     dtype: torch.dtype
@@ -55,12 +55,12 @@ class Training:
 
     Attributes:
         model: the module whose parameters are trained.
-        inputs: keyword arguments of a call; what is put there is what the next call is given.
-        prepare: makes working copies anew, if there are any, so that they are no part of what comes next.
-        forward: gives the loss, and what else the model returns.
-        backward: leaves gradients in the parameters, of a loss that it scales if need be.
-        step: the optimizer's part, which drops the gradients too.
-        optimizer: whose ``param_groups`` say the learning rate.
+        inputs: keyword arguments of the next call; may be replaced.
+        prepare: renews working copies, if there are any, so that the next call does not.
+        forward: returns the loss, and the model's other outputs.
+        backward: computes the parameters' gradients from a loss, which it scales if needed.
+        step: runs the optimizer's part and drops the gradients.
+        optimizer: its ``param_groups`` hold the learning rate.
     """
 
     model: nn.Module
@@ -72,18 +72,18 @@ class Training:
     optimizer: Any
 
     def forward_and_backward(self) -> None:
-        """From the inputs to the gradients."""
+        """Run forward and backward."""
         self.backward(self.forward()[0])
 
 
 def training(name: str, full: FullModel, setting: Setting, *, has_masters: bool = False) -> Training:
-    """Build the side of that name, with AdamW; float16 losses are scaled.
+    """Build the side of this name, with AdamW; float16 losses are scaled.
 
     Args:
         name: one of ``SIDES``.
         full: the model, and the first inputs.
-        setting: what all sides have in common.
-        has_masters: whether 16-bit parameters have float32 masters in bfloat16 too; in float16 they always do.
+        setting: settings that all sides share.
+        has_masters: True if bfloat16 parameters have float32 masters; float16 ones always have.
 
     Raises:
         UnsupportedError: ``convert`` does not take the side's arguments.

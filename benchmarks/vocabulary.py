@@ -1,15 +1,15 @@
-"""What a loss over a vocabulary costs: the cross entropy of 16-bit logits and its gradient, in time and in memory.
+"""Measure time and memory of the cross entropy of 16-bit logits over a vocabulary, with its gradient.
 
     python -m benchmarks.vocabulary [--classes 32000,50257] [--positions 1024] [--json PATH]
     python -m benchmarks.vocabulary --device cuda --dtype float16 --positions 8192 --json PATH
 
-Each side is given the same logits and gives their gradient: ``torch.autocast`` widens them, ``autocastfx`` is what a
-converted model computes by default, and with ``fold="kernel"`` of few logits another thing; ``pure half`` has a loss of
-16 bits. The sides take turns and each round begins with another; a side's ratio is its time to the other's in the same
-round: medians, with quartiles. On a CPU times are those of the one thread.
+Each side computes the gradient of the same logits: ``torch.autocast`` widens them; ``autocastfx`` computes as a
+converted model by default, or with ``fold="kernel"``, which differs for few logits; ``pure half`` computes a 16-bit
+loss. The sides take turns, and each round starts with another; a side's ratio is its time divided by the other's in the
+same round: medians, with quartiles. CPU times are those of the one thread.
 
-``kept`` is what forward leaves allocated for backward, ``peak`` what is allocated at most at one time, the gradient
-included. The logits themselves count in neither. On a CPU what operators return is added up, while it is there.
+``kept`` counts bytes that forward leaves allocated for backward, ``peak`` the most bytes allocated at one time, with
+the gradient. Neither includes the logits. On a CPU the live results of operators are added up.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """One side of one vocabulary: milliseconds, quartiles of the ratios of each round, and bytes."""
+    """A side for a vocabulary: milliseconds, quartiles of the ratios over rounds, and bytes."""
 
     classes: int
     positions: int
@@ -54,7 +54,7 @@ class Row:
 
 
 def losses(device: str, dtype: torch.dtype) -> dict[str, Loss]:
-    """By side: the loss of logits and targets."""
+    """Return, by side, the loss as a function of logits and targets."""
 
     def under_autocast(logits: Tensor, target: Tensor) -> Tensor:
         with torch.autocast(device, dtype):
@@ -72,7 +72,7 @@ class Allocations(TorchDispatchMode):
     """Adds up the storages that operators make while it is entered.
 
     Attributes:
-        peak: bytes of those that were there at one time, at most.
+        peak: the most bytes alive at one time.
     """
 
     def __init__(self, given: Sequence[Tensor]) -> None:
@@ -90,13 +90,13 @@ class Allocations(TorchDispatchMode):
         return result
 
     def present(self) -> int:
-        """Bytes of those that are there now."""
+        """Return the bytes alive now."""
         self._made = {key: (held, size) for key, (held, size) in self._made.items() if not held.expired()}
         return sum(size for _, size in self._made.values())
 
 
 def allocated(loss: Loss, logits: Tensor, target: Tensor) -> tuple[int, int]:
-    """Bytes that are kept after forward, and the most that are allocated at one time until there is a gradient."""
+    """Return the bytes kept after forward, and the most bytes allocated at one time until the gradient exists."""
     if logits.is_cuda:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -112,7 +112,7 @@ def allocated(loss: Loss, logits: Tensor, target: Tensor) -> tuple[int, int]:
 
 
 def measure(classes: int, positions: int, device: str, dtype: torch.dtype, rounds: int) -> list[Row]:
-    """A row for each side."""
+    """Return a row for each side."""
     logits = torch.randn(positions, classes, device=device).to(dtype).requires_grad_()
     target = torch.randint(0, classes, (positions,), device=device)
     sides = losses(device, dtype)
@@ -133,7 +133,7 @@ _HEADER = f"{'classes':>7} {'side':<25} {'ms':>8} {'to autocast':>20} {'kept MB'
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What is printed."""
+    """Write the table to print."""
     peaks = {row.classes: row.peak for row in rows if row.side == AUTOCAST}
     return "\n".join([_HEADER, *(_line(row, peaks[row.classes]) for row in rows)])
 

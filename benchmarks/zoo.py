@@ -4,13 +4,12 @@
                              [--json PATH [--again]]
     python -m benchmarks.zoo --ops [--models bert,gpt2] [--json PATH]
 
-The zoo is transformers models and hand-written hard cases; ``--models transformers`` and ``--models hand`` name all of
-either. Both levels of folding are measured: ``exact``, which is the default of ``convert``, and ``kernel``. A ratio is
-our distance to float32 to torch.autocast's: of the output and of the gradient that are nearest to what is allowed
-(:mod:`benchmarks.zoo_judge`), and of all gradients as one vector; each is the geometric mean over some draws of the
-inputs. With ``--json``, models whose rows stand in the file
-already are not measured again unless asked to, and the file is written after each model. ``--ops`` counts instead in
-how many models each ATen operator meets floating values.
+The zoo is transformers models and hand-written hard cases; ``--models transformers`` and ``--models hand`` select all
+of either kind. Both levels of folding are measured: ``exact``, the default of ``convert``, and ``kernel``. A ratio is
+our distance to float32 divided by torch.autocast's: for the output and the gradient closest to their bounds
+(:mod:`benchmarks.zoo_judge`), and for all gradients as one vector; each is the geometric mean over some draws of the
+inputs. With ``--json`` the file is written after each model, and models in it are not measured again without
+``--again``. ``--ops`` instead counts the models in which each ATen operator meets floating values.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def _totals(rows: Sequence[Row]) -> str:
 
 
 def _measured(path: Path, versions: dict[str, str]) -> list[Row]:
-    """The rows that stand in ``path``, if the same versions measured them."""
+    """Read the rows in ``path`` that were measured with the same versions."""
     if not path.exists():
         return []
     held: dict[str, Any] = json.loads(path.read_text())
@@ -140,7 +139,7 @@ def _chosen(parser: argparse.ArgumentParser, names: Sequence[str]) -> list[ZooMo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the models asked for; the exit status is 1 where one fails."""
+    """Measure the models asked for; the exit status is 1 if one fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default="all", help="names or 'transformers' or 'hand', separated by commas")
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="bfloat16, float16 or both, separated by a comma")

@@ -1,4 +1,4 @@
-"""One model of the zoo: how it is built, what it is called with, and whether it is to be refused."""
+"""A model of the zoo: its factory, its inputs, and the error if it must be refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBER = ContextVar("number", default=0)
 
 @contextmanager
 def draw(number: int) -> Generator[None]:
-    """Inputs made inside are those of one of many draws."""
+    """While open, inputs are made from the draw of this number."""
     token = _NUMBER.set(number)
     try:
         yield
@@ -28,20 +28,20 @@ def draw(number: int) -> Generator[None]:
 
 
 def generator(batch: int, size: int) -> torch.Generator:
-    """The source of random inputs of these sizes. It gives the same numbers each time, and others in another draw."""
+    """Return a generator for random inputs of these sizes: the same numbers each time, others in another draw."""
     return torch.Generator().manual_seed(1000 * batch + size + 1_000_003 * _NUMBER.get())
 
 
 @dataclass(frozen=True)
 class ZooModel:
-    """One model of the zoo.
+    """A model of the zoo.
 
     Attributes:
         name: unique in the zoo.
         build: makes the model, its weights drawn from a fixed seed.
         inputs: keyword inputs for a batch and a size.
-        refused: where the model must be refused, a regular expression that the error has to match.
-        refused_in: the modes of such a model that must be.
+        refused: a regular expression that the error must match, if the model must be refused.
+        refused_in: the modes in which it must be refused.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Hand-written hard cases: small models, each with one thing that trips up a conversion."""
+"""Hand-written hard cases: small models, each with one difficulty for a conversion."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The criterion of the zoo: how far a converted model may be from float32, beside torch.autocast.
+"""The criterion of the zoo: the allowed distance of a converted model from float32, relative to torch.autocast's.
 
-Each output, each buffer, each input that is written to and each gradient is judged by itself, for in one vector of all
-a small one may be wholly wrong. With the default settings none may be farther than 1.2 times torch.autocast's distance
-plus the dtype's epsilon. With ``fold="kernel"`` outputs, and the gradients taken as one vector, may be at twice that
-distance, and each gradient at ten times. Distances are taken over several draws of the inputs: in one of them rounding
-that turns off one unit of a ReLU may be most of a tensor's distance.
+Each output, buffer, mutated input and gradient is judged separately, because in one vector of all a small tensor could
+be entirely wrong. With the default settings each may be at most 1.2 times torch.autocast's distance, plus the dtype's
+epsilon, away. With ``fold="kernel"`` outputs, and all gradients as one vector, may be at twice torch.autocast's
+distance, and each gradient at ten times. Distances are taken over several draws of the inputs, because in a single draw
+one unit of a ReLU that rounding switches off may dominate a tensor's distance.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LEAST = 1e-6
 
 @dataclass(frozen=True)
 class Level:
-    """How many times torch.autocast's distance is allowed: to a value, to all gradients as one, and to each of them."""
+    """The allowed multiples of torch.autocast's distance: for a value, for all gradients as one, and for each."""
 
     value: float
     gradients: float
@@ -50,7 +50,7 @@ LEVELS = {"exact": Level(1.2, 1.2, 1.2), "kernel": Level(2, 2, 10)}  # by the fo
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward: its tensor outputs, and the floating buffers and inputs after it (what it wrote is a result)."""
+    """A forward: its tensor outputs, and the floating buffers and inputs after it, which it may change."""
 
     outputs: Mapping[str, Tensor]
     buffers: tuple[Tensor, ...]
@@ -59,7 +59,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far one value is from float32's, ours and torch.autocast's (or what is assumed of it)."""
+    """The distances of a value from float32's: ours, and torch.autocast's (or an assumed one)."""
 
     name: str
     ours: float
@@ -67,30 +67,30 @@ class Distance:
 
     @property
     def ratio(self) -> float:
-        """Ours to torch.autocast's; 1 where both are 0."""
+        """Our distance divided by torch.autocast's; 1 if both are 0."""
         if self.autocast == 0:
             return 1.0 if self.ours == 0 else math.inf
         return self.ours / self.autocast
 
     def bound(self, times: float, eps: float) -> float:
-        """What ours may be."""
+        """The largest allowed distance of ours."""
         return times * self.autocast + eps
 
     def fails(self, times: float, eps: float) -> bool:
-        """Whether ours is beyond that, or no number."""
+        """True if our distance exceeds the bound, or is NaN."""
         return not (math.isfinite(self.ours) and self.ours <= self.bound(times, eps))
 
     def said(self, times: float, eps: float) -> str:
-        """For a reason."""
+        """Write the distances for a row's reason."""
         return (
             f"{self.name}: distance {self.ours:.2e} against {self.autocast:.2e}, allowed {self.bound(times, eps):.2e}"
         )
 
 
 def typical(found: Sequence[Distance]) -> Distance:
-    """The distance of one value over all draws: the geometric mean, which one unlucky draw does not decide.
+    """Return a value's distance over all draws: the geometric mean, which a single unlucky draw does not decide.
 
-    If one of them is NaN or infinite, so is the result. One below ``_LEAST`` counts as ``_LEAST``.
+    If one distance is NaN or infinite, so is the result. One below ``_LEAST`` counts as ``_LEAST``.
     """
     ours, autocast = (_geometric_mean(side) for side in zip(*((d.ours, d.autocast) for d in found), strict=True))
     return Distance(found[0].name, ours, autocast)
@@ -103,12 +103,12 @@ def _geometric_mean(found: Sequence[float]) -> float:
 
 
 def worst(found: Iterable[Distance], times: float, eps: float) -> Distance:
-    """The one that is nearest to its bound, or farthest beyond."""
+    """Return the distance that is nearest to its bound, or farthest beyond."""
     return max(found, key=lambda d: math.inf if math.isnan(d.ours) else d.ours / d.bound(times, eps))
 
 
 def distance(ours: Tensor, reference: Tensor) -> float:
-    """Relative L2 distance; places where both hold the same infinity or both NaN do not count."""
+    """Return the relative L2 distance, without elements that are the same infinity, or NaN, in both."""
     if ours.shape != reference.shape:
         return math.inf
     a, b = ours.detach().double(), reference.detach().double()
@@ -120,9 +120,9 @@ def distance(ours: Tensor, reference: Tensor) -> float:
 
 
 def outputs_apart(ours: Forward, autocast: Forward | None, reference: Forward, eps: float) -> list[Distance]:
-    """The distances of each floating output, and of all buffers and of all inputs, each taken as one vector.
+    """Return the distances of each floating output, of all buffers as one vector, and of all inputs as one vector.
 
-    A running mean alone may be nothing but rounding errors, when what it averages is centred: no distance would hold.
+    A single running mean of centred values may consist of rounding errors only, and would fail any bound.
     """
     theirs = dict(_values(autocast)) if autocast is not None else None
     mine = dict(_values(ours))
@@ -137,7 +137,7 @@ def outputs_apart(ours: Forward, autocast: Forward | None, reference: Forward, e
 def gradients_apart(
     ours: Mapping[str, Tensor], autocast: Mapping[str, Tensor] | None, reference: Mapping[str, Tensor], eps: float
 ) -> tuple[Distance, list[Distance]]:
-    """The distance of all gradients as one vector, and that of each by itself."""
+    """Return the distance of all gradients as one vector, and of each separately."""
     names = list(reference)
     right = {name: reference[name] for name in names}
 

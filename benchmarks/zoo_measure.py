@@ -1,9 +1,8 @@
-"""One model of the zoo measured against float32 and torch.autocast, on the CPU.
+"""Measure a model of the zoo against float32 and torch.autocast, on the CPU.
 
-Each model is converted once for each dtype and level of folding, and the one result is called in training and in
-evaluation mode, so that every row also tests the switch of modes. A row passes by the criterion of
-:mod:`benchmarks.zoo_judge`, at the size that the model was converted with and at another one, and when no gradient is
-missing or not finite.
+Each model is converted once for each dtype and level of folding, and the result is called in training and in evaluation
+mode, so that every row also tests switching modes. A row passes if it meets the criterion of
+:mod:`benchmarks.zoo_judge`, at the size of the conversion and at another one, and no gradient is missing or not finite.
 """
 
 from __future__ import annotations
@@ -39,13 +38,12 @@ _LEAST_SCALE = 2.0**-12
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one model in one mode, dtype and level of folding.
+    """The measurement of a model in one mode, dtype and level of folding.
 
-    ``output`` and ``tensor`` are the output and the gradient that are nearest to what is allowed, or farthest beyond;
-    ``ours`` and ``tensor_ours`` are their distances to float32, beside torch.autocast's. ``other_*`` is the worst
-    output at the other size, and ``grad_*`` are all gradients as one vector. Each is the geometric mean of ``draws``
-    draws of the inputs. ``scale`` is the least loss scale that a draw needed. ``reason`` says why the verdict is not
-    PASS.
+    ``output`` and ``tensor`` name the output and the gradient that are nearest to their bounds, or farthest beyond;
+    ``ours`` and ``tensor_ours`` are their distances to float32. ``other_*`` is the worst output at the other size, and
+    ``grad_*`` all gradients as one vector. Distances are geometric means over ``draws`` draws of the inputs. ``scale``
+    is the smallest loss scale that a draw needed. ``reason`` says why the verdict is not PASS.
     """
 
     model: str
@@ -94,7 +92,7 @@ def _forward(call: nn.Module, owner: nn.Module, inputs: dict[str, Any]) -> tuple
 
 
 def _loss(result: object, outputs: Iterable[Tensor]) -> Tensor:
-    """The model's loss, or the mean squares of its floating outputs where it computes none."""
+    """Return the model's loss, or the mean squares of its floating outputs if it computes none."""
     loss = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
     if isinstance(loss, Tensor):
         return loss.float()
@@ -102,7 +100,7 @@ def _loss(result: object, outputs: Iterable[Tensor]) -> Tensor:
 
 
 def _gradients(owner: nn.Module, result: object, outputs: Iterable[Tensor], scale: float) -> dict[str, Tensor]:
-    """Backward from the scaled loss, and the gradients that it leaves on the caller's parameters, unscaled."""
+    """Run backward from the scaled loss, and return the unscaled gradients of the caller's parameters."""
     owner.zero_grad(set_to_none=True)
     (scale * _loss(result, outputs)).backward()
     return {name: p.grad / scale for name, p in owner.named_parameters() if p.grad is not None}
@@ -110,7 +108,7 @@ def _gradients(owner: nn.Module, result: object, outputs: Iterable[Tensor], scal
 
 @dataclass(frozen=True)
 class Run:
-    """Forwards at both sizes, the gradients where the mode is train, and the loss scale that they were found with."""
+    """Forwards at both sizes and, in train mode, the gradients with their loss scale."""
 
     first: Forward
     other: Forward
@@ -120,7 +118,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Draw:
-    """One draw of the inputs: our run, torch.autocast's unless it fails, and float32's."""
+    """The runs of one draw of the inputs: ours, torch.autocast's (None if it fails), and float32's."""
 
     ours: Run
     autocast: Run | None
@@ -137,10 +135,10 @@ def run(
     scale: float = 1.0,
     number: int = 0,
 ) -> Run:
-    """Run `call`, under torch.autocast where a dtype is given; each forward starts from the owner's initial state.
+    """Run `call`, under torch.autocast if a dtype is given; each forward starts from the owner's initial state.
 
-    The inputs are those of draw ``number``. The loss is multiplied by ``scale``; one that is not 1 is halved, as a
-    trainer would halve it, until all gradients are finite or it is ``_LEAST_SCALE``.
+    The inputs are those of draw ``number``. The loss is multiplied by ``scale``; unless it is 1, the scale is halved,
+    as in training, until all gradients are finite or it reaches ``_LEAST_SCALE``.
     """
     least = scale if scale == 1 else _LEAST_SCALE
     initial = copy.deepcopy(owner.state_dict())
@@ -161,7 +159,7 @@ def run(
 
 
 def gradient_faults(owner: nn.Module, gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> list[str]:
-    """What is wrong with the gradients: missing, not finite, or not of their parameter's dtype."""
+    """Name the gradients that are missing, not finite, or not of their parameter's dtype."""
     parameters = dict(owner.named_parameters())
     faults = [f"no gradient: {name}" for name in reference if name not in gradients]
     faults += [f"unexpected gradient: {name}" for name in gradients if name not in reference]
@@ -177,9 +175,9 @@ def gradient_faults(owner: nn.Module, gradients: dict[str, Tensor], reference: d
 
 
 def _summary(error: BaseException) -> str:
-    """The error's first line, and the line of the model that torch.export blames where it names one.
+    """Return the error's first line, and the line of the model that torch.export names, if any.
 
-    Paths begin where a package or this project begins: whose machine it was is no result.
+    Paths are cut to begin at a package or this project, so that results do not depend on the machine.
     """
     said = re.sub(r'[^\s"]*/site-packages/', "", str(error)).replace(f"{_ROOT}/", "")
     lines = [line.strip() for line in said.splitlines() if line.strip()]
@@ -189,7 +187,7 @@ def _summary(error: BaseException) -> str:
 
 
 def plain_export(model: ZooModel, mode: str) -> str:
-    """What plain torch.export says of the model: an empty text, or the error."""
+    """Try plain torch.export on the model; return its error, or an empty text."""
     module = model.build().train(mode == "train")
     try:
         torch.export.export(module, (), _inputs(model, FIRST_SIZE), strict=False)
@@ -199,7 +197,7 @@ def plain_export(model: ZooModel, mode: str) -> str:
 
 
 def _graph_facts(amp: autocastfx.AmpModule) -> dict[str, Any]:
-    """Of the graph that the current mode shows: which sizes it leaves free, its nodes and casts; and all variants."""
+    """Return facts on the graph of the current mode (dynamic sizes, nodes, casts), and the number of variants."""
     shown = next(variant for variant in amp.variants if variant.plan is amp.plan)
     return {
         "capture": f"export/{shown.captured.sizes}" if shown.captured else "-",
@@ -247,25 +245,25 @@ def _named(prefix: str, found: Distance) -> dict[str, Any]:
 
 
 class _Others:
-    """The runs that a model is measured beside, in float32 and under torch.autocast, each made when asked for."""
+    """The runs that a model is compared with, in float32 and under torch.autocast, each made on demand."""
 
     def __init__(self, model: ZooModel) -> None:
         self._model = model
         self._found: dict[tuple[str, str, int], Run | str] = {}
 
     def reference(self, mode: str, number: int) -> Run:
-        """Float32's run."""
+        """Return float32's run."""
         found = self._run(mode, "", number)
         assert isinstance(found, Run)
         return found
 
     def autocast(self, mode: str, dtype: str, number: int) -> Run | None:
-        """torch.autocast's run; None if it fails."""
+        """Return torch.autocast's run; None if it fails."""
         found = self._run(mode, dtype, number)
         return found if isinstance(found, Run) else None
 
     def failure(self, mode: str, dtype: str) -> str:
-        """Why torch.autocast fails, if it does."""
+        """Return torch.autocast's error; empty if it runs."""
         found = self._run(mode, dtype, 0)
         return found if isinstance(found, str) else ""
 
@@ -311,7 +309,7 @@ def measure(model: ZooModel, cases: Sequence[tuple[str, str]], report: Callable[
 
 
 def _not_captured(row: Row, model: ZooModel, error: autocastfx.AutocastFXError) -> Row:
-    """The row of a model that was refused: as it should be, as torch.export does too, or wrongly."""
+    """Make the row of a refused model: refused rightly, by torch.export too, or wrongly."""
     if model.refused and row.mode in model.refused_in:
         return _refused(row, model, error)
     plain = plain_export(model, row.mode)
@@ -326,7 +324,7 @@ def _refused(row: Row, model: ZooModel, error: Exception) -> Row:
 
 
 def _run_and_judge(row: Row, model: ZooModel, amp: autocastfx.AmpModule, owner: nn.Module, others: _Others) -> Row:
-    """The row after the first few draws, or after more if it fails: a true excess stays, an unlucky draw does not."""
+    """Judge after a few draws, and again after more if the row fails, so that an unlucky draw does not decide."""
     drawn: list[Draw] = []
     for count in DRAWS:
         for number in range(len(drawn), count):

@@ -1,7 +1,7 @@
-"""Tiny transformers models with seeded random weights: what `benchmarks.zoo` measures autocastfx on.
+"""Tiny transformers models with seeded random weights, for `benchmarks.zoo`.
 
 Each architecture is one row of data: the model's class, its configuration and the function that makes its inputs.
-``inputs(batch, size)`` gives keyword arguments: ``size`` counts tokens, and image sides and audio lengths follow it.
+``inputs(batch, size)`` returns keyword arguments; ``size`` counts tokens, and sets image sides and audio lengths.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which ATen operators meet floating values in a captured model."""
+"""Find the ATen operators that meet floating values in a captured model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["floating_ops"]
 
 
 def floating_ops(model: ZooModel) -> set[str]:
-    """Base names of the ATen operators of ``model``, in both modes, that read or make a floating or complex tensor.
+    """Return the base names of the ATen operators of ``model``, in both modes, that read or make floating tensors.
 
-    What cannot be captured has none.
+    Complex tensors count too. A model that cannot be captured has none.
     """
     try:
         amp = autocastfx.convert(model.build(), (), example_kwargs=model.inputs(*FIRST_SIZE), dtype=torch.bfloat16)
@@ -32,7 +32,7 @@ def floating_ops(model: ZooModel) -> set[str]:
 
 
 def _inside(attributes: Iterable[object]) -> Iterator[fx.Graph]:
-    """The graphs that higher-order operators run, at any depth."""
+    """Return the graphs that higher-order operators run, at any depth."""
     for held in attributes:
         if isinstance(held, fx.GraphModule):
             yield held.graph

@@ -1,1 +1,1 @@
-"""From a model to a graph."""
+"""Capture: turn a model into a graph, with torch.export or by tracing."""

@@ -1,4 +1,4 @@
-"""One call of a model: its arguments bound by name, apart from how they were written, and the key that they make."""
+"""A call of a model: its arguments bound by name, and its structure, which is part of a variant's key."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from autocastfx.errors import UnsupportedError, shown
 __all__ = ["Call", "CallSignature", "CallStructure", "pack_spec", "unpack_spec"]
 
 _EMPTY = inspect.Parameter.empty
-# All that an argument may hold besides tensors. Compilers pass symbols for numbers.
+# The values that an argument may hold besides tensors. Compilers pass symbols for numbers.
 _CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, Enum)
 _PLAIN = (type(None), bool, int, complex, str, *_CONSTANTS, torch.SymInt, torch.SymFloat, torch.SymBool)
-# What the code of a graph means by these names, a tensor cannot be called.
+# Names that a graph's code uses itself, so that no tensor may have them.
 _TAKEN = ("self", "torch", "device", "inf", "nan", "NoneType", "pytree", "fx_pytree")
 
 
 def pack_spec(spec: pytree.TreeSpec) -> bytes:
-    """``spec`` as bytes. Pickling one warns of torch's own deprecation of a class that torch still uses itself."""
+    """Pickle ``spec``, without torch's warning about a deprecated class that torch itself still uses."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return pickle.dumps(spec)
 
 
 def unpack_spec(data: bytes) -> pytree.TreeSpec:
-    """What :func:`pack_spec` packed."""
+    """Unpickle the result of :func:`pack_spec`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return pickle.loads(data)
@@ -45,19 +45,19 @@ def unpack_spec(data: bytes) -> pytree.TreeSpec:
 
 @dataclass(frozen=True)
 class CallStructure:
-    """All of a call that a captured graph bakes in: which arguments, nested how, their dtypes and plain values."""
+    """The part of a call that a graph bakes in: arguments and their nesting, dtypes, dimensions and plain values."""
 
     spec: pytree.TreeSpec
-    leaves: tuple[tuple[Any, ...], ...]  # ("tensor", dtype, ndim) or ("value", type, value), of a float its sign too
+    leaves: tuple[tuple[Any, ...], ...]  # ("tensor", dtype, ndim) or ("value", type, value); a float's sign follows
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """The bound arguments, with ``tensors`` in the places of the tensors, in order."""
+        """Return the bound arguments with ``tensors`` in the places of the tensors, in order."""
         rest = iter(tensors)
         leaves = [next(rest) if leaf[0] == "tensor" else leaf[2] for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
     def tensor_names(self) -> list[str]:
-        """A Python name for each tensor, in order, from the argument and the keys that lead to it."""
+        """Return a Python name for each tensor, in order, made of the argument and keys that lead to it."""
         names: dict[str, None] = dict.fromkeys(_TAKEN)
         for path, leaf in zip(leaf_paths(self.spec), self.leaves, strict=True):
             if leaf[0] == "tensor":
@@ -77,7 +77,7 @@ class CallStructure:
 
 
 def _word(leaf: tuple[Any, ...]) -> str:
-    """A leaf in a word: ``float32[2d]``, or the value."""
+    """Write a leaf as ``float32[2d]``, or as its value."""
     kind, of, held = leaf[:3]
     return f"{str(of).removeprefix('torch.')}[{held}d]" if kind == "tensor" else shown(held)
 
@@ -88,7 +88,7 @@ def _structure(spec: bytes, leaves: tuple[tuple[Any, ...], ...]) -> CallStructur
 
 @dataclass(frozen=True)
 class Call:
-    """A call's tensors, in order, and all else that it says."""
+    """A call's tensors, in order, and its structure."""
 
     tensors: tuple[torch.Tensor, ...]
     structure: CallStructure
@@ -96,23 +96,25 @@ class Call:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """A forward's parameters, without annotations, so that it pickles and compiles."""
+    """A forward's parameters, without annotations, so that the signature pickles and compiles."""
 
     parameters: tuple[inspect.Parameter, ...]
-    by_position: int = 0  # how many leading parameters ``split`` passes by position although Python would not need it
+    by_position: int = 0  # number of leading parameters that ``split`` passes by position, needed or not
 
     @classmethod
     def of(cls, forward: Callable[..., Any], by_position: int = 0) -> CallSignature:
-        """The signature of a bound ``forward``."""
+        """Read the signature of a bound ``forward``."""
         parameters = inspect.signature(forward).parameters.values()
         return cls(tuple(p.replace(annotation=_EMPTY) for p in parameters), by_position)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """The call ``forward(*args, **kwargs)``: positional and keyword forms, and defaults spelled out, are one call.
+        """Bind the call ``forward(*args, **kwargs)``.
+
+        Arguments by position or by keyword, and defaults given or left out, make the same call.
 
         Raises:
-            TypeError: as Python itself would, for missing and unknown arguments.
-            UnsupportedError: an argument holds an object that is no tensor, no plain value and no registered pytree.
+            TypeError: an argument is missing or unknown; raised by Python.
+            UnsupportedError: an argument holds an object that is not a tensor, a plain value or a registered pytree.
         """
         return _call(self._arguments(args, kwargs))
 
@@ -146,7 +148,7 @@ class CallSignature:
         return all(p.name in arguments or p.default is not _EMPTY or p.kind in optional for p in self.parameters)
 
     def split(self, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bound arguments as ``(args, kwargs)`` of a call; by keyword wherever Python allows it."""
+        """Turn bound arguments into ``(args, kwargs)``, by keyword wherever Python allows it."""
         has_rest = any(p.kind is p.VAR_POSITIONAL and p.name in arguments for p in self.parameters)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -165,7 +167,7 @@ class CallSignature:
 
 
 def _same(given: Any, default: Any) -> bool:
-    """Whether an argument is its default spelled out: the same object, or an equal plain value (0.0 is not -0.0)."""
+    """True if an argument equals its default: the same object, or an equal plain value other than zero or empty."""
     if given is default:
         return True
     if type(given) is not type(default):
@@ -183,7 +185,7 @@ def _call(arguments: dict[str, Any]) -> Call:
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
             described.append(("tensor", leaf.dtype, leaf.ndim))
-        elif isinstance(leaf, float):  # a NaN as one object, so that it equals itself; zeros with their sign
+        elif isinstance(leaf, float):  # every NaN as one object, so that it equals itself; zeros with their sign
             described.append(("value", type(leaf), math.nan if leaf != leaf else leaf, math.copysign(1.0, leaf)))
         elif isinstance(leaf, _PLAIN):
             described.append(("value", type(leaf), leaf))
@@ -196,7 +198,7 @@ def _refusal(leaf: Any, path: tuple[Any, ...]) -> str:
     kind = type(leaf).__name__
     place = "".join(f"[{step!r}]" for step in path[1:])
     return (
-        f"argument {path[0]}{place} is an object of class {kind}, of which a graph knows nothing. Arguments are "
+        f"argument {path[0]}{place} is an object of class {kind}, which a graph cannot hold. Arguments are "
         "tensors, numbers, text, None, dtypes, devices, layouts and enums, in lists, tuples, dicts and registered "
         f"pytrees. Pass the tensors of the {kind} in one of these; or register the class with "
         "torch.utils._pytree.register_pytree_node (transformers: for a DynamicCache, "

@@ -1,7 +1,7 @@
-"""What is settled before any input is known, and what it makes needless.
+"""Remove masks that are constant whatever the inputs, and the ops that they make needless.
 
-Models that build attention masks build them under torch.export even where all is seen: of positions that are compared
-with 0, ones and zeros. Such a mask is one number everywhere, and adding it changes nothing.
+Under torch.export models build attention masks even if nothing is hidden, from ones, zeros and comparisons of positions
+with 0. Such a mask is one number everywhere, and adding it changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autocastfx.graph.view_ops import is_view_or_copy
 
 __all__ = ["drop_settled"]
 
-Bounds = tuple[float, float]  # the least and the largest that any element can be
+Bounds = tuple[float, float]  # the smallest and the largest possible element
 
 _MADE_OF: dict[str, float] = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
 _COMPARISONS: dict[str, Callable[[Bounds, Bounds], bool | None]] = {
@@ -38,9 +38,11 @@ def _known(holds: bool, fails: bool) -> bool | None:
 
 
 def drop_settled(graph: fx.Graph) -> None:
-    """Take out, in place, what changes nothing whatever the inputs: ``and`` with True, the addition of zeros (but for
-    the sign of a zero), a mask of attention that hides nothing, and what only they read. Not what shares storage that
-    is written to, or may be, nor what is handed out, for that must not be an input.
+    """Remove nodes that change nothing whatever the inputs, in place.
+
+    These are ``and`` with True, the addition of zeros (which may change the sign of a zero), attention masks that hide
+    nothing, and the nodes that only these read. Values that share storage which is, or may be, written to are kept, and
+    so are outputs, which must not become inputs.
     """
     shared = alias_sets(graph).keys() | seen_by_functions(graph)
     known, outputs = _bounds(graph, shared), handed_out(graph)
@@ -57,7 +59,7 @@ def drop_settled(graph: fx.Graph) -> None:
 
 
 def _source(node: fx.Node, known: Mapping[fx.Node, Bounds]) -> fx.Node | None:
-    """The input that ``node`` gives unchanged, if it does."""
+    """Return the input that ``node`` returns unchanged, or None."""
     name = op_name(node)
     if name not in (*_ANDS, *_SUMS) or node.kwargs or len(node.args) != 2:
         return None
@@ -65,13 +67,13 @@ def _source(node: fx.Node, known: Mapping[fx.Node, Bounds]) -> fx.Node | None:
     sides = [node.args] if name == "sub" else [node.args, node.args[::-1]]
     for kept, other in sides:
         if isinstance(kept, fx.Node) and _of(other, known) == neutral and _stands_for(kept, node):
-            is_bits = name in _ANDS and tensors(node)[0].dtype != torch.bool  # where 1 is one bit of many
+            is_bits = name in _ANDS and tensors(node)[0].dtype != torch.bool  # 1 is one bit of many
             return None if is_bits else kept
     return None
 
 
 def _stands_for(kept: fx.Node, node: fx.Node) -> bool:
-    """Whether readers of ``node`` can read ``kept``: it has the dtype, the device, the sizes and the strides."""
+    """True if ``kept`` can replace ``node``: dtype, device, sizes and strides are the same."""
     a, b = tensors(kept), tensors(node)
     if len(a) != 1 or len(b) != 1 or (a[0].dtype, a[0].device, a[0].ndim) != (b[0].dtype, b[0].device, b[0].ndim):
         return False
@@ -94,7 +96,7 @@ def _of(operand: Any, known: Mapping[fx.Node, Bounds]) -> Bounds | None:
 
 
 def _bounds(graph: fx.Graph, written: Set[fx.Node]) -> dict[fx.Node, Bounds]:
-    """Of each value that is computed from no input, parameter or constant tensor, as far as it can be told."""
+    """Return the bounds of values that are computed without inputs, parameters and constant tensors, if known."""
     known: dict[fx.Node, Bounds] = {}
     for node in graph.nodes:
         if node.op == "call_function" and len(tensors(node)) == 1 and node not in written:
@@ -105,7 +107,7 @@ def _bounds(graph: fx.Graph, written: Set[fx.Node]) -> dict[fx.Node, Bounds]:
 
 
 def _has(dtype: torch.dtype, bounds: Bounds) -> bool:
-    """Whether ``dtype`` has these numbers as they are: a truth value is 0 or 1, and others round or wrap around."""
+    """True if ``dtype`` can hold numbers within these bounds without rounding, wrapping or conversion to bool."""
     if dtype == torch.bool:
         return bounds in ((0, 0), (1, 1))
     is_whole = all(math.isinf(bound) or float(bound).is_integer() for bound in bounds)
@@ -145,7 +147,7 @@ def _of_two(name: str, a: Bounds, b: Bounds, dtype: torch.dtype) -> Bounds | Non
 
 
 def _range(node: fx.Node) -> Bounds | None:
-    """From its start on; how far, only the number of its elements tells."""
+    """Return an arange's bounds: its start, and infinity, because its length is not used."""
     overload = str(getattr(node.target, "_overloadname", ""))
     start = 0 if overload == "default" else node.args[0]
     step = node.args[2] if overload == "start_step" and len(node.args) > 2 else 1
@@ -153,14 +155,14 @@ def _range(node: fx.Node) -> Bounds | None:
 
 
 def _moved(node: fx.Node, bounds: Bounds | None) -> Bounds | None:
-    """Of a view, a copy or a cast: 0 and 1 are themselves in every dtype."""
+    """Return the bounds of a view, a copy or a cast; a cast keeps only 0 and 1, which every dtype has."""
     before, after = tensors(node.all_input_nodes[0]), tensors(node)[0].dtype
     is_same = len(before) == 1 and before[0].dtype == after
     return bounds if is_same or (op_name(node) == "to" and bounds in ((0, 0), (1, 1))) else None
 
 
 def _erase_unread(graph: fx.Graph, candidates: list[fx.Node]) -> None:
-    """Erase those of ``candidates`` that nobody reads, and then of what they read."""
+    """Erase the ``candidates`` that no node reads, and then the nodes that only they read."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     queue = sorted(set(candidates), key=order.__getitem__)
     while queue:

@@ -1,9 +1,9 @@
 """The operators ``autocastfx::data`` and ``autocastfx::set_data``: ``x.data`` and ``x.data = new`` as nodes of a graph.
 
-``data`` gives the values of a tensor with a version of their own, so that writes into them are hidden from autograd.
-``set_data`` lets a tensor have the storage of another one from then on; what viewed the old storage keeps it, as do
-values that a backward kept. Both run PyTorch's own attribute, so that a graph does what the model does. See
-:mod:`autocastfx.runtime.operators.rms_norm` for how they are made.
+``data`` returns a tensor's values with their own version counter, so that autograd does not see writes into them.
+``set_data`` gives a tensor the storage of another; views of the old storage, and values saved for backward, keep it.
+Both use PyTorch's own attribute, so that a graph does what the model does.
+:mod:`autocastfx.runtime.operators.rms_norm` says how these operators are made.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _set_data(x: Tensor, new_data: Tensor) -> Tensor:
         x.data.copy_(new_data.data)
     else:
         raise UnsupportedError(
-            "the model assigns to the .data of a tensor, which a compiled graph does not hold exactly. Run the "
+            "the model assigns to the .data of a tensor, which torch.compile cannot reproduce exactly. Run the "
             "converted model without torch.compile, or write into the tensor: p.data.copy_(new)."
         )
     return x

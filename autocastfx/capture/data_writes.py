@@ -1,4 +1,4 @@
-"""``x.data`` and ``x.data = new`` in a model's code: torch.export sees neither, here each becomes a node."""
+"""Capture ``x.data`` and ``x.data = new`` in a model's code as nodes; torch.export alone sees neither."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DataWrites(TorchFunctionMode):
     """Records the attribute ``data`` of tensors as the operators ``autocastfx::data`` and ``autocastfx::set_data``.
 
     Raises:
-        CaptureError: a tensor is given data of another size, dtype or device, which a graph cannot hold.
+        CaptureError: a tensor gets data of another size, dtype or device, which a graph cannot hold.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,7 +56,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def detach_unwritten(graph: fx.Graph) -> None:
-    """Where nobody writes into the storage, ``x.data`` is ``x.detach()``, which lists and passes know."""
+    """Replace ``x.data`` by ``x.detach()``, which lists and passes know, if no node writes into the storage."""
     reads = [node for node in graph.nodes if node.target is data]
     written = alias_sets(graph) if reads else {}
     for node in reads:

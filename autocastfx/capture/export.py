@@ -1,4 +1,4 @@
-"""module + inputs → a graph, by torch.export: non-strict, ATen before decomposition, every size dynamic."""
+"""Capture a model's graph from inputs with torch.export: non-strict, not decomposed, with every size dynamic."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from autocastfx.graph.op_name import op_name
 
 __all__ = ["Captured", "capture"]
 
-# Capturing every size as dynamic is slow for a few models (Swin: 41 s against 0.7 s); past this many seconds of
-# computing only the first dimension of each input stays dynamic.
+# Capture with every size dynamic is slow for a few models (Swin: 41 s against 0.7 s). After this many seconds of thread
+# time it starts again with only the first dimension of each input dynamic.
 SLOW = 20.0
 
 
@@ -44,19 +44,18 @@ class Captured:
     """A model's graph for one mode and one call structure.
 
     Attributes:
-        graph: its placeholders are the call's tensors, its output a flat tuple; parameters and buffers are ``get_attr``
-            nodes of their names in the model.
-        attributes: what else ``get_attr`` nodes read, by target: constants and the graphs of higher-order operators.
-        out_spec: how the flat output nests.
-        structure: the call structure it was captured for.
-        guard: the sizes it holds for.
+        graph: takes the call's tensors as placeholders and returns a flat tuple; ``get_attr`` nodes read parameters and
+            buffers by their names in the model.
+        attributes: other values of ``get_attr`` nodes, by target: constants, and graphs of higher-order operators.
+        out_spec: the nesting of the output.
+        structure: the call structure that it was captured for.
+        guard: the conditions on sizes under which it holds.
         training: mode of each module, in the order of ``model.modules()``.
-        device: where the model was.
-        sizes: which sizes are dynamic: ``"all"``, ``"first"`` or ``"none"``.
-        guesses: of a graph made without inputs, the nodes that are taken for float32 without being known to be; None of
-            a graph made with inputs.
+        device: the model's device at capture.
+        sizes: the dynamic sizes: ``"all"``, ``"first"`` or ``"none"``.
+        guesses: in a draft, the nodes that are assumed to be float32; None for a graph captured from inputs.
         state: the attributes that forward reads.
-        changes: the attributes that forward changes, which the graph does not.
+        changes: the attributes that forward changes, and the graph does not.
     """
 
     graph: fx.Graph
@@ -73,7 +72,7 @@ class Captured:
 
 
 class _FlatCall(nn.Module):
-    """A model called with a call's tensors alone."""
+    """Wraps a model so that it takes only the tensors of a call."""
 
     def __init__(
         self, module: nn.Module, signature: CallSignature, structure: CallStructure, rebound: set[str]
@@ -111,20 +110,20 @@ def capture(
     sizes: str = "all",
     follows: bool = False,
 ) -> Captured:
-    """Capture ``model`` as it runs ``call``. The model is left as it was.
+    """Capture ``model`` as it runs ``call``. The model is unchanged afterwards.
 
     Args:
-        model: the caller's.
-        signature: of its forward.
+        model: the caller's model.
+        signature: the signature of its forward.
         call: example inputs; their values are not read.
         training: mode of each module, in the order of ``model.modules()``.
-        held: parameters and buffers by name that stand in for the model's own (they may have moved to a device).
+        held: parameters and buffers by name that replace the model's own (they may have moved to a device).
         leaves: dotted paths of Python functions that stay whole.
-        sizes: what to try first: ``"all"`` sizes dynamic, only the ``"first"`` of each input, ``"none"``.
-        follows: keep casts that follow the dtype of another value, although they change nothing in the model as it is.
+        sizes: the first attempt: ``"all"`` sizes dynamic, only the ``"first"`` of each input, or ``"none"``.
+        follows: keep casts to the dtype of another value (``x.to(y.dtype)``) that change nothing in the present model.
 
     Raises:
-        CaptureError: torch.export cannot capture the model; says why and what would help.
+        CaptureError: torch.export cannot capture the model; the message says why and what would help.
     """
     failures: list[Exception] = []
     numbers, rebound = CarriedNumbers(), set[str]()
@@ -164,7 +163,7 @@ def _export(
         stack.enter_context(torch.enable_grad())  # without gradients some modules take fused paths
         stack.enter_context(
             cast("Any", fx_config).patch(backed_size_oblivious=True)
-        )  # a size of 1 is a size like another
+        )  # do not specialize on a size of 1
         stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(Watch(SLOW if attempt == "all" else float("inf")))
         stack.enter_context(Truth())

@@ -1,4 +1,4 @@
-"""Why a model cannot be captured: one clear error out of torch's many."""
+"""Turn torch's errors of a failed capture into one that says why it failed and what would help."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_ten
 
 
 class AgainError(Exception):
-    """The attempt has found out how to capture the model: make the same one again."""
+    """The attempt learned something that capture needs: make the same attempt again."""
 
 
 @contextmanager
 def quiet() -> Generator[None, None, None]:
-    """Silence what export says about attributes that are set in forward (they are restored), and what it prints and
-    logs when it fails: thousands of lines of the unfinished graph (the error says what is wrong).
+    """Silence torch.export's warnings about attributes set in forward, and its output when it fails.
+
+    The attributes are restored. The output is thousands of lines of the unfinished graph, and the error says the cause.
     """
     from torch.export import _trace as export_trace
 
@@ -58,9 +59,9 @@ def _is_of_use(record: logging.LogRecord) -> bool:
 
 
 def capture_error(model: nn.Module, failures: Sequence[Exception], *, training: bool) -> CaptureError:
-    """The error to raise for failed attempts, in the order that they were made.
+    """Make the error for failed attempts, given in the order in which they were made.
 
-    Its ``__context__`` is torch's own error; a traceback does not print that.
+    Its ``__context__`` is torch's own error, which tracebacks do not print.
     """
     chosen = _most_helpful(failures)
     lines = str(chosen).strip().splitlines()
@@ -75,15 +76,16 @@ def capture_error(model: nn.Module, failures: Sequence[Exception], *, training: 
 
 
 def asks_for_values(error: Exception) -> bool:
-    """True where the model branches on values, so that no choice of dynamic sizes helps."""
+    """True if the model branches on values, so that no choice of dynamic sizes helps."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return isinstance(error, GuardOnDataDependentSymNode)
 
 
 def _most_helpful(failures: Sequence[Exception]) -> Exception:
-    """Of a branch on values, if one attempt met that: no choice of dynamic sizes helps. Else of the last attempt, which
-    has the fewest symbolic sizes: what still fails then lies in the model, not in the sizes.
+    """Return the error of a branch on values, if any, because no choice of dynamic sizes helps against that.
+
+    Else return the last attempt's error: with the fewest symbolic sizes, the cause is the model and not its sizes.
     """
     on_values = [error for error in failures if asks_for_values(error)]
     others = [error for error in failures if not isinstance(error, TooSlowError)]
@@ -91,7 +93,7 @@ def _most_helpful(failures: Sequence[Exception]) -> Exception:
 
 
 def calling_frame() -> FrameType:
-    """The frame that made the call which a ``__torch_function__`` up the stack handles now."""
+    """Return the frame of the call that a ``__torch_function__`` up the stack is handling."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
@@ -99,13 +101,13 @@ def calling_frame() -> FrameType:
 
 
 def place(filename: str, number: int) -> str:
-    """A line of code: file, number and text."""
+    """Write a line of code as file, number and text."""
     line = linecache.getline(filename, number).strip()
     return f"{filename}:{number}: {line}" if line else f"{filename}:{number}"
 
 
 def _innermost(error: Exception) -> str:
-    """The innermost line of the model's own code that ``error`` passed through."""
+    """Return the innermost line of the model's own code in the traceback of ``error``."""
     frames = ((frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__))
     own = [place(name, number) for name, number in frames if not name.startswith(_NOT_THE_MODEL)]
     return own[-1] if own else ""
@@ -120,7 +122,7 @@ def _advice(error: Exception) -> str:
         )
     if "pytree" in text or "unsupported type" in text.lower() or ("output" in text and "type" in text):
         return (
-            "It returns an object that is no tensor, number, dict, list or tuple. Return tensors (transformers: "
+            "It returns an object that is not a tensor, number, dict, list or tuple. Return tensors (transformers: "
             "use_cache=False), or register the class with torch.utils._pytree.register_pytree_node."
         )
     return (

@@ -1,4 +1,4 @@
-"""Leave the caller's module as it was, whatever a capture does to it."""
+"""Restore the caller's module after a capture."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _NO_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType)
 
 @contextmanager
 def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.Tensor]) -> Generator[None, None, None]:
-    """While open, ``model`` has the given modes and tensors; afterwards it is what it was.
+    """While open, ``model`` has the given modes and tensors; afterwards it is as before.
 
-    Attributes that ``forward`` sets (and leaves fake tensors in) are restored, containers and objects among them by
-    content, and so is the state of the random number generators of torch, Python and numpy.
+    Attributes that ``forward`` sets, and may leave fake tensors in, are restored, containers and objects by content. So
+    are the states of the random number generators of torch, Python and numpy.
 
     Args:
-        model: the caller's.
+        model: the caller's model.
         training: the flag of each module, in the order of ``model.modules()``.
-        held: parameters and buffers by name that stand in for the model's own.
+        held: parameters and buffers by name that replace the model's own.
     """
     modules = list(model.modules())
     saved = _contents(model)
@@ -52,10 +52,10 @@ def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.
 
 
 def _contents(model: nn.Module) -> list[tuple[Any, Any]]:
-    """What a forward can change in place, each with a copy of what it holds.
+    """Return the objects that a forward can change in place, each with a copy of its content.
 
-    These are containers at any depth, the attributes of modules and of the objects that modules hold (not of objects
-    inside those: a trainer leads everywhere), and tensors that are neither parameters nor buffers.
+    These are containers at any depth, the attributes of modules and of the objects that modules hold, and tensors that
+    are neither parameters nor buffers. Objects inside those objects are left out: a trainer, say, refers to everything.
     """
     registered = {id(t) for t in (*model.parameters(), *model.buffers())}
     found: dict[int, tuple[Any, Any]] = {}
@@ -70,7 +70,7 @@ def _contents(model: nn.Module) -> list[tuple[Any, Any]]:
                 found[id(item)] = (item, (item._version, item.detach().clone()))
         elif isinstance(item, (list, dict, set, deque)):
             kind: Any = next(kind for kind in (list, dict, set, deque) if isinstance(item, kind))
-            found[id(item)] = (item, kind.copy(item))  # a subclass may copy more than itself
+            found[id(item)] = (item, kind.copy(item))  # a subclass's own copy may do more
             members = item.values() if isinstance(item, dict) else item
         elif isinstance(item, tuple):
             members = item
@@ -95,6 +95,6 @@ def _restore(owner: Any, content: Any) -> None:
 
 
 def same_content(owner: Any, content: Any) -> bool:
-    """Whether two containers of one kind hold the same objects, in the same order."""
+    """True if two containers of one kind hold the same objects in the same order."""
     flat, was = ([*c, *c.values()] if isinstance(c, dict) else list(c) for c in (owner, content))
     return len(flat) == len(was) and all(a is b for a, b in zip(flat, was, strict=True))

@@ -1,4 +1,4 @@
-"""A captured graph that runs on real values and tells how large their elements are."""
+"""Run a captured graph on real values and measure their magnitudes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Record = Callable[[Seen], None]
 
 @dataclass(frozen=True)
 class MeasuredGraph:
-    """A captured graph, its constants, and the names of inputs, parameters and constants that it writes into."""
+    """A captured graph, the names of the inputs, parameters and constants that it writes into, and its constants."""
 
     captured: Captured
     written: frozenset[str]
@@ -36,13 +36,13 @@ class MeasuredGraph:
 
     @classmethod
     def of(cls, captured: Captured) -> MeasuredGraph:
-        """What was captured, with copies of the constants that it writes into."""
+        """Prepare a captured graph, with copies of the constants that it writes into."""
         written = written_outside(captured.graph, captured.attributes)
         tensors = {n: a for n, a in captured.attributes.items() if isinstance(a, torch.Tensor)}
         return cls(captured, written, {**captured.attributes, **apart(tensors, written)})
 
     def run(self, call: Call, tensors: Mapping[str, torch.Tensor], record: _Record) -> None:
-        """Run ``call`` and record each float32 value. The call's own tensors are not written into; ``tensors`` are."""
+        """Run ``call`` and record each float32 value. May write into ``tensors``, but not into the call's tensors."""
         names = [n.name for n in self.captured.graph.nodes if n.op == "placeholder"]
         inputs = [t.detach() for t in call.tensors]
         inputs = [t.clone() if n in self.written else t for n, t in zip(names, inputs, strict=True)]
@@ -51,7 +51,7 @@ class MeasuredGraph:
 
 
 class _Watcher(fx.Interpreter):
-    """Runs a graph, frees each value after its last use, and tells how large the elements of each float32 value are."""
+    """Runs a graph, frees each value after its last use, and records the magnitudes of each float32 value."""
 
     def __init__(self, graph: fx.Graph, held: Callable[[str], Any], record: _Record, prefix: str = "") -> None:
         super().__init__(nn.Module(), graph=graph)
@@ -80,7 +80,7 @@ class _Watcher(fx.Interpreter):
 
 
 def read_all(seen: list[Seen]) -> Iterator[tuple[Key, Magnitude, int]]:
-    """Each value seen: how large it is, and how many of its elements are not finite. Reads a device three times."""
+    """Yield each value's key, magnitude and number of non-finite elements. Reads each device three times."""
     for device in dict.fromkeys(measured.largest.device for _, measured in seen):
         keys, here = zip(*((k, m) for k, m in seen if m.largest.device == device), strict=True)
         largest, rms, counts = (torch.stack(numbers).tolist() for numbers in zip(*here, strict=True))
@@ -88,11 +88,11 @@ def read_all(seen: list[Seen]) -> Iterator[tuple[Key, Magnitude, int]]:
 
 
 def written_outside(graph: fx.Graph, attributes: Mapping[str, Any]) -> frozenset[str]:
-    """Names of what a run of ``graph`` may write into: inputs by node, all else by target.
+    """Return the names of the tensors that a run of ``graph`` may write into: inputs by node, others by target.
 
     Args:
         graph: captured or converted.
-        attributes: what its ``get_attr`` nodes read, of which the sub-graphs are looked into.
+        attributes: values of its ``get_attr`` nodes, sub-graphs among them.
     """
     outside = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
     if not any(_writes(held) for held in attributes.values()):
@@ -102,14 +102,14 @@ def written_outside(graph: fx.Graph, attributes: Mapping[str, Any]) -> frozenset
 
 
 def _writes(held: Any) -> bool:
-    """Whether a sub-graph writes into a tensor; which of its inputs that is, is not asked."""
+    """True if a sub-graph writes into any tensor."""
     graphs = [m for m in held.modules() if isinstance(m, fx.GraphModule)] if isinstance(held, nn.Module) else []
     ops = (n.target for m in graphs for n in m.graph.nodes)
     return any(isinstance(op, OpOverload) and op._schema.is_mutable for op in ops)
 
 
 def apart(tensors: Mapping[str, torch.Tensor], written: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Copies of the tensors named, and of all that share their storage; what was shared is shared by the copies."""
+    """Copy the tensors named in ``written``, and all that share their storage. The copies share it likewise."""
 
     def storage(name: str) -> int:
         return tensors[name].untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""``int(tensor)`` and ``float(tensor)`` in a model's code as numbers that a graph computes anew in each call."""
+"""Capture ``int(tensor)`` and ``float(tensor)`` in a model's code as numbers that the graph computes in each call."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _READS = {Tensor.__int__: "int", Tensor.__float__: "float"}
 
 
 class CarriedNumbers:
-    """Where ``int`` and ``float`` read tensors: the globals of the functions that call them.
+    """The places where ``int`` and ``float`` read tensors: the globals of the functions that call them.
 
-    Python makes them a plain number, which no tracer can follow. So there, and only while a capture runs, the names
-    stand for classes that give the symbol of ``tensor.item()`` instead, and do what Python's own do with all else.
+    Python's own return a plain number, which a tracer cannot follow. During a capture the names there stand for classes
+    that return the symbol of ``tensor.item()``, and behave as Python's own with other arguments.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class CarriedNumbers:
 
     @contextmanager
     def carried(self) -> Generator[None, None, None]:
-        """While open, the names stand for those classes."""
+        """While open, ``int`` and ``float`` stand for these classes in all places."""
         with ExitStack() as stack:
             for (_, name), table in self.places.items():
                 table[name] = _STAND_INS[name]
@@ -41,8 +41,9 @@ class CarriedNumbers:
             yield
 
     def add(self, frame: FrameType, name: str) -> bool:
-        """Note that the code of ``frame`` calls ``name``; false if that is known already, or the code has its own, or
-        compares types by identity.
+        """Add the globals of ``frame``, whose code calls ``name``.
+
+        False, and nothing added, if they are known, define ``name`` themselves, or compare types by identity.
         """
         table, key = frame.f_globals, (id(frame.f_globals), name)
         if key in self.places or name in table or _compares(frame.f_code, name):
@@ -52,10 +53,10 @@ class CarriedNumbers:
 
 
 class NumberReads(TorchFunctionMode):
-    """Notes where ``int`` or ``float`` reads a tensor.
+    """Adds the places where ``int`` or ``float`` reads a tensor.
 
     Raises:
-        AgainError: a place was not known yet.
+        AgainError: a new place was found.
     """
 
     def __init__(self, numbers: CarriedNumbers) -> None:
@@ -70,7 +71,7 @@ class NumberReads(TorchFunctionMode):
 
 
 def _compares(code: CodeType, name: str) -> bool:
-    """Whether the module of ``code`` has a comparison such as ``type(x) is int``, or its source is not at hand."""
+    """True if the module of ``code`` has a comparison such as ``type(x) is int``, or no readable source."""
     try:
         lines, _ = inspect.findsource(code)
         tree = ast.parse("".join(lines))
@@ -82,7 +83,7 @@ def _compares(code: CodeType, name: str) -> bool:
 
 
 class _Alike(type):
-    """Of classes that stand for one of Python's: they differ in what a call gives of a traced tensor or number."""
+    """Metaclass of stand-ins for ``int`` and ``float``: only calls with a traced tensor or number differ."""
 
     builtin: type
     carry: Any
@@ -110,7 +111,7 @@ class _Alike(type):
 
 
 def _whole(value: Any) -> Any:
-    """Rounded toward 0, as by Python."""
+    """Return the value rounded toward 0, as Python does."""
     if isinstance(value, Tensor):
         return (value if value.dtype in _INTEGERS else value.to(torch.int64)).item()
     return torch.sym_int(value)

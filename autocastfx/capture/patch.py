@@ -1,4 +1,4 @@
-"""Captures patch code that the whole process shares: one at a time, each for its own thread, and none for longer."""
+"""Patch functions during a capture, for the capturing thread alone."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from unittest import mock
 
 __all__ = ["CAPTURING", "patched_here"]
 
-# Held by who captures. Re-entrant: the model's own forward may call a converted model.
+# Held during a capture. Re-entrant, because the model's own forward may call a converted model.
 CAPTURING = threading.RLock()
 
 
 @contextmanager
 def patched_here(owner: Any, name: str, new: Any) -> Generator[None, None, None]:
-    """While open, ``owner.name`` is ``new`` for the thread that opened it. Others find there what was there before.
+    """While open, ``owner.name`` is ``new`` for the thread that opened it, and unchanged for others.
 
     Args:
         owner: a module or a class.
-        name: of the attribute.
-        new: a function; in a class whatever a class may hold (``classmethod``, ``staticmethod``).
+        name: the attribute's name.
+        new: a function; in a class also a ``classmethod`` or ``staticmethod``.
     """
     old = inspect.getattr_static(owner, name)
     both = _InClass(old, new) if isinstance(owner, type) else _of_module(old, new)
@@ -32,7 +32,7 @@ def patched_here(owner: Any, name: str, new: Any) -> Generator[None, None, None]
 
 
 class _InClass:
-    """A member of a class: ``new`` for the thread that makes it, ``old`` for others."""
+    """A member of a class: ``new`` for the thread that created it, ``old`` for others."""
 
     def __init__(self, old: Any, new: Any) -> None:
         self.old, self.new, self.thread = old, new, threading.get_ident()

@@ -1,4 +1,4 @@
-"""Plain values: None, truth values, numbers, text, dtypes and devices, and what is made of them alone."""
+"""Plain values: None, truth values, numbers, text, dtypes and devices, and tuples of them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 __all__ = ["is_plain", "is_same", "plain_parts"]
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device})
-# Objects that hold no settings: they are graphs' own, or what calls them notices when they change.
+# Objects whose attributes are not settings of a model: guards do not look into them.
 _OTHERS = (nn.Module, torch.Tensor, torch.Generator, type)
 
 
 def is_plain(value: Any) -> bool:
-    """True for a plain value, and for a tuple of them."""
+    """True for a plain value, and for a tuple of plain values."""
     return type(value) in _LEAVES or (type(value) is tuple and all(map(is_plain, value)))
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """True if two plain values are one in every use: 0.0 is not -0.0, True is not 1, and a NaN is itself."""
+    """True if two plain values are interchangeable: 0.0 is not -0.0, True is not 1, and NaN equals NaN."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -34,9 +34,10 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def plain_parts(held: Any) -> dict[str, Any]:
-    """The plain values that an object shows, by attribute: a configuration's fields. Of a container, all, under ``""``.
+    """Return an object's plain attributes by name, such as a configuration's fields.
 
-    A list, set or dictionary counts as the tuple of its items, if all are plain.
+    A list, set or dictionary counts as the tuple of its items, if all are plain; if ``held`` itself is one, its name
+    is ``""``.
     """
     whole = _as_tuple(held)
     if whole is not None:

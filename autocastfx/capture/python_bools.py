@@ -1,4 +1,4 @@
-"""Comparisons that give a Python bool: torch.export takes them apart, not whole."""
+"""Rewrite comparisons that return a Python bool for torch.export, which refuses the original functions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Truth"]
 
 
 class Truth(TorchFunctionMode):
-    """Writes ``torch.equal`` and ``torch.allclose`` as the comparison of each element, their conjunction, and a read.
+    """Rewrites ``torch.equal`` and ``torch.allclose`` as elementwise comparison, ``all`` and ``item``.
 
-    torch.export refuses the functions themselves, whose result depends on values, but captures a number that is read
-    from a tensor as long as nothing branches on it.
+    torch.export refuses these functions, because their result depends on values, but captures ``item`` as long as no
+    code branches on it.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -26,14 +26,14 @@ class Truth(TorchFunctionMode):
 
 
 def _equal(input: Tensor, other: Tensor) -> Any:
-    """As torch defines it: of one shape, and each pair of elements is equal, after promotion to one dtype."""
+    """Compare as torch does: the shapes are equal, and so are all elements after promotion to one dtype."""
     if input.shape != other.shape:
         return False
     return input.eq(other).all().item()
 
 
 def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> Any:
-    """As torch defines it, which broadcasts."""
+    """Compare as torch does, with broadcasting."""
     return input.isclose(other, rtol, atol, equal_nan).all().item()
 
 

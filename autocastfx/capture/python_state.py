@@ -1,4 +1,4 @@
-"""Python state that a forward reads or changes: a graph holds what it was, so it must be noticed when that changes."""
+"""Record the Python attributes that a forward reads or changes, because a graph bakes in their values."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from autocastfx.errors import CaptureError, shown
 __all__ = ["PythonState", "Read", "StateGuard", "watched_state"]
 
 _BARE = nn.Module()
-# What every module has: its tables and hooks, and the mode, which variants are told apart by. An RNN lists its
-# parameters again, anew whenever one is swapped, which an export does.
+# Attributes that every module has: tables, hooks, and the mode, which is part of a variant's key. An RNN's lists of its
+# parameters are rebuilt whenever one is swapped, as export does.
 _OF_MODULES = frozenset({*_BARE.__dict__, *dir(nn.Module), "_flat_weights", "_flat_weight_refs"})
 _MISSING = object()
 _EMPTY: dict[Any, Any] = {}
@@ -31,13 +31,13 @@ _EMPTY: dict[Any, Any] = {}
 
 @dataclass(frozen=True)
 class Read:
-    """An attribute of a module as a forward read it.
+    """An attribute of a module, with the value that a forward read.
 
     Attributes:
         module: path of the module; empty for the model.
-        name: of the attribute.
+        name: the attribute's name.
         value: a plain value.
-        part: where the attribute is an object, which of its attributes this is; empty for the items of a container.
+        part: if the attribute is an object, the name of that object's attribute; empty for a container's items.
     """
 
     module: str
@@ -47,12 +47,12 @@ class Read:
 
     @property
     def path(self) -> str:
-        """The attribute as it is reached from the model."""
+        """The attribute's path from the model."""
         return ".".join(filter(None, (self.module, self.name, self.part)))
 
     @property
     def word(self) -> str:
-        """The value in a word."""
+        """The value in words, for messages."""
         return "gone" if self.value is _MISSING else shown(self.value)
 
 
@@ -63,7 +63,7 @@ class StateGuard:
     reads: tuple[Read, ...] = ()
 
     def broken(self, model: nn.Module) -> Callable[[], Read | None]:
-        """A function that gives the first attribute of ``model`` that has another value now; None if none has."""
+        """Return a function that finds the first attribute of ``model`` with another value now; None if none."""
         modules = dict(model.named_modules(remove_duplicate=False))
         fields: dict[tuple[str, str], list[Read]] = {}
         for read in (r for r in self.reads if r.part):
@@ -95,18 +95,18 @@ class StateGuard:
         return first_broken
 
     def unchanged(self) -> Read | None:
-        """None: nothing is known to have changed."""
+        """Return None: used when there is no original to compare with."""
         return None
 
 
 @dataclass(eq=False)
 class PythonState:
-    """The attributes that the forward of a model read and changed.
+    """The attributes that a model's forward read and changed.
 
     Attributes:
-        model: whose forward it is.
-        reads: by module and name.
-        lines: where each was read for more than to count on, by module and name.
+        model: the model.
+        reads: the attributes read, by module and name.
+        lines: by module and name, the line that first read it for more than an update such as ``self.count += 1``.
         changes: attributes that have another value afterwards.
     """
 
@@ -116,7 +116,7 @@ class PythonState:
     changes: tuple[str, ...] = ()
 
     def guard(self, *, everything: bool = False) -> StateGuard:
-        """The attributes that the captured graph depends on: those that were read; or all, where that is not known."""
+        """Return the attributes that the graph depends on: those read, or with ``everything`` all plain ones."""
         reads = dict(self.reads)
         for path, module in self.model.named_modules() if everything else ():
             held = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
@@ -126,11 +126,11 @@ class PythonState:
 
 @contextmanager
 def watched_state(found: PythonState) -> Generator[None, None, None]:
-    """While open, ``found`` notes reads of plain attributes of its model and the modules there; in the end, changes.
+    """While open, record reads of plain attributes of the model and its modules in ``found``; at the end, changes.
 
     Raises:
-        CaptureError: a number that the forward changes has a part in what it computes, or it draws random numbers of
-            Python or numpy, of which a graph would hold one.
+        CaptureError: forward computes with a number that it changes, or draws random numbers of Python or numpy: a
+            graph would repeat the value of this call for ever.
     """
     model = found.model
     before = {id(m): (path, m, dict(m.__dict__)) for path, m in model.named_modules()}
@@ -148,7 +148,7 @@ def watched_state(found: PythonState) -> Generator[None, None, None]:
             objects[id(value)] = path, name, value, parts
         if is_plain(value) and value is (table[name] if name in table else _of_class(type(module), name)):
             found.reads.setdefault(key, Read(path, name, value))
-        if key in found.reads and key not in found.lines:  # what it is now was computed from what it was
+        if key in found.reads and key not in found.lines:  # a read after a change depends on the first value
             frame = sys._getframe(1)
             if not _is_update(frame.f_code, frame.f_lasti, name):
                 found.lines[key] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -162,22 +162,22 @@ def watched_state(found: PythonState) -> Generator[None, None, None]:
         if read is not None and isinstance(read.value, (int, float)) and (path, name) in found.lines:
             raise CaptureError(
                 f"forward changes {read.path!r} (here from {shown(read.value)}) and computes with it, at "
-                f"{found.lines[path, name]}: a graph would hold the one value for ever. Keep it in a buffer, which a "
+                f"{found.lines[path, name]}: a graph would use this value in every call. Keep it in a buffer, which a "
                 "graph updates, or change it outside of forward."
             )
-        if (path, name) not in found.lines:  # a counter, which may be set anew at any time
+        if (path, name) not in found.lines:  # only a counter: the graph does not depend on it
             found.reads.pop((path, name), None)
     for path, name, held, parts in objects.values():
         now = plain_parts(held)
-        # What was None is filled in, as in any call like this one: transformers' config.problem_type, from the labels.
+        # A None that forward fills in counts as kept: any such call fills it in (transformers' config.problem_type).
         kept = [p for p, v in parts.items() if v is None or is_same(now.get(p, _MISSING), v)]
         found.reads.update({(path, f"{name}.{p}"): Read(path, name, parts[p], p) for p in kept})
         changed += [(path, f"{name}.{part}") for part in {**parts, **now} if part and part not in kept]
     for source, now in _draws().items():
         if now != draws[source]:
             raise CaptureError(
-                f"{type(model).__name__} draws random numbers of {source} in forward: a graph would hold the ones "
-                "drawn now. Draw them with torch (torch.rand), or outside of forward, and pass them in."
+                f"{type(model).__name__} draws random numbers of {source} in forward: a graph would use the same ones "
+                "in every call. Draw them with torch (torch.rand), or outside of forward, and pass them in."
             )
     for path, m, _ in before.values():
         now = _contents(m)
@@ -193,7 +193,7 @@ def _draws() -> dict[str, Any]:
 
 
 def _table(held: Any) -> dict[Any, Any]:
-    """The attributes of an object, whatever its class does when one is read."""
+    """Return an object's ``__dict__`` without calling its class's ``__getattribute__``."""
     try:
         found: dict[Any, Any] = object.__getattribute__(held, "__dict__")
     except AttributeError:
@@ -206,7 +206,7 @@ def _of_class(kind: type, name: str) -> Any:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    """Copies of the containers that are attributes."""
+    """Copy the attributes that are containers."""
     held = {n: v for n, v in module.__dict__.items() if n not in _OF_MODULES}
     return {n: type(v)(v) for n, v in held.items() if type(v) in (list, dict, set)}
 
@@ -216,12 +216,12 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [n for n in names if not is_same(before.get(n, _MISSING), after.get(n, _MISSING))]
 
 
-# Instructions that only compute; before the value is stored they give it to nobody.
+# Instructions that only compute: between load and store they pass the value to no other code.
 _COMPUTES = ("LOAD_", "BINARY_", "INPLACE_", "UNARY_", "SWAP", "ROT_", "CACHE", "EXTENDED_", "NOP")
 
 
 def _is_update(code: CodeType, at: int, name: str) -> bool:
-    """True if the attribute read at instruction ``at`` is only set anew from it (``self.count += 1``)."""
+    """True if the read at instruction ``at`` only serves to update the attribute itself (``self.count += 1``)."""
     following = (i for i in dis.get_instructions(code) if i.offset >= at)
     first = next(following, None)
     if first is None or not first.opname.startswith("LOAD_") or first.argval != name:

@@ -1,4 +1,4 @@
-"""Buffers that forward assigns anew (``self.average = …``): a graph writes the new values into the old tensor."""
+"""Capture assignments to buffers in forward (``self.average = …``) as writes into the old tensor."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Table = dict[str, Any]
 
 @contextmanager
 def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, None, None]:
-    """While open, the code of ``model`` runs; in the end, each buffer that it assigned anew gets the new values.
+    """Run the code of ``model`` in the block; at the end, write reassigned buffers' new values into the old tensors.
 
-    What it read of such a buffer before, or keeps for backward, must stay as it was: it reads a copy. Which buffers
-    these are is known only in the end, so that the attempt is then made again.
+    During the block the code reads a copy of such a buffer, because values read before the assignment, or saved for
+    backward, must not change. The reassigned buffers are known only at the end: then the attempt is made again.
 
     Args:
-        model: as torch.export runs it.
-        known: names of the buffers found so far; more are added.
+        model: the model, as torch.export runs it.
+        known: names of the buffers found so far; new ones are added.
 
     Raises:
-        AgainError: further buffers were found.
-        CaptureError: a parameter was assigned anew; or a buffer was given other sizes, another dtype or none, or was
-            made in forward from data. A table made of nothing but sizes may be: the graph makes it in each call.
+        AgainError: new buffers were found.
+        CaptureError: forward reassigns a parameter; or changes a buffer's sizes or dtype, removes it, or creates one
+            from data. A buffer created from sizes alone is allowed: the graph computes it in each call.
     """
     before = {path: (table, name, table[name]) for path, table, name in _slots(model)}
     for path in known:
@@ -59,7 +59,7 @@ def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, N
             if new is not None and _is_table(new):
                 continue
             raise CaptureError(
-                f"forward makes the buffer {path!r} another one: {_said(old)} becomes {_said(new)}, but a graph holds "
+                f"forward replaces the buffer {path!r}: {_said(old)} becomes {_said(new)}, but a graph holds "
                 "buffers of fixed sizes and dtypes. Register it in its final size and write a part of it in each call, "
                 "or pass it in as an argument and return it."
             )
@@ -77,7 +77,7 @@ def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, N
 
 
 def _slots(model: nn.Module) -> Iterator[tuple[str, Table, str]]:
-    """Each place of a parameter or buffer: its path, and the table and the name there."""
+    """Yield the path, the table and the name of each parameter and buffer."""
     for prefix, module in model.named_modules():
         for table in (cast("Table", module._parameters), cast("Table", module._buffers)):
             yield from ((f"{prefix}.{name}" if prefix else name, table, name) for name in list(table))
@@ -95,7 +95,7 @@ def _said(tensor: torch.Tensor | None) -> str:
 
 
 def _is_table(tensor: torch.Tensor) -> bool:
-    """True for what no input, parameter or buffer has a part in, but for its sizes, nor a random number."""
+    """True if a tensor depends on no input, parameter, buffer or random number, except by sizes."""
     mode = get_proxy_mode()
     proxy: Any = tensor if mode is None else mode.tracer.unwrap_proxy(tensor)
     if not isinstance(proxy, fx.Proxy):

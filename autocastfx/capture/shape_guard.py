@@ -1,6 +1,7 @@
-"""The sizes for which a captured graph holds, as a check that pickles.
+"""A picklable check that a captured graph holds for the sizes of a call.
 
-Without it a graph runs on other sizes and returns wrong numbers silently: a loop over a length, an ``if`` on a shape.
+Without it a graph with an unrolled loop over a length, or an ``if`` on a shape, would silently return wrong numbers for
+other sizes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class ShapeGuard:
     """Conditions on the sizes of a graph's inputs.
 
     Attributes:
-        symbols: (name, input, dimension): where each symbol of the conditions is read.
+        symbols: (name, input, dimension) for each symbol of the conditions.
         conditions: Python expressions over the symbols and ``sizes[input][dimension]``.
     """
 
@@ -40,11 +41,11 @@ class ShapeGuard:
         object.__setattr__(self, "_holds", _compile(self.symbols, self.conditions))
 
     def holds(self, sizes: Sizes) -> bool:
-        """Whether the graph was captured for inputs of these sizes."""
+        """True if the graph holds for inputs of these sizes."""
         return bool(self._holds(sizes))  # pyright: ignore[reportAttributeAccessIssue]
 
     def broken(self, sizes: Sizes) -> str | None:
-        """The first condition that ``sizes`` break, with the numbers in place of the symbols; None if all hold."""
+        """Return the first condition that does not hold, with the values of its symbols; None if all hold."""
         for condition in self.conditions:
             if not _compile(self.symbols, (condition,))(sizes):
                 words = set(re.findall(r"\w+", condition))
@@ -72,10 +73,10 @@ def _compile(symbols: Sequence[tuple[str, int, int]], conditions: Sequence[str])
 
 
 def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
-    """The guard of a graph captured with symbolic sizes.
+    """Make the guard of a graph captured with symbolic sizes.
 
     Args:
-        inputs: its placeholders, with abstract values, all tensors.
+        inputs: the graph's placeholders, with abstract tensors.
     """
     import sympy
 
@@ -93,7 +94,7 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
             expression: Any = size.node.shape_env.replace(size.node.expr)
             if isinstance(expression, sympy.Symbol) and expression.name not in symbols:
                 symbols[expression.name] = (expression.name, i, d)
-                # torch takes a symbol for positive: ``size == 0`` is false to it, and it notes no guard
+                # torch assumes symbols to be positive, so it folds ``size == 0`` to False without a guard
                 conditions[f"{expression.name} > 0" if captured[i][d] else f"{expression.name} == 0"] = None
             else:
                 equal.append((i, d, expression))
@@ -101,7 +102,7 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
     def holds_when_captured(condition: str) -> bool:
         try:
             return ShapeGuard(tuple(symbols.values()), (condition,)).holds(captured)
-        except (NameError, SyntaxError):  # a function or a symbol that the sizes do not give
+        except (NameError, SyntaxError):  # a function or symbol that is not defined by the sizes
             return False
 
     for i, d, expression in equal:
@@ -119,7 +120,7 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
 
 
 def _python(expression: sympy.Basic) -> str:
-    """``expression`` in Python; empty, which no size satisfies, where torch's printer has no words for it."""
+    """Write ``expression`` in Python; empty, which never holds, if torch's printer cannot write it."""
     from torch.utils._sympy.printers import PythonPrinter
 
     try:

@@ -1,4 +1,4 @@
-"""Sources of generated code, which tracebacks show, for as long as the code itself is there."""
+"""Register the source of generated code for tracebacks, for as long as the code exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["capturing", "keep_source"]
 
 
 def keep_source(function: types.FunctionType, source: str) -> None:
-    """Let tracebacks show ``source`` for the code of ``function`` as long as that exists."""
+    """Show ``source`` in tracebacks for the code of ``function``, for as long as that exists."""
     code = function.__code__
     linecache.cache[code.co_filename] = (len(source), None, source.splitlines(keepends=True), code.co_filename)
     weakref.finalize(code, linecache.cache.pop, code.co_filename, None).atexit = False
@@ -25,8 +25,9 @@ def keep_source(function: types.FunctionType, source: str) -> None:
 
 @contextmanager
 def capturing() -> Generator[None, None, None]:
-    """While open, no other thread captures; and of the graph modules that are made torch keeps the sources, which it
-    keeps for good, no longer than their code.
+    """While open, no other thread captures, and sources of new graph modules live as long as their code.
+
+    torch itself never frees these sources.
     """
     module: Any = graph_module
     run = module._exec_with_source

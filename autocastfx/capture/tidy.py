@@ -1,4 +1,4 @@
-"""From what torch.export hands out to the graph that the passes see."""
+"""Clean up the graph of an exported program for the passes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ def tidy(
     *,
     follows: bool = False,
 ) -> fx.Graph:
-    """A copy of an exported graph: inputs first and named as the caller names them, attributes read where they are
-    used, and what changes nothing gone; but ``type_as`` stays where ``follows`` says that dtypes are to be followed.
+    """Copy an exported graph, with inputs first and attributes read where they are used.
+
+    Assertions and nodes that change nothing are dropped; with ``follows``, ``type_as`` stays. ``inputs`` names the
+    placeholders. Attributes that are not in ``names``, the model's tensors, are added to ``attributes``.
     """
     restore_leaves(module.graph, called)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -81,7 +83,7 @@ def _is_assertion(node: fx.Node) -> bool:
 
 
 def no_op_source(node: fx.Node, *, follows: bool = False) -> fx.Node | None:
-    """What a node that changes nothing passes on: an alias, dropout that is off, ``type_as`` between equal dtypes."""
+    """Return the input of a node that changes nothing: an alias, dropout in eval mode, ``type_as`` of equal dtypes."""
     name = op_name(node)
     if (
         name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
@@ -101,7 +103,7 @@ def no_op_source(node: fx.Node, *, follows: bool = False) -> fx.Node | None:
 
 
 def _clean_stack(node: fx.Node) -> None:
-    """Name modules as the caller's model does, not as the wrapper around it."""
+    """Remove the wrapper's name from module paths."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
     inner = {
         key: (path.removeprefix("module").removeprefix("."), kind)

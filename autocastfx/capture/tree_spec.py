@@ -1,4 +1,4 @@
-"""How arguments nest, told from a pytree's spec alone: no object is made, for constructors may check what they get."""
+"""Read the nesting of arguments from a pytree's spec alone, without constructing the user's objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BRACKETS = {dict: "{}", list: "[]", tuple: "()"}
 
 
 def leaf_paths(spec: pytree.TreeSpec) -> list[tuple[Any, ...]]:
-    """The keys, field names and positions that lead to each leaf, in order."""
+    """Return the keys, field names and positions that lead to each leaf, in order."""
     if spec.is_leaf():
         return [()]
     steps = _steps(spec)
@@ -22,7 +22,7 @@ def leaf_paths(spec: pytree.TreeSpec) -> list[tuple[Any, ...]]:
 
 
 def written(spec: pytree.TreeSpec, words: Iterable[str]) -> str:
-    """The tree as Python writes it, with one of ``words`` for each leaf, in order: ``{a: [1, None]}``."""
+    """Write the tree in Python's notation, with one of ``words`` for each leaf, in order: ``{a: [1, None]}``."""
     return _written(spec, iter(words))
 
 
@@ -44,7 +44,7 @@ def _written(spec: pytree.TreeSpec, words: Iterator[str]) -> str:
 
 
 def _steps(spec: pytree.TreeSpec) -> list[Any]:
-    """A key, a field's name or a position for each child: keys stand in a context, some beside other things."""
+    """Return a key, field name or position for each child. Keys are the context, or one of its members."""
     context: Any = spec.context
     count = spec.num_children
     if spec.type is namedtuple:

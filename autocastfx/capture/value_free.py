@@ -1,4 +1,4 @@
-"""torch's own Python code that reads values of tensors: the same result without reading them."""
+"""Replace torch's own Python code that reads tensor values by code that gives the same result without."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["CumulativeNorms", "masks_taken_as_given"]
 def masks_taken_as_given() -> Generator[None, None, None]:
     """While open, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` do not compare a mask with the causal one.
 
-    They compare to find a faster kernel that needs no mask; the mask itself gives the same result.
+    The comparison only selects a faster kernel that needs no mask; with the mask the result is the same.
     """
     with patched_here(transformer, "_detect_is_causal_mask", _is_said_causal):
         yield
@@ -32,8 +32,9 @@ def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: in
 
 
 class CumulativeNorms(TorchFunctionMode):
-    """Writes a batch norm whose momentum is a number read from a tensor (``momentum=None``: one over the number of
-    batches) in operators that take such a number, for torch's own takes a plain one.
+    """Rewrites batch norms whose momentum is read from a tensor, because torch's operator takes a plain number.
+
+    This is the case with ``momentum=None``, where the momentum is one over the number of batches.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +58,7 @@ def _batch_norm(
     if not isinstance(momentum, torch.SymFloat) or not training or running_mean is None or running_var is None:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, factor, eps)
     mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
-    result = F.batch_norm(input, mean, var, weight, bias, training, 1.0, eps)  # they become those of this batch alone
+    result = F.batch_norm(input, mean, var, weight, bias, training, 1.0, eps)  # the statistics of this batch
     with torch.no_grad():
         for average, of_batch in ((running_mean, mean), (running_var, var)):
             average.mul_(1 - factor).add_(of_batch * factor)

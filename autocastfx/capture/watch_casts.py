@@ -1,4 +1,4 @@
-"""What capture must see of the model's Python calls, for the traced graph no longer tells."""
+"""Watch the model's Python calls during capture: casts whose meaning the traced graph would lose, and the time."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ _FACTORIES = frozenset({torch.zeros, torch.ones, torch.full, torch.arange, torch
 
 
 class TooSlowError(Exception):
-    """The capture took longer than it may."""
+    """The capture took longer than allowed."""
 
 
 class Watch(TorchFunctionMode):
-    """Ends a capture that takes too long, and sorts out casts that change nothing in the float32 model.
+    """Ends a capture that takes too long, and records casts that change nothing in the float32 model.
 
-    ``x.float()`` of a float32 ``x`` is ``x`` itself, so the tracer would write the cast's node wherever ``x`` is read
-    later; on an alias of ``x`` it stays where the model has it. ``x.to(y.dtype)`` and ``x.type_as(y)`` ask for no
-    float32: they follow ``y``, and a graph that bakes in float32 would lose that. They become ``type_as`` nodes, or
-    aliases where ``y`` is not known; a tensor that is made with ``dtype=y.dtype`` gets such a node too. They vanish
-    later, but where dtypes are to be followed.
+    ``x.float()`` of a float32 ``x`` returns ``x``, so the tracer would make later readers of ``x`` read the cast.
+    Applied to an alias of ``x``, the cast stays in its place. ``x.to(y.dtype)`` and ``x.type_as(y)`` ask for the dtype
+    of ``y``, not for float32, which a graph would bake in. They become ``type_as`` nodes, or aliases if ``y`` is
+    unknown; so do tensors made with ``dtype=y.dtype``. ``tidy`` removes these nodes, unless dtypes are to be followed.
     """
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.end = time.thread_time() + seconds
-        self.asked: torch.Tensor | None = None  # whose dtype was read last
+        self.asked: torch.Tensor | None = None  # the tensor whose dtype was read last
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,11 +56,11 @@ class Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _makes_alike(self, func: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether the call makes a tensor of the dtype that was read last: ``zeros(n, dtype=x.dtype)``."""
+        """True if the call makes a tensor of the dtype that was read last: ``zeros(n, dtype=x.dtype)``."""
         return func in _FACTORIES and self.asked is not None and kwargs.get("dtype") == self.asked.dtype
 
     def _followed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The tensor whose dtype a cast that follows one asks for."""
+        """Return the tensor whose dtype the cast asks for, if known."""
         given = (*args[1:], *kwargs.values())
         named = next((arg for arg in given if isinstance(arg, torch.Tensor)), None)
         read = self.asked if self.asked is not None and self.asked.dtype in given else None
@@ -81,7 +80,7 @@ def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _follows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the model's source asks for a device or for the dtype of another value, not for float32."""
+    """True if the model's source asks for a device, or for the dtype of another value, and not for float32."""
     others = (torch.Tensor, torch.device, str)
     if func in (torch.Tensor.type_as, torch.Tensor.to) and any(
         isinstance(a, others) for a in (*args[1:], *kwargs.values())
@@ -94,13 +93,13 @@ def _follows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def follows_dtype(frame: FrameType) -> bool:
-    """Whether the cast that ``frame`` is in asks for the dtype of another value by its source."""
+    """True if the source of the cast that ``frame`` is in asks for the dtype of another value."""
     source = _source(frame)
     return ".dtype" in source and "float" not in source
 
 
 def _source(frame: FrameType) -> str:
-    """Text of the call that ``frame`` is in; of its whole line before Python 3.11."""
+    """Return the source of the call that ``frame`` is in; before Python 3.11, the whole line."""
     code = frame.f_code
     line = linecache.getline(code.co_filename, frame.f_lineno)
     if sys.version_info < (3, 11):
@@ -113,6 +112,4 @@ def _source(frame: FrameType) -> str:
     lines[-1] = lines[-1].encode()[:end].decode(errors="ignore")
     lines[0] = lines[0].encode()[start:].decode(errors="ignore")
     text = "".join(lines)
-    return (
-        text[text.rfind(".to(") :] if ".to(" in text else text
-    )  # the call ends here: what comes before is its receiver
+    return text[text.rfind(".to(") :] if ".to(" in text else text  # the text before is the receiver of the call

@@ -1,6 +1,6 @@
-"""Python calls that stay whole in a captured graph: custom autograd functions, and functions that an op list names.
+"""Keep some Python calls whole in a captured graph: custom autograd functions, and functions that an op list names.
 
-Export would trace through them and lose a custom backward without a word. Here each becomes one node that calls it.
+Export would trace into them and silently lose a custom backward. Here each call becomes one node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["CHECKPOINT", "LEAF", "AutogradCall", "places", "refuse_checkpoint", 
 
 
 class _Leaf(HigherOrderOperator):
-    """Stands in a graph for a call that was not traced, until :func:`restore_leaves` puts the function there."""
+    """A placeholder for a call that was not traced, until :func:`restore_leaves` puts the function in its place."""
 
     def __init__(self) -> None:
         super().__init__("autocastfx_leaf")
@@ -41,13 +41,13 @@ class _Leaf(HigherOrderOperator):
 
 
 LEAF = _Leaf()
-# Of torch.utils.checkpoint, what `checkpoint` without reentry goes through: from torch 2.15 on the first of these.
+# The function of torch.utils.checkpoint behind non-reentrant `checkpoint`: from torch 2.15 on the first of these.
 _CHECKPOINTS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
 CHECKPOINT = next(name for name in _CHECKPOINTS if hasattr(torch.utils.checkpoint, name))
 
 
 class AutogradCall:
-    """``function.apply`` as a callable of the function's own name: a graph prints, copies and pickles it as such."""
+    """``function.apply`` as a callable with the function's name, which graphs can print, copy and pickle."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         self.function = function
@@ -55,7 +55,7 @@ class AutogradCall:
         self.__qualname__ = function.__qualname__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's ``apply``."""
+        """Call the function's ``apply``."""
         return self.function.apply(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
@@ -70,13 +70,14 @@ class AutogradCall:
 
 @contextmanager
 def whole_calls(functions: Iterable[str]) -> Generator[list[Callable[..., Any]], None, None]:
-    """While open, calls of custom autograd functions and of ``functions`` (dotted paths) are recorded as single nodes.
+    """While open, record calls of custom autograd functions and of ``functions`` (dotted paths) as single nodes.
 
-    Yields the list of the functions called; a node's first argument is the index there. Activation checkpointing, which
-    a graph cannot hold, raises :class:`CaptureError`. Other threads call as ever; one at a time may have this open.
+    Yields the list of functions called; a node's first argument is its index there. Activation checkpointing, which a
+    graph cannot hold, raises :class:`CaptureError`. Calls of other threads are unchanged; only one thread at a time may
+    have this open.
     """
     called: list[Callable[..., Any]] = []
-    found: Any = inspect.getattr_static(torch.autograd.Function, "apply")  # in Python, from 2.15 on in C
+    found: Any = inspect.getattr_static(torch.autograd.Function, "apply")  # written in Python; from torch 2.15 on in C
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch.utils.checkpoint":
@@ -97,9 +98,10 @@ def whole_calls(functions: Iterable[str]) -> Generator[list[Callable[..., Any]],
 
 
 def places(paths: Iterable[str]) -> list[tuple[Any, str, Any]]:
-    """Each loaded module, or class of a static method, and the name there that leads to a function of ``paths``.
+    """Return (module or class, name, function) for each name of the functions ``paths`` in loaded modules.
 
-    ``from ops import fused`` makes a name of its own, so the module that defines a function is not enough.
+    A function has several names if modules import it (``from ops import fused``). Static methods are found in their
+    class.
     """
     found: list[tuple[Any, str, Any]] = []
     wanted: dict[int, Any] = {}
@@ -146,7 +148,7 @@ def _record(
 
 
 def refuse_checkpoint(*_: Any, **__: Any) -> Any:
-    """Stands in for activation checkpointing."""
+    """Refuse activation checkpointing; replaces its function."""
     raise CaptureError(
         "the model uses activation checkpointing (torch.utils.checkpoint), whose recomputation a captured graph cannot "
         "hold. Turn it off for the conversion (transformers: model.gradient_checkpointing_disable())."
@@ -154,7 +156,7 @@ def refuse_checkpoint(*_: Any, **__: Any) -> Any:
 
 
 def restore_leaves(graph: fx.Graph, called: list[Callable[..., Any]]) -> None:
-    """Replace each stand-in node of ``graph`` by a call of the function itself."""
+    """Replace each placeholder node of ``graph`` by a call of the function."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target is LEAF:
             node.target, node.args = called[node.args[0]], node.args[1:]
@@ -162,7 +164,7 @@ def restore_leaves(graph: fx.Graph, called: list[Callable[..., Any]]) -> None:
 
 
 def _erase_unread(node: fx.Node) -> None:
-    """Erase members of a call's outputs that nothing reads: tracing takes each out of its tuple, numbers too."""
+    """Erase the members of a call's output that no node reads; tracing takes every member out of its tuple."""
     for member in list(node.users):
         if member.op == "call_function" and member.target is operator.getitem and member.args[0] is node:
             _erase_unread(member)

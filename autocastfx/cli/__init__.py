@@ -1,1 +1,1 @@
-"""The command line: one subcommand a module."""
+"""The command line ``autocastfx``."""

@@ -1,4 +1,4 @@
-"""What each command of ``autocastfx`` does: from parsed arguments to an exit code."""
+"""The commands of ``autocastfx``, each from parsed arguments to an exit code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def dump(options: Namespace) -> int:
-    """``dump MODEL``: in one of its formats, to standard output or a file."""
+    """Run ``dump MODEL``: write a model in one of the formats, to standard output or a file."""
     if options.output is not None:
         check_writable(options.output)
     text = dump_model(converted(options, options.op_list or "default"), options.output, options.format)
@@ -51,7 +51,7 @@ def dump(options: Namespace) -> int:
 
 
 def explain(options: Namespace) -> int:
-    """``explain MODEL WHAT …``."""
+    """Run ``explain MODEL WHAT …``."""
     amp_model = converted(options, options.op_list or "default")
     try:
         found = {what: (select(amp_model.plan, what), explain_node(amp_model, what)) for what in options.what}
@@ -64,10 +64,10 @@ def explain(options: Namespace) -> int:
 
 
 def diff(options: Namespace) -> int:
-    """``diff MODEL --op-list A --op-list B``, or ``diff A.json B.json``. 1 if the plans differ."""
+    """Run ``diff MODEL --op-list A --op-list B``, or ``diff A.json B.json``. Returns 1 if the plans differ."""
     if len(options.what) == 2 and not options.op_list:
         if options.inputs or options.weights:
-            raise ModelSpecError("two plan files are compared as they are: leave --inputs and --weights away.")
+            raise ModelSpecError("two plan files are compared as they are: leave out --inputs and --weights.")
         before, after = (_read_plan(Path(file)) for file in options.what)
     elif len(options.what) == 1 and len(options.op_list) == 2:
         model = given_model(options, options.what[0])
@@ -83,7 +83,7 @@ def diff(options: Namespace) -> int:
 
 
 def convert_model(options: Namespace) -> int:
-    """``convert MODEL --inputs … -o FILE``."""
+    """Run ``convert MODEL --inputs … -o FILE``."""
     if not options.inputs:
         raise ModelSpecError("convert saves captured graphs: give --inputs.")
     check_writable(options.output)
@@ -95,7 +95,7 @@ def convert_model(options: Namespace) -> int:
 
 
 def doctor(options: Namespace) -> int:
-    """``doctor``."""
+    """Run ``doctor``."""
     found = machine.examine()
     if options.json:
         return print_json(found)
@@ -104,7 +104,7 @@ def doctor(options: Namespace) -> int:
 
 
 def show_list(options: Namespace) -> int:
-    """``lists show LIST``."""
+    """Run ``lists show LIST``."""
     op_list = load_op_list(options.list, default=options.dtype)
     if options.json:
         return print_json([_of_rule(rule) for rule in op_list.every_rule()])
@@ -113,11 +113,11 @@ def show_list(options: Namespace) -> int:
 
 
 def check_list(options: Namespace) -> int:
-    """``lists check LIST …``. 1 if a list is wrong (an OpListError) or a rule speaks of no node of the model."""
+    """Run ``lists check LIST …``. Returns 1 if a rule matches no node; a wrong list raises ``OpListError``."""
     op_list = load_op_list(options.list, default=options.dtype)
     if options.model is None:
         if options.inputs or options.weights:
-            raise ModelSpecError("--inputs and --weights are those of a model: give --model.")
+            raise ModelSpecError("--inputs and --weights are for a model: give --model.")
         own = [rule for rule in op_list.every_rule() if not rule.shipped]
         if options.json:
             return print_json([_of_rule(rule) for rule in own])
@@ -125,7 +125,7 @@ def check_list(options: Namespace) -> int:
         print(f"{' '.join(options.list)}: good; {len(own)} rules, and {rest} that come with this package")
         return 0
     if not options.inputs:
-        raise ModelSpecError("what rules match is known of a captured model: give --inputs.")
+        raise ModelSpecError("rules are matched against a captured model: give --inputs.")
     model = given_model(options, options.model)
     uses = rule_uses(op_list, model, *load_inputs(options.inputs, device_of(model)), getattr(torch, options.dtype))
     if options.json:
@@ -136,13 +136,13 @@ def check_list(options: Namespace) -> int:
 
 
 def list_path(options: Namespace) -> int:
-    """``lists path NAME``."""
+    """Run ``lists path NAME``."""
     print(preset_path(options.name))
     return 0
 
 
 def diff_lists(options: Namespace) -> int:
-    """``lists diff BEFORE AFTER``. 1 if they differ."""
+    """Run ``lists diff BEFORE AFTER``. Returns 1 if the lists differ."""
     before, after = (load_op_list(name, default=options.dtype) for name in (options.before, options.after))
     changes = before.diff(after)
     if options.json:
@@ -173,13 +173,13 @@ def _of_rule(rule: Any) -> dict[str, Any]:
 
 
 def print_json(value: Any) -> int:
-    """Print ``value`` as JSON text; exit code 0."""
+    """Print ``value`` as JSON text, and return exit code 0."""
     print(json.dumps(value, indent=1, ensure_ascii=False, default=_plain))
     return 0
 
 
 def _plain(value: Any) -> Any:
-    """What ``json`` does not know: dataclasses, as the dictionaries of their fields."""
+    """Turn dataclasses, which ``json`` cannot write, into dictionaries."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     raise TypeError(f"{type(value).__name__} has no JSON form")

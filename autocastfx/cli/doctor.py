@@ -1,4 +1,4 @@
-"""What this machine has for mixed precision: versions, devices, and what they cannot run in 16 bits."""
+"""Examine this machine for mixed precision: versions, devices, and ops without a 16-bit kernel."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MAY_BE_LOW = (Category.ALLOW, Category.INFER, Category.CLEAR, Category.PROMOTE)
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found. ``str`` gives it as text.
+    """The findings about this machine. ``str`` gives them as text.
 
     Attributes:
-        versions: by name.
-        devices: type, and what it is called, of each device that torch can use.
-        no_kernel: per device type and 16-bit dtype, the ops that the default list of that dtype lets run in 16 bits,
-            and that the kernel facts say the device cannot run so: conversions keep them in float32.
-        unmeasured: the device types of this machine of which the kernel facts say nothing for either dtype.
+        versions: versions of Python and packages, by name.
+        devices: type and name of each device that torch can use.
+        no_kernel: per device type and 16-bit dtype, the ops that the default list allows in 16 bits but, by the kernel
+            facts, the device cannot run so. Conversions keep them in float32.
+        unmeasured: device types of this machine that the kernel facts do not cover.
     """
 
     versions: Mapping[str, str]
@@ -51,7 +51,7 @@ class Diagnosis:
 
 
 def examine() -> Diagnosis:
-    """Look at this machine. Nothing is run on its devices.
+    """Examine this machine, without running anything on its devices.
 
     Raises:
         OpListError: a shipped file is damaged.

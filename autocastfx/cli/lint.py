@@ -1,4 +1,4 @@
-"""``autocastfx lint``: its arguments, and from these to an exit code."""
+"""The command ``autocastfx lint``: its arguments, and its run to an exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["add_to"]
 
 
 def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser], model: str) -> None:
-    """Add the command, by the ``add`` of the subcommands; ``model`` says what a MODEL is."""
+    """Add the command with ``add``, the subcommands' ``add_parser``; ``model`` is the help text of MODEL."""
     parser = add("lint", parents=parents, help="sizes that tensor cores would pad, and where time would go on a GPU")
     parser.add_argument("model", metavar="MODEL", help=model)
     names = ", ".join(gpu.name for gpu in gpus())

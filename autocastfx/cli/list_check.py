@@ -1,4 +1,4 @@
-"""What the rules of an op list do in one model: which nodes each decides, and which speak of none."""
+"""Check the rules of an op list against a model: list the nodes that each decides, and rules that match none."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MOST = 6
 
 @dataclass(frozen=True)
 class RuleUse:
-    """One rule and what it decides.
+    """A rule and the nodes that it decides.
 
     Attributes:
-        source: its place.
-        subject: what it speaks of.
-        category: what it says.
+        source: the rule's place.
+        subject: the ops or modules that it covers.
+        category: its category.
         nodes: names of the nodes that it decides, in all captured variants.
-        unmatched: why it speaks of no node at all; empty if it speaks of some, be it that others decide these.
+        unmatched: a sentence that it matches no node; empty if it matches some, decided by it or by other rules.
     """
 
     source: str
@@ -42,16 +42,14 @@ class RuleUse:
         if self.unmatched:
             return self.unmatched
         names = ", ".join(self.nodes[:_MOST]) + (f" and {len(self.nodes) - _MOST} more" if self.nodes[_MOST:] else "")
-        what = f"decides {len(self.nodes)}: {names}" if self.nodes else "speaks of nodes that something else decides"
+        what = f"decides {len(self.nodes)}: {names}" if self.nodes else "matches only nodes that something else decides"
         return f"{self.source}: {self.subject} ({self.category}) {what}"
 
 
 def rule_uses(
     op_list: OpList, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[RuleUse, ...]:
-    """What each of the list's own rules does when ``model`` is converted; rules that come with this package left out.
-
-    Rules for other device types than the model's are left out, too.
+    """Convert ``model`` and report on each of the list's own rules, without shipped rules and other device types.
 
     Raises:
         AutocastFXError: the model cannot be converted with this list.

@@ -47,15 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; those of this process by default.
 
     Returns:
-        The exit code: 0 good; 1 the answer is no (an op list is wrong, plans or lists differ, values overflow); 2 what
-        was given cannot be used; 3 the conversion fails; 130 interrupted.
+        The exit code: 0 good; 1 the answer is no (an op list is wrong, plans or lists differ, values overflow); 2 the
+        arguments cannot be used; 3 the conversion fails; 130 interrupted; 141 the reader closed the output.
 
     Raises:
         SystemExit: with code 2 for unknown arguments, with 0 after ``--help`` and ``--version``.
     """
     options = _parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # arrows and the like must not end a command
+        sys.stdout.reconfigure(errors="replace")  # characters such as arrows must not end a command
     try:
         with _current_directory_importable(), _warnings_in_one_line(), _quiet_torch(not options.traceback):
             code: int = options.run(options)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("autocastfx: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
@@ -77,15 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _code(error: Exception) -> int:
     if isinstance(error, OpListError):
-        return 2 if error.source is None else 1  # not found, or wrong
+        return 2 if error.source is None else 1  # 2: the list was not found; 1: it is wrong
     return 2 if isinstance(error, (EvaluationsError, ModelSpecError, PlanError, OSError)) else 3
 
 
 def _brief(error: Exception) -> str:
-    """The first lines of what an error says; of one that was not raised on purpose its kind, too."""
+    """Return the first lines of an error's message, with its class if it is not one of our errors or an OSError."""
     expected = isinstance(error, (AutocastFXError, OSError))
     if isinstance(error, NodeError):
-        return str(error)  # the lines after the first are a list, to be copied
+        return str(error)  # the lines after the first are an op list to copy
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = "\n".join(lines[:_MOST_LINES]) if expected else f"{type(error).__name__}: {' '.join(lines[:1])}"
     return f"{said} (--traceback shows more)" if len(lines) > _MOST_LINES or not expected else said
@@ -93,7 +93,7 @@ def _brief(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _current_directory_importable() -> Generator[None]:
-    """As ``python -m`` has it; the installed command has its own folder there instead."""
+    """Put the current directory on ``sys.path``, as ``python -m`` does and an installed command does not."""
     here, before = os.getcwd(), list(sys.path)
     if not {"", here} & set(sys.path):
         sys.path.insert(0, here)
@@ -115,7 +115,7 @@ def _warnings_in_one_line() -> Generator[None]:
 
 @contextlib.contextmanager
 def _quiet_torch(quiet: bool) -> Generator[None]:
-    """Torch logs a traceback for each attempt at a capture that fails; the error says what there is to say."""
+    """Silence the traceback that torch logs for each failed capture attempt; the error has the message."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.disabled for logger in loggers]
     try:

@@ -1,4 +1,4 @@
-"""Models and weights from files of ``torch.save``. Weights run nothing; a whole model runs what its file says."""
+"""Load models and weights from files of ``torch.save``. A whole model's file can run any code; weights cannot."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _MOST = 3
 
 
 def is_model_file(spec: str) -> bool:
-    """Whether a MODEL is a file rather than ``package.module:factory``."""
+    """True if a MODEL is a file rather than ``package.module:factory``."""
     parts = spec.split(":")
     is_factory = len(parts) == 2 and all(name.isidentifier() for part in parts for name in part.split("."))
     return spec.lower().endswith(_SUFFIXES) and not is_factory
 
 
 def load_pickled(spec: str, *, trust: bool) -> nn.Module:
-    """The whole model that a file holds.
+    """Load a whole model from a file.
 
     Args:
         spec: path of the file.
-        trust: whether the user asked for it, knowing that this runs what the file says.
+        trust: True if the user accepts that reading the file can run any code.
 
     Raises:
-        ModelSpecError: ``trust`` is false, the file cannot be read, or holds no model.
-        CaptureError: reading it raises, as when the code of its classes is not there.
+        ModelSpecError: ``trust`` is false, the file does not exist, or holds no ``nn.Module``.
+        CaptureError: reading it raises, for example because the code of its classes is missing.
     """
     path = Path(spec)
     _check_is_file(path, "model")
@@ -58,12 +58,12 @@ def load_pickled(spec: str, *, trust: bool) -> nn.Module:
 
 
 def load_weights(model: nn.Module, spec: str, path: Path) -> None:
-    """Load a state_dict into ``model``, all of it. Nothing in the file is run.
+    """Load a complete state_dict into ``model``, without running code from the file.
 
     Args:
-        model: what is loaded into.
-        spec: what messages call it.
-        path: of the file.
+        model: the model to load into.
+        spec: the model's name in messages.
+        path: the file.
 
     Raises:
         ModelSpecError: the file cannot be read, holds anything but tensors by name, or does not fit the model.
@@ -71,7 +71,7 @@ def load_weights(model: nn.Module, spec: str, path: Path) -> None:
     _check_is_file(path, "weights")
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's own words advise to run what the file says
+    except Exception as error:  # torch's own message advises to run the file's code
         raise ModelSpecError(
             f"{path} holds more than tensors, or is no file of torch.save ({type(error).__name__}). --weights takes a "
             "state_dict and runs nothing, with --trust or without: save model.state_dict() by itself."
@@ -118,7 +118,7 @@ def _check_fits(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Te
 
 
 def _prefixes(names: Iterable[str]) -> list[str]:
-    """What the first name begins with, up to each of its points."""
+    """Return the prefixes of the first name, up to each of its dots."""
     parts = next(iter(names), "").split(".")[:-1]
     return [".".join(parts[:n]) + "." for n in range(1, len(parts) + 1)]
 
@@ -135,7 +135,7 @@ def _check_is_file(path: Path, what: str) -> None:
 
 
 def _place() -> str | None:
-    """Where tensors of a whole model go: where they were saved from, if that can be."""
+    """Return the ``map_location`` for a whole model: the CPU if there is no GPU, else as saved."""
     return None if torch.cuda.is_available() else "cpu"
 
 

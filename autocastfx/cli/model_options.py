@@ -1,4 +1,4 @@
-"""What the arguments of a command say of a model: the model itself, and the model converted."""
+"""Load and convert the model that a command's arguments name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["converted", "device_of", "given_model"]
 
 
 def given_model(options: Namespace, spec: str) -> nn.Module:
-    """The model that ``spec`` names, with the weights of ``--weights``, in the mode of ``--mode``.
+    """Load the model that ``spec`` names, with the weights of ``--weights``, in the mode of ``--mode``.
 
     Raises:
-        ModelSpecError: there is none, it is a file and ``--trust`` is not given, or the weights do not fit.
-        CaptureError: its own code raises.
+        ModelSpecError: there is no such model, it is a file and ``--trust`` is not given, or the weights do not fit.
+        CaptureError: the model's own code raises.
     """
     model = load_pickled(spec, trust=options.trust) if is_model_file(spec) else load_model(spec)
     if options.weights is not None:
@@ -33,12 +33,12 @@ def given_model(options: Namespace, spec: str) -> nn.Module:
 def converted(
     options: Namespace, op_list: OpListLike, model: nn.Module | None = None, device: str | None = None
 ) -> AmpModule:
-    """``options.model``, or ``model``, converted as the arguments say; a draft where they name no inputs.
+    """Convert ``model`` (by default ``options.model``) as the arguments say; a draft if they name no inputs.
 
-    ``device`` is whose kernels are decided for; those of the model's own by default.
+    ``device`` is the device type to decide for, by default the model's.
 
     Raises:
-        AutocastFXError: the model or the inputs are not there, or cannot be converted.
+        AutocastFXError: the model or the inputs cannot be loaded, or the model cannot be converted.
     """
     dtype: torch.dtype = getattr(torch, options.dtype)
     lists: OpList = load_op_list(op_list, default=options.dtype)
@@ -55,5 +55,5 @@ def converted(
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where its parameters and buffers are; the CPU if it has none."""
+    """Return the device of a model's parameters and buffers; the CPU if it has none."""
     return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))

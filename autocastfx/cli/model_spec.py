@@ -1,4 +1,4 @@
-"""What a command line names: a model as ``package.module:factory``, and its inputs as such or as dtypes and sizes."""
+"""Load models and inputs that a command line names as ``package.module:factory``, or inputs as dtypes and sizes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _FORMS = "'x=float32[8,3,224,224]' (by keyword), 'float32[8,3]' (by position) or
 
 
 def load_model(spec: str) -> nn.Module:
-    """The model that ``package.module:factory`` gives. The module is imported and the factory called, with seed 0.
+    """Import the module of ``package.module:factory`` and call the factory, with seed 0, for a model.
 
     Raises:
-        ModelSpecError: there is no such module or factory, or it gives no ``nn.Module``.
+        ModelSpecError: there is no such module or factory, or it does not return an ``nn.Module``.
         CaptureError: the module or the factory raises.
     """
     made = _called(spec, "a model is package.module:factory")
@@ -39,14 +39,14 @@ def load_model(spec: str) -> nn.Module:
 
 
 def load_function(spec: str, what: str) -> Callable[..., Any]:
-    """The function that ``package.module:factory`` gives.
+    """Call the factory of ``package.module:factory`` for a function.
 
     Args:
         spec: as for a model.
-        what: such as ``"a metric"``, for messages.
+        what: the function's kind in messages, such as ``"a metric"``.
 
     Raises:
-        ModelSpecError: there is no such module or factory, or it gives nothing that can be called.
+        ModelSpecError: there is no such module or factory, or its result cannot be called.
         CaptureError: the module or the factory raises.
     """
     made = _called(spec, f"{what} is package.module:factory")
@@ -56,17 +56,17 @@ def load_function(spec: str, what: str) -> Callable[..., Any]:
 
 
 def load_inputs(specs: Sequence[str], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs of one call.
+    """Make the positional and keyword inputs of a call.
 
     Args:
-        specs: one ``package.module:factory``, which gives a tuple, a dict (keyword inputs) or a tensor; or for each
-            input its dtype and sizes, ``float32[8,3]``, for a keyword input ``x=float32[8,3]``. Floating inputs are
+        specs: one ``package.module:factory`` that returns a tuple, a dict (keyword inputs) or a tensor; or for each
+            input its dtype and sizes: ``float32[8,3]``, or ``x=float32[8,3]`` for a keyword input. Floating inputs are
             normally distributed, integers and booleans zero; ``int64[8,128]<1000`` is random from 0 to 999. Seeds are
             fixed.
-        device: where inputs given by their sizes are made.
+        device: the device of inputs given by their sizes.
 
     Raises:
-        ModelSpecError: a text is neither, or what a factory gives is none of these.
+        ModelSpecError: a text has neither form, or a factory returns something else.
         CaptureError: a factory raises.
     """
     if len(specs) == 1 and ":" in specs[0] and "[" not in specs[0]:
@@ -117,7 +117,7 @@ def _tensor(spec: re.Match[str], generator: torch.Generator) -> torch.Tensor:
 
 
 def _called(spec: str, form: str) -> Any:
-    """What the callable that ``spec`` names gives. Whatever the user's code raises is a CaptureError from that."""
+    """Call the callable that ``spec`` names. Errors of the user's code become a ``CaptureError``."""
     module_name, colon, path = spec.partition(":")
     if not (colon and _is_dotted(module_name) and _is_dotted(path)):
         raise ModelSpecError(f"cannot read {spec!r}: {form}.")

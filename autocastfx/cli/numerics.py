@@ -1,4 +1,4 @@
-"""``autocastfx compare`` and ``autocastfx bisect``: their arguments, and from these to an exit code."""
+"""The commands ``autocastfx compare`` and ``autocastfx bisect``: their arguments, and their runs to an exit code."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from autocastfx.report.dump import dump
 
 __all__ = ["add_to"]
 
-_OF_A_SEARCH = ("model", "inputs", "weights", "mode", "metric", "seed")  # other arguments change no evaluation, or show
+_OF_A_SEARCH = ("model", "inputs", "weights", "mode", "metric", "seed")  # arguments that identify a search
 
 
 def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser], model: str) -> None:
-    """Add the commands, by the ``add`` of the subcommands; ``model`` says what a MODEL is."""
+    """Add the commands with ``add``, the subcommands' ``add_parser``; ``model`` is the help text of MODEL."""
     seeded = argparse.ArgumentParser(add_help=False)
     seeded.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers of each run; 0")
 
@@ -71,9 +71,9 @@ def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argpar
 
 
 def _compare(options: argparse.Namespace) -> int:
-    """1 if a value or gradient is Inf or NaN where that of float32 is finite."""
+    """Run ``compare``. Returns 1 if a value or gradient is Inf or NaN where float32's is finite."""
     if not options.gradients and (options.loss is not None or options.scale != 1.0):
-        raise ModelSpecError("--loss and --scale are those of gradients: give --gradients.")
+        raise ModelSpecError("--loss and --scale are for gradients: give --gradients.")
     if options.most < 0:
         raise ModelSpecError(f"--most is a number from 0 on, not {options.most}.")
     if not 0 < options.scale < math.inf:
@@ -90,7 +90,7 @@ def _compare(options: argparse.Namespace) -> int:
     if taken := sorted(how.keys() & kwargs.keys()):
         raise ModelSpecError(f"the model has an input called {taken[0]!r} itself: leave --{taken[0]} away.")
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(options.seed)  # of which neither of these two takes any
+        torch.manual_seed(options.seed)  # both calls below restore the random state that they start from
         found = compare(None, amp_model, *args, **how, **kwargs)
         overflow = None if options.json or found.first_non_finite is None else find_overflow(amp_model, *args, **kwargs)
     if options.page is not None:
@@ -107,7 +107,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _bisect(options: argparse.Namespace) -> int:
-    """1 if the metric does not hold even in float32."""
+    """Run ``bisect``. Returns 1 if the metric does not hold even in float32."""
     if not math.isfinite(options.tolerance):
         raise ModelSpecError(f"--tolerance is a finite number, not {options.tolerance}.")
     if options.tolerance < 0 and options.metric in METRICS:
@@ -154,7 +154,7 @@ def _bisect(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, why: str) -> None:
-    """Before work that may take minutes."""
+    """Refuse missing inputs and unwritable paths, before work that may take minutes."""
     if not options.inputs:
         raise ModelSpecError(f"{why}: give --inputs.")
     for path in (getattr(options, name, None) for name in ("output", "resume", "page")):
@@ -164,7 +164,7 @@ def _check(options: argparse.Namespace, why: str) -> None:
 
 @contextmanager
 def _shown() -> Generator[Callable[[int, int], None]]:
-    """A line on standard error that says how far a search is."""
+    """Show the progress of a search in a line on standard error."""
     shown = False
 
     def show(made: int, left: int) -> None:

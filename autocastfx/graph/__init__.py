@@ -1,1 +1,1 @@
-"""A graph and its nodes: values, sizes, aliases, and the ops they call. Nothing here decides or rewrites."""
+"""Read graphs and nodes: values, sizes, aliases and op names. Nothing here decides or rewrites."""

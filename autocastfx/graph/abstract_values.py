@@ -1,4 +1,4 @@
-"""Abstract values: what is known of a tensor without its contents."""
+"""Abstract values of a graph: dtypes, and concrete sizes in place of symbolic ones."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["abstract_call", "concrete_sizes", "dtypes_of", "in_dtype_of"]
 
 
 def dtypes_of(abstract: Any) -> tuple[torch.dtype, ...]:
-    """Dtypes of all tensors in an abstract value."""
+    """Return the dtypes of all tensors in an abstract value."""
     return tuple(leaf.dtype for leaf in pytree.tree_leaves(abstract) if isinstance(leaf, torch.Tensor))
 
 
 def concrete_sizes(graph: fx.Graph) -> Callable[[Any], Any]:
-    """A function from the abstract values of ``graph`` to values with the sizes of the example inputs.
+    """Return a function that gives abstract values of ``graph`` the sizes of the example inputs.
 
-    It is the identity where some size depends on data, for such a size has no example. A number read from a tensor that
-    is no size is 1: no dtype depends on it.
+    It is the identity if any size in the graph depends on data, because such a size has no example. Data-dependent
+    floats and booleans become 1: no dtype depends on them.
     """
     leaves = [leaf for node in graph.nodes for leaf in pytree.tree_leaves(value(node))]
     if any(isinstance(leaf, (torch.Tensor, torch.SymInt)) and _depends_on_data(leaf) for leaf in leaves):
         return lambda abstract: abstract
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, tuple[FakeTensor, Any]] = {}  # the abstract value too: freed, its id would be another's
+    made: dict[int, tuple[FakeTensor, Any]] = {}  # keeps the abstract value alive, so that its id is not reused
 
     def concrete(leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):
@@ -71,7 +71,7 @@ def abstract_call(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _of_example_sizes(abstract: FakeTensor, mode: FakeTensorMode) -> FakeTensor:
-    """What ``torch.empty_strided`` gives under ``mode``, made without dispatch, which takes most of its time."""
+    """Do as ``torch.empty_strided`` under ``mode``, but without dispatch, which takes most of the time."""
     sizes = [example(n) for n in abstract.shape], [example(n) for n in abstract.stride()]
     with no_dispatch():
         elements = torch.empty_strided(*sizes, dtype=abstract.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Which values of a graph share storage, and who writes into it, may do so, or is handed it."""
+"""Find values of a graph that share storage, and the nodes that write into it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AliasSet", "alias_sets", "aliased", "handed_out", "moves", "mutated_
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes that ``node`` writes into, by its schema."""
+    """Return the nodes that ``node`` writes into, by its schema."""
     written = schema(node.target).written if isinstance(node.target, OpOverload) else ()
     return tuple(u.node for u in uses(node) if u.argument in written) if written else ()
 
@@ -30,7 +30,7 @@ def moves(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class AliasSet:
-    """Values that share storage and are written to: the node that made the storage, and all that view or mutate it."""
+    """Values that share a mutated storage: the node that made it (``root``), and all that view or mutate it."""
 
     root: fx.Node
     members: frozenset[fx.Node]
@@ -39,10 +39,10 @@ class AliasSet:
 def alias_sets(
     graph: fx.Graph, written_by: Callable[[fx.Node], tuple[fx.Node, ...]] = mutated_inputs
 ) -> dict[fx.Node, AliasSet]:
-    """For each value whose storage is mutated, the set that it belongs to. A writer belongs to what it writes.
+    """Return, for each value with mutated storage, its alias set. A writer is in the set that it writes to.
 
-    Two sources say that values share storage: the storages of the abstract values, and the alias annotations of the
-    operators' schemas (a view that happens to copy in the abstract run may alias in a real one).
+    Sharing is known from the storages of the abstract values, and from the alias annotations of the operators' schemas
+    (a view that copies in the abstract run may alias in a real one).
     """
     written = {target for node in graph.nodes for target in mutated_inputs(node)}
     if not written:
@@ -81,7 +81,7 @@ def _storage_id(tensor: torch.Tensor) -> int:
 
 
 def aliased(node: fx.Node) -> Iterator[fx.Node]:
-    """Inputs that an output of ``node`` may share storage with."""
+    """Yield the inputs that an output of ``node`` may share storage with."""
     if op_name(node) == "getitem":
         yield from node.all_input_nodes[:1]
     elif isinstance(node.target, OpOverload) and (sharing := schema(node.target).shared):
@@ -89,12 +89,12 @@ def aliased(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def seen_by_functions(graph: fx.Graph) -> set[fx.Node]:
-    """Values that something without a schema reads, or an alias of them: it may write into what it is given."""
+    """Return the values read, directly or as an alias, by functions without a schema, which may write into them."""
     opaque = (n for n in graph.nodes if n.op == "call_function" and not isinstance(n.target, OpOverload))
     starts = (read for node in opaque for read in node.all_input_nodes if tensors(read))
     return set(reachable(starts, lambda node: (*aliased(node), *(r for r in node.users if node in aliased(r)))))
 
 
 def handed_out(graph: fx.Graph) -> set[fx.Node]:
-    """The outputs, and what they may be views of."""
+    """Return the outputs, and the values that they may be views of."""
     return set(reachable(graph.output_node().all_input_nodes, aliased))

@@ -1,4 +1,4 @@
-"""Nodes that run code of which a graph shows nothing: it may change what its owner holds, whatever its schema says."""
+"""Find nodes that run code outside the graph. Such code may have side effects that no schema declares."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescrip
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether ``node`` calls a module, a custom operator, or a function that is neither torch's nor Python's.
+    """True if ``node`` calls a module, a custom operator, an ``autograd.Function``, or a function of a third party.
 
-    An ``autograd.Function`` is such a one, too. Sub-graphs are not.
+    Functions of torch and of Python's ``math`` and ``operator`` are not opaque, nor are sub-graphs.
     """
     target = node.target
     if node.op == "call_module":

@@ -1,4 +1,4 @@
-"""How large the elements of a float32 value are: the largest, and the typical one."""
+"""Measure the largest and the typical magnitude of a float32 value's elements."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Magnitude", "Measured", "is_here", "magnitude"]
 
 @dataclass(frozen=True)
 class Magnitude:
-    """How large the finite elements of a value are.
+    """The magnitudes of a value's finite elements.
 
     Attributes:
         largest: the largest magnitude.
-        rms: the root mean square of those that are not 0. Of several tensors, or several batches, it is that of the one
-            where it is largest. 0 if all elements are, or are below 1e-22 or so.
+        rms: the root mean square of the elements that are not 0; over several tensors or batches, the largest such
+            figure. 0 if all elements are 0, or smaller than about 1e-22.
     """
 
     largest: float
@@ -29,22 +29,22 @@ class Magnitude:
 
 
 class Measured(NamedTuple):
-    """The numbers of a :class:`Magnitude`, and how many elements are not finite, as 0-d tensors on one device."""
+    """A :class:`Magnitude` and the number of non-finite elements, as 0-d tensors on one device."""
 
     largest: torch.Tensor
     rms: torch.Tensor
     non_finite: torch.Tensor
 
     def magnitude(self) -> Magnitude:
-        """As numbers. It waits for the device."""
+        """Read the numbers. Waits for the device."""
         return Magnitude(float(self.largest), float(self.rms))
 
 
 def magnitude(found: Any) -> Measured | None:
-    """How large the elements of all float32 tensors in ``found`` are.
+    """Measure all float32 tensors in ``found`` without waiting for an accelerator.
 
-    Nothing waits for an accelerator. None if there is no dense float32 tensor with elements here: a fake one has none,
-    and a distributed one has them elsewhere.
+    Returns None if there is no dense float32 tensor with elements in this process; fake and distributed tensors do not
+    count.
     """
     leaves = (leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor))
     reached = [_of(leaf.detach()) for leaf in leaves if leaf.dtype == torch.float32 and leaf.numel() and is_here(leaf)]
@@ -67,7 +67,7 @@ def is_here(tensor: torch.Tensor) -> bool:
 def _of(tensor: torch.Tensor) -> Measured:
     low, high = tensor.aminmax()
     if tensor.device.type == "cpu" and math.isfinite(float(low)) and math.isfinite(float(high)):
-        # so that all are finite, as nearly always
+        # nearly always: then all elements are finite
         return Measured(torch.maximum(-low, high), _rms(tensor), torch.zeros((), dtype=torch.int64))
     is_finite = tensor.isfinite()
     finite = tensor.where(is_finite, 0.0)
@@ -76,6 +76,6 @@ def _of(tensor: torch.Tensor) -> Measured:
 
 
 def _rms(finite: torch.Tensor) -> torch.Tensor:
-    # Squares below float32's range are 0, and those beyond it infinite: then this is as small or large as it can be.
+    # Squares that underflow count as 0; a norm that overflows is limited to float32's largest number.
     norm = torch.linalg.vector_norm(finite).clamp(max=torch.finfo(finite.dtype).max)
     return norm / torch.count_nonzero(finite).clamp(min=1).sqrt()

@@ -1,4 +1,4 @@
-"""A typed view of an fx graph: the dtypes of its values, which argument reads what, and which values share storage."""
+"""Typed accessors for fx nodes: abstract values, arguments, origin marks and module paths."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ __all__ = [
     "uses",
 ]
 
-# How autocastfx marks a node, and how capture writes what it saw. The accessors below are the only readers.
+# Keys of ``node.meta``: autocastfx's mark, and capture's abstract value. Only the accessors below use them.
 _ORIGIN = "autocastfx_origin"
 _VALUE = "val"
-_CONTAINERS = (list, tuple, dict, slice)  # of arguments: torch.fx looks for nodes in these alone
+_CONTAINERS = (list, tuple, dict, slice)  # the only containers of arguments in which torch.fx looks for nodes
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Who made a node that the captured model did not have: the pass, the rule, and the value it stands for."""
+    """The mark of a node that a pass created: the pass, the rule, and the value that the node stands for."""
 
     made_by: str
     rule: str
@@ -55,12 +55,12 @@ class Origin:
 
 
 def place_like(made: fx.Node, node: fx.Node) -> None:
-    """Say that ``made`` stands in the module, and comes from the line, that ``node`` does."""
+    """Give ``made`` the module path and the source line of ``node``."""
     made.meta.update({key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta})
 
 
 def origin(node: fx.Node) -> Origin | None:
-    """The mark on a node that a pass created; None for a captured one."""
+    """Return the mark of a node that a pass created; None for a captured node."""
     return cast("Origin | None", node.meta.get(_ORIGIN))
 
 
@@ -76,17 +76,17 @@ def is_cast(node: fx.Node) -> bool:
 
 
 def kept_meta(node: fx.Node) -> dict[str, Any]:
-    """What of ``node.meta`` is plain data and outlives pickling."""
+    """Return the part of ``node.meta`` that pickles: the mark and the stack trace."""
     return {key: node.meta[key] for key in (_ORIGIN, "stack_trace") if key in node.meta}
 
 
 def stack_trace(node: fx.Node) -> str:
-    """Where in the model's code the node was made; empty if capture did not say."""
+    """Return the stack trace to the line of the model that made the node; empty if capture recorded none."""
     return str(node.meta.get("stack_trace") or "")
 
 
 def value(node: fx.Node) -> Any:
-    """The abstract value of a node: a fake tensor, a symbolic number, or a tuple or list of these; None if unknown."""
+    """Return the abstract value: a fake tensor, a symbolic number, a tuple or list of these, or None if unknown."""
     return node.meta.get(_VALUE)
 
 
@@ -96,7 +96,7 @@ def set_value(node: fx.Node, abstract: Any) -> None:
 
 
 def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """The abstract tensors that a node produces, flattened."""
+    """Return the abstract tensors that a node produces, flattened."""
     abstract = value(node)
     if isinstance(abstract, torch.Tensor):
         return (abstract,)
@@ -104,23 +104,23 @@ def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
 
 
 def dtypes(node: fx.Node) -> tuple[torch.dtype, ...]:
-    """Dtypes of the tensors that a node produces, flattened."""
+    """Return the dtypes of the tensors that a node produces, flattened."""
     return tuple(t.dtype for t in tensors(node))
 
 
 def is_float32(node: fx.Node) -> bool:
-    """Whether the node is one tensor of float32: the only kind of value that a conversion may cast."""
+    """True if the node's value is one float32 tensor, the only kind of value that a conversion casts."""
     abstract = value(node)
     return isinstance(abstract, torch.Tensor) and abstract.dtype == torch.float32
 
 
 def has_float32(node: fx.Node) -> bool:
-    """Whether any tensor that the node produces is float32."""
+    """True if any tensor that the node produces is float32."""
     return torch.float32 in dtypes(node)
 
 
 def elements(node: fx.Node, dtype: torch.dtype = torch.float32) -> int:
-    """Number of elements of the tensors of ``dtype`` that the node produces, for the sizes of the example inputs.
+    """Count the elements of ``dtype`` that the node produces, for the sizes of the example inputs.
 
     A size that depends on data counts as 1.
     """
@@ -129,7 +129,7 @@ def elements(node: fx.Node, dtype: torch.dtype = torch.float32) -> int:
 
 @dataclass(frozen=True)
 class Use:
-    """One place where a node reads another: the name of the argument (its position where there is no schema)."""
+    """A place where a node reads another: the argument's name (its position without a schema), and the node read."""
 
     argument: str
     node: fx.Node
@@ -143,7 +143,7 @@ def _named_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
 
 
 def uses(node: fx.Node) -> tuple[Use, ...]:
-    """Every place where ``node`` reads a node, list arguments flattened, in order."""
+    """Return every place where ``node`` reads a node, in order; list arguments are flattened."""
     found: list[Use] = []
     for name, arg in _named_arguments(node):
         if isinstance(arg, fx.Node):
@@ -164,7 +164,7 @@ def map_uses(node: fx.Node, change: Callable[[str, fx.Node], fx.Node]) -> None:
 
 
 def constants(node: fx.Node) -> Iterator[tuple[str, float]]:
-    """Numbers written into a node where a tensor or a scalar is meant (sizes, dimensions and counts are not)."""
+    """Yield the numbers that a node has in place of tensors or as scalars; no sizes, dimensions or counts."""
     if not isinstance(node.target, OpOverload):
         return
     numbers = schema(node.target).numbers
@@ -174,12 +174,12 @@ def constants(node: fx.Node) -> Iterator[tuple[str, float]]:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The value written for the argument ``name``; None where it is not given."""
+    """Return the value given for the argument ``name``; None if none is."""
     return next((arg for given, arg in _named_arguments(node) if given == name), None)
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Write ``value`` for the argument ``name``, by position where it stands so."""
+    """Set the argument ``name`` to ``value``: by position if it was given so, else by keyword."""
     positions = [given for given, _ in _named_arguments(node)][: len(node.args)]
     if name in positions:
         node.update_arg(positions.index(name), value)
@@ -188,7 +188,7 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 
 
 def is_member(node: fx.Node) -> bool:
-    """Whether the node only takes one value out of another node's tuple."""
+    """True if the node only takes a member out of another node's tuple."""
     return node.op == "call_function" and op_name(node) == "getitem" and not is_float32(node.all_input_nodes[0])
 
 
@@ -198,14 +198,14 @@ def draws_random_numbers(node: fx.Node) -> bool:
 
 
 def producer(node: fx.Node) -> fx.Node:
-    """The node that computes a value: members of a tuple belong to the op that made the tuple."""
+    """Return the node that computes a value: for a member of a tuple, the op that made the tuple."""
     while is_member(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _module_stack(node: fx.Node) -> tuple[tuple[str, str], ...]:
-    """(path, class) of the modules whose forward made the node, outermost first."""
+    """Return (path, class) of the modules whose forward made the node, outermost first."""
     entries: Any = node.meta.get("nn_module_stack") or {}
     return tuple(
         (str(path), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
@@ -214,15 +214,15 @@ def _module_stack(node: fx.Node) -> tuple[tuple[str, str], ...]:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the innermost module that made the node; empty for the root."""
+    """Return the path of the innermost module that made the node; empty for the root."""
     stack = _module_stack(node)
     return stack[-1][0] if stack else ""
 
 
 def enclosing_modules(node: fx.Node) -> tuple[str, ...]:
-    """Paths of all modules around the node, outermost first, from the root's empty one on.
+    """Return the paths of all modules around the node, outermost first, beginning with the root's empty path.
 
-    Modules that only hold others (a ``ModuleList``) are among them, although they run nothing themselves.
+    Modules that only hold others (a ``ModuleList``) are included.
     """
     paths: dict[str, None] = {"": None}
     for path, _ in _module_stack(node):
@@ -232,14 +232,14 @@ def enclosing_modules(node: fx.Node) -> tuple[str, ...]:
 
 
 def module_classes(node: fx.Node) -> tuple[str, ...]:
-    """Dotted paths of the classes of the modules around the node, innermost first."""
+    """Return the dotted paths of the classes of the modules around the node, innermost first."""
     return tuple(kind for _, kind in reversed(_module_stack(node)))
 
 
 def subgraphs(node: fx.Node, attributes: Mapping[str, Any]) -> dict[str, fx.GraphModule]:
-    """The graphs that a higher-order operator runs, by the ``get_attr`` target through which it reads them.
+    """Return the graphs that a higher-order operator runs, by the ``get_attr`` target that it reads.
 
-    ``attributes`` holds what the graph's ``get_attr`` nodes read, parameters and buffers apart.
+    ``attributes`` holds the values of the graph's ``get_attr`` nodes, except parameters and buffers.
     """
     if not isinstance(node.target, HigherOrderOperator):
         return {}
@@ -253,13 +253,13 @@ def attributes_of(module: torch.nn.Module, graph: fx.Graph) -> dict[str, Any]:
 
 
 def attribute(root: torch.nn.Module, path: str) -> Any:
-    """The attribute that a ``get_attr`` node of this target reads."""
+    """Return the attribute that a ``get_attr`` node with target ``path`` reads."""
     owner, _, name = path.rpartition(".")
     return getattr(root.get_submodule(owner), name)
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A graph of the same nodes, with the same names and marks, that can be edited apart."""
+    """Copy a graph, with the names and marks of its nodes."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {})).meta.update(graph.output_node().meta)
     return copied

@@ -1,4 +1,4 @@
-"""The canonical name of what an fx node computes. Op lists are written in these names."""
+"""Canonical op names of fx nodes, the names used in op lists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
     "overload_name",
 ]
 
-# Python's operators on tensors, by the ATen op that Tensor's method of that name calls.
+# The ATen ops behind Python's operators on tensors.
 _OPERATORS: dict[Any, str] = {
     operator.add: "add",
     operator.sub: "sub",
@@ -68,9 +68,9 @@ def _has_aten(name: str) -> bool:
 
 
 def of_function(function: Any) -> str:
-    """Name of a callable: the ATen base name if torch has an operator of that name, else its dotted path.
+    """Return the op name of a callable: the ATen base name, ``namespace::op``, or a dotted path.
 
-    An operator of this package that stands for one of ATen's has the name of that.
+    An operator of this package named like one of ATen's has ATen's name.
     """
     if isinstance(function, OpOverload):
         function = function.overloadpacket
@@ -104,14 +104,15 @@ def _of_packet(packet: OpOverloadPacket) -> str:
 
 
 def names_function(op: str) -> bool:
-    """True for a dotted path, as of a Python function; false for the name of an operator."""
+    """True for a dotted path of a Python function or class; false for the name of an operator."""
     return "." in op and "::" not in op
 
 
 def op_name(node: fx.Node, module: torch.nn.Module | None = None) -> str:
-    """Op name of ``node``: ``linear``, ``my_lib::fused``, ``package.module.function`` or a module class's path.
+    """Return the op name of ``node``: ``linear``, ``my_lib::fused``, ``package.module.function`` or a class's path.
 
-    ``module`` is the root of a graph with ``call_module`` nodes. Placeholders, attributes and outputs give their kind.
+    ``module`` is the root of a graph with ``call_module`` nodes. For placeholders, attributes and outputs the name is
+    their kind.
     """
     if node.op == "call_function":
         return of_function(node.target)
@@ -124,27 +125,27 @@ def op_name(node: fx.Node, module: torch.nn.Module | None = None) -> str:
 
 
 def overload_name(node: fx.Node) -> str:
-    """Op name of ``node`` with that of its overload (``mm.dtype``, ``mm.default``); empty where it is no ATen op."""
+    """Return op and overload of ``node`` (``mm.dtype``, ``mm.default``); empty if it is not an ATen op."""
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return ""
     return f"{of_function(node.target)}.{node.target._overloadname}"
 
 
 def kernel_name(node: fx.Node) -> str:
-    """What facts about kernels know ``node`` by: an operator of this package by its own name, others by their base."""
+    """Return the name of ``node`` in the kernel facts: the base name, or ``autocastfx::op`` for our own operators."""
     if isinstance(node.target, OpOverload) and node.target.namespace == "autocastfx":
         return str(node.target._schema.name)
     return base_name(op_name(node))
 
 
 def base_name(name: str) -> str:
-    """The out-of-place name of an in-place op (``add_`` → ``add``); other names unchanged."""
+    """Return the out-of-place name of an in-place op (``add_`` → ``add``); other names unchanged."""
     is_in_place = name.endswith("_") and not name.endswith("__") and len(name) > 1
     return name[:-1] if is_in_place else name
 
 
 def located(path: str) -> Any:
-    """What loaded modules hold under a dotted path, without importing anything; None if nothing."""
+    """Look a dotted path up in loaded modules, without importing; None if nothing is found."""
     parts = path.split(".")
     for n in range(len(parts), 0, -1):
         found: Any = sys.modules.get(".".join(parts[:n]))
@@ -157,9 +158,9 @@ def located(path: str) -> Any:
 
 
 def canonical(path: str) -> str:
-    """The op name of what stands under a dotted path; what no loaded module holds keeps its path.
+    """Return the op name for a dotted path; the path itself if no loaded module holds it.
 
-    ``torch.nn.LayerNorm`` is defined in another module, and ``torch.relu`` is ``relu``.
+    ``torch.nn.LayerNorm`` becomes the path where it is defined, ``torch.relu`` becomes ``relu``.
     """
     found = located(path)
     if isinstance(found, type):

@@ -1,4 +1,4 @@
-"""The sizes of a contraction: how many rows and columns it makes, and how many elements it adds up for each."""
+"""Find how many elements a contraction adds up for each element of its result."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from autocastfx.graph.sizes import example
 
 __all__ = ["KINDS", "Product", "Size", "product"]
 
-# What tells the sizes: a weight (convolutions), a weight whose first dimension is the input's (transposed ones), the
-# two matrices, two vectors, an einsum's letters, the dimensions named, nothing contracted (``outer``), or what goes in
-# and comes out.
+# Sources of the depth: a weight (convolutions), a weight whose first dimension is the input's (transposed ones), two
+# matrices, two vectors, an einsum's equation, the dimensions named (tensordot), nothing (``outer`` contracts none), or
+# the numbers of elements read and produced.
 KINDS = ("weight", "transposed_weight", "matrices", "vectors", "equation", "dimensions", "outer", "elements")
 _LEFT = ("mat1", "batch1", "mat", "self", "input", "x")
 _RIGHT = ("mat2", "batch2", "vec", "other", "tensor", "weight", "y")
@@ -30,8 +30,8 @@ class Product:
     """A contraction.
 
     Attributes:
-        depth: elements added up into one of the result.
-        is_sum: one row by one column whatever the sizes: a dot product for each member of a batch.
+        depth: the number of elements added up into one element of the result.
+        is_sum: True if each result is one row times one column at any sizes: a dot product per member of a batch.
     """
 
     depth: float
@@ -39,13 +39,13 @@ class Product:
 
 
 def product(node: fx.Node, kind: str, size: Size = example) -> Product | None:
-    """The sizes of ``node``; None if these are unknown, or depend on data.
+    """Describe ``node`` as a contraction; None if its sizes are unknown or depend on data.
 
     Args:
-        node: with an abstract value.
+        node: a node with an abstract value.
         kind: one of :data:`KINDS`.
-        size: a number for a size, which may be symbolic: that of the example inputs, or the largest there may be; None
-            for an unknown one.
+        size: maps a size, which may be symbolic, to a number: its value for the example inputs, or its upper bound;
+            to None if unknown.
     """
     if kind == "outer":
         return Product(1)
@@ -78,7 +78,7 @@ def _of_matrices(node: fx.Node, size: Size) -> Product | None:
 
 
 def _of_equation(equation: str, operands: Sequence[Any], size: Size) -> Product | None:
-    """An einsum: contracted are the letters that its result lacks; dimensions of an ellipsis always stay."""
+    """Describe an einsum. It contracts the letters that its result lacks, and never the dimensions of an ellipsis."""
     inputs, arrow, result = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if not arrow or len(terms) != len(operands):
@@ -102,18 +102,18 @@ def _of_equation(equation: str, operands: Sequence[Any], size: Size) -> Product 
 
 
 def _is_one(size: Any) -> bool:
-    """True for a size that is 1 in every call; a symbolic one is not, although it may be 1 in the example."""
+    """True for a size that is 1 in every call; false for a symbolic size, even if it is 1 in the example."""
     return isinstance(size, int) and size == 1
 
 
 def _shape(node: object) -> tuple[Any, ...]:
-    """Sizes of a node's first tensor, symbolic ones among them."""
+    """Return the sizes of a node's first tensor, symbolic or not."""
     found = tensors(node) if isinstance(node, fx.Node) and value(node) is not None else ()
     return tuple(found[0].shape) if found else ()
 
 
 def _sizes(node: object, size: Size) -> list[Any] | None:
-    """Sizes of a node's first tensor; None if one depends on data."""
+    """Return the sizes of a node's first tensor as numbers; None if one is unknown."""
     found = tensors(node) if isinstance(node, fx.Node) and value(node) is not None else ()
     sizes = [size(n) for n in found[0].shape] if found else [None]
     return None if None in sizes else sizes

@@ -1,4 +1,4 @@
-"""What the schema of an operator says of its arguments, read once: torch makes it anew each time that it is asked."""
+"""Operator schemas, read once and cached, because torch makes a schema's Python objects anew at each access."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _NUMBERS = ("Tensor", "number", "float")
 
 @dataclass(frozen=True)
 class Schema:
-    """Names of arguments.
+    """Names of an operator's arguments.
 
     Attributes:
         names: all of them, in order.
-        numbers: those that take a tensor or a scalar (sizes, dimensions and counts are not among them).
+        numbers: those that take a tensor or a scalar; no sizes, dimensions or counts.
         written: those that the operator writes into.
         shared: those that an output may share storage with.
     """
@@ -31,7 +31,7 @@ class Schema:
 
 @lru_cache(maxsize=4096)
 def schema(op: OpOverload) -> Schema:
-    """The schema of ``op``."""
+    """Read the schema of ``op``."""
     said = op._schema
     arguments = said.arguments
     aliases = {a.name: a.alias_info for a in arguments if a.alias_info is not None}

@@ -1,4 +1,4 @@
-"""A graph as plain data, which pickles: targets and nodes by name, abstract values left out."""
+"""Turn graphs into plain data that pickles, and back: targets and nodes by name, without abstract values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GraphData:
 
     @classmethod
     def of(cls, module: fx.GraphModule) -> GraphData:
-        """That of ``module``, with the tensors that it reads."""
+        """Turn the graph of ``module``, and the tensors and sub-graphs that it reads, into data."""
         targets = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
         held = {t: getattr(module, t) for t in targets}
         return cls(
@@ -31,17 +31,17 @@ class GraphData:
         )
 
     def module(self) -> fx.GraphModule:
-        """What it was made of, anew."""
+        """Rebuild the module."""
         held = {t: a.module() if isinstance(a, GraphData) else a for t, a in self.attributes.items()}
         return fx.GraphModule(held, graph_of(self.nodes))
 
 
 class _Ref(str):
-    """The name of a node, where data stands for the node."""
+    """The name of a node, in place of the node."""
 
 
 def data_of(graph: fx.Graph, places: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The nodes of ``graph``, a dictionary each; ``places`` are other names for what it reads of its owner."""
+    """Return a dictionary for each node of ``graph``; ``places`` renames the targets of ``get_attr`` nodes."""
     return [
         {
             "op": node.op,
@@ -69,7 +69,7 @@ def _target(target: Any) -> Any:
 
 
 def graph_of(nodes: list[dict[str, Any]]) -> fx.Graph:
-    """The graph whose nodes ``data_of`` gave."""
+    """Rebuild the graph from the data that ``data_of`` returned."""
     graph, made = fx.Graph(), dict[str, fx.Node]()
 
     def real(leaf: Any) -> Any:

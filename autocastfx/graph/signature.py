@@ -1,4 +1,4 @@
-"""The arguments of an op: their names and types, and the values that a node gives them, defaults included."""
+"""The arguments of ops: names and types, and the values that a node passes, defaults included."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ArgumentType:
 
     @property
     def is_optional(self) -> bool:
-        """Whether it may be null."""
+        """True if the argument may be null."""
         return self.name.startswith("Optional[")
 
     @property
@@ -42,9 +42,9 @@ class ArgumentType:
 
 @lru_cache(maxsize=4096)
 def argument_types(op: str) -> Mapping[str, tuple[ArgumentType, ...]] | None:
-    """Types of each argument of ``op`` over its overloads, by the argument's name.
+    """Return the types of each argument of ``op`` over its overloads, by the argument's name.
 
-    A Python function says nothing of types. None if nothing is known of the op's arguments.
+    For a Python function the types are empty. None if the op's arguments are unknown.
     """
     found: dict[str, dict[ArgumentType, None]] = {}
     if names_function(op):
@@ -62,9 +62,9 @@ def argument_types(op: str) -> Mapping[str, tuple[ArgumentType, ...]] | None:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a node by name, those that are not given with their defaults.
+    """Return the arguments of a node by name, with defaults for those not given.
 
-    Where the names are not known, positional arguments are left out.
+    If the names are unknown, positional arguments are left out.
     """
     if isinstance(node.target, OpOverload):
         return _bound(node, node.target._schema)
@@ -96,7 +96,7 @@ def _bound(node: fx.Node, schema: Any) -> dict[str, Any]:
 
 
 def _fits(node: fx.Node, schema: Any) -> bool:
-    """Whether a call by position and name could be one of this overload."""
+    """True if the node's arguments fit this overload by position and name."""
     positional = [a.name for a in schema.arguments if not a.kwarg_only]
     given = {*positional[: len(node.args)], *node.kwargs}
     required = {a.name for a in schema.arguments if not a.has_default_value()}

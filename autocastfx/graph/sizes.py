@@ -1,4 +1,4 @@
-"""The value of a size for the example inputs."""
+"""Turn symbolic sizes into numbers: their values for the example inputs, or their bounds."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ __all__ = ["example", "example_size", "largest_size", "unknown_size"]
 
 
 def example(number: Any) -> Any:
-    """``number``, or what a symbolic one is for the example inputs; None for one that depends on data."""
+    """Return the value of ``number`` for the example inputs if it is symbolic; None if it depends on data."""
     if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return number
     node = number.node
-    if node.hint is None:  # torch 2.11 keeps none for what it finds equal to the size of an input only later
+    if node.hint is None:  # torch 2.11 has no hint for a symbol that it later found equal to an input's size
         found = node.expr.xreplace(node.shape_env.backed_var_to_val)
         return None if found.free_symbols else node.pytype(found)
     return node.hint
 
 
 def example_size(number: Any) -> Any:
-    """The same, but 1 for one that depends on data."""
+    """Do as ``example``, but return 1 for a size that depends on data."""
     found = example(number)
     return 1 if found is None and isinstance(number, torch.SymInt) else found
 
 
 def largest_size(number: Any) -> float:
-    """Magnitude of ``number``, or the most that a symbolic one may be; infinite where nothing bounds it."""
+    """Return the magnitude of ``number``, or the upper bound of a symbolic one; infinite if it is unbounded."""
     if not isinstance(number, torch.SymInt):
         return abs(float(number))
     bound = number.node.shape_env.bound_sympy(number.node.expr).upper
@@ -36,4 +36,4 @@ def largest_size(number: Any) -> float:
 
 
 def unknown_size(number: Any) -> None:
-    """None: a graph made without inputs has stand-ins of one element each, whose sizes say nothing."""
+    """Return None: a draft's values are stand-ins of one element, whose sizes mean nothing."""

@@ -1,4 +1,4 @@
-"""All computing nodes of a graph, and of the graphs that it runs, under the names that a plan has for them."""
+"""Walk the computing nodes of a graph and of its sub-graphs, under their names in a plan."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from autocastfx.graph.op_name import op_name
 
 __all__ = ["Located", "all_nodes", "converted_inside", "is_converted_inside", "walk"]
 
-# Higher-order operators whose graphs are converted too; the values that cross their borders keep their captured dtype.
+# Higher-order operators whose graphs are converted too; values that enter or leave them keep their captured dtype.
 # Others stay whole: an autocast region has its own policy, and a region that switches autocast off asks for float32.
 _CONVERTED_INSIDE = ("wrap_with_set_grad_enabled", "cond", "while_loop", "map_impl", "scan")
 
 
 @dataclass(frozen=True)
 class Located:
-    """A computing node; ``name`` is the plan's, and ``outer`` says what the inputs of its graph are outside of it."""
+    """A computing node with its name in the plan; ``outer`` maps inputs of its sub-graph to nodes outside of it."""
 
     name: str
     node: fx.Node
     outer: Mapping[fx.Node, fx.Node]
 
     def stored_as(self, read: fx.Node) -> str:
-        """The path of the parameter or buffer that ``read`` is, or is a view of; empty for a computed value."""
+        """Return the path of the parameter or buffer that ``read`` is or views; empty for a computed value."""
         while (source := self._behind(read)) is not None:
             read = source
         return str(read.target) if read.op == "get_attr" else ""
@@ -68,13 +68,13 @@ def walk(
     prefix: str = "",
     outer: Mapping[fx.Node, fx.Node] | None = None,
 ) -> Iterator[Located]:
-    """The computing nodes in order; in place of a node that runs sub-graphs, theirs.
+    """Yield the computing nodes in order; a node that runs sub-graphs is replaced by the nodes of these.
 
     Args:
         graph: captured or converted.
-        attributes: what its ``get_attr`` nodes read, parameters and buffers apart.
-        prefix: of the names.
-        outer: what the graph's own inputs are outside of it.
+        attributes: values of its ``get_attr`` nodes, except parameters and buffers.
+        prefix: prefix of the names.
+        outer: for a sub-graph, the outside node for each of its inputs.
     """
     outer = outer or {}
     for node in graph.nodes:

@@ -1,1 +1,1 @@
-"""Tools above ``convert`` that run graphs node by node and say what 16 bits did to their values."""
+"""Tools that run converted graphs to find values, gradients and ops that 16 bits harm."""

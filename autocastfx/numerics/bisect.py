@@ -1,4 +1,4 @@
-"""``bisect``: the smallest set of ops to keep in float32 so that a measure of accuracy holds."""
+"""``bisect``: find a small set of ops that must stay in float32 for a metric to hold."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """An op inside a module: all its nodes there, which one rule of a list moves.
+    """An op inside a module: all its nodes there, which one rule of an op list covers.
 
-    ``module`` is empty at the root, where that rule is one for the op in all modules.
+    At the root ``module`` is empty; the rule is then one for the op in all modules.
     """
 
     module: str
@@ -42,14 +42,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Bisection:
-    """What has to be float32.
+    """The places that must stay in float32.
 
     Attributes:
-        places: in graph order; without any one of them the metric does not hold.
-        metric: with them in float32.
+        places: in graph order; if the metric never gets worse with more float32, each of them is needed.
+        metric: the metric with these places in float32.
         low, float32: the metric with all places in 16 bits, and with all in float32.
-        evaluations: how often the metric was measured, those that a file remembered left out.
-        op_list: to be given after the others: ``convert(model, ..., op_list=["default", found.op_list])``.
+        evaluations: the number of evaluations of the metric, not counting those read from a file.
+        op_list: the op list to add: ``convert(model, ..., op_list=["default", found.op_list])``.
     """
 
     places: tuple[Place, ...]
@@ -79,35 +79,34 @@ def bisect(
     report: Report | None = None,
     **options: Any,
 ) -> Bisection:
-    """Find what has to run in float32 for ``metric`` to be at most ``tolerance``.
+    """Find the ops that must run in float32 for ``metric`` to be at most ``tolerance``.
 
-    Places, ops inside modules, are tried in graph order: by halving, the shortest beginning of the graph is found whose
-    float32 makes the metric hold; its last place is needed, and the search begins anew with that one kept. So ``k``
-    places of ``n`` take about ``k * log2(n)`` evaluations. This supposes that more float32 never makes the metric
-    worse. If it does, what is found still holds, but need not be the smallest set.
+    Places (ops inside modules) are searched in graph order. Bisection finds the shortest prefix of places that makes
+    the metric hold when in float32. The last place of this prefix is needed: it is kept, and the search starts again.
+    So ``k`` places out of ``n`` take about ``k * log2(n)`` evaluations. The search assumes that more float32 never
+    makes the metric worse. If it does, the metric still holds with the result, but the set may not be the smallest.
 
-    The model is captured once; each evaluation decides anew what was captured.
+    The model is captured once; each evaluation converts the captured graph again.
 
     Args:
         model: as for ``convert``.
         example_inputs: as for ``convert``.
-        metric: what to measure of a converted model; smaller is better, and NaN never holds. It must give the same for
-            the same model: fix its data and seeds.
+        metric: a function of the converted model; smaller is better, and NaN never holds. It must be deterministic: fix
+            its data and seeds.
         tolerance: the largest metric that holds.
-        op_list: which ops are 16-bit to begin with.
-        state: a JSON file in which each evaluation is kept at once, so that an interrupted search goes on from there.
-            For another metric, other weights or data give another file; that of another graph, list or label is
-            refused.
-        label: what else tells this search from others, such as a name for the metric and its data.
-        report: called before each evaluation, with how many were made and how many are still to come at the most for
-            the place that is searched for.
+        op_list: the op list to start from.
+        state: a JSON file that stores each evaluation at once, so that an interrupted search can continue. Use another
+            file for another metric, other weights or other data; a file of another graph, op list or label is refused.
+        label: text that identifies the search, such as a name for the metric and its data.
+        report: called before each evaluation with the number of evaluations made, and the most that are still needed
+            for the current place.
         options: further arguments of ``convert``.
 
     Raises:
-        TypeError: ``metric`` cannot be called, or ``tolerance`` is no number.
+        TypeError: ``metric`` cannot be called, or ``tolerance`` is not a number.
         ValueError: ``tolerance`` is not finite.
         BisectError: the metric does not hold even with all places in float32.
-        EvaluationsError: ``state`` is no file of this search.
+        EvaluationsError: ``state`` is not a file of this search.
         OSError: ``state`` cannot be read or written.
     """
     if not callable(metric):
@@ -123,7 +122,7 @@ def bisect(
         if again is not None:
             return again
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UnmatchedRuleWarning)  # said of the first conversion
+            warnings.simplefilter("ignore", UnmatchedRuleWarning)  # the first conversion has warned
             return convert(model, example_inputs, op_list=[*lists, rules], **options)
 
     plan, places = first.plan, _places(first.plan)
@@ -158,7 +157,7 @@ class _Search:
         now = low
         while not now <= tolerance:
             rest = tuple(place for place in places if place not in kept)
-            fails, holds = 0, len(rest)  # lengths of beginnings
+            fails, holds = 0, len(rest)  # lengths of prefixes
             while holds - fails > 1:
                 middle = (fails + holds) // 2
                 left = math.ceil(math.log2(holds - fails))
@@ -183,11 +182,11 @@ class _Search:
 
 
 def op_list_of(places: Sequence[Place], reason: str = "tried by bisection") -> OpList:
-    """A list by which these places run in float32.
+    """Make an op list that runs the places in float32.
 
     Args:
-        places: any.
-        reason: to be written beside them.
+        places: ops inside modules.
+        reason: the reason of the rules.
     """
     by_module: dict[str, list[str]] = {}
     for place in places:

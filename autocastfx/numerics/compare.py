@@ -1,4 +1,4 @@
-"""``compare``: how far the values of a converted model are from those of the float32 graph, node by node."""
+"""``compare``: measure the deviation of a converted model from the float32 graph, node by node."""
 
 from __future__ import annotations
 
@@ -34,42 +34,42 @@ def compare(
 ) -> Comparison:
     """Run a converted model and the float32 graph on one call, with the same random numbers, and compare each value.
 
-    Both graphs run node by node, and only values that are still to be read are kept. Buffers, inputs, gradients and
-    the state of torch's random numbers are afterwards as before, in training mode too. The call's modes are those of
-    ``amp_model``. Regions without gradients and of ``torch.autocast`` are looked into; what ``torch.cond`` and loops
-    run is one node.
+    Both graphs run node by node and keep only values that are still needed. Buffers, inputs, gradients and the state of
+    torch's random numbers are unchanged afterwards, also in training mode. The modes are those of ``amp_model``.
+    Regions under ``no_grad`` and ``torch.autocast`` are compared inside; ``torch.cond`` and loops count as one node.
 
-    With ``gradients`` both graphs then run backwards side by side. Memory is about that of a training step of the
-    converted model and of one in float32 together: what each forward pass saves for its backward pass, which frees it
-    on its way, and of gradients those that are still to be read.
+    With ``gradients`` both graphs then run backwards side by side. This takes about the memory of a training step of
+    the converted model plus one in float32: the tensors saved for backward, freed on the way, and the gradients that
+    are still needed.
 
     Args:
-        model: the float32 original, for its parameters and buffers; None: the float32 graph runs on those of
-            ``amp_model``, as it does on the original's as long as they are shared.
-        amp_model: what ``convert`` returned.
-        *inputs: of the call, by position.
-        gradients: compare the gradients of the loss with respect to each value and parameter, too.
-        loss: of the model's output, one number; by default the sum of all floating-point numbers in it, in float32.
-        scale: a loss scale, by which the gradients of both are multiplied; 1 by default.
-        **kwargs: of the call, by keyword. Where the model's forward has a parameter called ``loss`` or ``scale``, that
-            is meant by it.
+        model: the float32 original, for its parameters and buffers; None: the float32 graph uses those of
+            ``amp_model``, which by default are the original's.
+        amp_model: a converted model.
+        *inputs: positional inputs of the call.
+        gradients: also compare the gradients of the loss with respect to each value and parameter.
+        loss: a function from the model's output to one number; by default the sum of its floating-point tensors, in
+            float32.
+        scale: a loss scale for the gradients of both graphs; 1 by default.
+        **kwargs: keyword inputs of the call. If the model's forward has a parameter called ``loss`` or ``scale``, this
+            name means the input.
 
     Raises:
-        TypeError: the arguments do not fit the forward, or ``amp_model`` is no converted model.
-        VariantError: no variant fits; or ``model`` is None where the float32 graph is not at hand, as after unpickling
+        TypeError: the arguments do not fit the forward, or ``amp_model`` is not a converted model.
+        VariantError: no variant fits; or ``model`` is None and the float32 graph is not at hand, as after unpickling
             and with ``weights="low"``.
         CaptureError: ``model`` cannot be captured.
-        CalibrationError: the loss depends on nothing that asks for a gradient.
-        NodeError: a node raises; with its line, and the list by which it runs in float32.
-        ValueError: ``model`` has other parameters or buffers than ``amp_model``; ``loss`` gives no single number;
-            ``scale`` is no finite number above 0; or one of them is given without ``gradients``.
+        CalibrationError: the loss does not depend on anything that requires a gradient.
+        NodeError: a node raises; the message has its line, and an op list that runs it in float32.
+        ValueError: ``model`` has other parameters or buffers than ``amp_model``; ``loss`` does not return a single
+            number; ``scale`` is not a finite number above 0; or one of them is given without ``gradients``.
     """
     if isinstance(amp_model, AmpModule):
         parameters = {parameter.name for parameter in CallSignature.of(amp_model.forward).parameters}
         kwargs.update({n: v for n, v in (("loss", loss), ("scale", scale)) if n in parameters and v is not None})
         loss, scale = (None if "loss" in parameters else loss), (None if "scale" in parameters else scale)
     if not gradients and (loss is not None or scale is not None):
-        raise ValueError("loss and scale are those of gradients: give gradients=True as well, or leave them away")
+        raise ValueError("loss and scale are for gradients: give gradients=True as well, or leave them out")
     factor = 1.0 if scale is None else scale
     if not 0 < factor < math.inf:
         raise ValueError(f"scale is a finite number above 0, not {factor}")
@@ -101,7 +101,7 @@ def compare(
 
 
 def _values(run: PairedRun) -> dict[str, ComparedNode]:
-    """The deviation of each node's values, by name. When this returns, none of the values is referred to."""
+    """Compute the deviation of each node's values, by name. Keeps no reference to the values."""
     planned = {node.name: str(node.placement.run) for node in run.variant.plan.nodes}
     nodes: dict[str, ComparedNode] = {}
     inherited: dict[fx.Node, float] = {}
@@ -115,7 +115,7 @@ def _values(run: PairedRun) -> dict[str, ComparedNode]:
 
 
 def _compared(step: Step, precision: str, inherited: float) -> ComparedNode | None:
-    """The deviation of a node's values; None where there are none in both graphs."""
+    """Compute the deviation of a node's values; None if the graphs do not both have them."""
     ours, theirs = floating(step.value), floating(step.reference)
     if step.twin is None or not ours or [t.shape for t in ours] != [t.shape for t in theirs]:
         return None
@@ -130,7 +130,7 @@ def _compared(step: Step, precision: str, inherited: float) -> ComparedNode | No
 
 
 def _named(parameters: list[ComparedParameter], held: Mapping[str, torch.Tensor]) -> tuple[ComparedParameter, ...]:
-    """``parameters`` by their first names and in the model's order, inputs of the call after them."""
+    """Rename tied parameters to their first name, and sort by the model's order; inputs of the call come last."""
     first: dict[int, str] = {}
     for name, tensor in held.items():
         first.setdefault(id(tensor), name)

@@ -1,4 +1,4 @@
-"""The evaluations of a search, each kept in a file at once, so that an interrupted search goes on from there."""
+"""Store the evaluations of a bisection in a file, so that an interrupted search can continue."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FORMAT = 1
 
 @dataclass
 class Evaluations:
-    """What was measured of one search, by what it was measured of.
+    """The evaluations of a search.
 
     Attributes:
-        path: of the file; None: nothing is kept.
-        search: what tells this search from others.
-        known: what was measured.
+        path: the file; None: nothing is stored.
+        search: data that identifies the search.
+        known: the metric, by the places in float32.
     """
 
     path: Path | None
@@ -33,11 +33,11 @@ class Evaluations:
 
     @classmethod
     def of(cls, path: Path | None, search: Mapping[str, Any]) -> Evaluations:
-        """Those in the file, if there is one.
+        """Read the evaluations in the file, if it exists.
 
         Raises:
-            EvaluationsError: it is no such file, or that of another search.
-            OSError: it cannot be read.
+            EvaluationsError: the file is not of this format, or of another search.
+            OSError: the file cannot be read.
         """
         if path is None or not path.exists():
             return cls(path, search)
@@ -56,7 +56,7 @@ class Evaluations:
         return cls(path, search, known)
 
     def keep(self, key: str, value: float) -> None:
-        """Remember one, and write all to the file, which is never half written.
+        """Add an evaluation, and write all to the file, which is replaced as a whole.
 
         Raises:
             OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""How many numbers have which magnitude, by powers of two."""
+"""Count numbers by magnitude, in powers of two."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import torch
 __all__ = ["Exponents", "Shares", "Tally"]
 
 _BIAS, _BINS = 127, 256  # of float32's exponent
-_ZEROS = _BINS  # where they are counted, behind the exponents
-# Below 2**-25 a number rounds to float16's zero, below 2**-14 it is denormal, from 2**16 on infinite.
+_ZEROS = _BINS  # the bin of zeros, after those of the exponents
+# In float16 a magnitude below 2**-25 rounds to zero, below 2**-14 it is denormal, and from 2**16 on infinite.
 _SMALLEST, _NORMAL, _END = -25, -14, 16
 
 
 class Shares(NamedTuple):
-    """What numbers other than zero become in float16: fractions with the sum 1, or all 0 of no numbers."""
+    """The shares of nonzero finite numbers that become zero, denormal, normal or infinite in float16.
+
+    They add up to 1; all are 0 if there are no numbers.
+    """
 
     zero: float
     denormal: float
@@ -31,10 +34,10 @@ class Exponents:
     """Counts of numbers by magnitude.
 
     Attributes:
-        counts: of an exponent ``e``, how many have a magnitude from ``2**e`` up to ``2**(e + 1)``. What is smaller
-            than ``2**-126`` is counted at -127.
-        zeros: how many are zero.
-        non_finite: how many are infinite or NaN.
+        counts: by exponent ``e``, the number of magnitudes from ``2**e`` up to ``2**(e + 1)``. Those below ``2**-126``
+            are counted at -127.
+        zeros: the number of zeros.
+        non_finite: the number of Inf and NaN.
         largest: the largest finite magnitude.
     """
 
@@ -45,14 +48,14 @@ class Exponents:
 
     @property
     def total(self) -> int:
-        """How many are finite and not zero."""
+        """The number of finite numbers other than zero."""
         return sum(self.counts.values())
 
     def shares(self, loss_scale: float = 1.0) -> Shares:
-        """What becomes of the numbers in float16, multiplied by ``loss_scale``.
+        """Return the shares in float16 of the numbers times ``loss_scale``.
 
         Raises:
-            ValueError: ``loss_scale`` is no power of two: the numbers are known by powers of two only.
+            ValueError: ``loss_scale`` is not a power of two; numbers are counted by powers of two.
         """
         shift, total = shift_of(loss_scale), max(self.total, 1)
 
@@ -80,10 +83,10 @@ NOTHING = Exponents({}, 0, 0, 0.0)
 
 
 def shift_of(loss_scale: float) -> int:
-    """The exponent of ``loss_scale``.
+    """Return the exponent of ``loss_scale``.
 
     Raises:
-        ValueError: it is no power of two.
+        ValueError: ``loss_scale`` is not a power of two.
     """
     mantissa, exponent = math.frexp(loss_scale) if math.isfinite(loss_scale) else (0.0, 0)
     if mantissa != 0.5:
@@ -95,7 +98,7 @@ def shift_of(loss_scale: float) -> int:
 
 
 class Tally:
-    """Counts numbers where they are. Of constant size, and nothing waits for the device until ``read_all``."""
+    """Counts numbers on their device, in constant memory. Nothing waits for the device until ``read_all``."""
 
     def __init__(self, device: torch.device) -> None:
         self.counts = torch.zeros(_BINS + 1, dtype=torch.int64, device=device)
@@ -103,7 +106,7 @@ class Tally:
 
     @torch.no_grad()
     def add(self, numbers: torch.Tensor, factor: torch.Tensor | None = None) -> None:
-        """Count ``numbers``, floating and dense, times ``factor`` (float32, no dimensions), as float32."""
+        """Count ``numbers`` (floating, dense) times ``factor`` (float32, no dimensions), in float32."""
         if not numbers.numel():
             return
         wide = numbers.detach().float().abs()
@@ -124,7 +127,7 @@ def _counted(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def read_all(tallies: list[Tally]) -> list[Exponents]:
-    """What was counted, as numbers: two reads from each device."""
+    """Read all counts from their devices, with two reads per device."""
     found: dict[int, Exponents] = {}
     for device in dict.fromkeys(t.counts.device for t in tallies):
         here = [t for t in tallies if t.counts.device == device]

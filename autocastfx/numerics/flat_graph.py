@@ -1,4 +1,4 @@
-"""A graph in one straight line: the sub-graphs that it runs once in any case are written out in their places."""
+"""Flatten a graph: sub-graphs that always run exactly once are inlined."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _Read = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class FlatGraph:
-    """A copy of a graph.
+    """A flattened copy of a graph.
 
     Attributes:
         graph: the copy.
-        names: of its nodes, as in a plan: ``subgraph/name`` for those of a sub-graph.
-        regions: the modes that a node runs in, outermost first, for those that are not in the caller's.
-        held: what ``get_attr`` nodes read, by target.
+        names: names of its nodes as in a plan: ``subgraph/name`` for nodes of a sub-graph.
+        regions: the modes that nodes of inlined sub-graphs run in, outermost first.
+        held: values of ``get_attr`` nodes, by target.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -40,16 +40,16 @@ class FlatGraph:
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """Names of the nodes that hold sub-graphs still: those that may run not at all, or several times."""
+        """Names of the nodes that still have sub-graphs, which may run not at all or several times."""
         return tuple(self.names[n] for n in self.graph.nodes if isinstance(n.target, HigherOrderOperator))
 
 
 def flatten(graph: fx.Graph, read: _Read) -> FlatGraph:
-    """``graph`` with its regions without gradients and of ``torch.autocast`` written out.
+    """Inline the ``no_grad`` and ``torch.autocast`` regions of ``graph``.
 
     Args:
-        graph: captured or converted; stays as it is.
-        read: what its ``get_attr`` nodes read, by target.
+        graph: captured or converted; not changed.
+        read: returns the value of a ``get_attr`` node, by target.
     """
     flat = FlatGraph()
     flat.graph.output(_Writer(flat, read, "", ()).write(graph))
@@ -58,7 +58,7 @@ def flatten(graph: fx.Graph, read: _Read) -> FlatGraph:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes the nodes of one graph at the end of a flat one."""
+    """Appends the nodes of a graph to a flat one."""
 
     flat: FlatGraph
     read: _Read
@@ -66,7 +66,7 @@ class _Writer:
     around: tuple[Region, ...]
 
     def write(self, graph: fx.Graph, inputs: Sequence[Any] | None = None) -> Any:
-        """What ``graph`` gives, of the inputs of a sub-graph."""
+        """Append the nodes of ``graph``, whose placeholders become ``inputs`` if given; return its output."""
         made: dict[fx.Node, Any] = {}
         given = iter(inputs or ())
         for node in graph.nodes:
@@ -103,7 +103,7 @@ class _Writer:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A higher-order operator that runs its graph once: how many arguments come before the graph, and the mode."""
+    """A higher-order operator that runs its graph once: the number of arguments before the graph, and the mode."""
 
     before: int
     mode: Callable[..., AbstractContextManager[Any]]
@@ -121,13 +121,13 @@ def _kind(node: fx.Node) -> _Kind | None:
 
 
 def _is_member(node: fx.Node, made: Mapping[fx.Node, Any]) -> bool:
-    """Whether ``node`` takes a value out of what a sub-graph gave."""
+    """True if ``node`` takes a member out of an inlined sub-graph's output."""
     if node.op != "call_function" or op_name(node) != "getitem" or not isinstance(node.args[0], fx.Node):
         return False
     return isinstance(made[node.args[0]], (tuple, list))
 
 
 def _is_holder(node: fx.Node) -> bool:
-    """Whether ``node`` reads the graph of a region."""
+    """True if ``node`` reads the graph of an inlined region."""
     users = [(user, _kind(user)) for user in node.users]
     return any(kind is not None and user.args[kind.before] is node for user, kind in users)

@@ -1,4 +1,4 @@
-"""Gradients by magnitude, against what float16 can hold: as text and as a picture."""
+"""Show gradients by magnitude against float16's range, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["plot", "table"]
 
 @dataclass(frozen=True)
 class _Band:
-    """A part of float16's range: from which exponent to which, and how it is drawn."""
+    """A range of exponents with the same fate in float16, and its look in the picture."""
 
     title: str
     low: float
     high: float
-    colour: str  # of Okabe and Ito's palette, which colour-blind readers tell apart
+    colour: str  # from Okabe and Ito's palette, distinct for colour-blind readers
     hatch: str
 
 
@@ -32,12 +32,12 @@ _BANDS = (  # in the order of Shares
     _Band("becomes infinite", 16, math.inf, "#CC79A7", ".."),
 )
 _ROWS, _WIDTH = 8, 40
-_LEAST = 0.0005  # a share that is 0.1 % when rounded
+_LEAST = 0.0005  # the smallest share that rounds to 0.1 %
 _EDGES = (-25, -14, 16)
 
 
 def table(activations: Exponents, weights: Exponents, values: Mapping[str, Exponents], loss_scale: float) -> str:
-    """Shares with and without ``loss_scale``, counts by power of two, and the values of which most becomes zero."""
+    """Write shares with and without ``loss_scale``, shares by power of two, and the values that lose most to zero."""
     lines = [f"{'gradients in float16':<24}{'unscaled':>12}{f'times {_power(loss_scale)}':>14}"]
     for title, part in (("activation gradients", activations), ("weight gradients", weights)):
         lines.append(
@@ -119,7 +119,7 @@ def _draw(axis: Any, part: Exponents, scale: float, span: tuple[int, int]) -> No
 
 
 def _seen(*parts: Exponents) -> range:
-    """The exponents from the first to the last of which there is a share worth showing."""
+    """Return the exponents from the first to the last with a share of at least ``_LEAST``."""
     found = [e for part in parts for e in part.counts if _share(part, e) >= _LEAST]
     return range(min(found), max(found) + 1)
 

@@ -1,4 +1,4 @@
-"""One of two graphs that run side by side: a node at a time, apart from the caller's tensors and random numbers."""
+"""Run one of two graphs side by side, node by node, without changing the caller's tensors and random numbers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Side", "random_state", "set_random_state"]
 
 
 class Side(fx.Interpreter):
-    """Runs a node at a time, with random numbers of its own, and forgets values after their last use.
+    """Runs a graph node by node, with its own random numbers, and frees values after their last use.
 
     Attributes:
-        flat: what it runs.
+        flat: the graph.
         ahead: its nodes that have not run yet.
-        tape: where each value was made, to run backwards; None of a run without gradients.
+        tape: records autograd's functions by node, to run backwards; None without gradients.
     """
 
     def __init__(self, flat: FlatGraph, call: Call, tape: Tape | None) -> None:
@@ -37,21 +37,21 @@ class Side(fx.Interpreter):
         buffers = {name for name, one in tensors.items() if not isinstance(one, nn.Parameter)}
         names = [n.name for n in flat.graph.nodes if n.op == "placeholder"]
         inputs = dict(zip(names, call.tensors, strict=True))
-        own = apart(tensors, written | buffers)  # batch_norm's schema hides that it writes
+        own = apart(tensors, written | buffers)  # batch_norm writes, but its schema does not say so
         self._held: Mapping[str, Any] = {**flat.held, **self._leaves(tensors, own, frozenset())}
         self.args_iter = iter({**inputs, **self._leaves(inputs, apart(inputs, written), written)}.values())
         self._random = random_state()
 
     @classmethod
     def of(cls, flat: FlatGraph, call: Call, gradients: bool) -> Side:
-        """A graph before its run; ``gradients``: with a tape."""
-        with torch.inference_mode(False):  # what inference mode makes, no backward can use
+        """Prepare a run; with ``gradients`` it has a tape."""
+        with torch.inference_mode(False):  # backward cannot use tensors made in inference mode
             return cls(flat, call, Tape() if gradients else None)
 
     def _leaves(
         self, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], written: frozenset[str]
     ) -> dict[str, torch.Tensor]:
-        """``own``; with gradients, also leaves in place of what asks for gradients, so that the caller's get none."""
+        """Return ``own``; with gradients, also leaves in place of the caller's tensors, which must not get any."""
         if self.tape is None:
             return dict(own)
         found, leaves = dict(own), dict[int, torch.Tensor]()
@@ -63,11 +63,11 @@ class Side(fx.Interpreter):
         return found
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What a node reads: the caller's, a copy of it, or a leaf in its place."""
+        """Return the value of a ``get_attr`` node: the caller's tensor, a copy of it, or a leaf in its place."""
         return self._held[str(target)]
 
     def run_one(self, node: fx.Node) -> Any:
-        """The value of ``node``, in the modes of its regions."""
+        """Run ``node`` in the modes of its regions, and return its value."""
         with ExitStack() as modes:
             for region in self.flat.regions.get(node, ()):
                 modes.enter_context(region())
@@ -79,12 +79,12 @@ class Side(fx.Interpreter):
         return self.env[node]
 
     def release(self, node: fx.Node) -> None:
-        """Forget what ``node`` was the last to read, and its own value if none reads it."""
+        """Free the values that ``node`` was the last to read, and its own value if no node reads it."""
         for read in (*self.user_to_last_uses.get(node, ()), *(() if node.users else (node,))):
             self.env.pop(read, None)
 
     def run_up_to(self, last: fx.Node) -> None:
-        """Run the nodes up to ``last``; what ``last`` reads is kept for now."""
+        """Run the nodes up to ``last``; the values that ``last`` reads are kept for now."""
         with self.random():
             for node in self.ahead:
                 self.run_one(node)
@@ -93,7 +93,7 @@ class Side(fx.Interpreter):
                 self.release(node)
 
     def outputs(self) -> Any:
-        """Run what is left, and give what the graph gives; forget all values."""
+        """Run the remaining nodes, free all values, and return the graph's output."""
         with self.random():
             for node in self.ahead:
                 if node.op != "output":
@@ -105,19 +105,19 @@ class Side(fx.Interpreter):
 
     @contextmanager
     def random(self) -> Generator[None]:
-        """While open, random numbers go on from where this graph's were."""
+        """While open, random numbers continue from this graph's last state."""
         set_random_state(self._random)
         yield
         self._random = random_state()
 
 
 def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The state of torch's random numbers on all devices in use."""
+    """Return the state of torch's random numbers on all devices in use."""
     return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 
 def set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    """Bring back what :func:`random_state` gave."""
+    """Restore a state that :func:`random_state` returned."""
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])

@@ -1,4 +1,4 @@
-"""How far a converted model's output is from float32's: what ``bisect`` holds small if nothing else is asked for."""
+"""Metrics for ``bisect``: the distance of a converted model's output from the float32 model's."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor], float]] = {"error": _r
 
 
 class OutputError:
-    """A metric: the largest distance of a floating-point tensor in the output of one call from that of float32.
+    """A metric: the largest distance of a floating-point output tensor from the float32 model's, for one call.
 
-    Buffers, inputs and the state of torch's random numbers are as before after each call.
+    Buffers, inputs and the state of torch's random numbers are unchanged after each evaluation.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class OutputError:
         """Run the float32 ``model``.
 
         Args:
-            model: in the mode to be measured.
-            args: of the call, by position.
-            kwargs: of the call, by keyword.
-            kind: ``"error"``, the distance in the 2-norm relative to the norm of float32, infinite where values
+            model: the float32 model, in the mode to measure.
+            args: positional inputs of the call.
+            kwargs: keyword inputs of the call.
+            kind: ``"error"``, the distance in the 2-norm relative to the norm of the float32 tensor, infinite if values
                 overflow; or ``"difference"``, the largest difference of an element.
-            seed: of the random numbers of each call.
+            seed: seed of the random numbers of each call.
 
         Raises:
             BisectError: the output holds no floating-point tensor.
@@ -55,7 +55,7 @@ class OutputError:
             raise BisectError("the model's output holds no floating-point tensor: give a metric of your own.")
 
     def __call__(self, amp_model: nn.Module) -> float:
-        """The distance of what a converted model gives."""
+        """Measure the distance of a converted model's output."""
         found = zip(self._run(amp_model), self._expected, strict=True)
         distances = [self._distance(ours, theirs) for ours, theirs in found]
         return max(distances, key=lambda distance: (distance != distance, distance))  # NaN is worst

@@ -1,4 +1,4 @@
-"""Both graphs of a paired run, backwards: gradients of values and parameters in both, each as soon as it is known."""
+"""Run both graphs of a paired run backwards, and yield each gradient of both as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Loss = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of one thing in both graphs; none where one of them has none.
+    """The gradients of a node, parameter or input in both graphs; empty if one graph has none.
 
     Attributes:
-        name: of a node, as in the plan; of a parameter or an input of the call.
-        is_leaf: whether it is a parameter or an input.
-        low, full: in the converted graph, and in the captured one.
+        name: the node's name in the plan, or the name of a parameter or an input of the call.
+        is_leaf: True for a parameter or an input.
+        low, full: the gradients in the converted graph, and in the captured one.
     """
 
     name: str
@@ -34,16 +34,16 @@ class Gradients:
 
 
 def run_backwards(run: PairedRun, loss: Loss | None, scale: float) -> Generator[Gradients]:
-    """Run both graphs backwards, side by side, after all steps of ``run`` were taken.
+    """Run both graphs backwards side by side, after all steps of ``run``.
 
     Args:
-        run: with gradients, and with both graphs.
-        loss: of the model's output; None: the sum of all that it holds, in float32.
-        scale: of the loss.
+        run: a run of both graphs, with gradients.
+        loss: a function from the model's output to one number; None: the sum of its floating-point tensors, in float32.
+        scale: the loss scale.
 
     Raises:
-        CalibrationError: the loss depends on nothing that asks for a gradient.
-        ValueError: ``loss`` gives no single number.
+        CalibrationError: the loss does not depend on anything that requires a gradient.
+        ValueError: ``loss`` does not return a single number.
     """
     low, full = (_Half(tape, start) for tape, start in zip(run.tapes, _starts(run, loss or _sum, scale), strict=True))
     leaves = _leaves(low.tape, full.tape)
@@ -67,12 +67,12 @@ def _starts(run: PairedRun, loss: Loss, scale: float) -> list[Backward]:
             value: Any = loss(output)
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 kind = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-                raise ValueError(f"loss gave {kind}: it gives one number, as a tensor, of the model's output.")
+                raise ValueError(f"loss gave {kind}: it must turn the model's output into one number, as a tensor.")
             value = value.float()
         if not value.requires_grad:
             raise CalibrationError(
-                "the loss depends on nothing that asks for a gradient: unfreeze a parameter, or let an input of the "
-                "call ask for one (x.requires_grad_())."
+                "the loss does not depend on anything that requires a gradient: unfreeze a parameter, or call "
+                "requires_grad_() on an input of the call."
             )
         found.append(Backward(value, torch.full_like(value, scale)))
     return found
@@ -84,7 +84,7 @@ def _sum(output: Any) -> torch.Tensor:
 
 @dataclass
 class _Half:
-    """One graph on its way back."""
+    """The backward pass of one graph."""
 
     tape: Tape
     backward: Backward
@@ -94,12 +94,12 @@ class _Half:
             self.backward.run_to(mark)
 
     def has_passed(self, names: Sequence[str]) -> bool:
-        """Whether all that reads the leaf of these names has run."""
+        """True if backward has passed every reader of the leaf with these names."""
         return self.backward.at <= min((self.tape.uses[name] for name in names if name in self.tape.uses), default=0)
 
 
 def _leaves(low: Tape, full: Tape) -> dict[Edge, list[str]]:
-    """Names of the leaves that both graphs have, by their place in ``low``; tied parameters have several."""
+    """Return the names of the leaves that both graphs have, by their edge in ``low``; tied parameters have several."""
     found: dict[Edge, list[str]] = {}
     for name, edge in low.leaves.items():
         if name in full.leaves:
@@ -108,7 +108,7 @@ def _leaves(low: Tape, full: Tape) -> dict[Edge, list[str]]:
 
 
 def _complete(leaves: dict[Edge, list[str]], low: _Half, full: _Half) -> Iterator[Gradients]:
-    """The gradients of the leaves that are complete, which are then forgotten."""
+    """Yield the gradients of leaves that are complete, and free them."""
     for edge, names in list(leaves.items()):
         if low.has_passed(names) and full.has_passed(names):
             other = full.tape.leaves[names[0]]

@@ -1,4 +1,4 @@
-"""A backward pass that halts between the nodes of a graph, where the gradients of the graph's values can be read."""
+"""Run a backward pass that stops between the nodes of a graph, so that gradients of its values can be read."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ __all__ = ["Backward", "Edge", "Tape"]
 
 _now: Any = cast("Any", torch.autograd)._get_sequence_nr
 
-Edge = tuple[Any, int]  # a function of torch's autograd, and which of its outputs
+Edge = tuple[Any, int]  # a function of torch's autograd, and the number of its output
 
 
 @dataclass
 class Tape:
-    """Where torch's autograd made the values of a graph's nodes, by its own numbers, which only grow.
+    """Records autograd's functions for the values of a graph's nodes, by sequence numbers, which only grow.
 
     Attributes:
-        starts, ends: those numbers before and after a node ran.
-        made: the floating-point values of a node that ask for gradients and that it made itself.
-        leaves: of parameters and inputs that ask for gradients.
-        uses: the number before the first node that reads a leaf; 0 for inputs.
+        starts, ends: the sequence numbers before and after a node ran.
+        made: by node, an edge for each of its floating-point values; None for values that require no gradient or that
+            it did not make itself.
+        leaves: edges of the parameters and inputs that require gradients, by name.
+        uses: the sequence number before the first node that reads a leaf; 0 for inputs.
     """
 
     starts: dict[fx.Node, int] = field(default_factory=dict[fx.Node, int])
@@ -37,19 +38,19 @@ class Tape:
     uses: dict[str, int] = field(default_factory=dict[str, int])
 
     def leaf(self, name: str, leaf: torch.Tensor) -> None:
-        """Know a leaf by a name that ``get_attr`` nodes or inputs have."""
+        """Record a leaf under the name of a ``get_attr`` target or an input."""
         self.leaves[name] = edge_of(leaf)
         self.uses.setdefault(name, 0)
 
     def start(self, node: fx.Node) -> None:
-        """Before ``node`` runs."""
+        """Record the start of ``node``."""
         self.starts[node] = now = _now()
         name = str(node.target)
         if node.op == "get_attr" and name in self.leaves and not self.uses[name]:
             self.uses[name] = now
 
     def end(self, node: fx.Node, value: Any) -> None:
-        """After ``node`` gave ``value``. What it only passes on has its gradient where it was made."""
+        """Record the end of ``node`` and its ``value``. Values passed on belong to the node that made them."""
         found: list[Edge | None] = []
         for tensor in pytree.tree_leaves(value):
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
@@ -61,38 +62,38 @@ class Tape:
         self.ends[node] = _now()
 
     def keep(self, nodes: Iterable[fx.Node]) -> None:
-        """Forget what other nodes made, which would keep alive all that was saved before it."""
+        """Forget the values of other nodes, whose edges would keep tensors saved for backward alive."""
         self.made = {node: self.made[node] for node in nodes if node in self.made}
 
 
 def edge_of(tensor: torch.Tensor) -> Edge:
-    """The place of a tensor in the graph of torch's autograd as it now is."""
+    """Return a tensor's edge in the present autograd graph."""
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
 
 class Backward:
-    """Runs backwards from one number, with a given gradient, as far as it is told to.
+    """Runs backwards from one number with a given gradient, step by step.
 
-    Functions run in the order of torch's own engine, latest first, and gradients are added up in the same order. Of
-    gradients, only those are kept that functions still to run will read, and those of leaves.
+    Functions run in the order of torch's own engine, latest first, and gradients are added up in the same order. Only
+    gradients that functions still need are kept, and those of leaves.
     """
 
     def __init__(self, output: torch.Tensor, gradient: torch.Tensor) -> None:
         self._waiting: dict[Any, list[torch.Tensor | None]] = {}
         self._order: list[tuple[int, int, Any]] = []
-        self._owners: dict[Any, list[Any]] = {}  # what keeps a function in Python alive: its object does not
+        self._owners: dict[Any, list[Any]] = {}  # owners that keep functions written in Python alive
         self._given = 0
         self.at: float = float("inf")
         self._add(edge_of(output), gradient, get_gradient_edge(output).ownership_token)
 
     @property
     def pending(self) -> int:
-        """How many gradients are kept now."""
+        """The number of gradients kept now."""
         return sum(gradient is not None for found in self._waiting.values() for gradient in found)
 
     def run_to(self, mark: int) -> None:
-        """Run all functions that were made since the number ``mark``."""
+        """Run all functions with sequence numbers from ``mark`` on."""
         self.at = min(self.at, mark)
         while self._order and -self._order[0][0] >= mark:
             function = heapq.heappop(self._order)[2]
@@ -101,7 +102,7 @@ class Backward:
                 self._add(edge, gradient, owner)
 
     def gradient(self, edge: Edge) -> torch.Tensor | None:
-        """The gradient of a value; None if there is none. Complete once all that reads the value has run."""
+        """Return the gradient of a value, or None. It is complete once the functions of all its readers have run."""
         found = self._waiting.get(edge[0])
         return found[edge[1]] if found is not None else None
 
@@ -129,7 +130,7 @@ def _is_leaf(function: Any) -> bool:
 
 
 def _fitting(gradient: torch.Tensor, kind: Any) -> torch.Tensor:
-    """``gradient`` in the shape and dtype of its value, as torch's own engine brings it there."""
+    """Convert ``gradient`` to the shape and dtype of its value, as torch's own engine does."""
     if gradient.shape != kind.shape:
         gradient = gradient.sum_to_size(kind.shape)
     if gradient.is_complex() and not kind.dtype.is_complex:
@@ -138,7 +139,7 @@ def _fitting(gradient: torch.Tensor, kind: Any) -> torch.Tensor:
 
 
 def _apply(function: Any, gradients: Sequence[torch.Tensor | None]) -> list[tuple[Edge, torch.Tensor]]:
-    """What ``function`` gives for its inputs, by where these were made."""
+    """Run ``function`` and return its results with the edges of its inputs."""
     edges: list[Edge] = list(function.next_functions)
     if callable(function):
         results = function(*gradients)

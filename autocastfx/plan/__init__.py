@@ -1,1 +1,1 @@
-"""What was decided for each node, read, written, edited and compared."""
+"""Plans, the decisions and placements of a graph: make, read, write, edit and compare them."""

@@ -1,4 +1,4 @@
-"""JSON text as Python data, with one kind of error for all that is wrong with it."""
+"""Parse JSON text; every kind of bad text raises the same exception."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 __all__ = ["parsed_json"]
 
-_DEEPEST = 100  # levels: Python itself walks data of some hundreds only
-_INTEGER = re.compile(r'"(?:[^"\\]|\\.)*"|(?<![\d.])(\d+)(?![\d.eE])')  # the group, unless it is inside of text
+_DEEPEST = 100  # levels; recursive Python code handles a few hundred
+_INTEGER = re.compile(r'"(?:[^"\\]|\\.)*"|(?<![\d.])(\d+)(?![\d.eE])')  # group 1 is an integer outside of strings
 
 
 def parsed_json(text: str) -> Any:
-    """The data that ``text`` holds.
+    """Parse ``text``.
 
     Raises:
-        json.JSONDecodeError: it is no JSON, nests more than 100 levels deep, or has an integer of more digits than
-            Python reads.
+        json.JSONDecodeError: the text is not JSON, nests more than 100 levels deep, or has an integer with more digits
+            than Python reads.
     """
     try:
         data = json.loads(text)
@@ -25,7 +25,7 @@ def parsed_json(text: str) -> Any:
         raise
     except RecursionError as error:
         raise _too_deep(text) from error
-    except ValueError as error:  # Python reads integers of 4,300 digits
+    except ValueError as error:  # Python reads integers of 4,300 digits at most
         found = max((match for match in _INTEGER.finditer(text) if match[1]), key=lambda match: len(match[1]))
         what = f"an integer has {len(found[1])} digits, too many to read"
         raise json.JSONDecodeError(what, text, found.start(1)) from error

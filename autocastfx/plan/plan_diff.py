@@ -1,4 +1,4 @@
-"""What two plans of the same model say differently: what an edit of a list changed."""
+"""Compare two plans of a model, for example before and after an edit of an op list."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ __all__ = ["Difference", "PlanDiff", "diff"]
 
 @dataclass(frozen=True)
 class Difference:
-    """A node that two plans have, and of which they say something else."""
+    """A node that two plans decide or place differently."""
 
     before: PlannedNode
     after: PlannedNode
 
     @property
     def name(self) -> str:
-        """Of the node."""
+        """The node's name."""
         return self.after.name
 
     @property
     def moved(self) -> bool:
-        """Whether it runs, or is stored, in another precision."""
+        """True if the node runs, or its output is stored, in another precision."""
         before, after = self.before.placement, self.after.placement
         return (before.run, before.store) != (after.run, after.store)
 
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """What two plans say differently. False in a condition if they say the same of every node.
+    """The differences of two plans. False in a condition if all nodes are equal.
 
-    ``str`` gives a table: nodes that moved first, then those with another reason alone, then nodes that one plan lacks.
+    ``str`` gives a table: first the nodes that moved, then nodes where only the reason differs, then nodes that one
+    plan lacks.
     """
 
     before: Plan
@@ -42,20 +43,20 @@ class PlanDiff:
 
     @cached_property
     def changed(self) -> tuple[Difference, ...]:
-        """Nodes that both have, in the order of the later plan; those that moved come first."""
+        """Nodes that differ, in the order of the later plan, but those that moved first."""
         known = {node.name: node for node in self.before.nodes}
         pairs = (Difference(known[n.name], n) for n in self.after.nodes if n.name in known and known[n.name] != n)
         return tuple(sorted(pairs, key=lambda pair: not pair.moved))
 
     @cached_property
     def removed(self) -> tuple[PlannedNode, ...]:
-        """Nodes of the earlier plan alone."""
+        """Nodes of only the earlier plan."""
         known = {node.name for node in self.after.nodes}
         return tuple(node for node in self.before.nodes if node.name not in known)
 
     @cached_property
     def added(self) -> tuple[PlannedNode, ...]:
-        """Nodes of the later plan alone."""
+        """Nodes of only the later plan."""
         known = {node.name for node in self.before.nodes}
         return tuple(node for node in self.after.nodes if node.name not in known)
 
@@ -87,7 +88,7 @@ class PlanDiff:
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:
-    """What ``after`` says differently from ``before``; nodes are matched by name.
+    """Compare two plans; nodes are matched by name.
 
     ::
 

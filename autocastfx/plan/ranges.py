@@ -1,4 +1,4 @@
-"""How large the values of a model were on calibration data: plain data, to and from JSON."""
+"""Magnitudes of a model's values, measured on calibration data, as plain data to and from JSON."""
 
 from __future__ import annotations
 
@@ -30,21 +30,27 @@ Key = tuple[str, str, str]  # name of the node, its op, the path of its module
 
 
 def key_of(node: fx.Node, prefix: str = "") -> Key:
-    """What a node is known by in another capture of the same model. ``prefix`` is that of its sub-graph."""
+    """Return a key that finds the node in another capture of the same model. ``prefix`` names its sub-graph."""
     return prefix + node.name, op_name(node), module_path(node)
 
 
 def mode_of(training: Iterable[bool]) -> str:
-    """The mode of a graph whose modules have these flags: ``"train"`` if any trains, else ``"eval"``."""
+    """Return ``"train"`` if any of the modules' training flags is set, else ``"eval"``."""
     return MODES[0] if any(training) else MODES[1]
 
 
 @dataclass(frozen=True)
 class Range:
-    """How large one value was: the output of the node ``name``, which computes ``op`` in ``module``.
+    """The measured magnitudes of one value, the output of a node.
 
-    ``largest`` is the largest magnitude of its finite elements, and ``rms`` the root mean square of those that are not
-    0, in the batch where it was largest. ``non_finite`` counts the others.
+    Attributes:
+        mode: ``"train"`` or ``"eval"``.
+        name: the node's name.
+        op: the node's op name.
+        module: the path of the module that made the node.
+        largest: the largest magnitude of a finite element.
+        rms: the root mean square of the finite elements that are not 0; the largest over the batches.
+        non_finite: the number of Inf and NaN elements.
     """
 
     mode: str
@@ -57,27 +63,32 @@ class Range:
 
     @property
     def key(self) -> Key:
-        """What its node is known by in a graph of its mode."""
+        """The key of the node in a graph of this mode."""
         return self.name, self.op, self.module
 
     def merged(self, other: Range) -> Range:
-        """Both measurements of the value together."""
+        """Merge two measurements of the value: the larger magnitudes, and the sum of the counts."""
         larger = {name: max(getattr(self, name), getattr(other, name)) for name in ("largest", "rms")}
         return dataclasses.replace(self, **larger, non_finite=self.non_finite + other.non_finite)
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """How large every float32 value of a model was while it ran ``batches`` batches, in the order of its graphs."""
+    """The measured magnitudes of a model's float32 values over calibration batches.
+
+    Attributes:
+        values: one range per value and mode, in the order of the graphs.
+        batches: the number of batches.
+    """
 
     values: tuple[Range, ...]
     batches: int = field(default=0)
 
     def __getitem__(self, name: str) -> Range:
-        """The range of the node called ``name``: the largest, where modes or modules share the name.
+        """Return the range of the node called ``name``; the largest if modes or modules share the name.
 
         Raises:
-            KeyError: there is none.
+            KeyError: no measured node has this name.
         """
         found = [r for r in self.values if r.name == name]
         if not found:
@@ -89,26 +100,26 @@ class Ranges:
         return {mode: {r.key: Magnitude(r.largest, r.rms) for r in self.values if r.mode == mode} for mode in MODES}
 
     def magnitudes(self, mode: str) -> Mapping[Key, Magnitude]:
-        """How large values were in graphs of ``mode``; those of the other mode, if only that was measured."""
+        """Return the magnitudes in graphs of ``mode``; of the other mode if only that was measured."""
         own, other = self._by_mode[mode], self._by_mode[MODES[mode == MODES[0]]]
         return own or other
 
     def merged(self, other: Ranges) -> Ranges:
-        """Both together: of a value that both hold, the larger magnitudes and the sum of the counts."""
+        """Merge two measurements: for a value in both, the larger magnitudes and the sum of the counts."""
         return Ranges(_merged((*self.values, *other.values)), self.batches + other.batches)
 
     def to_json(self) -> str:
-        """These ranges as JSON text, one value a line; :meth:`from_json` reads it back."""
+        """Write the ranges as JSON text, one value a line; :meth:`from_json` reads it back."""
         lines = (json.dumps(dataclasses.asdict(r), ensure_ascii=False) for r in self.values)
         head = f'{{"autocastfx_ranges": {VERSION}, "batches": {self.batches}, "values": [\n'
         return head + ",\n".join(lines) + "\n]}\n"
 
     @classmethod
     def from_json(cls, text: str, *, file: str = "ranges") -> Ranges:
-        """The ranges that :meth:`to_json` wrote. ``file`` is what messages call the text.
+        """Read the ranges that :meth:`to_json` wrote. ``file`` is the text's name in messages.
 
         Raises:
-            CalibrationError: the text is no such JSON, or of another version; it names line and column.
+            CalibrationError: the text is not such JSON, or of another version; the message names line and column.
         """
         try:
             data = parsed_json(text)
@@ -122,19 +133,19 @@ class Ranges:
             raise CalibrationError(f"{error}. The file is written by Ranges.save; calibrate again.", place) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write these ranges to ``path`` as JSON.
+        """Write the ranges to ``path`` as JSON.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         write_whole(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Ranges:
-        """The ranges that :meth:`save` wrote to ``path``.
+        """Read the ranges that :meth:`save` wrote to ``path``.
 
         Raises:
-            CalibrationError: the file cannot be read, or holds no ranges; it names file, line and column.
+            CalibrationError: the file cannot be read, or holds no ranges; the message names file, line and column.
         """
         try:
             text = read_whole(Path(path))
@@ -156,7 +167,7 @@ def _merged(values: Iterable[Range]) -> tuple[Range, ...]:
 
 
 class _Malformed(Exception):
-    """What is wrong, and the keys and indices that lead to it."""
+    """An error in the data, with the keys and indices that lead to it."""
 
     def __init__(self, message: str, *path: str | int) -> None:
         super().__init__(message)
@@ -201,7 +212,7 @@ def _is_magnitude(found: Any) -> bool:
 
 
 def _place(text: str, path: tuple[str | int, ...], file: str) -> Source:
-    """Where the value at ``path`` stands. JSON's own reader does not say, but JSON is YAML."""
+    """Find the line and column of the value at ``path``. YAML's parser reads JSON too, and keeps places."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:

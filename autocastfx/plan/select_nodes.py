@@ -1,4 +1,4 @@
-"""Which nodes of a plan a person means by a few letters: a node, an op, a module, or an op inside a module."""
+"""Select nodes of a plan by name: a node, an op, a module, or an op inside a module."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["select"]
 
 
 def select(plan: Plan, what: str) -> tuple[PlannedNode, ...]:
-    """The nodes called ``what``, in the order of the plan.
+    """Return the nodes that ``what`` names, in the order of the plan.
 
     Args:
-        plan: of one graph.
+        plan: the plan of one graph.
         what: a node (``softmax_3``), an op (``softmax``), the path of a module (``layers.0.attn``), or an op
             inside a module (``layers.0.attn.softmax``). Paths may be patterns (``layers.*.attn``).
 
     Raises:
-        KeyError: there is none; with the nearest name.
+        KeyError: nothing has this name; the message suggests the nearest.
     """
     named = [node for node in plan.nodes if what in (node.name, node.op)]
     module, _, op = what.rpartition(".")

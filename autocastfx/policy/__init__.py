@@ -1,1 +1,1 @@
-"""What op lists and kernels say about an op: read, checked, written and compared."""
+"""Op lists and kernel facts: read them, check them, match them to nodes, write and compare them."""

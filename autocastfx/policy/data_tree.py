@@ -1,4 +1,4 @@
-"""Python data of the shape of YAML, as the tree that YAML gives: the same checks apply to both."""
+"""Turn Python mappings and lists into the same tree as parsed YAML, so that the same checks apply."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _WORDS = {type(None): "null", bool: "bool", int: "int", float: "float"}
 
 
 def tree_of(data: Mapping[str, Any], name: str) -> Tree:
-    """Python data of the shape of YAML as a tree, which messages call ``name``.
+    """Turn Python data into a tree; messages call it ``name``.
 
     Raises:
-        OpListError: it holds something that YAML cannot say.
+        OpListError: the data holds a value that YAML cannot express, or is nested too deeply.
     """
     start = KeyPath(name)
     try:
@@ -45,6 +45,6 @@ def _node(data: Any, place: KeyPath) -> yaml.Node:
         raise OpListError(f"an op list holds text, numbers, lists and mappings, no {type(data).__name__}", place)
     try:
         text = yaml.safe_dump(data).split()[0]
-    except ValueError as error:  # Python writes integers of 4,300 digits
+    except ValueError as error:  # Python writes integers of 4,300 digits at most
         raise OpListError(f"an {shown(data)} is no number of an op list", place) from error
     return yaml.ScalarNode(f"{STANDARD}{_WORDS[type(data)]}", text, mark)

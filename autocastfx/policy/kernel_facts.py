@@ -1,4 +1,4 @@
-"""What a device's kernels do whatever the policy: one table, apart from the categories."""
+"""Kernel facts: how each device's kernels behave, whatever the op list says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LEVELS", "PARAMETERS", "KernelFacts", "load_kernel_facts"]
 
 PARAMETERS = ("weight", "bias")  # of a norm, by the names in its schema
 
-# Levels of folding: which tables of ops each takes.
+# Levels of folding, each with the tables of ops that it uses.
 LEVELS: Mapping[str, tuple[str, ...]] = {"none": (), "exact": ("exact",), "kernel": ("exact", "kernel")}
 
 _WHOLE = ("made", "truth", "counted", "filled", "added", "multiplied", "summed", "moved", "bounded")
@@ -28,20 +28,21 @@ class KernelFacts:
     """Facts by op name.
 
     Attributes:
-        computes_in_float32: the kernel computes in float32 inside.
-        mixed_args: the kernel takes operands of several precisions and computes in the widest of those with dimensions.
-        takes_dtype: a dtype argument makes the kernel widen its input itself.
-        no_kernel: per (device type, dtype name), what the device cannot run in that dtype.
-        folds: per (level, device type, dtype name), what may take and give 16 bits where its list asks for float32:
-            ``"exact"``, as exactly as with casts around it; ``"kernel"``, computed in float32 inside, from rounded
-            arguments to rounded results.
-        float32_parameters: by device type, what takes 16-bit inputs beside a float32 weight and bias.
-        folds_with_parameters: folds only where it has a weight or a bias.
-        joins: values are joined, never computed.
-        expands_range: finite inputs can give results beyond their range.
-        same_operands: the op that an op of two equal operands is.
-        whole_numbers: for ops that give whole numbers, what of.
-        reduces: for ops that reduce many elements into one, what tells how many.
+        computes_in_float32: ops whose kernel computes in float32 inside.
+        mixed_args: ops whose kernel takes operands of several precisions and computes in the widest of those with
+            dimensions.
+        takes_dtype: ops whose kernel widens its input itself, given a dtype argument.
+        no_kernel: per (device type, dtype name), the ops that the device cannot run in that dtype.
+        folds: per (level, device type, dtype name), the ops that may take and give 16 bits where a list asks for
+            float32. Level ``"exact"``: as exactly as with casts around them. ``"kernel"``: computed in float32 inside,
+            from rounded arguments to rounded results.
+        float32_parameters: by device type, the ops that take 16-bit inputs with a float32 weight and bias.
+        folds_with_parameters: ops that fold only if they have a weight or a bias.
+        joins: ops that join values and compute nothing.
+        expands_range: ops with results beyond the range of their finite inputs.
+        same_operands: by op, the op that it equals when its two operands are the same.
+        whole_numbers: by op that can give whole numbers, the kind of whole number.
+        reduces: by op that reduces many elements into one, the source of their number (``graph.product.KINDS``).
     """
 
     computes_in_float32: frozenset[str]
@@ -58,17 +59,17 @@ class KernelFacts:
     whole_numbers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def runs(self, op: str, dtype: str, device: str) -> bool:
-        """Whether ``device`` has a kernel of ``op`` for ``dtype``, as far as the table knows."""
+        """True unless the table says that ``device`` has no kernel of ``op`` for ``dtype``."""
         return base_name(op) not in self.no_kernel.get((device, dtype), frozenset())
 
     def stands_for(self, node: fx.Node) -> str | None:
-        """The other op that ``node`` is because both its operands are the same: ``x * x`` is a square."""
+        """Return the op that ``node`` equals because both its operands are the same: ``x * x`` is ``square``."""
         reads = [u.node for u in uses(node)]
         is_twice = len(reads) == 2 and reads[0] is reads[1]
         return self.same_operands.get(base_name(op_name(node))) if is_twice else None
 
     def may_fold(self, op: str, dtype: str, device: str, level: str) -> bool:
-        """Whether ``op`` may take and give ``dtype`` where its list asks for float32, at ``level`` of folding.
+        """True if ``op`` may take and give ``dtype`` at this level of folding, where its list asks for float32.
 
         ``op`` is a ``kernel_name``.
         """
@@ -78,7 +79,7 @@ class KernelFacts:
 
 
 def load_kernel_facts() -> KernelFacts:
-    """The shipped table.
+    """Read the shipped table.
 
     Raises:
         OpListError: the file is damaged.

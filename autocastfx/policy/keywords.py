@@ -1,4 +1,4 @@
-"""The words of an op list's YAML, each with what it means: the parser takes these and no others."""
+"""The keys and values of an op list's YAML, with their meanings. The parser accepts no others."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ PLACEMENTS: Mapping[str, str] = {
     "follow": "as torch.autocast dispatches: each call by the dtypes that its inputs have",
 }
 DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "meta")
-# How the value of an argument is written, by the argument's type in the op's schema.
+# The form of a value in a condition, by the argument's type in the op's schema.
 VALUES: Mapping[str, str] = {
     "str": "text",
     "bool": "true or false",

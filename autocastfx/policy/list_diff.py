@@ -1,4 +1,4 @@
-"""The lines in which two op lists differ."""
+"""Compare two op lists subject by subject."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Change", "changes"]
 
 @dataclass(frozen=True, order=True)
 class Change:
-    """One thing of which two lists say different things; an empty text stands for nothing said."""
+    """A subject that two lists treat differently. An empty text: the list does not mention it."""
 
     subject: str
     before: str
@@ -21,11 +21,11 @@ class Change:
 
 
 def changes(before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[str, str]]) -> tuple[Change, ...]:
-    """Every difference, sorted; reasons are shown only where nothing else differs.
+    """Return all differences, sorted by subject. Reasons are shown only if nothing else differs.
 
     Args:
-        before: by subject, what the first list says of it, and why.
-        after: the same of the second.
+        before: the first list's setting and reason, by subject.
+        after: the second list's.
     """
     found: list[Change] = []
     for subject in sorted({*before, *after}):

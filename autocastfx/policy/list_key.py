@@ -1,4 +1,4 @@
-"""A key of an op list: what it means, and how its value is read, laid over an earlier one, written and compared."""
+"""Describe a key of op lists: its meaning, and functions to read, merge, write and compare its values."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from autocastfx.policy.yaml_tree import Tree
 
 __all__ = ["ListKey", "Said", "join", "keys_of", "later_or_earlier", "limited", "stacked"]
 
-Said = tuple[str, str, str]  # a subject, what is said of it, and why
+Said = tuple[str, str, str]  # subject, setting, reason
 
 
 def join(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Both mappings as one, in which the later wins."""
+    """Merge two mappings; the later wins."""
     return {**earlier, **later}
 
 
 def later_or_earlier(earlier: Any, later: Any) -> Any:
-    """The later value, or the earlier one where the later list says nothing."""
+    """Return the later value; the earlier one if the later is None."""
     return earlier if later is None else later
 
 
 def stacked(earlier: tuple[ModuleRule, ...], later: tuple[ModuleRule, ...]) -> tuple[ModuleRule, ...]:
-    """The rules of both, the later ones with the higher ranks, and in place of earlier ones of the same key."""
+    """Merge two lists' rules: later ones get higher ranks, and replace earlier ones of the same key."""
     replaced = {rule.key for rule in later}
     above = 1 + max((rule.rank for rule in earlier), default=-1)
     raised = (replace(rule, rank=rule.rank + above) for rule in later)
@@ -34,7 +34,7 @@ def stacked(earlier: tuple[ModuleRule, ...], later: tuple[ModuleRule, ...]) -> t
 
 
 def limited(earlier: Mapping[str, DepthLimit], later: Mapping[str, DepthLimit]) -> Mapping[str, DepthLimit]:
-    """The limits of both; a later one for all reductions undoes what each op had."""
+    """Merge two lists' limits; a later limit for all reductions discards the earlier limits of single ops."""
     return {**({} if ANY_REDUCTION in later else earlier), **later}
 
 
@@ -43,11 +43,11 @@ class ListKey:
     """A key of an op list: the ``metadata["key"]`` of the list's field of the same name.
 
     Attributes:
-        meaning: a line of the reference page, in Markdown.
-        read: the value, from the whole list's tree, in which the key may be missing.
-        write: the value as YAML's data; a value that says nothing is not written.
-        said: what the value says of which subjects, and why, for comparisons.
-        over: an earlier list's value and a later one's, as one.
+        meaning: the key's line on the reference page, in Markdown.
+        read: reads the value from the whole list's tree, in which the key may be missing.
+        write: turns the value into data for YAML. Default values are not written.
+        said: lists the value's settings as (subject, setting, reason), for comparisons.
+        over: merges an earlier list's value with a later one's.
     """
 
     meaning: str
@@ -58,5 +58,5 @@ class ListKey:
 
 
 def keys_of(kind: type[Any]) -> dict[str, ListKey]:
-    """The keys that are fields of ``kind``, in their order."""
+    """Return the fields of ``kind`` that are keys of op lists, in their order."""
     return {f.name: f.metadata["key"] for f in dataclasses.fields(kind) if "key" in f.metadata}

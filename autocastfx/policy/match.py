@@ -1,4 +1,4 @@
-"""Which rule of an op list decides a node, and which rules decide none."""
+"""Find the rule of an op list that decides a node, and the rules that match no node."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ __all__ = ["Matcher", "unmatched"]
 class Matcher:
     """The rules of a list that apply on one device type.
 
-    A rule for a module path wins over one with a condition, and that over one for an op alone. Of module rules the one
-    wins whose pattern matches the innermost module, then one that names ops, then one that names the device, then the
-    one of the higher rank (a later list). Of conditional rules the one with more conditions wins, then one for the op's
-    own name, then one that names the device. Of rules for an op alone, one for the class of an enclosing module wins
-    over one for the op, the innermost class first.
+    Rules for module paths win over rules with conditions, and these over rules for an op alone.
+    Among module rules: the pattern that matches the innermost module wins, then a rule that names ops, then one that
+    names the device, then the higher rank (a later list).
+    Among conditional rules: more conditions win, then the op's own name over an alias, then a named device.
+    Among rules for an op alone: the class of an enclosing module wins over the op, the innermost class first.
     """
 
     op_list: OpList
     device: str
 
     def __call__(self, node: fx.Node) -> Rule | ModuleRule | None:
-        """The rule that decides ``node``; None if none does.
+        """Return the rule that decides ``node``; None if no rule does.
 
-        Module rules that let ops run in 16 bits pass over the ops that are unlisted, ``keep`` or ``ban`` elsewhere,
-        unless they name them: these ops do not follow the precision of what is around them.
+        A module rule that lets ops run in 16 bits skips ops that are unlisted, ``keep`` or ``ban``, unless it names
+        them: these ops do not follow the precision of their neighbours.
 
         Raises:
-            OpListError: two rules fit equally well and say different things.
+            OpListError: two rules fit equally well and contradict each other.
         """
         own = self._conditional(node) or self._plain(node)
         is_fixed = own is None or own.category in (Category.KEEP, Category.BAN)
         return self._of_module(node, is_fixed) or own
 
     def matching(self, node: fx.Node) -> Iterator[Rule | ModuleRule]:
-        """Every rule that speaks of ``node``, whether or not another one wins."""
+        """Yield every rule that applies to ``node``, also those that lose to another."""
         for name in self._names(node):
             for listed in self.op_list.names_of(name):
                 found = (self.op_list.rules.get(listed), self.op_list.conditional.get((listed, (), self.device)))
@@ -61,9 +61,10 @@ class Matcher:
         return next((rule for rule in found if rule is not None), None)
 
     def _names(self, node: fx.Node) -> tuple[str, ...]:
-        """What a rule for ``node`` may be listed under: a module class around it, its overload, its op.
+        """Return the names that a rule for ``node`` may have: enclosing module classes, its overload, its op.
 
-        Under ``placement: follow`` an overload that writes into its arguments (``addmm.out``) has none by its op.
+        Under ``placement: follow`` rules for an op do not apply to its overloads that write into an argument
+        (``addmm.out``).
         """
         name = op_name(node)
         writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable and not name.endswith("_")
@@ -71,7 +72,7 @@ class Matcher:
         return tuple(n for n in (*module_classes(node), overload_name(node), *own) if n)
 
     def _conditions(self, node: fx.Node) -> Iterator[tuple[tuple[int, ...], Rule]]:
-        """The conditional rules that hold for ``node``, each with how well it fits."""
+        """Yield the conditional rules that hold for ``node``, each with its rank of fit."""
         names = list(self.op_list.names_of(op_name(node)))
         given: Mapping[str, Any] | None = None
         for rule in self.op_list.conditional.values():
@@ -104,13 +105,13 @@ class Matcher:
 
 
 def _best(found: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
-    """The best fitting rules, in an order that does not depend on that of the list."""
+    """Return the best fitting rules, in an order independent of the list's."""
     most = max((fit for fit, _ in found), default=None)
     return sorted((rule for fit, rule in found if fit == most), key=_place)
 
 
 def _place(rule: Rule | ModuleRule | Demand) -> tuple[str, int, int, str, str]:
-    """In the order of files and of the lines in each."""
+    """Sort key: by file, then by line."""
     subject = rule.op if isinstance(rule, Demand) else rule.subject
     match rule.source:
         case Source(file, line, column):
@@ -136,10 +137,10 @@ def _refuse_ambiguity(node: fx.Node, rules: Sequence[tuple[Rule | ModuleRule, st
 def unmatched(
     op_list: OpList, device: str, nodes: Iterable[fx.Node], decided: Set[object] = frozenset()
 ) -> tuple[str, ...]:
-    """A sentence on each of the user's own rules and demands that speaks of none of ``nodes``, sorted by place.
+    """Write a sentence on each of the user's own rules and demands that matches none of ``nodes``, sorted by place.
 
-    Rules for other device types, and those that come with this package, are left out; so are those at the places
-    ``decided``, which decided an op of another name: ``x * x`` has the rule of ``square``.
+    Shipped rules and rules for other device types are left out. So are rules at the places ``decided``: they decided
+    an op of another name, as the rule of ``square`` decides ``x * x``.
     """
     matcher, nodes = Matcher(op_list, device), list(nodes)
     own = [r for r in op_list.every_rule() if not r.shipped and r.device in ("", device)]

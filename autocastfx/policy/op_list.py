@@ -1,6 +1,6 @@
-"""Op lists: which category an op belongs to, read from YAML that anyone can edit.
+"""Op lists: the category of each op, read from YAML that anyone can edit.
 
-A list never holds code: it is parsed without constructing objects, and tags are refused.
+A list never holds code: parsing constructs no objects, and tags are refused.
 """
 
 from __future__ import annotations
@@ -106,25 +106,25 @@ _EXTENDS = "the preset, or the file beside this one, on which this list builds; 
 
 @dataclass(frozen=True)
 class OpList:
-    """Rules by op name. Immutable; :meth:`merged` gives a new one in which the later list wins, key by key.
+    """An op list. Immutable; :meth:`merged` returns a new one in which the later list wins, key by key.
 
-    Two lists are equal if they say the same, whatever their names and places.
+    Two lists are equal if their rules and settings are, whatever their names and places.
 
     Attributes:
         rules: the rules that hold for every call on every device, by op name.
         keep_args: per op, the arguments that stay float32 when it runs in 16 bits (batch_norm's statistics).
-        aliases: listed names by further names.
-        unlisted: the category of an op without a rule; None leaves it to the lists merged before, and ``keep`` if none
-            says anything.
+        aliases: per further name, the listed name whose rules it takes.
+        unlisted: the category of an op without a rule; None: as an earlier merged list says, else ``keep``.
         name: shown in plans and messages.
-        placement: how the precision of what the categories leave free is chosen: ``cut`` (the fewest bytes moved),
-            ``simple`` (TensorFlow's rule) or ``follow`` (torch.autocast's dispatch); None leaves it to the lists merged
-            before, and ``cut`` if none says anything. Under ``follow`` a name stands for that very op and not for its
-            in-place form, and an overload may be listed apart (``mm.dtype``).
+        placement: the method that chooses the precision of nodes whose category leaves it free: ``cut`` (the fewest
+            bytes moved), ``simple`` (TensorFlow's rule) or ``follow`` (torch.autocast's dispatch); None: as an earlier
+            merged list says, else ``cut``. Under ``follow`` a rule for an op does not cover its in-place form, and
+            overloads may be listed separately (``mm.dtype``).
         set_dtype: the ``deny`` ops that ``follow`` asks for float32 by their dtype argument, not by casts.
-        reduction_depth: per op, how many elements it may reduce into one in 16 bits.
-        product_depth: how many elements a contraction must add up to be a product; fewer are elementwise work.
-        demands: per op that cannot use a rounded operand, what it asks of the ops before it.
+        reduction_depth: per op, the most elements that it may reduce into one in 16 bits.
+        product_depth: the fewest elements that a contraction must add up to count as a product; with fewer it is
+            elementwise work.
+        demands: per op that cannot use a rounded operand, its demand on the ops before it.
         conditional: the rules with a ``when`` or for one device type, by op name, conditions and device.
         modules: the rules for module paths, sorted; a later list's have the higher ranks.
     """
@@ -160,39 +160,39 @@ class OpList:
 
     @classmethod
     def of(cls, data: Mapping[str, Any], *, name: str = "OpList") -> OpList:
-        """A list from Python data of the structure of a YAML file: ``OpList.of({"deny": ["my_lib::op"]})``.
+        """Make a list from Python data structured like a YAML file: ``OpList.of({"deny": ["my_lib::op"]})``.
 
         Args:
             data: mappings, lists, text, numbers, truth values and None.
-            name: what errors and plans call it; a place in it is printed as ``name:deny[0]``.
+            name: the list's name in errors and plans; a place in it is printed as ``name:deny[0]``.
 
         Raises:
-            OpListError: it would be wrong in a YAML file, too.
+            OpListError: the same data would be an error in a YAML file.
         """
         return _from_tree(tree_of(data, name), name, Path.cwd(), ())
 
     def every_rule(self) -> tuple[Rule | ModuleRule, ...]:
-        """All rules: of ops, of ops under conditions or on devices, of modules."""
+        """Return all rules: for ops, for ops under conditions or on devices, for modules."""
         return (*self.rules.values(), *self.conditional.values(), *self.modules)
 
     def ops(self) -> frozenset[str]:
-        """Every op name that a rule or an alias mentions."""
+        """Return every op name in a rule, and every alias."""
         of_modules = {op for rule in self.modules for op in rule.ops}
         return frozenset({*self.rules, *(op for op, _, _ in self.conditional), *of_modules, *self.aliases})
 
     def functions(self) -> tuple[str, ...]:
-        """Dotted paths of the Python functions that a rule or an alias mentions, which a capture keeps whole."""
+        """Return the dotted paths among the op names; capture keeps the Python functions among them whole."""
         return tuple(sorted(filter(names_function, self.ops())))
 
     def names_of(self, op: str) -> Iterator[str]:
-        """The names under which ``op`` may be listed: its own, its alias, then the same of its out-of-place form."""
+        """Yield the names that ``op`` may be listed under: its own, its alias, then those of its out-of-place form."""
         for name in dict.fromkeys((op, op if self.placement == "follow" else base_name(op))):
             yield name
             if name in self.aliases:
                 yield self.aliases[name]
 
     def rule(self, op: str, device: str = "") -> Rule | None:
-        """The rule without conditions for ``op`` on ``device``, or None if no name of it is listed."""
+        """Return the rule without conditions for ``op`` on ``device``; None if no name of it is listed."""
         for name in self.names_of(op):
             found = self.conditional.get((name, (), device)) or self.rules.get(name)
             if found is not None:
@@ -200,21 +200,21 @@ class OpList:
         return None
 
     def kept(self, op: str) -> tuple[str, ...]:
-        """Names of the arguments of ``op`` that stay float32."""
+        """Return the names of the arguments of ``op`` that stay float32."""
         return next((self.keep_args[name] for name in self.names_of(op) if name in self.keep_args), ())
 
     def depth_limit(self, op: str, *, of_group: bool) -> DepthLimit | None:
-        """The limit for ``op``, or else the one for all reductions, if it is ``of_group``; None if there is none."""
+        """Return the limit for ``op``, else the one for all reductions if ``op`` is one (``of_group``), else None."""
         names = (*self.names_of(op), *((ANY_REDUCTION,) if of_group else ()))
         return next((self.reduction_depth[name] for name in names if name in self.reduction_depth), None)
 
     def demand(self, op: str) -> Demand | None:
-        """The demand of ``op``; None if it has none, or it was lifted."""
+        """Return the demand of ``op``; None if it has none, or a later list lifted it."""
         found = next((self.demands[name] for name in self.names_of(op) if name in self.demands), None)
         return None if found is None or found.through == "nothing" else found
 
     def merged(self, later: OpList) -> OpList:
-        """This list with ``later`` laid over it, key by key."""
+        """Return this list merged with ``later``, which wins key by key."""
         return OpList(
             rules={**self.rules, **later.rules},
             conditional={**self.conditional, **later.conditional},
@@ -226,11 +226,11 @@ class OpList:
         return self.merged(later)
 
     def diff(self, later: OpList) -> tuple[Change, ...]:
-        """What ``later`` says otherwise, as values that print as ``softmax: deny → allow``; none if both are equal."""
+        """Compare with ``later``. Each change prints as ``softmax: deny → allow``; equal lists give none."""
         return list_diff.changes(self._said(), later._said())
 
     def _said(self) -> dict[str, tuple[str, str]]:
-        """What the list says of each subject, and why."""
+        """Return each subject's setting and reason, by subject, for comparing two lists."""
         of_ops = (*self.rules.values(), *self.conditional.values())
         said: list[Said] = [(rule.subject, str(rule.category), rule.reason) for rule in of_ops]
         for name, key in _FIELDS.items():
@@ -239,20 +239,20 @@ class OpList:
         return {subject: (word, reason) for subject, word, reason in said}
 
     def text(self) -> str:
-        """The YAML that reads back as an equal list, grouped by category, reason, conditions and devices."""
+        """Write the list as YAML that reads back equal, grouped by category, reason, conditions and devices."""
         values = {name: getattr(self, name) for name in _FIELDS}
         data = {name: _FIELDS[name].write(v) for name, v in values.items() if v != getattr(_NOTHING, name)}
         of_ops = (*self.rules.values(), *self.conditional.values())
         by_category = {c.value: write_list.groups(rule for rule in of_ops if rule.category is c) for c in Category}
         data |= {category: groups for category, groups in by_category.items() if groups}
-        order = dict.fromkeys(("unlisted", "placement", *KEYS))  # what holds for the whole list comes first
+        order = dict.fromkeys(("unlisted", "placement", *KEYS))  # settings of the whole list come first
         return write_list.text({key: data[key] for key in order if key in data})
 
     def save(self, path: str | Path) -> None:
-        """Write a YAML file, grouped by category and reason, that :func:`load_op_list` reads back as an equal list.
+        """Write a YAML file that :func:`load_op_list` reads back as an equal list.
 
-        What the list extends is written out; comments and names are not kept. With another torch the file may name
-        operators that are not there, which is an error then.
+        The rules of extended lists are written out; comments and names are not kept. Another version of torch may lack
+        operators that the file names, and then refuse it.
 
         Raises:
             OSError: the file cannot be written.
@@ -260,7 +260,7 @@ class OpList:
         write_whole(Path(path), self.text())
 
     def lenient(self) -> OpList:
-        """This list without a ban of unlisted ops: a draft holds ops that a graph with known sizes does not."""
+        """Return this list without ``unlisted: error``: a draft may hold ops that the captured graph will not."""
         return replace(self, unlisted=None) if self.unlisted is Category.BAN else self
 
     def __reduce__(self) -> tuple[object, ...]:  # a mapping proxy does not pickle
@@ -269,7 +269,7 @@ class OpList:
 
 _FIELDS = keys_of(OpList)
 _NOTHING = OpList()
-KEYS: Mapping[str, str] = {  # with their meanings
+KEYS: Mapping[str, str] = {  # every key of an op list, with its meaning
     **dict.fromkeys(keywords.CATEGORIES, "a list of entries for the ops of that category"),
     **{name: key.meaning for name, key in _FIELDS.items()},
     "extends": _EXTENDS,
@@ -284,7 +284,7 @@ OpListLike = str | Path | OpList | Sequence[str | Path | OpList]
 
 
 def load_op_list(lists: OpListLike, *, default: str = "float16") -> OpList:
-    """Read and merge op lists, the later winning.
+    """Read and merge op lists; later ones win.
 
     Args:
         lists: a preset's name, a path to a YAML file, an :class:`OpList`, or a sequence of these.

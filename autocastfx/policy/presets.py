@@ -1,4 +1,4 @@
-"""The op lists that come with this package."""
+"""Find the op lists shipped with this package."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ __all__ = ["preset_folder", "preset_path", "presets"]
 
 
 def preset_folder() -> Path:
-    """Folder of the shipped lists: inside the package (a wheel), else beside it (a checkout)."""
+    """Return the folder of the shipped lists: inside the package (a wheel), else beside it (a checkout)."""
     inside = Path(__file__).parents[1] / "op_lists"
     return inside if inside.is_dir() else Path(__file__).parents[2] / "op_lists"
 
 
 def presets() -> tuple[str, ...]:
-    """Names of the shipped lists. ``"default"`` stands for the one of the conversion's dtype."""
+    """Return the names of the shipped lists. ``"default"`` stands for the one named after the conversion's dtype."""
     return tuple(sorted(p.stem for p in preset_folder().glob("*.yaml") if p.stem != "kernel_facts"))
 
 
 def preset_path(name: str) -> Path:
-    """Path of a shipped list.
+    """Return the path of a shipped list.
 
     Raises:
-        OpListError: there is none of that name.
+        OpListError: no shipped list has this name.
     """
     path = preset_folder() / f"{name}.yaml"
     if name not in presets():

@@ -1,4 +1,4 @@
-"""The rules that a parsed op list holds, each checked where it stands."""
+"""Read and check the rules in a parsed op list."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ _MODULE_WORDS = (*keywords.MODULE_CATEGORIES, *keywords.CATEGORIES)
 
 
 def known(ops: Iterable[Tree]) -> Iterator[Tree]:
-    """``ops`` without those that this torch lacks, if they stand in a shipped list."""
+    """Yield ``ops``, except those in a shipped list that this version of torch lacks."""
     return (op for op in ops if not (op.shipped and not is_known(op.text)))
 
 
 def op_rules(tree: Tree) -> Iterator[Rule]:
-    """The rules under the categories of ``tree``; of a shipped list, those of ops that this torch has.
+    """Yield the rules under the categories of ``tree``; from a shipped list, only for ops that this torch has.
 
     Raises:
-        OpListError: an entry is wrong, or two speak of the same op, conditions and device.
+        OpListError: an entry is wrong, or two have the same op, conditions and device.
     """
     seen: dict[object, Rule] = {}
     overloads = placement(tree) == "follow"  # torch.autocast decides by overload
@@ -75,7 +75,7 @@ def op_rules(tree: Tree) -> Iterator[Rule]:
 
 
 def _entry(entry: Tree, category: Category, *, overloads: bool) -> Iterator[tuple[Rule, Tree]]:
-    """The rules of an op name, of ``op: {when: …}``, or of a group ``{ops: […], reason: …}``."""
+    """Yield the rules of an entry: an op name, ``op: {when: …}``, or a group ``{ops: […], reason: …}``."""
     ops, body = (entry,), Tree(None, entry.source)
     if entry.is_mapping:
         ops, body = _group(entry)
@@ -153,7 +153,7 @@ def _fits(value: Scalar, declared: ArgumentType) -> bool:
 
 
 def _devices(tree: Tree) -> tuple[str, ...]:
-    """The device types listed; the empty one, which stands for all, where the key is missing."""
+    """Return the device types listed; an empty name, which stands for all, if the key is missing."""
     if tree.is_missing:
         return ("",)
     words = tree.as_strings()
@@ -172,10 +172,10 @@ def _devices(tree: Tree) -> tuple[str, ...]:
 
 
 def module_rules(tree: Tree) -> Iterator[ModuleRule]:
-    """The rules under ``modules``.
+    """Yield the rules under ``modules``.
 
     Raises:
-        OpListError: an entry is wrong, or two speak of the same path, ops and device.
+        OpListError: an entry is wrong, or two have the same path, ops and device.
     """
     seen: dict[object, ModuleRule] = {}
     for entry in tree.child("modules").entries():
@@ -197,7 +197,7 @@ def _module_rule(entry: Tree) -> Iterator[ModuleRule]:
             raise entry.error(f"this entry has no {key!r}: an entry is {{path: …, category: …}}")
     path, ops, rank = entry.child("path"), entry.child("ops"), entry.child("rank")
     if not ops.is_missing and ops.as_strings() and not any(known(ops.as_strings())):
-        return  # without its ops it would speak of all
+        return  # without its ops the rule would cover all
     pattern = path.as_text()
     try:
         module_pattern(pattern)
@@ -217,32 +217,32 @@ def _module_rule(entry: Tree) -> Iterator[ModuleRule]:
 
 
 def keep_args(tree: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Per op, the arguments that stay float32."""
+    """Yield, per op, the arguments that stay float32."""
     for op, names in tree.child("keep_args").items():
         if any(known([op])):
             yield op.op_name(), tuple(name.argument_of(op.op_name()) for name in names.as_strings())
 
 
 def aliases(tree: Tree) -> dict[str, str]:
-    """Listed names by further names."""
+    """Return the listed name by further name."""
     pairs = tree.child("aliases").items()
     return {further.op_name(): listed.op_name() for further, listed in pairs if len([*known((further, listed))]) == 2}
 
 
 def unlisted(tree: Tree) -> Category | None:
-    """The category of ops without a rule, if it says any."""
+    """Return the category of ops without a rule; None if the list gives none."""
     word = tree.child("unlisted")
     return None if word.is_missing else UNLISTED[word.one_of(tuple(UNLISTED), "unlisted")]
 
 
 def placement(tree: Tree) -> str | None:
-    """How free precisions are chosen, if it says so."""
+    """Return the method that chooses free precisions; None if the list gives none."""
     word = tree.child("placement")
     return None if word.is_missing else word.one_of(PLACEMENTS, "placement")
 
 
 def reduction_depth(tree: Tree) -> Iterator[tuple[str, DepthLimit]]:
-    """A limit for each op named; ``*``, or a number alone, is for every op of the reduction group."""
+    """Yield a limit per op named; ``*``, or a number alone, is for all reductions."""
     found = tree.child("reduction_depth")
     if not found.is_missing and not found.is_mapping:
         yield ANY_REDUCTION, DepthLimit(found.as_limit(), found.source)
@@ -254,16 +254,16 @@ def reduction_depth(tree: Tree) -> Iterator[tuple[str, DepthLimit]]:
 
 
 def product_depth(tree: Tree) -> DepthLimit | None:
-    """The depth from which a contraction is a product, if the list says any."""
+    """Return the depth from which a contraction is a product; None if the list gives none."""
     found = tree.child("product_depth")
     return None if found.is_missing else DepthLimit(found.as_limit(), found.source)
 
 
 def demands(tree: Tree) -> Iterator[Demand]:
-    """The demands, one for each op named.
+    """Yield the demands, one per op named.
 
     Raises:
-        OpListError: an entry is wrong, or two speak of the same op.
+        OpListError: an entry is wrong, or two name the same op.
     """
     seen: dict[str, Demand] = {}
     for entry in tree.child("demands").entries():
@@ -276,9 +276,9 @@ def demands(tree: Tree) -> Iterator[Demand]:
         makers = entry.child("of").as_strings()
         of = tuple(op.op_name() for op in known(makers))
         if not makers and not entry.child("at").is_missing:
-            raise entry.child("at").error("'at' says which arguments 'of' is about, and there is no 'of': add one")
+            raise entry.child("at").error("'at' names the arguments that 'of' applies to, but 'of' is missing: add it")
         if makers and not of:
-            continue  # without 'of' it would speak of more than it says
+            continue  # without 'of' the demand would cover more
         for op in known(ops.as_strings()):
             name = op.op_name()
             if name in seen:

@@ -1,4 +1,4 @@
-"""What one line of an op list says: the category of an op, or of all ops inside some modules."""
+"""The rules of an op list: categories of ops, rules for modules, depth limits and demands."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = [
 
 
 class Category(str, Enum):
-    """What a list says of an op."""
+    """The category that a list gives an op."""
 
     ALLOW = "allow"  # runs in 16 bits
-    DENY = "deny"  # float32, and it taints what follows
+    DENY = "deny"  # float32, as are the infer ops that follow it
     INFER = "infer"  # safe in 16 bits, but follows its neighbours; float32 after a deny
-    CLEAR = "clear"  # moves or selects values; precision-neutral
+    CLEAR = "clear"  # moves or selects values; follows its neighbours
     PROMOTE = "promote"  # 16 bits only if all its floating inputs already are
     KEEP = "keep"  # exactly as captured
     BAN = "ban"  # refused
@@ -55,7 +55,7 @@ class Condition:
     values: tuple[Scalar, ...]
 
     def holds(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether a call with these arguments, defaults included, fulfils it."""
+        """True if a call with these arguments, defaults included, meets the condition."""
         return self.argument in arguments and any(_is(arguments[self.argument], v) for v in self.values)
 
     def __str__(self) -> str:
@@ -81,9 +81,9 @@ def _word(value: Scalar) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """One op's line in a list: its category, the reason of its group, and where it stands.
+    """An op's line in a list: its category, the reason of its group, and its place (``source``).
 
-    It holds where all conditions of ``when`` do, on devices of type ``device`` (on all if empty). ``shipped`` rules
+    It applies if all conditions of ``when`` hold, on devices of type ``device`` (on all if empty). ``shipped`` rules
     come with this package.
     """
 
@@ -100,23 +100,23 @@ class Rule:
 
     @property
     def key(self) -> tuple[str, tuple[Condition, ...], str]:
-        """What it speaks of: a later rule with the same key replaces it."""
+        """Op, conditions and device. A later rule with the same key replaces this one."""
         return (self.op, self.when, self.device)
 
     @property
     def subject(self) -> str:
-        """What it speaks of, in words."""
+        """The op with its conditions and device, in words."""
         where = f" where {', '.join(str(c) for c in self.when)}" if self.when else ""
         return self.op + where + (f" on {self.device}" if self.device else "")
 
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """The line of a list that decides for the ops inside some modules.
+    """A line of a list that decides the ops inside some modules.
 
     Attributes:
         path: a glob of module paths (``encoder.*.attn``; ``**`` stands for any number of names), or ``re:`` and a
-            regular expression. It has to match the whole path of a module; all that runs inside that is covered.
+            regular expression. It has to match the whole path of a module, and covers everything that runs inside it.
         wanted: a category, ``float32`` (as ``deny``), or ``low``: ``allow`` even for denied ops, but numbers that the
             16-bit dtype cannot hold still force float32.
         ops: only these ops; all if empty.
@@ -135,27 +135,27 @@ class ModuleRule:
 
     @property
     def key(self) -> tuple[str, tuple[str, ...], str]:
-        """What it speaks of: a later rule with the same key replaces it."""
+        """Path, ops and device. A later rule with the same key replaces this one."""
         return (self.path, self.ops, self.device)
 
     @property
     def category(self) -> Category:
-        """The category that it gives."""
+        """The category that the rule gives."""
         return {"low": Category.ALLOW, "float32": Category.DENY}.get(self.wanted) or Category(self.wanted)
 
     @property
     def lowers(self) -> bool:
-        """Whether it lets ops run in 16 bits."""
+        """True if the rule lets ops run in 16 bits."""
         return self.category not in (Category.DENY, Category.KEEP, Category.BAN)
 
     @property
     def subject(self) -> str:
-        """What it speaks of, in words."""
+        """The modules with their ops and device, in words."""
         what = f"{', '.join(self.ops)} in {self.path}" if self.ops else self.path
         return f"modules {what}" + (f" on {self.device}" if self.device else "")
 
     def covers(self, path: str) -> bool:
-        """Whether the pattern matches this module path; the root's is empty."""
+        """True if the pattern matches this module path; the root's is empty."""
         if self.path.startswith("re:"):
             return module_pattern(self.path).fullmatch(path) is not None
         return module_pattern(self.path).fullmatch(f"{path}." if path else "") is not None
@@ -163,10 +163,10 @@ class ModuleRule:
 
 @lru_cache(maxsize=1024)
 def module_pattern(path: str) -> re.Pattern[str]:
-    """A glob or ``re:`` expression of module paths, compiled. That of a glob is for paths with a dot at their end.
+    """Compile a glob or ``re:`` expression of module paths. A glob's pattern expects paths with a dot at their end.
 
     Raises:
-        ValueError: it is neither; the message says why.
+        ValueError: the glob or the expression is malformed; the message says why.
     """
     if path.startswith("re:"):
         try:
@@ -213,7 +213,11 @@ ANY_REDUCTION = "*"  # stands for every op of the reduction group
 
 @dataclass(frozen=True)
 class DepthLimit:
-    """How many elements an op may reduce into one in 16 bits (None: any number), and where a list says so."""
+    """A number of elements that a list sets as limit (None: no limit), with its place in the list.
+
+    In ``reduction_depth``: the most that an op may reduce into one in 16 bits. In ``product_depth``: the fewest that a
+    contraction must add up to count as a product.
+    """
 
     most: int | None
     source: Place | None = field(default=None, compare=False)
@@ -224,17 +228,17 @@ class DepthLimit:
 
 @dataclass(frozen=True)
 class Demand:
-    """An op that cannot use a rounded operand, however it was made: it runs in float32, and so does what leads to it.
+    """A demand of an op that cannot use a rounded operand: it and the ops that lead to it run in float32.
 
     Attributes:
         op: its name.
-        through: ``free``: the ops before it that the placement is free to choose for, but for those that an ``allow``
-            op reads in 16 bits. ``products``: all of them, and the products of two computed values that they read.
-            ``both``: those, and the products of two computed values that read the result. ``nothing``: the demand is
-            lifted.
-        arguments: only what leads to these arguments; to any if empty.
-        of: only where one of these ops makes one of them, or one of ``at`` if that is given.
-        at: arguments.
+        through: how far back the demand reaches. ``free``: to the ops before it whose precision the placement chooses,
+            except those that an ``allow`` op reads in 16 bits. ``products``: to all of these, and the products of two
+            computed values that they read. ``both``: as ``products``, and to the products of two computed values that
+            read the result. ``nothing``: the demand is lifted.
+        arguments: demand float32 for these arguments alone; for all if empty.
+        of: demand it only if one of these ops makes one of ``arguments``, or of ``at`` if that is given.
+        at: the arguments that ``of`` applies to; ``arguments`` if empty.
         reason: text that plans, dumps and errors show.
     """
 

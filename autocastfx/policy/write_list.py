@@ -1,4 +1,4 @@
-"""Op lists as YAML that reads back equal."""
+"""Write op lists as YAML that reads back equal."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["demands", "groups", "limits", "modules", "text"]
 
 
 def text(data: Mapping[str, Any]) -> str:
-    """The YAML of a list's keys, in their order."""
+    """Write a list's keys as YAML, in their order."""
     return yaml.dump(
         dict(data), Dumper=_Dumper, sort_keys=False, width=118, default_flow_style=None, allow_unicode=True
     )
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a repeated list out again; a mark and a reference to it read badly."""
+    """Writes repeated lists out in full, without YAML anchors, which are hard to read."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def groups(rules: Iterable[Rule]) -> list[dict[str, Any]]:
-    """The entries under one category, grouped by reason, conditions and devices."""
+    """Return the entries under one category, grouped by reason, conditions and devices."""
     devices: dict[tuple[str, tuple[Condition, ...], str], list[str]] = {}
     for rule in rules:
         devices.setdefault((rule.reason, rule.when, rule.op), []).append(rule.device)
@@ -45,7 +45,7 @@ def groups(rules: Iterable[Rule]) -> list[dict[str, Any]]:
 
 
 def _apart(devices: Iterable[str]) -> list[tuple[str, ...]]:
-    """Device types as groups that one entry can name: no list at all stands for every device."""
+    """Split device types into groups that one entry each can name; an empty group stands for every device."""
     named = tuple(sorted(d for d in devices if d))
     return [*([()] if "" in devices else []), *([named] if named else [])]
 
@@ -55,7 +55,7 @@ def _when(conditions: tuple[Condition, ...]) -> dict[str, Any]:
 
 
 def modules(rules: Iterable[ModuleRule]) -> list[dict[str, Any]]:
-    """The entries under ``modules``, in the order of their ranks."""
+    """Return the entries under ``modules``, in the order of their ranks."""
     devices: dict[tuple[int, str, tuple[str, ...], str, str], list[str]] = {}
     for rule in rules:
         devices.setdefault((rule.rank, rule.path, rule.ops, rule.wanted, rule.reason), []).append(rule.device)
@@ -71,7 +71,7 @@ def modules(rules: Iterable[ModuleRule]) -> list[dict[str, Any]]:
 
 
 def demands(listed: Iterable[Demand]) -> list[dict[str, Any]]:
-    """The entries under ``demands``."""
+    """Return the entries under ``demands``."""
     ops: dict[tuple[str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], list[str]] = {}
     for demand in listed:
         ops.setdefault((demand.reason, demand.through, demand.arguments, demand.of, demand.at), []).append(demand.op)
@@ -89,6 +89,6 @@ def _unless_empty(**entries: Any) -> Mapping[str, Any]:
 
 
 def limits(listed: Mapping[str, DepthLimit]) -> dict[str, int | None] | int | None:
-    """The value of ``reduction_depth``: a number alone if all reductions have one limit."""
+    """Return the value of ``reduction_depth``: a number alone if the only limit is for all reductions."""
     found = {op: depth.most for op, depth in sorted(listed.items())}
     return found.pop(ANY_REDUCTION) if set(found) == {ANY_REDUCTION} else found

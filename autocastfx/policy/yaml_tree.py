@@ -1,4 +1,4 @@
-"""YAML as a tree whose every node knows its place in the file. Nothing is constructed, so nothing can run."""
+"""Parse YAML into a tree whose nodes know their place in the file, without constructing any Python object."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from autocastfx.policy.rule import Scalar
 __all__ = ["Tree", "is_known", "legal_op_names", "nearest", "parse_file"]
 
 STANDARD = "tag:yaml.org,2002:"
-_MOST_DIGITS = 1000  # of an integer: Python itself reads no more than some thousands
+_MOST_DIGITS = 1000  # of an integer; Python itself reads a few thousand at most
 
 
 @lru_cache(maxsize=1)
 def legal_op_names() -> frozenset[str]:
-    """ATen base names known to this torch, and the names of Python's own subscripting."""
+    """Return the ATen base names of this torch, and ``getitem`` and ``setitem`` for Python's subscripting."""
     qualified = torch._C._dispatch_get_all_op_names()
     names = (q.partition("::")[2].partition(".")[0] for q in qualified if q.startswith("aten::"))
     return frozenset(names) | {"getitem", "setitem"}
 
 
 def _overloads(op: str) -> frozenset[str]:
-    """Names of the overloads of an ATen op; nothing for any other word."""
+    """Return the names of the overloads of an ATen op; none for any other word."""
     return frozenset(getattr(torch.ops.aten, op).overloads()) if op in legal_op_names() - {"getitem"} else frozenset()
 
 
 @lru_cache(maxsize=1)
 def python_functions() -> Mapping[str, str]:
-    """Dotted paths of torch's overridable Python functions that have no ATen op of their name, by their bare names."""
+    """Return, by bare name, the dotted paths of torch's Python functions without an ATen op of the same name."""
     namespaces = (torch, torch.functional, torch.nn.functional, torch.linalg, torch.special, torch.fft)
     overridable = torch.overrides.get_overridable_functions()
     functions = [f for n in namespaces for f in overridable.get(n, ()) if isinstance(f, types.FunctionType)]
@@ -52,7 +52,7 @@ def python_functions() -> Mapping[str, str]:
 
 
 def is_known(op: str) -> bool:
-    """Whether this torch has what a shipped op list calls ``op``; custom operators are taken for known."""
+    """True if this torch has the op that a shipped op list names. Custom operators count as known."""
     head, dot, rest = op.partition(".")
     if head in legal_op_names():
         return not dot or rest in _overloads(head)
@@ -60,16 +60,16 @@ def is_known(op: str) -> bool:
 
 
 def nearest(word: str, legal: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` with the legal word nearest to ``word``, or nothing if none is near."""
+    """Return `` (did you mean 'x'?)`` with the legal word nearest to ``word``; empty if none is near."""
     close = difflib.get_close_matches(word, sorted(legal), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A node of a YAML file: a mapping, a sequence or a scalar; or nothing, where an optional key is missing.
+    """A node of a YAML file: a mapping, a sequence or a scalar; ``node`` is None if an optional key is missing.
 
-    ``shipped`` files come with this package and speak of several versions of torch: what this torch lacks passes.
+    ``shipped`` files come with this package and serve several versions of torch: they may name ops that this one lacks.
     """
 
     node: yaml.Node | None
@@ -78,21 +78,21 @@ class Tree:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the file does not have it."""
+        """True if the file lacks this key."""
         return self.node is None
 
     @property
     def is_list(self) -> bool:
-        """Whether it has members."""
+        """True for a sequence."""
         return isinstance(self.node, yaml.SequenceNode)
 
     @property
     def is_mapping(self) -> bool:
-        """Whether it has keys."""
+        """True for a mapping."""
         return isinstance(self.node, yaml.MappingNode)
 
     def error(self, message: str) -> OpListError:
-        """An error at this place."""
+        """Make an error at this place."""
         return OpListError(message, self.source)
 
     def _at(self, node: yaml.Node) -> Tree:
@@ -108,7 +108,7 @@ class Tree:
         return tree
 
     def items(self) -> tuple[tuple[Tree, Tree], ...]:
-        """Key and value nodes of a mapping; nothing for a missing node."""
+        """Return key and value nodes of a mapping; none for a missing node."""
         if self.node is None:
             return ()
         if not isinstance(self.node, yaml.MappingNode):
@@ -122,17 +122,17 @@ class Tree:
         return pairs
 
     def check_keys(self, legal: Sequence[str], what: str) -> None:
-        """Raise if a key is none of ``legal``, the names of a ``what``."""
+        """Raise if a key is not in ``legal``; ``what`` is the kind of key in the message."""
         for key, _ in self.items():
             if key.text not in legal:
                 raise key.error(f"{key.text!r} is no {what}{nearest(key.text, legal)}. Known: {', '.join(legal)}.")
 
     def child(self, name: str) -> Tree:
-        """The value of a key; nothing where the key is missing."""
+        """Return the value of a key; a tree that ``is_missing`` if the key is."""
         return next((value for key, value in self.items() if key.text == name), Tree(None, self.source, self.shipped))
 
     def entries(self) -> tuple[Tree, ...]:
-        """Members of a sequence; nothing for a missing or empty node."""
+        """Return the members of a sequence; none for a missing or empty node."""
         if self.node is None or self.node.tag == f"{STANDARD}null":
             return ()
         if not isinstance(self.node, yaml.SequenceNode):
@@ -140,7 +140,7 @@ class Tree:
         return tuple(self._at(child) for child in self.node.value)
 
     def as_strings(self) -> tuple[Tree, ...]:
-        """Scalars of a sequence, or the one scalar itself."""
+        """Return the texts of a sequence, or a single text as a sequence of one."""
         if isinstance(self.node, yaml.ScalarNode) and self.node.tag == f"{STANDARD}str":
             return (self,)
         for entry in self.entries():
@@ -149,11 +149,11 @@ class Tree:
 
     @property
     def text(self) -> str:
-        """The word that this is."""
+        """The text of this scalar."""
         return self.as_text()
 
     def as_text(self, default: str | None = None) -> str:
-        """The word that this is; ``default`` where it is missing."""
+        """Return the text of this scalar; ``default`` if the node is missing."""
         if self.node is None and default is not None:
             return default
         if not isinstance(self.node, yaml.ScalarNode):
@@ -165,7 +165,7 @@ class Tree:
         return str(self.node.value)
 
     def as_limit(self) -> int | None:
-        """A whole number of at least 1, or ``null``: None."""
+        """Return a whole number of at least 1, or None for ``null``."""
         tag = self.node.tag if isinstance(self.node, yaml.ScalarNode) else ""
         digits = str(self.node.value).replace("_", "") if isinstance(self.node, yaml.ScalarNode) else ""
         if tag == f"{STANDARD}null" and digits:
@@ -175,7 +175,7 @@ class Tree:
         return int(digits)
 
     def found(self, wanted: str) -> str:
-        """That this scalar is read as something else than is ``wanted`` here."""
+        """Describe, for a message, the kind found here in place of the ``wanted`` one."""
         node = self.node
         if not isinstance(node, yaml.ScalarNode):
             return f"expected {wanted}, found {_kind(node)}."
@@ -185,7 +185,7 @@ class Tree:
         return f"expected {wanted}, found {node.value!r} as {kind}."
 
     def as_scalar(self) -> Scalar:
-        """The text, number, truth value or null that this is."""
+        """Return the text, number, truth value or null of this scalar."""
         node = self.node
         if not isinstance(node, yaml.ScalarNode) or not (node.value or node.tag == f"{STANDARD}str"):
             raise self.error(f"expected a value, found {_kind(node)}")
@@ -204,14 +204,14 @@ class Tree:
         return value
 
     def as_number(self) -> int | float:
-        """The number that this is."""
+        """Return the number of this scalar."""
         value = self.as_scalar()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.error(self.found("a number") + self.number_hint)
         return value
 
     def as_integer(self) -> int:
-        """The whole number that this is."""
+        """Return the whole number of this scalar."""
         value = self.as_number()
         if not isinstance(value, int):
             raise self.error(self.found("a whole number"))
@@ -219,16 +219,16 @@ class Tree:
 
     @property
     def number_hint(self) -> str:
-        """What to write instead of text that Python, but not YAML, reads as a number (``1e-3``); else nothing."""
+        """A hint how YAML writes this number, if the text is one to Python but not to YAML (``1e-3``); else empty."""
         try:
             return f" Write {yaml.safe_dump(float(self.as_text())).split()[0]}."
         except ValueError:  # an OpListError is one
             return ""
 
     def op_name(self, *, overloads: bool = False) -> str:
-        """The text as a legal op name: an ATen base name, ``namespace::op`` or a dotted Python path.
+        """Return the text as a checked op name: an ATen base name, ``namespace::op`` or a dotted Python path.
 
-        ``overloads`` admits the overload of an ATen op (``mm.dtype``) too.
+        With ``overloads``, overloads of ATen ops (``mm.dtype``) are allowed too.
         """
         name = self.as_text()
         head = name.partition(".")[0]
@@ -258,14 +258,14 @@ class Tree:
         return name
 
     def argument_of(self, op: str) -> str:
-        """The text as the name of an argument of ``op`` (checked where the op's arguments are known)."""
+        """Return the text as the name of an argument of ``op``, checked if the op's arguments are known."""
         name, legal = self.as_text(), argument_types(op)
         if legal is not None and name not in legal:
             raise self.error(f"{op} has no argument {name!r}{nearest(name, legal)}")
         return name
 
     def one_of(self, words: Sequence[str], what: str) -> str:
-        """The text, if it is one of ``words``, the values of ``what``."""
+        """Return the text if it is one of ``words``, else raise; ``what`` is the key in the message."""
         if self.as_text() not in words:
             raise self.error(f"{what!r} is {' or '.join(words)}, not {self.text!r}")
         return self.text
@@ -280,10 +280,15 @@ def _kind(node: yaml.Node | None) -> str:
 
 
 def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
-    """The root mapping of a YAML file, which messages call ``shown``; ``shipped`` if it comes with this package.
+    """Parse a YAML file and return its root mapping.
+
+    Args:
+        path: the file.
+        shown: its name in messages.
+        shipped: the file comes with this package.
 
     Raises:
-        OpListError: the file is missing, is no UTF-8 text, or is no YAML mapping; the message names the place.
+        OpListError: the file is missing, is not UTF-8 text, or is not a YAML mapping; the message names the place.
     """
     try:
         text = read_whole(path)

@@ -1,1 +1,1 @@
-"""What was decided, for people to read."""
+"""Reports on converted models, for people and tools: dumps, explanations, comparisons and estimates."""

@@ -1,4 +1,4 @@
-"""A comparison with the float32 graph, as far as the page shows it, and which variant it is of."""
+"""Protocols of a comparison, for the page of ``dump``, and a search for the variant that was compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Compared", "compared_variant"]
 
 
 class Deviation(Protocol):
-    """Numbers of values or gradients: relative error, and shares of elements."""
+    """Relative error and shares of elements, for a value or a gradient."""
 
     @property
     def error(self) -> float: ...
@@ -30,21 +30,21 @@ class Deviation(Protocol):
 
 
 class ComparedParameter(Deviation, Protocol):
-    """The numbers of a parameter's gradient."""
+    """The deviation of a parameter's gradient."""
 
     @property
     def name(self) -> str: ...
 
 
 class ComparedValue(ComparedParameter, Protocol):
-    """The numbers of a node's value, and of the gradient with respect to it."""
+    """The deviations of a node's value and of the gradient with respect to it."""
 
     @property
     def gradient(self) -> Deviation | None: ...
 
 
 class ComparedVariant(Protocol):
-    """Which variant was compared."""
+    """The key of the variant that was compared."""
 
     @property
     def mode(self) -> str: ...
@@ -65,32 +65,32 @@ class Compared(Protocol):
 
     @property
     def variant(self) -> ComparedVariant:
-        """Which ran."""
+        """The variant that was compared."""
         ...
 
     @property
     def nodes(self) -> Sequence[ComparedValue]:
-        """Those that were compared."""
+        """The nodes that were compared."""
         ...
 
     @property
     def parameters(self) -> Sequence[ComparedParameter]:
-        """The gradients of parameters; none without gradients."""
+        """The gradients of parameters; empty if gradients were not compared."""
         ...
 
 
 def compared_variant(views: Sequence[View], comparison: Compared) -> int:
-    """The position of the variant that was compared.
+    """Return the position of the variant that was compared.
 
     Raises:
-        ValueError: none is, or it lacks a compared node.
+        ValueError: the model lacks this variant, or the variant lacks a compared node.
     """
     of = comparison.variant
     key = (of.low, of.mode, of.call, of.sizes)
     found = next((i for i, v in enumerate(views) if (v.plan.low, v.mode, v.call, v.sizes) == key), None)
     if found is None:
         raise ValueError(
-            f"the comparison is of a variant that this model has not: {of.low}, {of.mode} mode, called with {of.call}, "
+            f"the comparison is of a variant that this model lacks: {of.low}, {of.mode} mode, called with {of.call}, "
             f"sizes {of.sizes or 'any'}. Give what compare() returned for this model."
         )
     names = {row.name for row in views[found].rows}

@@ -1,4 +1,4 @@
-"""What ``compare`` found: every node, its gradient and the parameters' gradients, as values, text and JSON."""
+"""The result of ``compare``: deviations of nodes, their gradients and parameters' gradients, as text and JSON."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _NUMBERS = ("error", "inherited", "overflow", "underflow", "zeros", "nan")
 
 @dataclass(frozen=True)
 class ComparedNode(Deviation):
-    """One node, by the floating-point values that it gave in both graphs.
+    """The deviation of a node's floating-point values between both graphs.
 
     Attributes:
-        name, op, module: of the node; of one in a sub-graph the name is ``subgraph/name``, as in the plan.
-        precision: what it ran in, by the plan.
-        inherited: the largest error of what it reads, infinite where that overflowed.
-        gradient: the deviation of the gradient with respect to its value; None where there is none, and where the node
-            only passes on what another one made, such as a cast that changes nothing.
+        name, op, module: the node's; in a sub-graph the name is ``subgraph/name``, as in the plan.
+        precision: the precision that it ran in, by the plan.
+        inherited: the largest error of the values that it reads; infinite if one overflowed.
+        gradient: the deviation of the gradient with respect to its value; None if there is none, or if the node only
+            passes another node's value on, as a cast that changes nothing.
     """
 
     name: str
@@ -39,26 +39,26 @@ class ComparedNode(Deviation):
 
     @property
     def added(self) -> float:
-        """By how much its error is larger than what it inherits; 0 where it is smaller."""
+        """The error beyond the inherited one; 0 if the error is smaller."""
         return max(self.severity - self.inherited, 0.0) if math.isfinite(self.inherited) else 0.0
 
 
 @dataclass(frozen=True)
 class ComparedParameter(Deviation):
-    """The gradient of a parameter, or of an input of the call, in both graphs."""
+    """The deviation of the gradient of a parameter, or of an input of the call."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class ComparedVariant:
-    """Which variant of the model ran.
+    """The key of the variant that ran.
 
     Attributes:
         mode: ``"train"``, ``"eval"`` or ``"mixed"``.
         call: the arguments of the call, with their dtypes and numbers of dimensions.
-        sizes: the conditions under which its graph holds for the sizes of a call.
-        low, device, op_list: as its plan says.
+        sizes: the conditions on sizes under which its graph holds.
+        low, device, op_list: as in its plan.
     """
 
     mode: str
@@ -70,23 +70,23 @@ class ComparedVariant:
 
     @classmethod
     def of(cls, variant: Variant) -> ComparedVariant:
-        """The key of ``variant``."""
+        """Make the key of ``variant``."""
         plan, sizes = variant.plan, str(variant.guard)
         return cls(variant.mode, str(variant.structure), sizes, plan.low, plan.device, plan.op_list)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All nodes that both graphs have, in graph order.
+    """A comparison of a converted graph with the float32 graph, node by node in graph order.
 
     Attributes:
-        nodes: those with floating-point values.
-        skipped: how many computing nodes only one of the two graphs has, casts of the conversion left out: those that
-            were recomposed, and what they became.
-        whole: names of the nodes that hold sub-graphs which were not looked into: ``cond`` and loops.
-        parameters: the gradients of the parameters and of inputs that ask for one; empty without gradients.
-        scale: by what the gradients are multiplied; None without gradients.
-        variant: which one ran.
+        nodes: the nodes that both graphs have and that have floating-point values.
+        skipped: the number of computing nodes that only one graph has, not counting casts: recomposed nodes, and those
+            that they became.
+        whole: names of nodes whose sub-graphs were not looked into: ``cond`` and loops.
+        parameters: the gradients of parameters and of inputs that require one; empty if gradients were not compared.
+        scale: the loss scale of the gradients; None if gradients were not compared.
+        variant: the variant that ran.
     """
 
     nodes: tuple[ComparedNode, ...]
@@ -97,10 +97,10 @@ class Comparison:
     variant: ComparedVariant
 
     def __getitem__(self, name: str) -> ComparedNode:
-        """The node called ``name``.
+        """Return the node called ``name``.
 
         Raises:
-            KeyError: it was not compared.
+            KeyError: no compared node has this name.
         """
         for node in self.nodes:
             if node.name == name:
@@ -114,27 +114,27 @@ class Comparison:
 
     @property
     def source(self) -> ComparedNode | None:
-        """Where the error begins: the first node that overflowed, else the one that adds most to what it inherits."""
+        """The origin of the error: the first node that overflowed, else the one that adds most to what it inherits."""
         return max(self.nodes, key=lambda node: node.added, default=None)
 
     @property
     def first_non_finite(self) -> ComparedNode | None:
-        """The first node with Inf or NaN where float32 is finite; None if there is none."""
+        """The first node with Inf or NaN where float32 is finite; None if there is no such node."""
         return next((node for node in self.nodes if node.overflow), None)
 
     @property
     def worst_gradient(self) -> ComparedNode | None:
-        """As ``worst``, by gradients, in the order in which they are computed; None if none was compared."""
+        """The first gradient to overflow in backward order, else the one with the largest error; None if none."""
         return max(self._backwards(), key=lambda node: node.gradient.severity if node.gradient else 0.0, default=None)
 
     @property
     def first_non_finite_gradient(self) -> ComparedNode | None:
-        """The first node, backwards, whose gradient is Inf or NaN where float32's is finite; None if there is none."""
+        """The first node in backward order with a gradient of Inf or NaN where float32's is finite; None if none."""
         return next((node for node in self._backwards() if node.gradient and node.gradient.overflow), None)
 
     @property
     def is_finite(self) -> bool:
-        """Whether all values and gradients are finite where those of float32 are."""
+        """True if all values and gradients are finite where float32's are."""
         gradients = (*(node.gradient for node in self._backwards()), *self.parameters)
         return not any(found is not None and found.overflow for found in (*self.nodes, *gradients))
 
@@ -142,13 +142,13 @@ class Comparison:
         return [node for node in reversed(self.nodes) if node.gradient is not None]
 
     def table(self, most: int = 20, *, in_order: bool = False, gradients: bool = False) -> str:
-        """The nodes as text, the worst first.
+        """Write the nodes as a table, the worst first.
 
         Args:
-            most: as many are shown.
-            in_order: the first ones in graph order instead.
-            gradients: show the gradients instead of the values, those of the parameters after them; ``in_order`` is
-                then the order in which they are computed.
+            most: the number of rows to show.
+            in_order: show the first nodes in graph order instead.
+            gradients: show gradients instead of values, and parameters after nodes; ``in_order`` then means backward
+                order.
         """
         nodes = self._backwards() if gradients else list(self.nodes)
         rows = [(_names(node), node.gradient if gradients else node) for node in nodes]
@@ -180,18 +180,18 @@ class Comparison:
         return f"{self.skipped} nodes that only one of the graphs has{whole}"
 
     def to_json(self) -> str:
-        """Everything as JSON text, in graph order; :meth:`from_json` reads it back.
+        """Write the comparison as JSON text; :meth:`from_json` reads it back.
 
-        Infinity and NaN are written as the texts ``"inf"`` and ``"nan"``, which JSON has no numbers for.
+        Infinity and NaN become the strings ``"inf"`` and ``"nan"``, because JSON has no such numbers.
         """
         return json.dumps({"format": _FORMAT, **_plain(asdict(self))}, indent=1, ensure_ascii=False, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Comparison:
-        """The comparison that :meth:`to_json` wrote.
+        """Read the comparison that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: the text is no such JSON.
+            ValueError: the text is not such JSON.
         """
         try:
             data: dict[str, Any] = parsed_json(text)
@@ -235,7 +235,7 @@ def _cells(found: Deviation) -> tuple[str, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in what JSON has."""
+    """Turn tuples into lists and non-finite numbers into strings, for JSON."""
     if isinstance(value, dict):
         return {key: _plain(held) for key, held in cast("dict[str, Any]", value).items()}
     if isinstance(value, (list, tuple)):

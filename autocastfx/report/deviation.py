@@ -1,4 +1,4 @@
-"""How far 16-bit values are from those of float32."""
+"""Measure the deviation of 16-bit values from float32 values."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _PIECE = 1 << 20  # elements
 
 @dataclass(frozen=True)
 class Deviation:
-    """Values against those of float32.
+    """The deviation of values from float32 values.
 
     Attributes:
-        dtype: of the values; several are joined by commas.
-        error: distance from float32 in the 2-norm, relative to the norm of float32, over what is finite in both. Left
-            out is also what is beyond the range of ``dtype`` where half its largest number stands for it: a mask.
+        dtype: the values' dtypes, joined by commas.
+        error: the distance in the 2-norm, relative to the norm of the float32 values, over the elements that are finite
+            in both. Masks are left out: elements of half ``dtype``'s largest number, for float32 values beyond its
+            range.
         overflow: share of elements that are Inf or NaN where float32 is finite.
-        underflow: share that are zero or denormal in ``dtype`` where float32 is neither.
-        zeros: share that are zero where float32 is not.
-        nan: share that are NaN where float32 is not.
+        underflow: share of elements that are zero or denormal in ``dtype`` where float32 is neither.
+        zeros: share of elements that are zero where float32 is not.
+        nan: share of elements that are NaN where float32 is not.
     """
 
     dtype: str
@@ -38,12 +39,12 @@ class Deviation:
 
     @property
     def severity(self) -> float:
-        """By what values are ranked: the error; infinite where they overflowed."""
+        """The rank of the values: the error, or infinite if they overflowed."""
         return math.inf if self.overflow or self.nan else self.error
 
     @classmethod
     def of(cls, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> Deviation:
-        """The deviation of ``ours`` from ``theirs``, which are as many and of the same shapes."""
+        """Measure the deviation of ``ours`` from ``theirs``, tensors of the same number and shapes."""
         sums = sum(_sums(a, b) for pair in zip(ours, theirs, strict=True) for a, b in _parts(*pair))
         far, norm, overflow, underflow, zeros, nan = torch.as_tensor(sums).tolist()
         count = max(sum(t.numel() for t in ours), 1)
@@ -53,13 +54,13 @@ class Deviation:
 
 
 def _parts(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both in pieces, for what is computed of them takes several times their memory."""
+    """Split both into pieces, because the computation takes several times their memory."""
     pieces = (_plain(tensor).reshape(-1).split(_PIECE) for tensor in (ours, theirs))
     return zip(*pieces, strict=True)
 
 
 def _sums(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Squares of the distance and of the reference, and numbers of overflows, underflows, zeros and NaN."""
+    """Return the squared norms of distance and reference, and the counts of overflows, underflows, zeros and NaN."""
     ours = ours.to(theirs.device)
     finite, expected = ours.isfinite(), theirs.isfinite()
     largest, zero = torch.finfo(ours.dtype).max, torch.zeros((), dtype=torch.float64, device=theirs.device)

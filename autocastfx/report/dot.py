@@ -1,4 +1,4 @@
-"""A converted graph in Graphviz's language. Precision is a shape and a word besides a colour."""
+"""Render a converted graph for Graphviz. Shape, colour and text show the precision."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KINDS = {
 
 
 def render_dot(view: View) -> str:
-    """A ``digraph``. A node's identifier is its name; the nodes of a sub-graph stand in a cluster of its name."""
+    """Render a ``digraph``. Identifiers are node names; a sub-graph is a cluster of its name."""
     title = "\n".join(summary(view))
     lines = [
         "digraph autocastfx {",
@@ -90,6 +90,6 @@ def _attributes(look: Mapping[str, str]) -> str:
 
 
 def _text(plain: str, *, left: bool = False) -> str:
-    r"""A quoted string that shows ``plain``; ``left`` ends its lines with ``\l``, which aligns them to the left."""
+    r"""Quote ``plain`` for Graphviz; with ``left``, lines end with ``\l``, which aligns them to the left."""
     escaped = plain.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + (escaped.replace("\n", "\\l") + "\\l" if left else escaped.replace("\n", "\\n")) + '"'

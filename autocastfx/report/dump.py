@@ -1,4 +1,4 @@
-"""``dump``: a converted model as text, for people and for tools."""
+"""``dump``: render a converted model as text, for people and for tools."""
 
 from __future__ import annotations
 
@@ -40,29 +40,28 @@ def dump(
     *,
     comparison: Compared | None = None,
 ) -> str:
-    """What was decided for a converted model: every node, its precision and why, and every cast.
+    """Show every node of a converted model with its precision and the reason, and every cast.
 
-    Shows the variant that ``amp_model.graph`` and ``amp_model.plan`` show: the first that was captured for the model's
-    present mode; ``"html"`` shows that one first, or the one that ``comparison`` is of, and the others on demand.
-    Sizes and values are not shown, and the text is the same on every machine.
+    Shows the variant of ``amp_model.graph`` and ``amp_model.plan``, the first captured for the model's present mode.
+    ``"html"`` holds all variants, and shows this one or the compared one first. The text has no sizes or values, and is
+    the same on every machine.
 
     Args:
-        amp_model: what :func:`convert` returned, or such a model unpickled.
-        path: also write the text here, as UTF-8; a file that is there already is replaced once the text is complete.
+        amp_model: a converted model, unpickled or not.
+        path: also write the text to this file, as UTF-8. An existing file is replaced when the text is complete.
         format: ``"text"``, an aligned table; ``"json"``, the plan, which :meth:`Plan.from_json` reads back; ``"dot"``,
             for Graphviz; ``"graphml"``, for graph tools; ``"python"``, the generated code with dtypes and precision
-            as comments; or ``"html"``, a page for a browser, which needs no other file and no network: the graph by
-            module, to open, search and read.
-        comparison: what :func:`compare` returned for ``amp_model``; the page shows its numbers, with those of gradients
-            if it has any, in the variant that was compared.
+            as comments; or ``"html"``, a self-contained page for a browser that shows the graph by module and can be
+            searched.
+        comparison: a result of :func:`compare` for ``amp_model``, shown on the page with the variant that was compared.
 
     Returns:
         The text, which ends with a newline.
 
     Raises:
-        ValueError: the format is unknown; or it is not ``"html"`` and there is a ``comparison``; or that is of another
-            model, or of a variant that this one has not.
-        TypeError: ``amp_model`` is no converted model, or ``comparison`` no comparison.
+        ValueError: the format is unknown; or ``comparison`` is given with a format other than ``"html"``; or it is of
+            another model, or of a variant that this model lacks.
+        TypeError: ``amp_model`` is not a converted model, or ``comparison`` is not a comparison.
         VariantError: nothing is captured yet.
         FileNotFoundError: the folder of ``path`` does not exist.
         IsADirectoryError: ``path`` is a folder.
@@ -90,12 +89,12 @@ def dump(
 
 
 def view_of(amp_model: AmpModule) -> View:
-    """The variant that ``amp_model`` shows, for the renderers."""
+    """Return the view of the variant that ``amp_model`` shows."""
     return _view(amp_model, _shown(amp_model))
 
 
 def _shown(amp_model: AmpModule) -> int:
-    """The position of the variant that ``amp_model`` shows."""
+    """Return the position of the variant that ``amp_model`` shows."""
     graph = amp_model.graph
     return next(i for i, variant in enumerate(amp_model._shown) if variant.graph is graph)
 

@@ -1,4 +1,4 @@
-"""``explain``: why a node runs in the precision that it runs in, in words, and what edit would change it."""
+"""``explain``: say in words why a node runs in its precision, and which edit would change it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["explain"]
 
 
 def explain(amp_model: AmpModule, what: str) -> str:
-    """Why the nodes that ``what`` names run in the precision that they run in, and what would change it.
+    """Explain why the nodes that ``what`` names run in their precision, and what would change it.
 
     Args:
-        amp_model: what ``convert`` returned. The variant that its ``plan`` shows is explained.
+        amp_model: a converted model. The variant of its ``plan`` is explained.
         what: a node, an op, a module, or an op inside a module; paths may be patterns (``layers.*.attn.softmax``).
 
     Returns:
-        A paragraph for each node; nodes that no float32 value touches are only named.
+        A paragraph for each node; nodes without float32 values are only named.
 
     Raises:
-        KeyError: nothing in the plan is called so; with the nearest name.
-        TypeError: ``amp_model`` is no converted model, or ``what`` no text.
+        KeyError: nothing in the plan has this name; the message suggests the nearest.
+        TypeError: ``amp_model`` is not a converted model, or ``what`` is not text.
         VariantError: nothing is captured yet.
     """
     if not isinstance(amp_model, AmpModule):
         raise TypeError(
-            f"explain speaks of what convert() returned, not a {type(amp_model).__name__}: convert the model first"
+            f"explain takes what convert() returned, not a {type(amp_model).__name__}: convert the model first"
         )
     if not isinstance(what, str):
-        raise TypeError(f"what is to be explained is named by a text, such as 'softmax', not {what!r}")
+        raise TypeError(f"explain takes the name of a node, op or module, such as 'softmax', not {what!r}")
     shown = view_of(amp_model)
     reasons = Reasons(shown.rows)
     recomposed = {one.node: one for one in shown.plan.recomposed}

@@ -1,4 +1,4 @@
-"""A converted graph as GraphML, for yEd, Gephi, Cytoscape and networkx."""
+"""Render a converted graph as GraphML, for yEd, Gephi, Cytoscape and networkx."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ __all__ = ["render_graphml"]
 
 
 def render_graphml(view: View) -> str:
-    """GraphML 1.0: a node for each line of the text dump, with its columns as attributes; an edge for each value read.
+    """Render GraphML 1.0: a node for each line of the text dump, and an edge for each value read.
 
-    The header is the graph's attribute ``summary``. A node that the conversion removed has no edges.
+    The columns are attributes of the nodes, and the header is the graph's attribute ``summary``. A node that the
+    conversion removed has no edges.
     """
     import networkx as nx
 
@@ -28,7 +29,7 @@ def render_graphml(view: View) -> str:
 
 
 def _runs(row: Row, other: Row) -> bool:
-    """Whether ``other`` stands in a sub-graph that ``row`` runs."""
+    """True if ``other`` is in a sub-graph that ``row`` runs."""
     return other.name.rpartition("/")[0] in row.runs if row.runs else False
 
 

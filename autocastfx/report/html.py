@@ -1,4 +1,4 @@
-"""A converted model as one page for a browser, which asks for no other file."""
+"""Render a converted model as a self-contained page for a browser."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
 def render_html(views: Sequence[View], shown: int, comparison: Compared | None = None) -> str:
-    """HTML 5: the styles, the scripts, Graphviz as WebAssembly, and the data, all inside.
+    """Render HTML 5 with styles, scripts, Graphviz as WebAssembly, and the data inside.
 
-    A Content-Security-Policy admits the scripts and styles by their hashes, and no request at all.
+    A Content-Security-Policy allows the scripts and styles by their hashes, and no requests.
 
     Args:
-        views: of all variants of a model.
-        shown: which of them is shown first, where there is no comparison.
-        comparison: what ``compare`` returned; the variant that it is of is shown first, with its numbers.
+        views: all variants of a model.
+        shown: position of the variant to show first if there is no comparison.
+        comparison: a result of ``compare``; the variant compared is shown first, with its numbers.
 
     Raises:
-        ValueError: the comparison is of another model, or of a variant that this one has not.
+        ValueError: the comparison is of another model, or of a variant that this model lacks.
     """
     scripts, style = [asset(name) for name in SCRIPTS], asset("page.css")
     data = page_data(views, shown, comparison)
@@ -40,7 +40,7 @@ def render_html(views: Sequence[View], shown: int, comparison: Compared | None =
         "title": html.escape(f"autocastfx: {views[data['shown']].variant}"),
         "policy": html.escape(_policy(scripts, [style])),
         "style": style,
-        "notices": asset("viz-standalone.LICENSES.txt").replace("--", "- -"),  # which would end a comment
+        "notices": asset("viz-standalone.LICENSES.txt").replace("--", "- -"),  # "--" would end a comment
         "data": _json(data),
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
@@ -48,7 +48,7 @@ def render_html(views: Sequence[View], shown: int, comparison: Compared | None =
 
 
 def asset(name: str) -> str:
-    """The text of a file in ``assets``."""
+    """Read a text file of the folder ``assets``."""
     return (files("autocastfx.report") / "assets" / name).read_bytes().decode("utf-8")
 
 
@@ -70,6 +70,6 @@ def _hash(text: str) -> str:
 
 
 def _json(data: Any) -> str:
-    """JSON that no browser takes for the end of its script, or for a comment."""
+    """Write JSON in which a browser finds no end of the script and no comment."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -1,4 +1,4 @@
-"""What the page shows, as plain data: the variants of a model, their nodes, and the modules that hold these."""
+"""The data of the HTML page: the variants of a model, their nodes, and the modules that contain these."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _HELD = ("parameter", "buffer")
 
 
 def page_data(views: Sequence[View], shown: int, comparison: Compared | None = None) -> dict[str, Any]:
-    """The data of the page: ``{"format": 1, "shown": …, "variants": […]}``. Fields that would be empty are left out.
+    """Return the page's data: ``{"format": 1, "shown": …, "variants": […]}``. Empty fields are left out.
 
-    A variant holds its ``title``, the ``summary``, ``low``, the ``unlisted`` ops, the ``modules`` (name and number of
-    the module around, the root first), the ``nodes``, which refer to each other and to modules by number, and the
-    numbers of its ``parameters``' gradients.
+    A variant holds its ``title``, ``summary``, ``low``, ``unlisted`` ops, ``modules`` (the root first, each with its
+    name and the number of its parent), ``nodes``, which refer to each other and to modules by number, and the numbers
+    of its ``parameters``' gradients.
 
     Args:
-        views: of all variants.
-        shown: which of them is shown first, where there is no comparison.
-        comparison: what ``compare`` returned; the variant that it is of is shown first, with its numbers.
+        views: all variants.
+        shown: position of the variant to show first if there is no comparison.
+        comparison: a result of ``compare``; the variant compared is shown first, with its numbers.
 
     Raises:
-        ValueError: none of the variants is the one that was compared, or it lacks a compared node.
+        ValueError: no variant is the one that was compared, or it lacks a compared node.
     """
     shown = shown if comparison is None else compared_variant(views, comparison)
     variants = [_variant(view, comparison if i == shown else None) for i, view in enumerate(views)]
@@ -89,7 +89,7 @@ def _node(row: Row, reasons: Reasons) -> dict[str, Any]:
 
 
 def _shade(row: Row) -> str:
-    """How a node is drawn: by the precision of an op, where that is at stake."""
+    """Return the shade that a node is drawn in: an op's precision, ``other`` or ``mixed``; empty for other nodes."""
     if row.planned is None:
         return ""
     run, store = row.planned.placement.run, row.planned.placement.store
@@ -112,12 +112,12 @@ def _numbers(found: Deviation) -> dict[str, float | str]:
 
 
 class _Homes:
-    """Which module each row stands in; a sub-graph stands as one in the module that runs it."""
+    """The module of each row. A sub-graph counts as a module inside the one that runs it."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.table: list[dict[str, Any]] = [{"name": "", "around": -1}]
         self._numbers: dict[tuple[int, str, bool], int] = {}
-        self._around: dict[str, tuple[int, str]] = {"": (0, "")}  # of a graph: its number, and the path of its runner
+        self._around: dict[str, tuple[int, str]] = {"": (0, "")}  # by graph: its number, and the path of its runner
         self._known: dict[str, int] = {}
         readers: dict[str, list[Row]] = {}
         for row in rows:
@@ -154,7 +154,7 @@ class _Homes:
         return self._numbers[key]
 
     def _beside(self, row: Row, readers: Iterable[Row]) -> int:
-        """A parameter stands in its own module if that computes, else where it is read, as do constants and casts."""
+        """Return a parameter's own module if that has nodes; else, as for constants and casts, a reader's module."""
         graph = row.name.rpartition("/")[0]
         if row.kind in _HELD and not graph:
             number = 0

@@ -1,4 +1,4 @@
-"""The generated code of a converted graph, each line with the dtypes and the precision of its node in a comment."""
+"""Render the generated code of a converted graph, with each node's dtypes and precision in a comment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ASSIGNMENT = re.compile(r"^ {4}(\w+)\b[^=;]*=(?!=)")
 
 
 def render_python(view: View) -> str:
-    """Python source: the header as comments, ``forward`` as torch.fx generates it, then that of each sub-graph."""
+    """Render Python source: the header as comments, ``forward`` as torch.fx generates it, then the sub-graphs'."""
     rows = {row.name: row for row in view.rows}
     parts = [[f"# {line}" for line in (*summary(view), _LEGEND)]]
     for prefix, code in view.codes.items():

@@ -1,4 +1,4 @@
-"""The line of source that made a node, read from the stack trace that capture kept."""
+"""Find the source line that made a node in the stack trace that capture recorded."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class SourceLine:
     """A line of a model's code.
 
     Attributes:
-        path: of its file, as it was imported.
-        number: of the line.
-        code: its text.
+        path: the file's path, as imported.
+        number: the line's number.
+        code: the line's text.
     """
 
     path: str
@@ -32,7 +32,7 @@ class SourceLine:
 
     @property
     def file(self) -> str:
-        """The file's name and that of its folder, without what is before, which differs from machine to machine."""
+        """The names of folder and file, without the rest of the path, which differs from machine to machine."""
         parts = PureWindowsPath(self.path).parts[-2:]  # splits at both kinds of slash
         return "/".join(part for part in parts if part != "/" and part != "\\")
 
@@ -41,7 +41,7 @@ class SourceLine:
 
 
 def source_line(trace: str) -> SourceLine | None:
-    """The innermost line outside torch and this package; None if the trace names none."""
+    """Return the innermost line outside torch and this package; None if the trace has none."""
     own = [frame for frame in _FRAME.findall(trace) if not frame[0].startswith(_PACKAGES)]
     if not own:
         return None

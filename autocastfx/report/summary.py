@@ -1,4 +1,4 @@
-"""The lines that stand above every rendering."""
+"""Write the header lines of every rendering."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["summary"]
 
 
 def summary(view: View) -> list[str]:
-    """Dtype, device, op list, variant, the counts of nodes, casts and unlisted ops, and of recomposed nodes if any."""
+    """Return lines with dtype, device, op list, variant, and counts of nodes, casts, unlisted and recomposed ops."""
     plan = view.plan
     run = [row.precision for row in view.rows if row.kind == "op"]
     low, wide, captured = (run.count(p) for p in (Precision.LOW, Precision.FLOAT32, Precision.CAPTURED))
@@ -43,7 +43,7 @@ def _copies(plan: Plan) -> str:
 
 def _moved(plan: Plan) -> str:
     by_casts = sum(cast.bytes for cast in plan.casts)
-    if plan.traffic == Traffic():  # a list that follows torch.autocast places by no cost
+    if plan.traffic == Traffic():  # placement: follow compares no costs
         return f"bytes moved by casts: {by_casts:,}"
     moved, simply = plan.traffic.moved, plan.traffic.moved_simply
     return f"bytes moved: {moved:,}, of which by casts {by_casts:,}; by TensorFlow's rule {simply:,}"

@@ -1,4 +1,4 @@
-"""A converted graph as an aligned table: one line for each node, with what was decided and why."""
+"""Render a converted graph as an aligned table: one line per node, with its decision and placement."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_READERS = 4
 
 
 def render_text(view: View) -> str:
-    """The header, a line of column titles, and a line for each node.
+    """Render the header, a line of column titles, and a line for each node.
 
-    An op without float32 values is shown without category and reason. Nodes of a sub-graph are indented below the node
-    that runs it.
+    An op without float32 values has no category and reason. Nodes of a sub-graph are indented below the node that runs
+    it.
     """
     rows = [_TITLES, *(_cells(row) for row in view.rows)]
     lines = (*summary(view), _LEGEND, "", *_aligned(rows))
@@ -58,6 +58,6 @@ def _listed(names: Sequence[str], most: int = _MOST_READERS) -> str:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns as wide as their widest cell; the last cell of a row may reach over the columns that the row lacks."""
+    """Align columns to their widest cell. The last cell of a row may extend over the columns that the row lacks."""
     widths = [max((len(r[i]) for r in rows if len(r) > i + 1), default=0) for i in range(len(_TITLES))]
     return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)).rstrip() for row in rows]

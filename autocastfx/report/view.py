@@ -1,4 +1,4 @@
-"""What the renderers show: the nodes of a converted graph, joined with what its plan says of them."""
+"""Join the nodes of a converted graph with its plan, for the renderers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class View:
     """A converted graph for the renderers.
 
     Attributes:
-        plan: of the graph.
-        variant: which of the model's variants it is, in words.
-        mode, call, sizes: what tells it from others: as ``ComparedVariant`` has them.
-        rows: in graph order; those of a sub-graph follow the node that runs it.
-        codes: generated Python code by the prefix of its nodes' names: the graph's own at ``""``, then its sub-graphs'.
+        plan: the graph's plan.
+        variant: a description of the variant.
+        mode, call, sizes: the variant's key, as in ``ComparedVariant``.
+        rows: in graph order; the rows of a sub-graph follow the node that runs it.
+        codes: generated Python code by the prefix of node names: ``""`` for the graph, then its sub-graphs.
     """
 
     plan: Plan
@@ -46,12 +46,12 @@ class View:
 
 
 def view(owner: nn.Module, variant: Variant, words: str) -> View:
-    """Join a graph and its plan. Needs no abstract values, so that unpickled graphs do as well.
+    """Join a graph and its plan. Works for unpickled graphs too, which have no abstract values.
 
     Args:
-        owner: has all that the graph's ``get_attr`` nodes read.
+        owner: the module that holds the targets of the graph's ``get_attr`` nodes.
         variant: the converted graph.
-        words: which variant it is.
+        words: a description of the variant.
     """
     plan = variant.plan
     join = _Join(plan, [leaf[1] for leaf in variant.structure.leaves if leaf[0] == "tensor"])
@@ -60,7 +60,7 @@ def view(owner: nn.Module, variant: Variant, words: str) -> View:
 
 
 class _Join:
-    """Makes rows; gathers the code of each graph on its way."""
+    """Makes rows, and collects the code of each graph."""
 
     def __init__(self, plan: Plan, inputs: Sequence[torch.dtype]) -> None:
         self.low = plan.low
@@ -94,7 +94,7 @@ class _Join:
                     yield from self.rows(part, part.graph, part.code, inner_prefix)
 
     def _knows(self, prefix: str) -> bool:
-        """Whether the plan holds nodes of a sub-graph: it does unless the sub-graph stays whole."""
+        """True if the plan has nodes of a sub-graph; false for sub-graphs that stay whole."""
         return any(name.startswith(prefix) for name in (*self.nodes, *self.casts))
 
     def _row(self, node: fx.Node, name: str) -> Row:
@@ -109,7 +109,7 @@ class _Join:
 
 
 def _with_removed(rows: Sequence[Row], plan: Plan) -> Iterator[Row]:
-    """The rows with one more for each planned node that the graph lacks, after the node before it in the plan."""
+    """Yield the rows, and one for each planned node that the graph lacks, after its predecessor in the plan."""
     shown = {row.name for row in rows}
     after: dict[str, list[Row]] = {}
     last: dict[str, str] = {}
@@ -133,7 +133,7 @@ def _holds_copies(node: fx.Node) -> bool:
 
 
 def _attribute(held: object, target: str, prefix: str) -> tuple[str, str]:
-    """Kind and dtype of what a ``get_attr`` node reads."""
+    """Return kind and dtype of the attribute that a ``get_attr`` node reads."""
     if not isinstance(held, torch.Tensor):
         return ("sub-graph" if isinstance(held, nn.Module) else "constant"), ""
     if isinstance(held, nn.Parameter):
@@ -149,7 +149,7 @@ def _change(planned: PlannedNode | None) -> str:
 
 
 def _counted(dtypes: str) -> str:
-    """``float32,float32,int64`` as ``float32 x 2,int64``."""
+    """Shorten ``float32,float32,int64`` to ``float32 x 2,int64``."""
     runs = [(name, len(list(same))) for name, same in groupby(dtypes.split(","))]
     return ",".join(name if count == 1 else f"{name} x {count}" for name, count in runs)
 

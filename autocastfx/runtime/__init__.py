@@ -1,1 +1,1 @@
-"""What a converted model runs with: its variants, their working copies, and the module that holds them."""
+"""The runtime of converted models: ``AmpModule``, its variants, and 16-bit working copies of its parameters."""

@@ -1,12 +1,12 @@
-"""How a graph runs where no compiler looks: with little Python around its operators.
+"""Rewrite a graph for eager calls, with little Python overhead around its operators.
 
-A call of an operator's overload (``torch.ops.aten.add.Tensor``) takes about a microsecond more than ``torch.add``,
-which is what a model calls, and of an operator that is a Python function some ten; and each step on the way to
-``self.encoder.layers.weight`` passes a Python function of ``nn.Module``. On a GPU a graph's kernels often take less
-time than that. So the code that runs names torch's own functions, and is given the parameters and buffers that the
-graph reads before its first op, by way of the dictionaries that modules keep. A graph that runs code which it does
-not show, and so may change them, runs as it is; so does any for as long as one of them is something else: computed by
-a parametrization, say.
+Calling an operator's overload (``torch.ops.aten.add.Tensor``) takes about a microsecond more than ``torch.add``, and
+calling an operator written in Python some ten. Each attribute in ``self.encoder.layers.weight`` costs a Python call of
+``nn.Module``. On a GPU the kernels often take less time than that. The quick graph therefore calls torch's own
+functions, and takes the parameters and buffers as inputs, read from the modules' dictionaries before its first op.
+
+A graph with opaque code, which may change its parameters, runs unchanged. So does any graph while a tensor that it
+reads is not a plain parameter or buffer, but is computed by a parametrization, for example.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from autocastfx.runtime.operators.layer_norm import compute_layer_norm, layer_no
 __all__ = ["QUICK", "Reads", "quick_graph"]
 
 _TORCH: Any = torch
-# Overloads that torch's functions and methods of the same name call, given the same positional arguments: what a schema
-# requires, and as much of the rest as is said below.
+# Overloads that torch's functions and methods of the same name call when given the same positional arguments: all that
+# the schema requires, and at most as many as ``_MOST_POSITIONAL`` says.
 _NEURAL = ["linear.default", "gelu.default", "silu.default", "scaled_dot_product_attention.default"]
 _ARITHMETIC = ["add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "neg.default", "where.self", "softmax.int"]
 _LAYERS = ["matmul.default", "bmm.default", "addmm.default", "conv1d.default", "conv2d.default", "embedding.default"]
@@ -33,7 +33,7 @@ _NORMS = ["layer_norm.default", "group_norm.default", "batch_norm.default", "dro
 _VIEWS = ["transpose.int", "permute.default", "unsqueeze.default", "reshape.default", "flatten.using_ints"]
 _REST = ["cat.default", "relu_.default"]
 _METHODS = ["to.dtype", "view.default", "expand.default", "contiguous.default", "add_.Tensor"]
-_MOST_POSITIONAL = {torch.ops.aten.to.dtype: 4}  # where Python takes less than all by position
+_MOST_POSITIONAL = {torch.ops.aten.to.dtype: 4}  # where Python's method does not take all arguments by position
 
 
 def _overload(name: str) -> Any:
@@ -50,16 +50,16 @@ QUICK: Mapping[Any, Callable[..., Any]] = {
     )
     for names in lists
     for name in names
-} | {layer_norm: compute_layer_norm}  # which the dispatcher would call, too, but later
+} | {layer_norm: compute_layer_norm}  # the function that the dispatcher would call
 
 
 @dataclass(frozen=True)
 class Reads:
-    """What a graph reads of the module that owns it.
+    """The tensors that a graph reads from its owner, as a plan for looking them up.
 
     Attributes:
-        modules: each by the number of the one that holds it, and its name there; the owner is number 0.
-        values: parameters and buffers, likewise.
+        modules: for each module on the way, the number of its parent and its name there; the owner is number 0.
+        values: for each parameter or buffer, the number of its module and its name there.
     """
 
     modules: tuple[tuple[int, str], ...]
@@ -67,7 +67,7 @@ class Reads:
 
     @classmethod
     def of(cls, targets: list[str]) -> Reads:
-        """Those of the attributes at these paths."""
+        """Make the plan for the attributes at these paths."""
         numbers: dict[str, int] = {"": 0}
         modules: list[tuple[int, str]] = []
 
@@ -82,7 +82,7 @@ class Reads:
         return cls(tuple(modules), tuple(values))
 
     def __call__(self, owner: nn.Module) -> list[torch.Tensor] | None:
-        """The tensors as they now are; None if one is no parameter and no buffer of a module."""
+        """Look up the tensors; None if one is neither a parameter nor a buffer."""
         found: list[Any] = [owner]
         for holder, name in self.modules:
             module = found[holder]._modules.get(name)
@@ -101,13 +101,13 @@ class Reads:
 
 
 def quick_graph(graph: fx.Graph, kept: Collection[str] = ()) -> tuple[fx.Graph, Reads] | None:
-    """A graph that does what ``graph`` does, of which what it reads of its owner are the first inputs; and these.
+    """Return an equivalent graph that takes the tensors of its owner as first inputs, and how to look these up.
 
-    None if the graph runs code that it does not show.
+    None if the graph runs opaque code.
 
     Args:
-        graph: of overloads.
-        kept: targets that it goes on to read of its owner itself.
+        graph: a graph that calls overloads.
+        kept: targets of ``get_attr`` nodes that stay.
     """
     if any(is_opaque(node) for node in graph.nodes):
         return None
@@ -123,7 +123,7 @@ def quick_graph(graph: fx.Graph, kept: Collection[str] = ()) -> tuple[fx.Graph, 
 
 
 def _is_called_alike(node: fx.Node) -> bool:
-    """Whether Python's function takes the arguments of ``node`` as they are given."""
+    """True if torch's Python function takes the arguments of ``node`` in the given form."""
     target: Any = node.target
     required = sum(not (a.has_default_value() or a.kwarg_only) for a in target._schema.arguments)
     return required <= len(node.args) <= _MOST_POSITIONAL.get(target, len(node.args))

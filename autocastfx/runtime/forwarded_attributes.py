@@ -1,4 +1,4 @@
-"""What a converted model answers for in place of the original: its attributes, and the signature of its forward."""
+"""Give a converted model the attributes of the original and the signature of its forward."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["forwarded", "set_on_original", "signed_forward"]
 
 
 def forwarded(model: nn.Module, amp_model: nn.Module, name: str, missing: AttributeError) -> Any:
-    """The attribute ``name`` of ``model``: data as it is, a method bound to ``amp_model`` if it runs no forward.
+    """Return the attribute ``name`` of ``model``; a method is bound to ``amp_model``.
 
     Raises:
-        AttributeError: the original has none either (``missing``).
-        UnsupportedError: the method runs the model's forward (``generate``), or its source cannot be read to tell.
+        AttributeError: the original does not have it either; this is ``missing``.
+        UnsupportedError: the method runs the model's forward (``generate``), or its source cannot be read.
     """
     try:
         found = getattr(model, name)
@@ -38,33 +38,33 @@ def forwarded(model: nn.Module, amp_model: nn.Module, name: str, missing: Attrib
 
 
 def set_on_original(model: nn.Module | None, name: str, value: Any) -> None:
-    """Set an attribute that graphs depend on where they look for it.
+    """Set an attribute that graphs depend on, on the original, where variants check it.
 
     Raises:
         UnsupportedError: the original is not at hand.
     """
     if model is None:
         raise UnsupportedError(
-            f"attribute {name!r} is written into the graphs, and the original is not at hand to be captured again: "
-            "set it on the original, and convert that."
+            f"the graphs depend on the value of attribute {name!r}, and the original is not at hand to be captured "
+            "again: set it on the original, and convert that."
         )
     setattr(model, name, value)
 
 
 def signed_forward(signature: CallSignature) -> Callable[..., Any]:
-    """A forward that shows the original's signature to whoever inspects it (export, trainers, help)."""
+    """Make a forward with the original's signature, for export, trainers and ``help``."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._run(args, kwargs)
 
-    forward.__code__ = forward.__code__.replace()  # what torch.compile keeps of a function, it keeps by its code object
+    forward.__code__ = forward.__code__.replace()  # torch.compile caches by code object, so each forward has its own
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = inspect.Signature([first, *signature.parameters])
     return forward
 
 
 def _runs_forward(kind: type, name: str, seen: set[str]) -> bool:
-    """Whether a method calls ``self(...)``, ``self.forward`` or another method that does."""
+    """True if a method calls ``self(...)``, ``self.forward`` or another method that does, or has no readable source."""
     if name in ("forward", "__call__") or name in seen:
         return name not in seen
     seen.add(name)

@@ -1,4 +1,4 @@
-"""The tensors and modules of a model without its code."""
+"""Copy the module tree of a model without its code."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _STATE_HOOKS = (
 
 
 def mirror(model: nn.Module, image: nn.Module, made: dict[int, nn.Module]) -> None:
-    """Give ``image`` the parameters, buffers and modules of ``model``: the same tensors, in bare modules.
+    """Give ``image`` the parameters, buffers and submodules of ``model``: the same tensors, in bare modules.
 
     Args:
         model: the original.
         image: an empty module.
-        made: the image of each module so far, by the module's id.
+        made: the bare module of each module so far, by the module's id.
 
     Raises:
-        CaptureError: a module has state that is neither a parameter nor a buffer.
+        CaptureError: a module has extra state (``get_extra_state``).
     """
     image.training = model.training
     image._parameters.update(model._parameters)

@@ -1,4 +1,4 @@
-"""A converted model of its own, whose weights are stored in 16 bits: for inference alone."""
+"""Store the weights of a converted model in 16 bits (``weights="low"``), for inference only."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _INSTEAD = 'Convert with weights="cast" or weights="cached" to train, or for gra
 
 
 def stored_low(variant: Variant, low: torch.dtype) -> frozenset[str]:
-    """The names of the parameters that the graph, just made, reads in 16 bits."""
+    """Return the names of the parameters that a newly made graph reads in 16 bits."""
     reads = (node for node in variant.graph.nodes if node.op == "get_attr")
     return frozenset(str(node.target) for node in reads if dtypes(node) == (low,))
 
 
 def own_tensors(modules: Iterable[nn.Module], low_ones: Iterable[torch.Tensor], low: torch.dtype) -> None:
-    """Replace all parameters and buffers of ``modules`` by copies without gradients, tied ones by one copy.
+    """Replace all parameters and buffers of ``modules`` by copies that require no gradient; tied ones share a copy.
 
     Args:
-        modules: whose tables of tensors are changed.
+        modules: the modules to change.
         low_ones: the parameters whose copies are 16-bit.
         low: the 16-bit dtype.
     """
@@ -49,15 +49,19 @@ def own_tensors(modules: Iterable[nn.Module], low_ones: Iterable[torch.Tensor], 
 
 
 def refuse_training() -> None:
-    """Raises:
-    UnsupportedError: always.
+    """Refuse training.
+
+    Raises:
+        UnsupportedError: always.
     """
     raise UnsupportedError(f'weights="low" keeps no float32 weights, so the model cannot train. {_INSTEAD}')
 
 
 def refuse_gradients(outputs: Any) -> None:
-    """Raises:
-    UnsupportedError: an output leads back to something that requires gradients.
+    """Refuse outputs that require gradients.
+
+    Raises:
+        UnsupportedError: an output requires gradients.
     """
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(outputs)):
         raise UnsupportedError(

@@ -30,7 +30,7 @@ _numbers = itertools.count()
 
 
 class _CallCode(CodeGen):
-    """Lets ``fx.Interpreter``, and torch.export through it, call a flat graph as the model is called."""
+    """Lets ``fx.Interpreter``, and so torch.export, call a flat graph with the model's nested inputs and outputs."""
 
     def __init__(self, out_spec: pytree.TreeSpec, guard: ShapeGuard) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _CallCode(CodeGen):
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         sizes = [t.shape for t in tensors]
         if not self.guard.holds(sizes):
-            raise VariantError(f"the graph does not hold for these sizes: {self.guard.broken(sizes)} does not hold")
+            raise VariantError(f"the graph does not fit these sizes: {self.guard.broken(sizes)} does not hold")
         return tensors
 
     def process_outputs(self, outputs: Any) -> Any:
@@ -52,16 +52,16 @@ def _not_mounted(*_: Any) -> tuple[Any, ...]:
 
 
 class Variant(nn.Module):
-    """A converted graph with the constants and sub-graphs that it reads. Parameters and buffers are its owner's.
+    """A converted graph with its constants and sub-graphs. Parameters and buffers belong to its owner.
 
     Attributes:
-        graph: takes the call's tensors, gives a flat tuple.
-        plan: what was decided for it.
-        structure, guard, modes: the calls it serves.
-        state: the attributes of the original that it holds as they were.
-        first_broken: gives one of them that has changed, once :meth:`watch` was told where they are.
-        device: where it runs; tensors that it creates are made there.
-        captured: what it was made from; None after unpickling.
+        graph: takes the call's tensors and returns a flat tuple.
+        plan: the decisions and placements of the graph.
+        structure, guard, modes: the call structure, sizes and module modes that it serves.
+        state: attributes of the original that the graph depends on, with their values at capture.
+        first_broken: returns an attribute that has changed since, or None; works after :meth:`watch`.
+        device: where it runs and creates tensors.
+        captured: the captured graph that it was made from; None after unpickling.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Variant(nn.Module):
 
     @property
     def mode(self) -> str:
-        """``"train"`` or ``"eval"``; ``"mixed"`` where some modules are in one mode and some in the other."""
+        """``"train"`` or ``"eval"``; ``"mixed"`` if modules are in different modes."""
         return "train" if all(self.modes) else "mixed" if any(self.modes) else "eval"
 
     def mount(self, prefix: str) -> None:
@@ -116,18 +116,18 @@ class Variant(nn.Module):
         self.compile_graph()
 
     def watch(self, model: nn.Module | None) -> None:
-        """Notice changes of the attributes of ``model``, the original; without one, there are none."""
+        """Check the attributes of ``model``, the original, from now on; with None, count them as unchanged."""
         self.first_broken = self.state.broken(model) if model is not None else self.state.unchanged
 
     def compile_graph(self) -> None:
-        """Make ``function(owner, *tensors)`` of the graph as it now is, and ``code``, which compilers trace."""
+        """Generate ``code`` and ``function(owner, *tensors)`` from the present graph."""
         self.code, traced = _compiled(self.graph)
         no_tensors = {f"{self.prefix}.{name}" for name in self._held.values() if name not in self._buffers}
         found = quick_graph(self.graph, {*no_tensors, ATTRIBUTE})
         self.function = traced if found is None else _quick(traced, _compiled(found[0])[1], found[1])
 
     def move(self, device: torch.device) -> None:
-        """Create tensors on ``device`` where the graph creates them on the device that it was captured on."""
+        """Move tensor creation in the graph from its present device to ``device``."""
         for graph in (self.graph, *(m.graph for m in self.modules() if isinstance(m, fx.GraphModule))):
             for node in graph.nodes:
                 swap = _swap(self.device, device)
@@ -158,7 +158,7 @@ class Variant(nn.Module):
 
 
 def _compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
-    """The code of ``graph``, and its function, whose source tracebacks show."""
+    """Generate the code of ``graph`` and its function; tracebacks show the source."""
     code = graph.python_code("self")
     filename = f"<autocastfx graph {next(_numbers)}>"
     namespace = dict(code.globals)
@@ -170,13 +170,13 @@ def _compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
 def _quick(
     traced: Callable[..., tuple[Any, ...]], called: Callable[..., tuple[Any, ...]], reads: Reads
 ) -> Callable[..., tuple[Any, ...]]:
-    """``called``, given what it reads of its owner; ``traced`` where a compiler looks, or some of that is no tensor."""
+    """Return a function that runs ``called`` with the tensors read, or ``traced`` while compiling or if one is none."""
 
     def function(owner: nn.Module, *tensors: torch.Tensor) -> tuple[Any, ...]:
         held = None if torch.compiler.is_compiling() else reads(owner)
         return traced(owner, *tensors) if held is None else called(owner, *held, *tensors)
 
-    function.__code__ = function.__code__.replace()  # what torch.compile keeps of a function, it keeps by its code
+    function.__code__ = function.__code__.replace()  # torch.compile caches by code object: each has its own
     return function
 
 

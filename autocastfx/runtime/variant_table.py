@@ -1,4 +1,4 @@
-"""The variants of one converted model: which one fits a call, and how a further one comes to be."""
+"""The variants of a converted model: find the one that fits a call, and capture further ones."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from autocastfx.runtime.variant import Variant
 __all__ = ["VariantTable", "up_to_date"]
 
 Held = Mapping[str, torch.Tensor]  # parameters and buffers by the original's names
-Modes = tuple[bool, ...]  # the training flag of each of the original's modules
+Modes = tuple[bool, ...]  # the training flag of each module of the original
 
 
 class Maker(Protocol):
-    """Makes variants for an ``AmpModule``, which knows of no pass itself."""
+    """Makes variants for an ``AmpModule``, which itself imports no pass."""
 
     @property
     def model(self) -> nn.Module | None: ...
@@ -38,7 +38,7 @@ class Maker(Protocol):
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """Dotted paths of the functions that captures keep whole."""
+        """Dotted paths of the functions that capture keeps whole."""
         ...
 
     def capture(self, call: Call, modes: Modes, held: Held, sizes: str) -> Variant: ...
@@ -54,9 +54,9 @@ class VariantTable(nn.ModuleList):
     """Variants in the order of capture; drafts while nothing is captured.
 
     Attributes:
-        path: where the owner mounts this table.
+        path: the table's path in its owner.
         maker: makes further variants.
-        constants: names, in the owner, of the tensors that graphs hold themselves.
+        constants: names, in the owner, of the tensors that variants own.
     """
 
     def __init__(self, path: str, maker: Maker) -> None:
@@ -66,7 +66,7 @@ class VariantTable(nn.ModuleList):
 
     @property
     def shown(self) -> tuple[Variant, ...]:
-        """The captured variants; drafts while there are none."""
+        """All variants: the captured ones, or drafts before the first capture."""
         return tuple(cast("list[Variant]", self))
 
     @property
@@ -75,7 +75,7 @@ class VariantTable(nn.ModuleList):
         return tuple(v for v in self.shown if not v.plan.unverified)
 
     def fitting(self, call: Call, modes: Modes) -> Variant | None:
-        """The first variant that serves ``call`` in ``modes``."""
+        """Return the first variant that serves ``call`` in ``modes``, or None."""
         sizes = [t.shape for t in call.tensors]
         for variant in self.captured:
             fits = variant.modes == modes and variant.structure == call.structure and variant.guard.holds(sizes)
@@ -84,18 +84,18 @@ class VariantTable(nn.ModuleList):
         return None
 
     def reads(self, name: str) -> bool:
-        """Whether a variant depends on this attribute of the model itself."""
+        """True if a variant depends on this attribute of the root module."""
         return any(not read.module and read.name == name for v in self.shown for read in v.state.reads)
 
     def active(self, modes: Modes) -> Variant | None:
-        """The variant to show in ``modes``: the first one for them, else the first one."""
+        """Return the variant to show in ``modes``: the first one for these modes, else the first of all."""
         return next((v for v in self.shown if v.modes == modes), next(iter(self.shown), None))
 
     def further(self, call: Call, modes: Modes, held: Held) -> Variant:
-        """Capture and mount a variant for a call that none fits.
+        """Capture and mount a variant for a call that no variant fits.
 
         Raises:
-            VariantError: it cannot be captured.
+            VariantError: the model cannot be captured with this call.
         """
         try:
             return self.capture(call, modes, held)
@@ -118,7 +118,7 @@ class VariantTable(nn.ModuleList):
                 was = next(r.value for r in variant.state.reads if r.path == now.path)
                 return f"no variant holds attribute {now.path!r} as it is: it was {shown(was)}, and is {now.word}"
         broken = same_call[0].guard.broken(sizes)
-        return f"no variant holds for these sizes: {broken} does not hold"
+        return f"no variant fits these sizes: {broken} does not hold"
 
     def capture(self, call: Call, modes: Modes, held: Held) -> Variant:
         """Capture the original as it runs ``call`` in ``modes``, and mount the variant.
@@ -128,7 +128,7 @@ class VariantTable(nn.ModuleList):
         """
         with capturing():
             known = next((v.captured for v in self.captured if v.captured is not None), None)
-            sizes = known.sizes if known is not None else "all"  # do not try again what was too slow once
+            sizes = known.sizes if known is not None else "all"  # do not repeat an attempt that was too slow
             variant = self.maker.capture(call, modes, held, sizes)
             self._warn_of_changes(variant)
             return self.add(variant)
@@ -145,14 +145,14 @@ class VariantTable(nn.ModuleList):
             )
 
     def capture_modes(self, call: Call, now: Modes, held: Held) -> Variant:
-        """Capture the original as it runs ``call``, in the modes ``now``, in training and in evaluation.
+        """Capture the original as it runs ``call`` in the modes ``now``, in training mode and in evaluation mode.
 
         Returns:
             The variant for ``now``.
 
         Raises:
-            CaptureError: it cannot be captured in the modes ``now``. What fails in another mode is left to its first
-                call.
+            CaptureError: the original cannot be captured in the modes ``now``. Failures in other modes are ignored:
+                the first call in such a mode captures again.
         """
         first = self.capture(call, now, held)
         for modes in () if self.maker.baked else dict.fromkeys([(True,) * len(now), (False,) * len(now)]):
@@ -162,7 +162,7 @@ class VariantTable(nn.ModuleList):
         return first
 
     def draft(self, now: Modes, held: Held) -> None:
-        """Mount drafts, made without inputs. None where the model's code cannot be traced so.
+        """Mount drafts, which are made without inputs; none if the model's code cannot be traced without.
 
         Raises:
             BannedOpError: the list bans an op of the model.
@@ -172,7 +172,7 @@ class VariantTable(nn.ModuleList):
                 self.add(self.maker.draft(modes, held))
 
     def add(self, variant: Variant) -> Variant:
-        """Mount ``variant`` as the last one. The first one that was captured from inputs takes the place of drafts."""
+        """Mount ``variant`` as the last one. The first variant captured from inputs replaces the drafts."""
         if not variant.plan.unverified and not self.captured:
             self._modules.clear()
         return self._mount(len(self), variant)
@@ -188,10 +188,12 @@ class VariantTable(nn.ModuleList):
         return variant
 
     def refuse_move(self, device: torch.device) -> None:
-        """Refuse to go to another type of device with what only kernels of this one run and cannot be decided anew.
+        """Refuse to move an unpickled variant to a device type whose kernels cannot run its nodes.
+
+        Other variants keep their captured graph, so that ``move`` converts them anew for the device.
 
         Raises:
-            UnsupportedError: an unpickled variant holds such a node.
+            UnsupportedError: a node combines 16-bit values with float32 parameters, which the new device cannot.
         """
         for variant in self.shown:
             if variant.captured is not None or device.type in (variant.device.type, "meta"):
@@ -209,7 +211,7 @@ class VariantTable(nn.ModuleList):
                 )
 
     def move(self, device: torch.device, held: Held) -> None:
-        """Make all variants run on ``device``: where its type is another one, decided anew for its kernels."""
+        """Move all variants to ``device``. If its type differs, they are converted anew for its kernels."""
         for index, variant in enumerate(self.shown):
             moved = variant
             if variant.captured is not None and device.type != variant.device.type:
@@ -218,17 +220,19 @@ class VariantTable(nn.ModuleList):
 
 
 def up_to_date(variants: Iterable[Variant]) -> list[Variant]:
-    """Those for the attributes of the original as they are: without the original no others would be noticed as wrong.
+    """Return the variants that fit the original's present attributes, for saving.
+
+    Without the original, stale variants would not be noticed.
 
     Raises:
-        VariantError: there are variants, but none for an attribute that was changed since.
+        VariantError: all variants are stale: an attribute has changed since they were captured.
     """
     broken = [(variant, variant.first_broken()) for variant in variants]
     found = [variant for variant, read in broken if read is None]
     if broken and not found:
         read = next(read for _, read in broken if read is not None)
         raise VariantError(
-            f"attribute {read.path!r} is {read.word} now, and no variant was captured with it so: call the converted "
-            "model once, then save it."
+            f"attribute {read.path!r} is {read.word} now, and no variant was captured with this value: call the "
+            "converted model once, then save it."
         )
     return found

@@ -1,4 +1,4 @@
-"""16-bit working copies of float32 parameters, made anew when a parameter has changed, and how a graph reads them."""
+"""16-bit working copies of float32 parameters (``weights="cached"``), renewed when a parameter has changed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from autocastfx.training.tensor_mark import TensorMark
 
 __all__ = ["ATTRIBUTE", "WorkingCopies", "working_copy"]
 
-ATTRIBUTE = "_working_copies"  # where graphs find those of the model that runs them
-# To autograd it gives no view, but a tensor of its own: what is written to the master later is no change of this one.
+ATTRIBUTE = "_working_copies"  # the model's attribute through which its graphs read the copies
+# Autograd does not treat its result as a view, so later writes to the master do not invalidate it.
 _SHARING: Any = torch.ops.aten._unsafe_view.default
 
 
 def working_copy(
     copies: WorkingCopies | None, master: torch.Tensor, dtype: torch.dtype, several: bool = False
 ) -> torch.Tensor:
-    """``master`` in ``dtype``: its working copy, through which the float32 gradient goes back to it.
+    """Return the working copy of ``master`` in ``dtype``; its backward gives ``master`` the float32 gradient.
 
     Args:
-        copies: what :meth:`WorkingCopies.fresh` gave in this call of the graph; None casts.
-        master: float32. What is no parameter is cast too: a tensor that is put in one's place for a call, say.
-        dtype: the 16-bit one.
-        several: whether the result is read several times: its gradients then add up in 16 bits, as those of a cast do.
+        copies: the result of :meth:`WorkingCopies.fresh` in this call of the graph; with None, ``master`` is cast.
+        master: float32. A tensor that is not a plain parameter is cast too.
+        dtype: the 16-bit dtype.
+        several: True if the graph reads the result several times: the gradients then add up in 16 bits, as those of a
+            cast do.
     """
     held = copies.copy_of(master, dtype) if copies is not None else None
     if held is None:
@@ -43,12 +44,12 @@ def working_copy(
     if several:
         return _Bridge.apply(master, held.tensor)
     read = _SHARING(master, held.sizes)
-    read.data = held.tensor  # the history stays that of the float32 tensor: autograd casts the gradient before it
+    read.data = held.tensor  # the autograd history stays that of a float32 tensor, so autograd casts the gradient
     return read
 
 
 class _Bridge(torch.autograd.Function):
-    """The copy forwards; backwards what the backward of a cast gives."""
+    """Returns the copy in forward; its backward is that of a cast."""
 
     @staticmethod
     def forward(ctx: Any, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
@@ -62,7 +63,7 @@ class _Bridge(torch.autograd.Function):
 
 
 class _Copy:
-    """A copy, and what its master was when it was copied."""
+    """A working copy, with a mark of its master at the time of copying."""
 
     __slots__ = ("dtype", "mark", "master", "sizes", "tensor")
 
@@ -73,19 +74,20 @@ class _Copy:
         self.mark: TensorMark | None = None
 
     def become(self, tensor: torch.Tensor, master: torch.Tensor) -> None:
-        """Hold ``tensor``, a copy of ``master`` as it now is. The one before is its readers', as a cast is."""
+        """Hold ``tensor``, a copy of the present ``master``. Graphs that read the previous copy keep it."""
         self.tensor, self.sizes = tensor, list(master.shape)
         self.mark = TensorMark(master)
 
 
 class WorkingCopies:
-    """The working copies of one converted model: one of each parameter, whatever its names and whoever reads it.
+    """The working copies of a converted model: one per parameter and dtype, shared by its names and its graphs.
 
-    A copy is made when it is read first. When a graph begins to read, all whose masters have changed since are made
-    anew at once. Neither keeps a master alive.
+    A copy is made when first read. When a graph begins to run, all copies whose masters have changed are renewed at
+    once. Copies do not keep masters alive.
 
-    Changes are seen by the version counter, by the address of the memory, and after the step of any
-    ``torch.optim.Optimizer``: fused ones write without counting. What writes into ``parameter.data`` cannot be seen.
+    A change is noticed by the version counter, by the address of the memory, and by the step of any
+    ``torch.optim.Optimizer``, because fused ones do not increase the counter. Writes into ``parameter.data`` are not
+    noticed.
     """
 
     def __init__(self, owner: nn.Module) -> None:
@@ -95,8 +97,10 @@ class WorkingCopies:
         self._watches = self._has_warned = False
 
     def fresh(self) -> WorkingCopies | None:
-        """These, all as their masters now are. None where none can be kept: while a compiler, exporter or tracer looks,
-        under transforms of torch.func, on abstract tensors, and while a CUDA graph is captured.
+        """Renew stale copies and return ``self``.
+
+        Returns None where copies cannot be used: while compiling, exporting or tracing, under transforms of torch.func,
+        with abstract tensors, and while a CUDA graph is captured.
         """
         if torch.compiler.is_compiling():
             self._warn_of_compiler()
@@ -118,7 +122,7 @@ class WorkingCopies:
         return self
 
     def copy_of(self, master: torch.Tensor, dtype: torch.dtype) -> _Copy | None:
-        """That of ``master``; made now if there is none yet, None of what is no plain parameter.
+        """Return the copy of ``master``, made now if needed; None if ``master`` is not a plain parameter.
 
         Raises:
             UnsupportedError: the model is sharded.
@@ -133,14 +137,14 @@ class WorkingCopies:
         return held
 
     def expire(self, masters: Iterable[Any] | None = None) -> None:
-        """Take ``masters`` (all, if None) for changed."""
+        """Mark the copies of ``masters`` (all if None) as stale."""
         changed = None if masters is None else {id(master) for master in masters}
         for (number, _), held in list(self._held.items()):
             if changed is None or number in changed:
                 held.mark = None
 
     def _warn_of_compiler(self) -> None:
-        """Say once that a compiled or exported graph casts."""
+        """Warn once that compiled and exported graphs cast instead."""
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -169,7 +173,7 @@ class WorkingCopies:
         owner = self._owner()
         if owner is None:
             return
-        looked_at = owner.modules() if not self._held else (owner,)  # in a later call it is the owner that was sharded
+        looked_at = owner.modules() if not self._held else (owner,)  # later, only the owner may have been sharded
         if any(module.__dict__.get("_is_fsdp_managed_module", False) for module in looked_at):
             raise UnsupportedError(
                 'weights="cached" does not work under fully_shard, which gathers parameters into memory that no '
@@ -184,17 +188,17 @@ class WorkingCopies:
 
 
 def _is_abstract_or_traced() -> bool:
-    """Whether a mode is entered that makes tensors abstract, or writes down what is done with them."""
+    """True under a mode that makes tensors abstract or traces operations."""
     return any(
         isinstance(mode, (FakeTensorMode, ProxyTorchDispatchMode)) for mode in _get_current_dispatch_mode_stack()
     )
 
 
 def _renew(stale: list[tuple[_Copy, torch.Tensor]]) -> None:
-    """Make the copies anew, each of the master beside it; no thread ever reads one that is not filled yet."""
+    """Renew each copy from its master. Other threads never see a copy before it is filled."""
     if not stale:
         return
-    with torch.inference_mode(False), torch.no_grad():  # what inference mode makes, no backward can use
+    with torch.inference_mode(False), torch.no_grad():  # backward cannot use tensors made in inference mode
         copies = [torch.empty_like(master, dtype=held.dtype) for held, master in stale]
         cast("Any", torch)._foreach_copy_(copies, [master for _, master in stale])
     for (held, master), copy in zip(stale, copies, strict=True):

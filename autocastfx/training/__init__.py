@@ -1,1 +1,1 @@
-"""Loss scales, and the optimizer that applies them. Needs no graph: it works with any PyTorch model."""
+"""Loss scales and an optimizer that applies them, for any PyTorch model, converted or not."""

@@ -1,4 +1,4 @@
-"""Fused optimizers, which are told on the device whether to step."""
+"""Step a fused optimizer that decides on the device whether to skip the step."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _TAKES_FOUND_INF = "_step_supports_amp_scaling"  # torch sets it on fused optimi
 
 
 class FusedStep:
-    """Steps of a fused optimizer that the device skips, and which parameters it has its state of.
+    """Steps a fused optimizer, and tracks which parameters have optimizer state.
 
-    A step that makes state must not be skipped so: the state would be there afterwards, and SGD would take memory that
-    nobody wrote for its momentum.
+    A step that creates state must not be skipped on the device: the new state would stay, and SGD would use
+    uninitialized memory as its momentum.
     """
 
     def __init__(self) -> None:
-        self._warm: list[torch.Tensor] = []  # kept, so that no other has their ids
+        self._warm: list[torch.Tensor] = []  # keeps them alive, so that their ids are not reused
         self._ids: set[int] = set()
 
     def decides(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` takes ``found_inf``, and has all the state that its next step needs."""
+        """True if ``optimizer`` takes ``found_inf`` and has all the state that its next step needs."""
         if not getattr(optimizer, _TAKES_FOUND_INF, False):
             return False
         groups = optimizer.param_groups
         if not all(group.get("fused", True) for group in groups):
             return False
         parameters = chain.from_iterable([group["params"] for group in groups])
-        are_warm = self._ids.issuperset  # given a map, it runs no frame for each parameter
+        are_warm = self._ids.issuperset  # with a map it runs no Python frame per parameter
         return are_warm(map(id, parameters)) or are_warm(map(id, _with_gradients(optimizer)))
 
     def step(self, optimizer: Any, found_inf: torch.Tensor) -> Any:
-        """``optimizer.step()``, which changes nothing if ``found_inf`` is 1."""
+        """Call ``optimizer.step()``, which changes nothing if ``found_inf`` is 1."""
         optimizer.found_inf = found_inf
         try:
             return optimizer.step()
@@ -44,12 +44,12 @@ class FusedStep:
             del optimizer.found_inf
 
     def note(self, optimizer: Optimizer) -> None:
-        """``optimizer`` has stepped, and was not skipped."""
+        """Note that ``optimizer`` has stepped and was not skipped."""
         if hasattr(optimizer, _TAKES_FOUND_INF):
             self._add(_with_gradients(optimizer))
 
     def note_loaded(self, optimizer: Optimizer) -> None:
-        """``optimizer`` has been given a state."""
+        """Note that a state was loaded into ``optimizer``."""
         self._warm, self._ids = [], set()
         self._add([p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state])
 

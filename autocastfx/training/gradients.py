@@ -1,4 +1,4 @@
-"""The gradients of an optimizer's parameters, as plain tensors that foreach kernels take together."""
+"""Collect, unscale, check and clip the gradients of an optimizer's parameters."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _dtype, _layout = attrgetter("dtype"), attrgetter("layout")
 
 
 def present(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
-    """What of each parameter's gradient one process holds: a DTensor's local part, a sparse one's values.
+    """Return the gradients as plain tensors: of a DTensor the local part, of a sparse gradient the values.
 
-    A sparse gradient is coalesced, and one that is spread over processes as a sum is added up. Parameters without a
-    gradient are left out.
+    Sparse gradients are coalesced, and partial DTensors are reduced over their processes. Parameters without a gradient
+    are left out.
     """
     found = [g for group in groups for p in group["params"] if (g := p.grad) is not None]
     if set(map(type, found)) <= {torch.Tensor} and set(map(_layout, found)) <= {torch.strided}:  # no frame for each
@@ -54,7 +54,7 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def settled(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``grad``, coalesced if it is sparse, and added up if it is spread over processes as a sum."""
+    """Return ``grad``: coalesced if it is sparse, reduced over the processes if it is a partial DTensor."""
     if grad.layout is torch.sparse_coo:
         return grad if grad.is_coalesced() else grad.coalesce()
     if any(placement.is_partial() for placement in getattr(grad, "placements", ())):
@@ -63,16 +63,18 @@ def settled(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that this process holds; any other tensor as it is."""
+    """Return the local part of a DTensor; any other tensor as it is."""
     to_local: Any = getattr(tensor, "to_local", None)
     return to_local() if to_local is not None else tensor
 
 
 def unscale_(grads: Sequence[torch.Tensor], inverse: torch.Tensor, found_inf: torch.Tensor) -> None:
-    """Multiply ``grads`` by ``inverse``, in place; ``found_inf`` becomes 1 where one is not finite. Reads nothing.
+    """Multiply ``grads`` by ``inverse`` in place, and set ``found_inf`` to 1 if one is not finite.
+
+    The host reads nothing.
 
     Args:
-        grads: of any devices and floating dtypes.
+        grads: gradients on any devices, of any floating dtypes.
         inverse: float32, no dimensions.
         found_inf: float32, no dimensions.
     """
@@ -94,7 +96,7 @@ def _alike(grads: Sequence[torch.Tensor]) -> list[tuple[torch.device, Sequence[t
 
 
 def agree(found_inf: torch.Tensor, process_group: dist.ProcessGroup | str | None) -> None:
-    """Make ``found_inf`` 1 in all processes of the group if it is in one; ``"world"``: of all there are, if any."""
+    """Set ``found_inf`` to 1 in all processes of the group if it is 1 in one; ``"world"`` means all processes."""
     if process_group is None or not _HAS_GROUPS or not dist.is_initialized():
         return
     group = None if isinstance(process_group, str) else process_group
@@ -103,10 +105,10 @@ def agree(found_inf: torch.Tensor, process_group: dist.ProcessGroup | str | None
 
 
 def refuse_complex(group: Mapping[str, Any]) -> None:
-    """Check the parameters of a group.
+    """Refuse a group with complex parameters.
 
     Raises:
-        UnsupportedError: one is complex.
+        UnsupportedError: a parameter is complex.
     """
     for index, parameter in enumerate(group["params"]):
         if parameter.is_complex():
@@ -117,7 +119,7 @@ def refuse_complex(group: Mapping[str, Any]) -> None:
 
 
 def parameter_names(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter of ``groups`` and its name, where the optimizer was given names, else its place and shape."""
+    """Yield each parameter of ``groups`` with its name if the optimizer has names, else its place and shape."""
     for number, group in enumerate(groups):
         known = group.get("param_names")
         for index, parameter in enumerate(group["params"]):
@@ -126,22 +128,22 @@ def parameter_names(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, tor
 
 
 def culprits(groups: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Names of the parameters whose gradients are not all finite. Waits for the device."""
+    """Return the names of the parameters whose gradients are not all finite. Waits for the device."""
     named = [(name, p) for name, p in parameter_names(groups) if p.grad is not None]
     finite = [is_finite(_values(p)) for _, p in named]
     return tuple(name for (name, _), fine in zip(named, finite, strict=True) if not fine)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite. Waits for the device."""
+    """True if all elements are finite. Waits for the device."""
     return bool(torch.isfinite(tensor).all().item())
 
 
 def norm(groups: Sequence[dict[str, Any]], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients together, those of DTensors whole; float32, no dimensions.
+    """Return the norm of all gradients together, with DTensors counted whole; float32, no dimensions.
 
-    torch stacks the norms of all gradients, which have to live on the same processes for that: here they may be plain
-    tensors and DTensors of several meshes.
+    ``torch.nn.utils.get_total_norm`` stacks the norms of all gradients, so it cannot mix plain tensors and DTensors of
+    several meshes; this function can.
     """
     alike: dict[Any, list[torch.Tensor]] = {}
     for parameter in (p for group in groups for p in group["params"] if p.grad is not None):
@@ -156,15 +158,15 @@ def norm(groups: Sequence[dict[str, Any]], norm_type: float = 2.0) -> torch.Tens
 def _norm(mesh: Any, grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     if mesh is None or norm_type != math.inf:
         return _whole(torch.nn.utils.get_total_norm(grads, norm_type))
-    from torch.distributed.tensor import DTensor, Partial  # no import costs anything where there is a mesh
+    from torch.distributed.tensor import DTensor, Partial  # here, so that only users of DTensor pay for it
 
-    parts = [part for grad in grads if (part := local(grad)).numel()]  # a process may hold nothing of small ones
+    parts = [part for grad in grads if (part := local(grad)).numel()]  # a process may hold no part of a small gradient
     largest = torch.nn.utils.get_total_norm(parts, norm_type) if parts else local(grads[0]).new_zeros(())
     return DTensor.from_local(largest, mesh, [Partial("max")] * mesh.ndim).full_tensor()
 
 
 def clip_norm_(groups: Sequence[dict[str, Any]], max_norm: float, norm_type: float) -> torch.Tensor:
-    """Clip the norm of all gradients together, as torch's ``clip_grad_norm_``; what it was before. Reads nothing."""
+    """Clip the total norm as torch's ``clip_grad_norm_`` and return the norm before. The host reads nothing."""
     grads = present(groups)
     found = norm(groups, norm_type)
     if not grads:

@@ -1,4 +1,4 @@
-"""Looking at a number on a device without making the host wait for it."""
+"""Read a number from a device without making the host wait."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ __all__ = ["HostCopy", "Seen", "is_capturing"]
 
 
 class Seen(NamedTuple):
-    """A number, and how many calls of ``arrived`` ago it was that."""
+    """A number, and its age in calls of ``arrived``."""
 
     number: float
     age: int
 
 
 class HostCopy:
-    """Brings a number to the host in the background, where its device can."""
+    """Copies a number from a CUDA device to the host in the background."""
 
     def __init__(self) -> None:
         self._pinned: torch.Tensor | None = None
-        self.event: torch.cuda.Event | None = None  # of the copy that is under way
+        self.event: torch.cuda.Event | None = None  # of the copy in progress
         self._age = 0
 
     def start(self, number: torch.Tensor) -> None:
-        """Have ``number`` (float32, no dimensions) copied; nothing on a CPU, where it can be read at once."""
+        """Start copying ``number`` (float32, no dimensions). Does nothing off CUDA, or while a copy is in progress."""
         if not number.is_cuda or self.event is not None:
             return
         if self._pinned is None:
@@ -36,7 +36,7 @@ class HostCopy:
         self._age = 0
 
     def arrived(self) -> Seen | None:
-        """The number, if its copy is complete."""
+        """Return the number if its copy is complete, else None."""
         self._age += 1
         if self.event is None or self._pinned is None or not self.event.query():
             return None
@@ -44,11 +44,11 @@ class HostCopy:
         return Seen(float(self._pinned.item()), self._age)
 
     def read(self, number: torch.Tensor) -> Seen:
-        """The number as it is now. Waits for the device."""
+        """Return the number as it is now. Waits for the device."""
         self.event = None
         return Seen(float(number.item()), 0)
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
-    """Whether the work on the device of ``tensor`` is being captured into a CUDA graph."""
+    """True while work on the device of ``tensor`` is being captured into a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,7 +1,7 @@
-"""By what a loss is multiplied before the backward pass: three rules, as small values with the same members.
+"""Three rules for the loss scale, the factor of a loss before its backward pass: none, static and dynamic.
 
-float16 keeps nothing below 2**-25, which many gradients are. Scaling the loss scales them all, and the optimizer
-divides them again, in float32 (Micikevicius et al., "Mixed Precision Training", ICLR 2018).
+float16 rounds magnitudes of 2**-25 and below to zero, and many gradients are as small. Scaling the loss scales all
+gradients; the optimizer divides by the scale in float32 (Micikevicius et al., "Mixed Precision Training", ICLR 2018).
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ class LossScale(Protocol):
 
     @property
     def is_checked(self) -> bool:
-        """Whether a step whose gradients are not all finite is skipped."""
+        """True if a step whose gradients are not all finite is skipped."""
         ...
 
     def state(self, device: torch.device) -> ScaleState:
-        """The state before the first step."""
+        """Make the state before the first step."""
         ...
 
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
-        """Change ``state`` after a step: ``found_inf`` (float32, no dimensions) is 1 if it was skipped, else 0.
+        """Update ``state`` after a step. ``found_inf`` (float32, no dimensions) is 1 if it was skipped, else 0.
 
-        Reads nothing on the host.
+        The host reads nothing.
         """
         ...
 
     def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
-        """What a run with this rule goes on with after a checkpoint that holds ``saved``.
+        """Return the numbers with which a run with this rule continues from a checkpoint that holds ``saved``.
 
         Raises:
-            LossScaleError: no run with this rule has such a scale.
+            LossScaleError: a run with this rule cannot have the saved scale.
         """
         ...
 
     def overflows_to_floor(self, scale: float) -> float:
-        """How many overflows can follow before the scale is at its floor, where a further one is an error."""
+        """Return how many overflows bring ``scale`` to the floor, where one more is an error; inf without a floor."""
         ...
 
 
@@ -69,7 +69,7 @@ def _state(initial: float, spare: int, device: torch.device) -> ScaleState:
 
 @dataclass(frozen=True)
 class NoLossScale:
-    """Losses stay as they are, gradients are not looked at: for bfloat16 and float32."""
+    """Does not scale losses or check gradients: for bfloat16 and float32."""
 
     initial = 1.0
     is_checked = False
@@ -79,23 +79,23 @@ class NoLossScale:
         return _state(self.initial, 1, device)
 
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
-        """Nothing changes."""
+        """Do nothing."""
 
     def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
-        """``saved``, if its scale is 1."""
+        """Return the saved scale with fresh counters, if it is 1; else raise."""
         return _admit_constant(self, saved)
 
     def overflows_to_floor(self, scale: float) -> float:
-        """There is no floor."""
+        """Return inf: there is no floor."""
         return math.inf
 
 
 @dataclass(frozen=True)
 class StaticLossScale:
-    """Always the same scale; a step with non-finite gradients is skipped.
+    """Always uses the same scale; a step with non-finite gradients is skipped.
 
     Raises:
-        ValueError: the scale is no positive finite number.
+        ValueError: the scale is not a positive finite number.
     """
 
     scale: float = 2.0**16
@@ -114,31 +114,31 @@ class StaticLossScale:
         return _state(self.scale, 1, device)
 
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
-        """Nothing changes."""
+        """Do nothing."""
 
     def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
-        """``saved``, if it has this scale."""
+        """Return the saved scale with fresh counters, if it is this one; else raise."""
         return _admit_constant(self, saved)
 
     def overflows_to_floor(self, scale: float) -> float:
-        """There is no floor."""
+        """Return inf: there is no floor."""
         return math.inf
 
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """As large as the gradients allow: grows after steps without overflow, backs off at an overflow.
+    """Keeps the scale as large as the gradients allow: it grows after steps without overflow, and backs off at one.
 
-    The rule is that of ``torch.amp.GradScaler``, with a floor, a ceiling and the hysteresis of Megatron-LM's
-    ``DynamicGradScaler``: growing restores what hysteresis tolerates, backing off does not.
+    Follows ``torch.amp.GradScaler``, with a floor, a ceiling and the hysteresis of Megatron-LM's
+    ``DynamicGradScaler``: growing restores the tolerated number of overflows, backing off does not.
 
     Attributes:
         init: the scale of the first step.
         growth: the factor by which it grows.
         backoff: the factor by which it backs off.
         interval: steps without overflow after which it grows.
-        hysteresis: the overflow, counted since the last growth, at which it backs off: 1 is the first.
-        min: the floor. An overflow there is an error, which names the parameters.
+        hysteresis: the overflow since the last growth at which it backs off; 1: at the first.
+        min: the floor. An overflow there is an error that names the parameters.
         max: the ceiling.
 
     Raises:
@@ -196,7 +196,7 @@ class DynamicLossScale:
         return found_inf * (state.spare == 0)
 
     def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
-        """``saved``, if its scale is between ``min`` and ``max``; its counters as far as this rule counts."""
+        """Return ``saved``, its counters limited to this rule's, if its scale is in [min, max]; else raise."""
         if not _float32(self.min) <= saved.scale <= _float32(self.max):
             raise LossScaleError(
                 f"the state holds the loss scale {saved.scale:g}, which is not between min={self.min:g} and "
@@ -206,7 +206,7 @@ class DynamicLossScale:
         return ScaleNumbers(saved.scale, good_steps, min(saved.spare, self.hysteresis))
 
     def overflows_to_floor(self, scale: float) -> float:
-        """At least so many overflows bring ``scale`` to the floor."""
+        """Return how many times ``scale`` can back off before it is at the floor."""
         count = 0
         while scale > self.min:
             scale, count = scale * self.backoff, count + 1
@@ -214,14 +214,14 @@ class DynamicLossScale:
 
 
 def suggest_loss_scale(largest_gradient: float, *, margin: float = 1.0) -> float:
-    """The largest power of two whose product with the largest gradient stays below float16's maximum, 65504.
+    """Return the largest power of two that keeps the scaled gradients below float16's maximum, 65504.
 
     Args:
-        largest_gradient: the largest magnitude of a gradient of the unscaled loss, of weights and of activations.
-        margin: a further factor by which the product stays below.
+        largest_gradient: the largest magnitude of an unscaled gradient, of weights and of activations.
+        margin: a further factor by which the scaled gradients stay below.
 
     Raises:
-        ValueError: an argument is no positive finite number.
+        ValueError: an argument is not a positive finite number.
     """
     _check_positive("largest_gradient", largest_gradient)
     _check_positive("margin", margin)
@@ -236,7 +236,7 @@ def suggest_loss_scale(largest_gradient: float, *, margin: float = 1.0) -> float
 def _admit_constant(rule: LossScale, saved: ScaleNumbers) -> ScaleNumbers:
     if saved.scale != _float32(rule.initial):
         raise LossScaleError(
-            f"the state holds the loss scale {saved.scale:g}, and that of {rule} is {rule.initial:g} always: "
+            f"the state holds the loss scale {saved.scale:g}, but the scale of {rule} is always {rule.initial:g}: "
             f"{_OTHER_RULE}"
         )
     return ScaleNumbers(saved.scale, 0, 1)

@@ -1,4 +1,4 @@
-"""A loss scale at work: its present value, on the device of the losses, for one optimizer or for several."""
+"""The current value of a loss scale, on the device of the losses, for one optimizer or several."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from autocastfx.training.scale_state import ScaleNumbers, ScaleState
 __all__ = ["LossScaler"]
 
 Losses = TypeVar("Losses")
-_SOON = 8  # overflows away from the floor: then a copy of the scale is sent for
+_SOON = 8  # overflows away from the floor, at which a copy of the scale is started
 
 
 class LossScaler:
-    """The present value of a loss scale. Give one to several optimizers, and they share it.
+    """The current value of a loss scale. Give one to several optimizers, and they share it.
 
-    The value stays on the device. The host looks at it only when overflows since it was last known may have brought it
-    to the floor; on a GPU a copy is then under way already, so that the look seldom waits.
+    The value stays on the device. The host reads it only when overflows since the last read may have brought it to the
+    floor; on a GPU a copy was started before, so that the host seldom waits.
 
-    The step of a single optimizer updates the scale. With several ``update`` does, as with ``torch.amp.GradScaler``::
+    The step of a single optimizer updates the scale. If several share it, ``update`` does, as with
+    ``torch.amp.GradScaler``::
 
-        loss_scaler.scale(loss).backward()  # a loss of all; optimizer.backward(loss) is for that optimizer alone
+        loss_scaler.scale(loss).backward()  # for all optimizers; first.backward(loss) is for the first alone
         first.step()
         second.step()
         loss_scaler.update()
@@ -38,8 +39,8 @@ class LossScaler:
         self.rule = rule
         self.rounds = Rounds()
         self._state: ScaleState | None = None
-        self._initial: ScaleNumbers | None = None  # loaded, until the device is known
-        self._found: torch.Tensor | None = None  # of the steps of this round, where several optimizers share the scale
+        self._initial: ScaleNumbers | None = None  # loaded before the device is known
+        self._found: torch.Tensor | None = None  # found_inf over this round's steps, if optimizers share the scale
         self._left = rule.overflows_to_floor(rule.initial)  # from the last known scale, less the steps since
         self._copy = HostCopy()
 
@@ -51,7 +52,7 @@ class LossScaler:
         self.__dict__.update(state)
 
     def state(self, device: torch.device) -> ScaleState:
-        """The state, on the device that it was first asked for on; it leaves a CPU for another."""
+        """Return the state. It stays on the device of the first call, but moves from a CPU to an accelerator."""
         if self._state is None:
             self._state = self.rule.state(device)
             if self._initial is not None:
@@ -61,11 +62,11 @@ class LossScaler:
         return self._state
 
     def scale(self, losses: Losses, optimizer: Any = None) -> Losses:
-        """``losses``, a tensor or a tree of tensors, times the scale; in float32 where they have 16 bits.
+        """Multiply losses by the scale, after widening 16-bit ones to float32.
 
         Args:
-            losses: whose gradients ``optimizer`` will step with.
-            optimizer: None: all that share the scale.
+            losses: a tensor or a tree of tensors.
+            optimizer: the optimizer that will step with their gradients; None: all that share the scale.
         """
         owners = tuple(self.rounds.optimizers) if optimizer is None else (optimizer,)
         if isinstance(losses, torch.Tensor):
@@ -84,19 +85,22 @@ class LossScaler:
             for owner in owners:
                 self.rounds.note_backward(owner)
 
-        if scaled.requires_grad:  # noted when it goes backward: zero_grad() may come between
+        if scaled.requires_grad:  # noted at its backward pass: zero_grad() may come before it
             scaled.register_hook(note)
         else:
             note()
         return scaled
 
     def stepped(self, optimizer: Any, found_inf: torch.Tensor | None, known: bool | None) -> bool:
-        """Note a step, and update a scale that is not shared; True if that overflow was one too many.
+        """Note a step, and update the scale unless it is shared.
 
         Args:
-            optimizer: that stepped.
-            found_inf: 1 if the step was skipped, else 0; on any device. None: it had no gradients, and says nothing.
-            known: the same where the host knows it already.
+            optimizer: the optimizer that stepped.
+            found_inf: 1 if the step was skipped, else 0; on any device. None if there were no gradients.
+            known: ``found_inf`` if the host knows it already, else None.
+
+        Returns:
+            True if the step overflowed at the floor.
         """
         self.rounds.note_step(optimizer)
         if found_inf is None:
@@ -110,9 +114,9 @@ class LossScaler:
         return is_last
 
     def update(self) -> None:
-        """End a round of optimizers that share this scale: let it grow, back off or count, by the steps since the last.
+        """Update a shared scale from the steps since the last update: grow, back off or count.
 
-        Call it when all have stepped that have gradients. The step of a single optimizer does the same by itself.
+        Call it when every optimizer with gradients has stepped. An optimizer that shares with none does it by itself.
 
         Raises:
             LossScaleError: no optimizer has stepped.
@@ -142,7 +146,7 @@ class LossScaler:
             self._copy.start(scale)
 
     def _is_last(self, found_inf: torch.Tensor, known: bool | None) -> bool:
-        """Whether the step overflowed at the floor, so that the scale can back off no more."""
+        """True if the step overflowed at the floor, where the scale cannot back off."""
         if self._left > 0 or is_capturing(found_inf):
             return False
         overflowed = bool(found_inf.item()) if known is None else known
@@ -156,7 +160,7 @@ class LossScaler:
         return float(self._state.scale.item())
 
     def state_dict(self) -> dict[str, float | int]:
-        """Scale and counters, as numbers. Of a shared scale, take it after ``update``."""
+        """Return the scale and its counters as numbers. If the scale is shared, save after ``update``."""
         state = self.state(torch.device("cpu")) if self._state is None else self._state
         return {
             "scale": float(state.scale.item()),
@@ -165,12 +169,12 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave, or that of a ``torch.amp.GradScaler``.
+        """Load a state dict of a ``LossScaler`` or of a ``torch.amp.GradScaler``.
 
-        A GradScaler's factors are not taken over: they are the rule's.
+        A GradScaler's growth and backoff factors are not loaded: the rule has its own.
 
         Raises:
-            LossScaleError: it is neither, or no run with this rule has such a scale; nothing is loaded.
+            LossScaleError: ``state`` is neither, or a run with this rule cannot have its scale; nothing is loaded.
         """
         self._initial = self.admit(state)
         self._found = None
@@ -181,10 +185,10 @@ class LossScaler:
             self._state.fill(self._initial)
 
     def admit(self, state: Mapping[str, Any]) -> ScaleNumbers:
-        """What ``load_state_dict(state)`` would go on with. Changes nothing.
+        """Return the numbers that ``load_state_dict(state)`` would load. Changes nothing.
 
         Raises:
-            LossScaleError: it could not.
+            LossScaleError: ``load_state_dict`` would refuse the state.
         """
         fresh = self.rule.state(torch.device("cpu"))
         return self.rule.admit(ScaleNumbers.of(state, spare=int(fresh.spare.item())))

@@ -1,4 +1,4 @@
-"""Float32 masters of the 16-bit parameters of an optimizer, for models that were made ``.half()``."""
+"""Float32 masters of an optimizer's 16-bit parameters, for models converted with ``.half()``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _KERNELS: Any = torch  # its stubs leave the foreach kernels out
 
 
 class Masters:
-    """The masters that an optimizer updates in place of a model's 16-bit parameters.
+    """The masters that an optimizer updates in place of a model's 16-bit parameters, as in Apex's ``FP16_Optimizer``.
 
-    As in Apex's ``FP16_Optimizer``: an update smaller than half a unit in the last place of a 16-bit weight would be
-    lost in it, and is kept in the master.
+    The master keeps updates that are smaller than half a unit in the last place of the 16-bit weight; the weight itself
+    would lose them.
 
-    Master and parameter share one float32 gradient once it is collected, so that what looks at the model's gradients,
-    changes or drops them does that to the optimizer's.
+    Once collected, a master and its parameter share one float32 gradient: code that reads, changes or drops the
+    model's gradient does so to the optimizer's.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.working: list[torch.Tensor] = []
         self.masters: list[torch.Tensor] = []
-        self._marks: list[TensorMark | None] = []  # of the parameters, as they were when their masters agreed
+        self._marks: list[TensorMark | None] = []  # of the parameters when they last agreed with their masters
         self._shared: list[torch.Tensor | None] = []  # gradients
         for group in optimizer.param_groups:
             self.adopt(group, optimizer)
@@ -48,7 +48,7 @@ class Masters:
         return len(self.masters)
 
     def adopt(self, group: dict[str, Any], optimizer: Optimizer) -> None:
-        """Put masters in the place of the 16-bit parameters of ``group``; the optimizer's state of them is widened."""
+        """Replace the 16-bit parameters of ``group`` by masters, and widen their optimizer state."""
         known = {id(working): master for working, master in zip(self.working, self.masters, strict=True)}
         for index, parameter in enumerate(group["params"]):
             if parameter.dtype in LOW_DTYPES:
@@ -67,10 +67,10 @@ class Masters:
         return master
 
     def refuse_known(self, group: Mapping[str, Any]) -> None:
-        """Check the parameters of a group that is to be adopted; torch itself compares them with the masters.
+        """Refuse a new group with a parameter that has a master; torch compares it with the masters alone.
 
         Raises:
-            ValueError: one has a master already.
+            ValueError: a parameter has a master already.
         """
         known = set(map(id, self.working))
         for index, parameter in enumerate(group["params"]):
@@ -81,9 +81,9 @@ class Masters:
                 )
 
     def collect(self) -> None:
-        """Give the gradients of the 16-bit parameters to their masters, in float32; both have the same tensor then.
+        """Give the gradients of the 16-bit parameters to their masters: both then share one float32 tensor.
 
-        The next backward pass adds to it in float32. A gradient that the model has dropped, its master drops too.
+        The next backward pass adds to it in float32. If the model dropped a gradient, so does its master.
         """
         self.follow()
         for index, (working, master) in enumerate(zip(self.working, self.masters, strict=True)):
@@ -92,17 +92,17 @@ class Masters:
                 if master.grad is shared:
                     master.grad = None
             elif (wide := settled(grad.float(), working)) is not master.grad:
-                if master.grad is not None and master.grad is not shared:  # the master was given one of its own
+                if master.grad is not None and master.grad is not shared:  # somebody set it on the master
                     wide = wide + master.grad
                 if working.grad_dtype is not None:
-                    working.grad = None  # else its dtype is settled
+                    working.grad = None  # its dtype cannot change while there is a gradient
                     working.grad_dtype = None
                 working.grad = master.grad = self._shared[index] = wide
 
     def follow(self) -> None:
-        """Take over what was done to the parameters from outside: freezing, a loaded checkpoint, an average swapped in.
+        """Follow outside changes to the parameters: freezing, a loaded checkpoint, swapped-in averages.
 
-        A master stays as it is, element by element, where its parameter still is its rounding.
+        An element of a master is kept if it still rounds to the parameter's element.
         """
         for index, (working, master) in enumerate(zip(self.working, self.masters, strict=True)):
             if master.requires_grad != working.requires_grad:
@@ -115,7 +115,7 @@ class Masters:
                 self._marks[index] = TensorMark(working)
 
     def publish(self) -> None:
-        """Copy the masters that are trained to the 16-bit parameters, rounding to nearest."""
+        """Copy the trained masters to their 16-bit parameters, rounding to nearest."""
         pairs = zip(self.working, self.masters, strict=True)
         moved = [i for i, (working, master) in enumerate(pairs) if working.requires_grad or master.grad is not None]
         if moved:
@@ -128,21 +128,21 @@ class Masters:
                     mark.version = self.working[i]._version
 
     def zero_grad(self) -> None:
-        """Drop the gradients of both."""
+        """Drop the gradients of masters and 16-bit parameters."""
         for tensor in (*self.working, *self.masters):
             tensor.grad = None
         self._shared = [None] * len(self)
 
     def state(self) -> list[torch.Tensor]:
-        """The masters' values, in the order of the groups."""
+        """Return the masters' values, in the order of the groups."""
         self.follow()
         return [m.detach() for m in self.masters]
 
     def check(self, values: Sequence[torch.Tensor]) -> None:
-        """Refuse what ``load`` cannot take.
+        """Refuse values that ``load`` cannot take.
 
         Raises:
-            LossScaleError: the values are not those of these masters.
+            LossScaleError: the values differ from these masters in number or shape.
         """
         if [value.shape for value in values] != [master.shape for master in self.masters]:
             raise LossScaleError(
@@ -151,10 +151,10 @@ class Masters:
             )
 
     def load(self, values: Sequence[torch.Tensor] | None) -> None:
-        """Take over masters' values, and give their roundings to the 16-bit parameters.
+        """Load the masters' values, and copy them rounded to the 16-bit parameters.
 
         Args:
-            values: None: those of the parameters.
+            values: one for each master; None: copy the parameters to the masters instead.
         """
         with torch.no_grad():
             for index, (master, working) in enumerate(zip(self.masters, self.working, strict=True)):

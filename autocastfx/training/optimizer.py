@@ -23,11 +23,11 @@ from autocastfx.training.wrapping_optimizer import WrappingOptimizer, needs_clos
 __all__ = ["LossScalingOptimizer"]
 
 Losses = TypeVar("Losses")
-_OWN = ("loss_scale", "masters")  # keys of a state dict that a bare optimizer's does not have
+_OWN = ("loss_scale", "masters")  # keys that a bare optimizer's state dict does not have
 
 
 class LossScalingOptimizer(WrappingOptimizer):
-    """Any optimizer of ``torch.optim``'s protocol, made safe for float16.
+    """Wraps any ``torch.optim`` optimizer for training in float16.
 
     ::
 
@@ -35,13 +35,13 @@ class LossScalingOptimizer(WrappingOptimizer):
         optimizer.backward(loss)  # or optimizer.scale_loss(loss).backward()
         optimizer.step()
 
-    ``step`` divides the gradients by the scale, in float32, and is skipped if one is not finite: then no weight and no
-    optimizer state changes, to the bit, and the scale backs off. With a fused optimizer that is decided on the device
-    and the host reads nothing (but in the first step, in which the optimizer makes its state); with another the host
-    reads one number a step.
+    ``step`` divides the gradients by the scale, in float32. If one is not finite it skips the step: no bit of a weight
+    or of the optimizer state changes, and the scale backs off. A fused optimizer decides this on the device and the
+    host reads nothing, except in the first step, which creates the optimizer state; with other optimizers the host
+    reads one number per step.
 
     16-bit parameters get float32 masters: ``param_groups`` holds the masters, and each step copies them back, rounded.
-    From ``unscale_``, ``accumulate`` or ``step`` on a parameter and its master share one float32 gradient.
+    After ``unscale_``, ``accumulate`` or ``step`` a parameter and its master share one float32 gradient.
 
     Hooks for state dicts belong to the wrapped optimizer; step hooks run around each call of this one's ``step``.
     """
@@ -56,15 +56,15 @@ class LossScalingOptimizer(WrappingOptimizer):
         """Wrap ``optimizer``.
 
         Args:
-            optimizer: is used on; its ``param_groups`` and ``state`` are this one's.
-            loss_scale: a rule, ``DynamicLossScale()`` if None; or the ``loss_scaler`` of another wrapper, to share its
-                scale, which ``loss_scaler.update()`` updates then.
-            process_group: processes that step together: all skip a step if one overflows. ``"world"``: all of them,
-                where torch.distributed is initialized. None: this process alone.
+            optimizer: the wrapper shares its ``param_groups`` and ``state``.
+            loss_scale: a rule (None: ``DynamicLossScale()``), or the ``loss_scaler`` of another wrapper, to share its
+                scale; then call ``loss_scaler.update()`` after the steps of all.
+            process_group: processes that step together: all skip a step if one overflows. ``"world"``: all processes,
+                if torch.distributed is initialized. None: this process alone.
 
         Raises:
             UnsupportedError: the optimizer is wrapped already, or has complex parameters.
-            TypeError: it is no optimizer.
+            TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
         """
         if isinstance(optimizer, LossScalingOptimizer):
             raise UnsupportedError(
@@ -85,8 +85,8 @@ class LossScalingOptimizer(WrappingOptimizer):
         self.loss_scaler.rounds.join(self)
         self._searches = needs_closure(self.optimizer)
         self._fused = FusedStep()
-        self._unscaled: Unscaled | None = None  # of gradients that are unscaled already
-        self._epoch = 0  # counts what makes gradients others than those of the last step
+        self._unscaled: Unscaled | None = None  # None while the gradients are scaled
+        self._epoch = 0  # counts events after which the gradients are not those of the last step
         self._last: StepResult | tuple[Unscaled, int] | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class LossScalingOptimizer(WrappingOptimizer):
 
         Raises:
             UnsupportedError: a parameter is complex.
-            ValueError: a group has one of the parameters already.
+            ValueError: a parameter is in another group already.
         """
         self.optimizer.add_param_group(param_group)
         added = self.optimizer.param_groups[-1]
@@ -107,13 +107,13 @@ class LossScalingOptimizer(WrappingOptimizer):
         self.masters.adopt(added, self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, of masters and of 16-bit parameters too."""
+        """Drop the gradients, also those of masters and of 16-bit parameters."""
         self._forget()
         self.optimizer.zero_grad(set_to_none)
         self.masters.zero_grad()
 
     def model_parameters(self) -> list[torch.Tensor]:
-        """The parameters of ``param_groups``, and 16-bit ones in place of their masters."""
+        """Return the model's parameters: those of ``param_groups``, with 16-bit ones in place of their masters."""
         masters = set(map(id, self.masters.masters))
         own = [p for group in self.param_groups for p in group["params"] if id(p) not in masters]
         return [*self.masters.working, *own]
@@ -121,12 +121,12 @@ class LossScalingOptimizer(WrappingOptimizer):
     # ---- scaling ----------------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: Losses) -> Losses:
-        """``loss``, a tensor or a tree of tensors, times the scale; in float32 where it has 16 bits.
+        """Multiply ``loss``, a tensor or a tree of tensors, by the scale, after widening 16-bit losses to float32.
 
-        Of a shared scale it is this optimizer that steps with the gradients; ``loss_scaler.scale(loss)`` is for all.
+        With a shared scale, the loss is for this optimizer alone; use ``loss_scaler.scale(loss)`` for all.
 
         Raises:
-            LossScaleError: the gradients at hand are unscaled already, and cannot be added to.
+            LossScaleError: the present gradients are unscaled already, so that scaled ones cannot be added.
         """
         if self._unscaled is not None:
             raise LossScaleError(
@@ -137,25 +137,26 @@ class LossScalingOptimizer(WrappingOptimizer):
         return self.loss_scaler.scale(loss, self)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """``scale_loss(loss).backward(**options)``."""
+        """Call ``scale_loss(loss).backward(**options)``."""
         self.scale_loss(loss).backward(**options)
 
     def accumulate(self) -> None:
-        """Add up the gradients of 16-bit parameters in float32. For micro-batches, after each backward.
+        """Add up the gradients of 16-bit parameters in float32. Call it after the backward of each micro-batch.
 
-        The sum of many 16-bit gradients loses small ones. Gradients of float32 parameters add up by themselves, and
-        those of 16-bit parameters do from here on: they are float32 tensors, which the masters share.
+        Sums of many 16-bit gradients lose small ones. After this call the gradients of 16-bit parameters are float32
+        tensors, shared with the masters, and further backward passes add to them in float32.
         """
         self.masters.collect()
 
     def unscale_(self) -> None:
-        """Divide the gradients by the scale, in place, once between two steps; for looking at them or changing them.
+        """Divide the gradients by the scale in place, to inspect or change them before ``step``.
 
-        Those of 16-bit parameters are float32 then, and the same tensors as their masters'.
+        A second call before the step does nothing. Gradients of 16-bit parameters become float32, shared with the
+        masters.
 
         Raises:
             LossScaleError: no loss was scaled since the last step or ``zero_grad``; or, with a shared scale, this
-                optimizer has stepped since its last update, or added up gradients over it.
+                optimizer has stepped since the scale's last update, or added up gradients across it.
         """
         if self.masters.masters:
             self.masters.collect()
@@ -169,10 +170,10 @@ class LossScalingOptimizer(WrappingOptimizer):
             torch._C._set_grad_enabled(is_enabled)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Unscale the gradients and clip their common norm, as ``torch.nn.utils.clip_grad_norm_``; waits for nothing.
+        """Unscale the gradients and clip their total norm, as ``torch.nn.utils.clip_grad_norm_``.
 
         Returns:
-            The norm before clipping, float32, no dimensions; ``last_step.grad_norm`` is this one then.
+            The norm before clipping, float32, no dimensions; ``last_step.grad_norm`` will be this one.
         """
         self.unscale_()
         with torch.no_grad():
@@ -192,12 +193,12 @@ class LossScalingOptimizer(WrappingOptimizer):
         """Unscale the gradients, check them, and step or skip.
 
         Args:
-            closure: computes gradients with ``backward`` or ``scale_loss`` and returns the loss, not scaled. An
-                optimizer that cannot step without one (LBFGS) may call it several times; if one call overflows or
-                raises, the whole step is undone.
+            closure: computes gradients with ``backward`` or ``scale_loss`` and returns the unscaled loss. An optimizer
+                that needs a closure (LBFGS) may call it several times; if one call overflows or raises, the whole
+                step is undone.
 
         Returns:
-            What the closure returned, else what the wrapped optimizer's step does.
+            The closure's result; without a closure, the result of the wrapped optimizer's step.
 
         Raises:
             LossScaleError: no loss was scaled; or gradients are not finite at the smallest scale.
@@ -261,7 +262,7 @@ class LossScalingOptimizer(WrappingOptimizer):
     def _finish(self, skipped: bool | None) -> None:
         if skipped:
             inner: Any = self.optimizer
-            inner._opt_called = True  # else its schedulers warn that it never stepped
+            inner._opt_called = True  # or its schedulers would warn that it never stepped
         elif self.masters.masters:
             self.masters.publish()
         self._epoch += 1
@@ -274,21 +275,21 @@ class LossScalingOptimizer(WrappingOptimizer):
 
     @property
     def last_step(self) -> StepResult:
-        """What the last step did. Reading a value of it waits for the device.
+        """The result of the last step. Reading a value of it waits for the device.
 
         Raises:
-            LossScaleError: there was none.
+            LossScaleError: there was no step yet.
         """
         if self._last is None:
-            raise LossScaleError("there was no step yet.")
-        if isinstance(self._last, tuple):  # made when it is asked for, which is seldom
+            raise LossScaleError("there was no step yet: call step() first.")
+        if isinstance(self._last, tuple):  # made on demand, because most callers never read it
             unscaled, epoch = self._last
             still = GradientsOf(self.param_groups, lambda: self._epoch == epoch)
             self._last = StepResult(unscaled, still)
         return self._last
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> None:
-        """``scheduler.step(*args)``, unless the last step was skipped: a learning rate that waits for the weights."""
+        """Call ``scheduler.step(*args)`` unless the last step was skipped."""
         if not self.last_step.skipped:
             scheduler.step(*args)
 
@@ -300,7 +301,7 @@ class LossScalingOptimizer(WrappingOptimizer):
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, with ``loss_scale`` (numbers) and, if there are any, ``masters`` (tensors)."""
+        """Return the wrapped optimizer's state dict, with ``loss_scale`` (numbers) and any ``masters`` (tensors)."""
         found = dict(self.optimizer.state_dict())
         found["loss_scale"] = self.loss_scaler.state_dict()
         if len(self.masters):
@@ -308,15 +309,15 @@ class LossScalingOptimizer(WrappingOptimizer):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave; also a bare optimizer's, or that of a ``torch.amp.GradScaler``.
+        """Load a state dict of this class, of a bare optimizer, or of a ``torch.amp.GradScaler``.
 
-        Of a bare optimizer's the scale stays as it is, and masters become the present weights. Of a GradScaler's only
-        the scale and its counter are taken.
+        A bare optimizer's leaves the scale as it is and sets the masters to the present weights. A GradScaler's sets
+        only the scale and its counter.
 
         Raises:
-            LossScaleError: the masters are not those of these parameters, or no run with this rule has such a loss
+            LossScaleError: the masters do not fit these parameters, or a run with this rule cannot have this loss
                 scale; nothing is loaded.
-            ValueError: the groups are not those of this optimizer (raised by torch).
+            ValueError: the groups do not fit this optimizer (raised by torch).
         """
         if "param_groups" not in state_dict:
             self.loss_scaler.load_state_dict(state_dict)

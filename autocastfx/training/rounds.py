@@ -1,4 +1,4 @@
-"""Which optimizers of a loss scale have scaled gradients, and which have stepped since its last update."""
+"""Track the optimizers of a loss scale: scaled gradients, and steps since the scale's last update."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ __all__ = ["Rounds"]
 
 @dataclass
 class _Scaled:
-    """Gradients of scaled losses: the round of the first loss, and how often they began since the last one."""
+    """Scaled gradients of an optimizer.
+
+    Attributes:
+        round: the round of the first scaled loss.
+        starts: how often the watched parameter got a first gradient since the last scaled loss.
+    """
 
     round: int
     starts: int = 0
 
 
 class Rounds:
-    """The optimizers that a scale serves. From one update of the scale to the next is a round.
+    """The optimizers that use a scale. A round lasts from one update of the scale to the next.
 
     Attributes:
-        optimizers: those that are alive.
-        are_shared: whether there ever were two, so that rounds are ended by hand.
+        optimizers: those still alive.
+        are_shared: True once a second optimizer has joined: then the user ends rounds with ``update``.
     """
 
     def __init__(self) -> None:
@@ -38,9 +43,9 @@ class Rounds:
         self._stepped: set[int] = set()
 
     def join(self, optimizer: Any) -> None:
-        """Serve ``optimizer`` too.
+        """Add ``optimizer``, and watch its first parameter that requires a gradient.
 
-        Its first parameter that requires a gradient is watched: ``model.zero_grad()`` tells an optimizer nothing.
+        Watching notices that ``model.zero_grad()`` dropped the gradients, which the optimizer is not told.
         """
         self.are_shared, self._is_used = self._is_used, True
         self.optimizers.add(optimizer)
@@ -58,13 +63,13 @@ class Rounds:
             scaled = self._scaled.get(number) if parameter.grad is None else None
             if scaled is not None:
                 scaled.starts += 1
-                if scaled.starts > 1:  # those of the scaled loss were dropped, and here come others
+                if scaled.starts > 1:  # the scaled gradients were dropped, and these are others
                     del self._scaled[number]
 
         return parameter.register_hook(note)
 
     def note_backward(self, optimizer: Any) -> None:
-        """A scaled loss begins to give gradients to ``optimizer``."""
+        """Note that the backward pass of a scaled loss begins for ``optimizer``."""
         scaled = self._scaled.get(id(optimizer))
         if scaled is not None and scaled.round != self._number:
             scaled = scaled if any(p.grad is not None for p in optimizer.model_parameters()) else None
@@ -74,13 +79,13 @@ class Rounds:
             scaled.starts = 0
 
     def note_step(self, optimizer: Any) -> None:
-        """``optimizer`` has stepped."""
+        """Note that ``optimizer`` has stepped."""
         self.drop(optimizer)
         if self.are_shared:
             self._stepped.add(id(optimizer))
 
     def drop(self, optimizer: Any) -> None:
-        """The gradients of ``optimizer`` are used or gone."""
+        """Note that the gradients of ``optimizer`` were used or dropped."""
         self._scaled.pop(id(optimizer), None)
 
     def is_scaled(self, optimizer: Any) -> bool:
@@ -91,8 +96,8 @@ class Rounds:
         """Refuse to unscale gradients that do not have this round's scale.
 
         Raises:
-            LossScaleError: ``optimizer`` has stepped in this round, no loss was scaled for it, or one was in another
-                round.
+            LossScaleError: ``optimizer`` has stepped in this round, no loss was scaled for it, or a loss was scaled in
+                another round.
         """
         if id(optimizer) in self._stepped:
             raise LossScaleError(
@@ -112,7 +117,7 @@ class Rounds:
             )
 
     def end(self) -> None:
-        """The scale is updated.
+        """End the round: the scale is being updated.
 
         Raises:
             LossScaleError: no optimizer has stepped.
@@ -123,6 +128,6 @@ class Rounds:
         self._stepped = set()
 
     def forget_gradients(self) -> None:
-        """Begin anew: whatever was scaled had another scale."""
+        """Forget scaled gradients and steps, because a new scale was loaded."""
         self._scaled = {}
         self._stepped = set()

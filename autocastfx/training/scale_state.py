@@ -1,4 +1,4 @@
-"""What a loss scale changes from step to step, on a device and as numbers."""
+"""The changing state of a loss scale, as tensors on a device and as numbers in a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32
 
 @dataclass
 class ScaleState:
-    """What changes from step to step: three tensors without dimensions on one device, changed in place.
+    """The state of a loss scale: three tensors without dimensions on one device, updated in place.
 
     Attributes:
-        scale: float32; what losses are multiplied by.
+        scale: float32; the factor of losses.
         good_steps: int32; steps without overflow since the scale last changed.
         spare: int32; overflows until the scale backs off.
     """
@@ -30,11 +30,11 @@ class ScaleState:
     spare: torch.Tensor
 
     def to(self, device: torch.device) -> ScaleState:
-        """The same state on ``device``."""
+        """Copy the state to ``device``."""
         return ScaleState(self.scale.to(device), self.good_steps.to(device), self.spare.to(device))
 
     def fill(self, numbers: ScaleNumbers) -> None:
-        """Take over ``numbers``."""
+        """Set the state to ``numbers``."""
         self.scale.fill_(numbers.scale)
         self.good_steps.fill_(numbers.good_steps)
         self.spare.fill_(numbers.spare)
@@ -50,10 +50,10 @@ class ScaleNumbers:
 
     @staticmethod
     def of(saved: Mapping[str, Any], *, spare: int) -> ScaleNumbers:
-        """Those in the state dict of a loss scale or of a ``torch.amp.GradScaler``, which has no ``spare``.
+        """Read the state dict of a loss scale, or of a ``torch.amp.GradScaler``, which has no ``spare``.
 
         Raises:
-            LossScaleError: it is neither, or they are no numbers that a loss scale has.
+            LossScaleError: ``saved`` is neither, or a number is out of range.
         """
         scale, good_steps = saved.get("scale"), saved.get("good_steps", saved.get("_growth_tracker"))
         if scale is None or good_steps is None:

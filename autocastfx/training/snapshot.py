@@ -1,4 +1,4 @@
-"""What an optimizer's step changes, kept to undo one."""
+"""Save what an optimizer's step changes, so that a failed step can be undone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """The weights and the state of an optimizer as they are now. An exception in its ``with`` block puts them back."""
+    """A copy of an optimizer's weights and state. An exception in its ``with`` block restores them."""
 
     def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
         masters.follow()
@@ -32,7 +32,7 @@ class Snapshot:
             self.restore()
 
     def restore(self) -> None:
-        """Put them back, the 16-bit parameters of masters too."""
+        """Restore weights, optimizer state, and the 16-bit parameters of masters."""
         with torch.no_grad():
             for parameter, weight in self._weights:
                 parameter.copy_(weight)

@@ -1,4 +1,4 @@
-"""What a step did, read from the device when somebody asks."""
+"""The result of an optimizer step, read from the device on demand."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["GradientsOf", "StepResult", "exhausted"]
 
 @dataclass(frozen=True)
 class GradientsOf:
-    """The groups whose gradients are those of a step, as long as they are.
+    """The parameter groups of a step, available while they still hold that step's gradients.
 
     Attributes:
-        groups: of the optimizer.
-        are_still: whether nothing has dropped or changed the gradients since.
+        groups: the optimizer's groups.
+        are_still: returns True while the gradients are those of the step.
     """
 
     groups: Sequence[dict[str, Any]]
     are_still: Callable[[], bool]
 
     def __call__(self) -> Sequence[dict[str, Any]]:
-        """The groups.
+        """Return the groups.
 
         Raises:
-            LossScaleError: the gradients are gone.
+            LossScaleError: the step's gradients are gone.
         """
         has_any = any(p.grad is not None for group in self.groups for p in group["params"])
         if not has_any or not self.are_still():
@@ -43,35 +43,32 @@ class GradientsOf:
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """One step of a ``LossScalingOptimizer``.
-
-    Reading a value waits for the device; not reading it costs nothing.
-    """
+    """The result of a step of ``LossScalingOptimizer``. Only reading a value waits for the device."""
 
     _unscaled: Unscaled
     _groups: GradientsOf
 
     @property  # not cached: the replay of a CUDA graph that holds the step makes them anew
     def found_inf(self) -> bool:
-        """Whether a gradient was not finite, in any process; False where the loss scale checks none."""
+        """True if a gradient was not finite in any process; False if the loss scale checks no gradients."""
         return bool(self._unscaled.found_inf.item())
 
     @property
     def skipped(self) -> bool:
-        """Whether the step changed nothing."""
+        """True if the step was skipped and changed nothing."""
         return self.found_inf
 
     @property
     def scale(self) -> float:
-        """What the loss had been multiplied by."""
+        """The factor by which the loss had been multiplied."""
         return float(self._unscaled.scale.item())
 
     @cached_property
     def grad_norm(self) -> float:
-        """The 2-norm of the unscaled gradients; that of ``clip_grad_norm_``, before clipping, where it was called.
+        """The 2-norm of the unscaled gradients; after ``clip_grad_norm_``, the norm that it returned.
 
         Raises:
-            LossScaleError: the gradients are gone.
+            LossScaleError: the step's gradients are gone.
         """
         norm = self._unscaled.norm
         return float((norm if norm is not None else gradients.norm(self._groups())).item())
@@ -81,7 +78,7 @@ class StepResult:
         """Names of the parameters of this process whose gradients were not finite.
 
         Raises:
-            LossScaleError: the gradients are gone.
+            LossScaleError: the step's gradients are gone.
         """
         return gradients.culprits(self._groups())
 
@@ -90,7 +87,7 @@ class StepResult:
 
 
 def exhausted(groups: Sequence[dict[str, Any]], scale: float) -> LossScaleError:
-    """The error of a step that overflowed at the smallest scale."""
+    """Make the error for a step that overflowed at the smallest scale."""
     names = gradients.culprits(groups)
     shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     where = f"of {shown}" if names else "of another process's parameters"

@@ -1,4 +1,4 @@
-"""Seeing that a tensor has been written to."""
+"""Detect that a tensor has been written to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["TensorMark"]
 
 
 class TensorMark:
-    """The memory that a tensor has now, and how often it has been written to.
+    """The memory of a tensor and its version counter, at one moment.
 
-    What is written into ``tensor.data`` (``p.data.copy_(other)``) is counted nowhere, and cannot be seen.
+    Writes through ``tensor.data`` (``p.data.copy_(other)``) change no counter and are not detected.
     """
 
     __slots__ = ("pointer", "storage", "version")
@@ -28,4 +28,4 @@ class TensorMark:
         held: Any = getattr(tensor, "_local_tensor", tensor)
         if self.version != tensor._version or self.pointer != held.data_ptr():
             return False
-        return not self.storage.expired()  # else another's memory may have its address
+        return not self.storage.expired()  # an expired storage's address may have been reused

@@ -1,4 +1,4 @@
-"""Gradients that are divided by the loss scale, until their step."""
+"""Divide gradients by the loss scale, and keep the findings until the step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ZERO, _ONE = torch.zeros(()), torch.ones(())
 
 @dataclass(slots=True)
 class Unscaled:
-    """What is known of unscaled gradients.
+    """Findings about unscaled gradients.
 
     Attributes:
-        found_inf: float32, no dimensions: 1 if one is not finite, in any process; else 0.
-        scale: float32, no dimensions; what they were divided by.
-        is_empty: whether no process has a gradient.
-        norm: that was found by clipping them.
+        found_inf: float32, no dimensions: 1 if a gradient is not finite in any process, else 0.
+        scale: float32, no dimensions; the scale that they were divided by.
+        is_empty: True if no process has a gradient.
+        norm: their norm before clipping; None if they were not clipped by norm.
     """
 
     found_inf: torch.Tensor
@@ -36,12 +36,10 @@ class Unscaled:
 def unscale_(
     optimizer: Any, groups: list[dict[str, Any]], scaler: LossScaler, process_group: dist.ProcessGroup | str | None
 ) -> Unscaled:
-    """Divide the gradients of ``groups``, those of ``optimizer``, by the scale, in place.
-
-    Where nothing is scaled and checked, they are not looked at.
+    """Divide the gradients of ``groups`` by the scale in place. Does nothing if the scale checks no gradients.
 
     Raises:
-        LossScaleError: they do not have the present scale.
+        LossScaleError: the gradients do not have the scale's present value.
     """
     if not scaler.rule.is_checked:
         return Unscaled(_ZERO, _ONE)

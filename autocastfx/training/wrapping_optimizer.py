@@ -1,4 +1,4 @@
-"""An optimizer that stands for another: the same groups, state and hooks, with a step of its own."""
+"""Base class of optimizers that wrap another: same groups, state and hooks, but their own step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SHARED = (
 
 
 class WrappingOptimizer(Optimizer):
-    """An optimizer whose groups, state and defaults are those of ``optimizer``, so that schedulers and tools take it.
+    """Wraps ``optimizer`` and shares its groups, state and defaults, so that schedulers and tools accept it.
 
-    Hooks for state dicts belong to the wrapped optimizer. Step hooks are this one's own, and run around its ``step``.
-    Whatever else the wrapped optimizer has is found here too.
+    Hooks for state dicts belong to the wrapped optimizer. Step hooks belong to the wrapper and run around its ``step``.
+    Other public attributes are read from the wrapped optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -33,15 +33,15 @@ class WrappingOptimizer(Optimizer):
         self._wrap()
 
     def _wrap(self) -> None:
-        """Take the place of ``optimizer``: what Optimizer.__init__ does for one with parameters of its own."""
+        """Set the attributes that ``Optimizer.__init__`` would set, sharing ``optimizer``'s state dict hooks."""
         own = self.__dict__
         own["_optimizer_step_pre_hooks"], own["_optimizer_step_post_hooks"] = OrderedDict(), OrderedDict()
         own.update({name: getattr(self.optimizer, name) for name in _SHARED})
 
     def _hooked(self, step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """``step(closure)`` between this one's step hooks, as torch runs them.
+        """Call ``step(closure)`` between the wrapper's step hooks, in torch's manner.
 
-        Hooks for the steps of all optimizers run with the wrapped one's.
+        torch's global step hooks run around the wrapped optimizer's step.
         """
         args: tuple[Any, ...] = (self, closure)
         kwargs: dict[str, Any] = {}
@@ -56,17 +56,17 @@ class WrappingOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The wrapped optimizer's."""
+        """The wrapped optimizer's parameter groups."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The wrapped optimizer's."""
+        """The wrapped optimizer's state."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
+        """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
 
     def __getattr__(self, name: str) -> Any:
@@ -76,13 +76,13 @@ class WrappingOptimizer(Optimizer):
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether ``step`` cannot be called without a closure, which it may call as often as it likes."""
+    """True if ``step`` requires a closure, which it may call several times."""
     found = inspect.signature(type(optimizer).step).parameters.get("closure")
     return found is not None and found.default is inspect.Parameter.empty
 
 
 def steps_to_make_state(optimizer: Optimizer) -> bool:
-    """True if it is torch.distributed.checkpoint that steps, to have a state to load: all gradients and rates are 0."""
+    """True if torch.distributed.checkpoint steps only to create a state to load into: all gradients and rates are 0."""
     groups = optimizer.param_groups
     trained = [p for group in groups for p in group["params"] if p.requires_grad]
     if any(float(group.get("lr", 1)) != 0 for group in groups) or any(p.grad is None for p in trained):

@@ -1,1 +1,1 @@
-"""The hand-written cases of the zoo, by what makes them hard; ``benchmarks.zoo_hand`` joins them."""
+"""The hand-written cases of the zoo, a module for each kind of difficulty; ``benchmarks.zoo_hand`` joins them."""

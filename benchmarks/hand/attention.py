@@ -1,4 +1,4 @@
-"""Masks at the edge of float32, attention, norms and activations written by hand, and float32 islands."""
+"""Cases with masks at the edge of float32, hand-written attention, norms and activations, and float32 islands."""
 
 from __future__ import annotations
 

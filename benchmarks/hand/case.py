@@ -1,4 +1,4 @@
-"""How a hand-written case is put together: a forward function, the parts that it finds on its module, and inputs."""
+"""Make a hand-written case from a forward function, the parts of its module, and inputs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def case(
     inputs: Inputs | None = None,
     refused: str = "",
 ) -> ZooModel:
-    """A case named after ``forward``, whose first argument is the module.
+    """Make a case named after ``forward``, whose first argument is the module.
 
     Args:
         forward: the forward of the module.
         parts: makes the module's parts by name: modules, parameters, and buffers as plain tensors.
         inputs: keyword inputs for a batch and a size; rows of features if not given.
-        refused: a regular expression of the error with which the model must be refused.
+        refused: a regular expression for the error, if the model must be refused.
     """
     kind = type(forward.__name__, (nn.Module,), {"forward": forward, "__module__": forward.__module__})
 
@@ -43,7 +43,7 @@ def case(
 
 
 def linears(*names: str, **others: Callable[[], Any]) -> Callable[[], Mapping[str, Any]]:
-    """Linear layers from rows to rows, and further parts."""
+    """Return linear layers between rows of the same size, and further parts."""
     return lambda: {name: nn.Linear(WIDTH, WIDTH) for name in names} | {name: make() for name, make in others.items()}
 
 
@@ -52,7 +52,7 @@ def rows(batch: int, size: int) -> dict[str, Any]:
 
 
 def masked(batch: int, size: int) -> dict[str, Any]:
-    """Rows, and which of them are there: fewer in each row of the batch."""
+    """Return rows and a mask of the present ones: fewer in each row of the batch."""
     lengths = torch.tensor([max(size - 3 * row, 1) for row in range(batch)])
     return {**rows(batch, size), "there": torch.arange(size) < lengths[:, None]}
 

@@ -1,4 +1,4 @@
-"""Values that 16 bits do not hold, dtypes that are not to be touched, and ops that compute with places in an image."""
+"""Cases with values beyond 16 bits, dtypes that must not change, and ops that compute with image positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written in place, buffers that change, weights that are shared or made, and gradients of one's own."""
+"""Cases with in-place writes, changing buffers, shared or computed weights, and custom gradients."""
 
 from __future__ import annotations
 

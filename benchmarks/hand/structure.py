@@ -1,4 +1,4 @@
-"""Calls and outputs of every form, recurrent layers, Python control flow, and losses in the model."""
+"""Cases with every form of call and output, recurrent layers, Python control flow, and losses in the model."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def test_a_converted_model_passes_what_is_set_on_it_to_the_original() -> None:
     assert_agrees(amp_model, model)
     alone = pickle.loads(pickle.dumps(amp_model))
     with pytest.raises(
-        autocastfx.UnsupportedError, match="'tau' is written into the graphs, and the original is not at"
+        autocastfx.UnsupportedError, match="on the value of attribute 'tau', and the original is not at"
     ):
         alone.tau = 1.0
     alone.unused = 4
@@ -227,7 +227,7 @@ def test_what_is_saved_is_the_model_as_it_is_now() -> None:
     amp_model = converted(model)
     model.tau = 0.25
     with pytest.raises(
-        VariantError, match=r"attribute 'tau' is 0\.25 now, and no variant was captured with it so: call"
+        VariantError, match=r"attribute 'tau' is 0\.25 now, and no variant was captured with this value: call"
     ):
         pickle.dumps(amp_model)
     assert_agrees(amp_model, model)
@@ -385,7 +385,7 @@ def test_a_number_that_changes_and_takes_part_is_refused_with_the_line(does: Any
 )
 def test_random_numbers_outside_torch_are_refused(draw: Any, source: str) -> None:
     state = random.getstate(), repr(np.random.get_state())
-    with pytest.raises(CaptureError, match=f"Model draws random numbers of {source} in forward: a graph would hold"):
+    with pytest.raises(CaptureError, match=f"Model draws random numbers of {source} in forward: a graph would use"):
         converted(Model(lambda m, y: y * draw()))
     assert (random.getstate(), repr(np.random.get_state())) == state
 

@@ -109,12 +109,12 @@ def _tied(m: Net, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (_grows, r"the buffer 'held' another one: float32 \[8\] becomes float32 \[16\].*Register it in its final size"),
-        (_shrinks, r"the buffer 'held' another one: float32 \[8\] becomes float32 \[1\]"),
-        (_other_dtype, r"the buffer 'steps' another one: int64 \[\] becomes float32 \[\]"),
-        (_goes, r"the buffer 'held' another one: float32 \[8\] becomes none"),
-        (_comes, r"the buffer 'last' another one: none becomes float32 \[8\]"),
-        (_random, r"the buffer 'noise' another one: none becomes float32 \[8\]"),
+        (_grows, r"the buffer 'held': float32 \[8\] becomes float32 \[16\].*Register it in its final size"),
+        (_shrinks, r"the buffer 'held': float32 \[8\] becomes float32 \[1\]"),
+        (_other_dtype, r"the buffer 'steps': int64 \[\] becomes float32 \[\]"),
+        (_goes, r"the buffer 'held': float32 \[8\] becomes none"),
+        (_comes, r"the buffer 'last': none becomes float32 \[8\]"),
+        (_random, r"the buffer 'noise': none becomes float32 \[8\]"),
         (_parameter, r"assigns the parameter 'scale' anew.*parameter\.copy_"),
         (_tied, r"assigns the buffer 'held' anew, which is registered under several names"),
     ],

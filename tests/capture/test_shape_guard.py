@@ -287,7 +287,7 @@ def test_a_model_without_its_original_says_which_size_is_wrong() -> None:
     alone = pickle.loads(pickle.dumps(model))
     assert torch.equal(alone(torch.ones(3, 5)), model(torch.ones(3, 5)))
     with pytest.raises(
-        VariantError, match=r"^no variant holds for these sizes: sizes\[0\]\[0\] == 3 with sizes\[0\]\[0\]=4"
+        VariantError, match=r"^no variant fits these sizes: sizes\[0\]\[0\] == 3 with sizes\[0\]\[0\]=4"
     ):
         alone(torch.ones(4, 2))
 

@@ -202,7 +202,7 @@ def test_a_rule_that_another_one_overrules_is_told_apart(capsys: pytest.CaptureF
     code, out, _ = run(capsys, "lists", "check", "default", "two.yaml", "--model", "cli_models:small", *INPUTS)
     assert code == 0
     assert out.splitlines() == [
-        "two.yaml:1:8: gelu (deny) speaks of nodes that something else decides",
+        "two.yaml:1:8: gelu (deny) matches only nodes that something else decides",
         "two.yaml:2:11: modules 1 (low) decides 1: gelu",
     ]
 
@@ -287,8 +287,8 @@ BAD = {
     "nothing so called": (["explain", "cli_models:small", "gelo"], 2, "called 'gelo' (did you mean 'gelu'?)."),
     "one list to compare": (["diff", "cli_models:small", "--op-list", "default"], 2, "diff takes MODEL with"),
     "weights without a model": (["lists", "check", "used.yaml", "--weights", "w.pt"], 2, "give --model"),
-    "files and weights": (["diff", "a.json", "b.json", "--weights", "w.pt"], 2, "leave --inputs and --weights away"),
-    "files and inputs": (["diff", "a.json", "b.json", *INPUTS], 2, "leave --inputs and --weights away"),
+    "files and weights": (["diff", "a.json", "b.json", "--weights", "w.pt"], 2, "leave out --inputs and --weights"),
+    "files and inputs": (["diff", "a.json", "b.json", *INPUTS], 2, "leave out --inputs and --weights"),
     "no plan": (["diff", "mine.yaml", "mine.yaml"], 2, "mine.yaml is no plan that dump --format json wrote"),
     "no such plan": (["diff", "x.json", "y.json"], 2, "cannot read the plan x.json: No such file"),
 }

@@ -1,4 +1,4 @@
-"""What a new list key, pass and fused replacement take: each patch touches two files of code, and works."""
+"""Apply and run patches that add a list key, a pass and a fused replacement, each in two files of code."""
 
 from __future__ import annotations
 

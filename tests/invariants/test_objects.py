@@ -56,7 +56,7 @@ class Holder(dict[str, Any]):
 def test_an_opaque_object_is_refused_before_anything_is_touched(given: Any, named: str) -> None:
     model, x = net(with_cache), torch.randn(2, 8)
     before, now = snapshot(model), settings_now()
-    with pytest.raises(UnsupportedError, match=f"{named}, of which a graph knows nothing.* registered pytrees"):
+    with pytest.raises(UnsupportedError, match=f"{named}, which a graph cannot hold.* registered pytrees"):
         autocastfx.convert(model, (x, given), dtype=torch.bfloat16)
     amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)
     count = len(amp_model.variants)

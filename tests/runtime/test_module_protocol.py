@@ -266,7 +266,7 @@ class ReturnsAnObject(nn.Module):
     ("model", "message"),
     [
         (DataDependent(), "control flow depends on tensor values"),
-        (ReturnsAnObject(), "returns an object that is no tensor"),
+        (ReturnsAnObject(), "returns an object that is not a tensor"),
     ],
 )
 def test_what_cannot_be_captured_says_why_and_what_helps(model: nn.Module, message: str, x, capfd) -> None:

@@ -206,8 +206,12 @@ WRONG: dict[str, tuple[LossScale, dict[str, Any], str]] = {
     "below": (DynamicLossScale(min=2.0), {"scale": 1.0}, "the loss scale 1, which is not between min=2 and max"),
     "negative count": (DynamicLossScale(), {"good_steps": -1}, "'good_steps' .* whole number of at least 0, not -1"),
     "fraction": (DynamicLossScale(), {"spare": 0.5}, r"'spare' .* whole number of at least 0, not 0\.5"),
-    "dynamic into none": (NoLossScale(), {}, r"64, and that of NoLossScale\(\) is 1 always: give the rule of the run"),
-    "dynamic into static": (StaticLossScale(8.0), {}, r"64, and that of StaticLossScale\(scale=8\.0\) is 8 always"),
+    "dynamic into none": (
+        NoLossScale(),
+        {},
+        r"64, but the scale of NoLossScale\(\) is always 1: give the rule of the run",
+    ),
+    "dynamic into static": (StaticLossScale(8.0), {}, r"64, but the scale of StaticLossScale\(.*\) is always 8"),
 }
 
 

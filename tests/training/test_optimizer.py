@@ -887,7 +887,7 @@ def test_the_scale_of_a_run_with_another_rule_is_refused_and_may_be_left_out(rul
     model = Model()
     saved = LossScalingOptimizer(SGD(model.parameters(), 0.5)).state_dict()
     optimizer = LossScalingOptimizer(SGD(model.parameters(), 0.1), rule)
-    with pytest.raises(LossScaleError, match=r"65536, and that of .* load the state without its 'loss_scale'\."):
+    with pytest.raises(LossScaleError, match=r"65536, but the scale of .* load the state without its 'loss_scale'\."):
         optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == 0.1
     del saved["loss_scale"]

@@ -1,1 +1,1 @@
-"""Capture without example inputs: the model runs on stand-ins for its inputs, and guesses are marked."""
+"""Capture without example inputs: trace the model on stand-ins, and mark the dtypes that are guesses."""

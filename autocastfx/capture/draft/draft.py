@@ -1,4 +1,4 @@
-"""module → a graph without any input, by tracing its Python code: a draft, until a call's inputs give the real one."""
+"""Make a draft: trace a model's Python code without inputs, until the first call's inputs give the real graph."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def capture_symbolically(
     held: Mapping[str, torch.Tensor],
     leaves: Sequence[str] = (),
 ) -> Captured:
-    """The graph of ``model`` as it runs with its required arguments alone, each a tensor. The model is left as it was.
+    """Trace ``model`` with its required arguments only, each a tensor. The model is unchanged afterwards.
 
-    A trace that finds out more about a value than was known when the code asked is done again from the start.
+    If a trace learns more about a value after the model's code asked for it, tracing starts again.
 
     Args:
-        model: the caller's.
-        signature: of its forward.
+        model: the caller's model.
+        signature: the signature of its forward.
         training: mode of each module, in the order of ``model.modules()``.
-        held: parameters and buffers by name that stand in for the model's own.
+        held: parameters and buffers by name that replace the model's own.
         leaves: dotted paths of Python functions that stay whole.
 
     Raises:
-        CaptureError: tracing cannot follow the model's code without inputs; says why.
+        CaptureError: tracing cannot follow the model's code without inputs; the message says why.
     """
-    optional = (2, 4)  # the kinds of *args and **kwargs
+    optional = (2, 4)  # inspect's kinds of *args and **kwargs
     inputs = [p.name for p in signature.parameters if p.default is p.empty and p.kind not in optional]
     hints: dict[str, Guess] = {}
     for _ in range(_MOST_TRACES):
@@ -61,7 +61,7 @@ def capture_symbolically(
             break
     else:
         raise CaptureError(
-            f"{type(model).__name__} cannot be traced without inputs: what is known of them keeps changing"
+            f"{type(model).__name__} cannot be traced without inputs: their dtypes and dimensions keep changing"
         )
     if isinstance(result, Exception):
         reason = (str(result).strip() or type(result).__name__).splitlines()[0].rstrip(".")
@@ -104,7 +104,7 @@ def _device(held: Mapping[str, torch.Tensor]) -> torch.device:
 
 
 def _sweep(graph: fx.Graph) -> None:
-    """Drop what changes nothing, and what only reads and is not read; name modules as an exported graph does."""
+    """Drop nodes that change nothing, and unread reads and sizes; remove the root's entry from module stacks."""
     for node in list(graph.nodes):
         source = no_op_source(node)
         if source is not None:

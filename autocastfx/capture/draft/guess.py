@@ -1,8 +1,8 @@
-"""What a value may be when no input was given: operators run on stand-ins, tensors of size 1 in every dimension.
+"""Infer dtypes and ranks without inputs, by running operators on stand-ins: tensors of size 1 in every dimension.
 
-An input may have any dtype and any number of dimensions until an operator takes only some of them: the index of an
-embedding is an integer, the input of a convolution with float32 weights is float32 and has a batch. Each operator runs
-with every combination of what its inputs may be, and what it refuses is ruled out.
+An input may have any dtype and rank until an operator accepts only some: the index of an embedding is an integer, the
+input of a convolution with float32 weights is float32 and has a batch. Each operator runs with every combination of its
+inputs' possible dtypes and ranks, and those that it refuses are ruled out.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from autocastfx.graph.op_name import op_name
 __all__ = ["ANY", "Guess", "StandIns"]
 
 _MOST_RUNS = 600
-_ones, _zeros = torch.ones, torch.zeros  # a trace puts others there, which record
+_ones, _zeros = torch.ones, torch.zeros  # the originals: a trace replaces them in torch by recording functions
 _STARTS = ("start", "index", "storage_offset")
-# Whole numbers that are no sizes: a tensor of size 1 has the same dimensions and takes the same options.
+# Integer arguments that are not sizes: they mean the same for tensors of size 1.
 _NO_SIZE = re.compile(r"dim|^(source|destination|reduction|diagonal|offset|ignore_index|padding_idx|num_layers)")
-_OF_N_LESS_ONE = ("correction", "unbiased")  # torch warns of the variance of one value
+_OF_N_LESS_ONE = ("correction", "unbiased")  # set to 0, because torch warns of the variance of one value
 
 
 @dataclass(frozen=True)
 class Guess:
-    """What a tensor may be: its dtype and its number of dimensions, the likeliest first."""
+    """The possible dtypes and ranks (numbers of dimensions) of a tensor, the likeliest first."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.int64, torch.bool)
     ranks: tuple[int, ...] = (2, 3, 4, 1, 5)
 
     @classmethod
     def of(cls, *tensors: torch.Tensor) -> Guess:
-        """One of ``tensors``."""
+        """Make the guess that allows the dtypes and the ranks of ``tensors``."""
         return cls(tuple(dict.fromkeys(t.dtype for t in tensors)), tuple(dict.fromkeys(t.ndim for t in tensors)))
 
     @property
@@ -53,26 +53,26 @@ class Guess:
 
     @property
     def rank(self) -> int | None:
-        """The number of dimensions; None if there are several."""
+        """The rank; None if there are several."""
         return self.ranks[0] if len(self.ranks) == 1 else None
 
     @property
     def is_certain(self) -> bool:
-        """Whether nothing is left to find out."""
+        """True if dtype and rank are known."""
         return len(self.dtypes) == len(self.ranks) == 1
 
     def narrowed(self, other: Guess) -> Guess:
-        """What both guesses allow; where they allow nothing in common, what this one does."""
+        """Return the dtypes and the ranks that both guesses allow; if they share none, this guess's."""
         dtypes = tuple(d for d in self.dtypes if d in other.dtypes)
         ranks = tuple(r for r in self.ranks if r in other.ranks)
         return Guess(dtypes or self.dtypes, ranks or self.ranks)
 
     def each(self) -> Iterator[Guess]:
-        """The certain guesses that make this one up."""
+        """Yield every combination of a dtype and a rank, as a certain guess."""
         return (Guess((d,), (r,)) for d, r in itertools.product(self.dtypes, self.ranks))
 
     def stand_in(self) -> torch.Tensor:
-        """The likeliest tensor."""
+        """Make the likeliest tensor, with size 1 in every dimension."""
         shape, dtype = (1,) * self.ranks[0], self.dtypes[0]
         computes = dtype.is_floating_point or dtype.is_complex  # an index of 1 would be out of range
         return _ones(shape, dtype=dtype) if computes else _zeros(shape, dtype=dtype)
@@ -86,10 +86,10 @@ class StandIns:
     """The guesses of one trace.
 
     Attributes:
-        hints: what an earlier trace of the same model found, by the name of the node; later findings are added.
-        open: tensors of which something is not certain.
-        members: the tensors of a tuple or list of which something is not certain.
-        is_late: whether something was found out about a value that was read before.
+        hints: findings of earlier traces of the model, by node name; new ones are added.
+        open: the guesses that are not certain, by node.
+        members: for a tuple or list with an uncertain member, the guesses of all members.
+        is_late: True if this trace narrowed a guess that another node had used before.
     """
 
     hints: dict[str, Guess] = field(default_factory=dict[str, Guess])
@@ -98,15 +98,15 @@ class StandIns:
     is_late: bool = False
 
     def guess(self, node: fx.Node) -> Guess:
-        """What is known of a tensor."""
+        """Return the guess of a tensor."""
         return self.open.get(node) or Guess.of(value(node))
 
     def begin(self, node: fx.Node, guess: Guess) -> None:
-        """Note a tensor that no operator computes."""
+        """Record the guess of a tensor that no operator computes."""
         self._note(node, guess.narrowed(self.hints.get(node.name, ANY)))
 
     def pin(self, node: fx.Node, guess: Guess) -> None:
-        """Note what was found out about ``node``, for this trace and for further ones."""
+        """Narrow the guess of ``node``, for this trace and further ones."""
         if node in self.open and (narrowed := self.open[node].narrowed(guess)) != self.open[node]:
             self.hints[node.name] = narrowed
             self.is_late = self.is_late or len(node.users) > 1
@@ -119,7 +119,7 @@ class StandIns:
             del self.open[node]
 
     def infer(self, node: fx.Node) -> None:
-        """Give a computing node its abstract value, and find out what that says of its inputs."""
+        """Run a computing node on stand-ins, to get its abstract value and narrow the guesses of its inputs."""
         reads = [read for read in node.all_input_nodes if read in self.open]
         runs = list(self._runs(node, reads))
         for read, taken in zip(reads, zip(*[choice for choice, _ in runs], strict=True), strict=False):
@@ -149,14 +149,14 @@ class StandIns:
         self.pin(read, Guess(tuple(dict.fromkeys(guess.dtypes[0] for guess in taken)), ranks))
 
     def _member(self, node: fx.Node) -> Guess | None:
-        """What is known of a member that ``node`` takes out of a tuple or list of which not all is certain."""
+        """Return the guess of the member that ``node`` takes out of an uncertain tuple or list; else None."""
         held = node.all_input_nodes[0] if node.all_input_nodes else None
         if held not in self.members or op_name(node) != "getitem" or not isinstance(node.args[1], int):
             return None
         return self.members[held][min(node.args[1], len(self.members[held]) - 1)]
 
     def _runs(self, node: fx.Node, reads: list[fx.Node]) -> Iterator[tuple[tuple[Guess, ...], Any]]:
-        """What the uncertain inputs of ``node`` may be, with what it then gives."""
+        """Yield each combination of guesses that ``node`` accepts for its uncertain inputs, with its result."""
         guesses = [self.open[read] for read in reads]
         for choice in _choices(guesses):
             ran, result = _run(node, {read: guess.stand_in() for read, guess in zip(reads, choice, strict=True)})
@@ -164,7 +164,7 @@ class StandIns:
                 yield choice, result
 
     def _unrun(self, node: fx.Node) -> Any:
-        """An abstract value for what does not run on stand-ins, from the operator's schema."""
+        """Make an abstract value from the schema of an operator that does not run on stand-ins."""
         stand_in = self._widest(node).stand_in()
         if not isinstance(node.target, OpOverload):
             return stand_in
@@ -174,7 +174,7 @@ class StandIns:
         return results[0] if len(results) == 1 else results
 
     def _widest(self, node: fx.Node) -> Guess:
-        """A tensor of the dtype in which the floating inputs of ``node`` meet."""
+        """Return a guess with the dtype that the floating inputs of ``node`` promote to; any if there are none."""
         found: torch.dtype | None = None
         for read in node.all_input_nodes:
             for tensor in _tensors(value(read)) if read not in self.open or self.open[read].dtype else []:
@@ -184,7 +184,7 @@ class StandIns:
 
 
 def _choices(guesses: list[Guess]) -> Iterator[tuple[Guess, ...]]:
-    """Every combination; where these are too many, those in which all have the same dtype or number of dimensions."""
+    """Yield every combination; if these are too many, those where all inputs share a dtype and a rank if they can."""
     each = [list(guess.each()) for guess in guesses]
     if math.prod(map(len, each)) <= _MOST_RUNS:
         yield from itertools.product(*each)
@@ -198,7 +198,7 @@ def _tensors(abstract: Any) -> list[torch.Tensor]:
 
 
 def _run(node: fx.Node, others: Mapping[fx.Node, torch.Tensor]) -> tuple[bool, Any]:
-    """Whether ``node`` runs on stand-ins, and what it gives."""
+    """Run ``node`` on stand-ins. Returns True and its result, or False if it raises."""
     args, kwargs = map_arg(_small(node), lambda n: others.get(n, value(n)))
     target: Any = node.target
     foreign = isinstance(target, OpOverload) and target.namespace != "aten"  # runs on abstract values alone
@@ -209,7 +209,7 @@ def _run(node: fx.Node, others: Mapping[fx.Node, torch.Tensor]) -> tuple[bool, A
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = call(*args, **kwargs)
-    except Exception:  # whatever a kernel says of sizes and dtypes that it does not take
+    except Exception:  # kernels raise various errors for sizes and dtypes that they do not take
         return False, None
     if foreign:
         result = pytree.tree_map(_concrete, result)
@@ -225,7 +225,7 @@ def _concrete(leaf: object) -> object:
 
 
 def _small(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of ``node`` with numbers that fit sizes of 1."""
+    """Return the arguments of ``node`` with numbers limited to fit sizes of 1."""
     if op_name(node) == "getitem":
         held, index = node.args
         if isinstance(index, int) and isinstance(held, fx.Node) and isinstance(value(held), (tuple, list)):

@@ -1,4 +1,4 @@
-"""From what a model's Python code calls to ATen operators, so that a traced graph reads like an exported one."""
+"""Find the ATen operator for a call in a model's Python code, so that drafts read like exported graphs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _SYMMETRIC = (operator.add, operator.mul, operator.and_, operator.or_, operator.
 def overload(
     packet: OpOverloadPacket, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]] | None:
-    """The overload of ``packet`` that Python's argument rules choose, with its arguments; None if there is none.
+    """Return the overload of ``packet`` that torch chooses for the arguments, and these; None if none fits.
 
     Args:
-        packet: of operators.
+        packet: the operator's overloads.
         args: nodes with abstract values, and plain values.
         kwargs: the same by name.
     """
@@ -67,7 +67,7 @@ def _is_number(arg: Any) -> bool:
 
 
 def _lists(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with a single number spelled out where the operator takes several: a square kernel."""
+    """Repeat a single number if the operator takes several, as for the sizes of a square kernel."""
     arguments: Any = target._schema.arguments
     counts = {a.name: a.N for a in arguments if "List[int]" in str(a.type)}
     names = [a.name for a in target._schema.arguments]
@@ -80,7 +80,7 @@ def _lists(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def reflected(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """``2 - x`` as the method of ``x`` that Python calls for it; other calls as they are."""
+    """Turn ``2 - x`` into the method of ``x`` that Python calls for it; return other calls unchanged."""
     if len(args) != 2 or isinstance(args[0], (fx.Proxy, torch.Tensor)):
         return function, args
     if function in _SYMMETRIC:

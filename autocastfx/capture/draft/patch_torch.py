@@ -1,4 +1,4 @@
-"""While a model is traced, torch's own Python code runs through to its operators, and some calls stay whole."""
+"""Patch torch while a model is traced, so that its Python functions are traced into and some calls stay whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autocastfx.capture.whole_calls import CHECKPOINT, AutogradCall, places, ref
 
 __all__ = ["run_through"]
 
-# Their functions hand a call to a value that is no tensor unless these tests say no.
+# Functions of these modules dispatch to arguments that are not tensors, unless these tests return False.
 _WITH_TESTS = (torch.nn.functional, torch.functional, sys.modules["torch._tensor"])
 _TESTS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _FROM_DATA = ("tensor", "as_tensor", "asarray")
@@ -32,12 +32,12 @@ _FROM_DATA = ("tensor", "as_tensor", "asarray")
 
 @contextmanager
 def run_through(tracer: Tracer, leaves: Sequence[str]) -> Generator[None, None, None]:
-    """While open, ``tracer`` sees operators instead of the Python functions around them, and each creation of a tensor.
+    """While open, ``tracer`` sees the operators inside of torch's Python functions, and each creation of a tensor.
 
-    Other threads call as ever.
+    Calls of other threads are unchanged.
 
     Args:
-        tracer: of the model that is traced.
+        tracer: the tracer of the model.
         leaves: dotted paths of Python functions that stay whole, as custom autograd functions do.
     """
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def run_through(tracer: Tracer, leaves: Sequence[str]) -> Generator[None, None, 
 
 
 def _recorded(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A maker of tensors that makes them in the graph: a tensor made while tracing would be the same in every call."""
+    """Wrap a function that makes tensors, so that the graph makes them in each call instead of baking one in."""
     packet: Any = getattr(torch.ops.aten, function.__name__, None)
 
     def make(*args: Any, **kwargs: Any) -> Any:

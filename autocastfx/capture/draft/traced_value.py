@@ -1,4 +1,4 @@
-"""What a model's code holds in place of tensors and sizes while it is traced without inputs."""
+"""Stand-ins for tensors and sizes in a model's code while it is traced without inputs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from autocastfx.graph.op_name import of_function
 
 __all__ = ["Value", "is_tensor"]
 
-# Properties that are operators.
+# Properties of tensors, and the operators that compute them.
 _OPERATORS = {"T": "numpy_T", "mT": "mT", "mH": "mH", "H": "matrix_H", "real": "real", "imag": "imag"}
 _IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")
 
 
 class Value(fx.Proxy):
-    """A tensor, a number, or several of these: what a node gives. Its tracer records what is done with it."""
+    """The value of a node: a tensor, a number, or several of these. Its tracer records operations on it."""
 
     def __init__(self, node: fx.Node, tracer: Any) -> None:
         super().__init__(node, tracer)
@@ -33,7 +33,7 @@ class Value(fx.Proxy):
 
     @property
     def is_tensor(self) -> bool:
-        """Whether this is one tensor."""
+        """True if this is one tensor."""
         return isinstance(value(self.node), torch.Tensor)
 
     def __getattr__(self, name: str) -> Any:
@@ -82,7 +82,7 @@ class Value(fx.Proxy):
 
 
 class Sizes(Value):
-    """``x.shape`` while the number of dimensions is not known."""
+    """``x.shape`` of a tensor whose number of dimensions is not known."""
 
     def __init__(self, node: fx.Node, tracer: Any, source: Value) -> None:
         super().__init__(node, tracer)
@@ -102,12 +102,12 @@ class Sizes(Value):
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Whether a value of the model's code is a tensor, real or traced."""
+    """True for a tensor in the model's code, real or traced."""
     return leaf.is_tensor if isinstance(leaf, Value) else isinstance(leaf, torch.Tensor)
 
 
 def _unpacked_to(frame: types.FrameType) -> int | None:
-    """How many names the statement that ``frame`` is in unpacks a value to; None if it does something else."""
+    """Return the number of names that the current statement of ``frame`` unpacks a value to; None if it does not."""
     instruction = next(i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti)
     return instruction.argval if instruction.opname == "UNPACK_SEQUENCE" else None
 

@@ -1,7 +1,6 @@
-"""Records the ATen operators that a model's Python code calls, each with a stand-in of what it gives.
+"""Trace the ATen operators that a model's Python code calls, each with a stand-in for its result.
 
-What the code asks of sizes becomes a node. What it asks of dtypes and numbers of dimensions is answered by what the
-operators so far take (see ``stand_in``).
+Sizes that the code reads become nodes. Dtypes and numbers of dimensions come from the guesses so far (see ``guess``).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = ["TORCH", "Tracer"]
 
 TORCH = str(Path(torch.__file__).parent)
 _FX = str(Path(fx.__file__).parent)
-_OURS = str(Path(__file__).parents[1])  # capture, which is not the model
+_OURS = str(Path(__file__).parents[1])  # the folder of capture, to skip its frames
 _SIZES = ("size", "dim", "ndimension", "numel", "nelement")
 _CASTS: dict[str, torch.dtype | None] = {
     "float": torch.float32,
@@ -46,7 +45,7 @@ _CASTS: dict[str, torch.dtype | None] = {
     "bool": torch.bool,
     **dict.fromkeys(("to", "type", "type_as", "cuda", "cpu")),
 }
-# Torch's modules that ask for the number of dimensions before any operator tells it: that of a batch.
+# torch's modules that read the number of dimensions before any operator reveals it, with that of a batch.
 _RANKS: dict[type[nn.Module], int] = {
     nn.RNNBase: 3,
     nn.RNNCellBase: 2,
@@ -69,10 +68,10 @@ class Tracer(fx.Tracer):
 
     Attributes:
         inputs: names of the arguments that become placeholders.
-        stand_ins: what is known of each value.
-        device: where the model is.
+        stand_ins: the guesses of all values.
+        device: the model's device.
         constants: tensors that are neither parameters nor buffers, by the name under which the graph reads them.
-        out_spec: how the flat output nests.
+        out_spec: the nesting of the output.
     """
 
     def __init__(
@@ -86,10 +85,10 @@ class Tracer(fx.Tracer):
         self._tensors: dict[str, torch.Tensor] = {}
         self._read: dict[str, Value] = {}
 
-    # -- what torch.fx asks
+    # -- the interface of torch.fx
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Placeholders for the required arguments, and what to call with them."""
+        """Make placeholders for the required arguments, and the function to call with them."""
         self._tensors = {**dict(self.root.named_parameters()), **dict(self.root.named_buffers())}
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         given = [self.create_proxy("placeholder", name, (), {}) for name in self.inputs]
@@ -102,11 +101,11 @@ class Tracer(fx.Tracer):
         return call, [self.root, *given]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Every module is traced into."""
+        """Return False: every module is traced into."""
         return False
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Trace into ``m``. The checks of torch's own modules compare sizes, which are not known."""
+        """Trace into ``m``, without the checks of torch's own modules, which compare unknown sizes."""
         rank = next((rank for kind, rank in _RANKS.items() if isinstance(m, kind)), None)
         if rank is not None:
             dtype = torch.int64 if isinstance(m, nn.EmbeddingBag) else next(m.parameters()).dtype
@@ -120,11 +119,11 @@ class Tracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
 
     def proxy(self, node: fx.Node) -> Value:
-        """What stands for ``node`` in the model's code."""
+        """Return the stand-in for ``node`` in the model's code."""
         return Value(node, self)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
-        """A parameter or buffer becomes a value, one for all its names."""
+        """Turn a parameter or buffer into a value, the same for all its names."""
         name = self._names.get(id(attr_val))
         if name is None:
             return attr_val
@@ -142,7 +141,7 @@ class Tracer(fx.Tracer):
         type_expr: Any = None,
         proxy_factory_fn: Any = None,
     ) -> Any:
-        """Record what the model's code calls."""
+        """Record a call in the model's code."""
         if kind == "call_method":
             return self.call(str(target), args, kwargs)
         if kind == "call_function":
@@ -152,7 +151,7 @@ class Tracer(fx.Tracer):
         return made
 
     def create_arg(self, a: Any) -> Any:
-        """Values become nodes, and tensors that nobody registered become constants."""
+        """Turn values into nodes, and tensors that are not registered into constants."""
         if isinstance(a, fx.Node):
             return a
         if isinstance(a, (Value, Attribute)):
@@ -160,14 +159,14 @@ class Tracer(fx.Tracer):
         return self.held(a).node if isinstance(a, torch.Tensor) else super().create_arg(a)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """What torch's own code asks of sizes is answered as for sizes that are equal."""
+        """Answer comparisons of sizes in torch's own code as if the sizes were equal; refuse those of the model."""
         by_torch = self.frame(_FX, _OURS).f_code.co_filename.startswith(TORCH)
         if by_torch and isinstance(value(obj.node), (bool, int)):
             compares = obj.node.target in (operator.eq, operator.ne)
             return obj.node.target is operator.eq if compares else bool(value(obj.node))
         raise TraceError("its control flow depends on a size or on a tensor's values")
 
-    # -- what the model's code asks of a value
+    # -- attributes of values in the model's code
 
     def sizes(self, x: Value) -> Any:
         """``x.shape``."""
@@ -193,14 +192,14 @@ class Tracer(fx.Tracer):
         return dtype
 
     def count(self, node: fx.Node) -> int | None:
-        """How many members a list or tuple has, where that does not depend on sizes."""
+        """Return the number of members of a list or tuple; None if it depends on sizes."""
         if op_name(node) in ("chunk", "tensor_split") and isinstance(node.args[1], int):
             return node.args[1]
         held = value(node)
         return len(held) if self.members(node) and isinstance(held, (list, tuple)) else None
 
     def members(self, node: fx.Node) -> list[str]:
-        """Names of an operator's several results (``values``, ``indices``)."""
+        """Return the names of an operator's results (``values``, ``indices``); none if it has one result."""
         returns = node.target._schema.returns if isinstance(node.target, OpOverload) else []
         return [r.name for r in returns] if len(returns) > 1 else []
 
@@ -220,10 +219,10 @@ class Tracer(fx.Tracer):
     # -- recording
 
     def emit(self, target: Any, args: Any, kwargs: Any) -> Value:
-        """A node that calls ``target``.
+        """Record a node that calls ``target``.
 
         Raises:
-            TraceError: gradients are off, and a graph would lose that.
+            TraceError: gradients are off, which a graph would lose.
         """
         if not torch.is_grad_enabled():
             raise TraceError("a region under torch.no_grad is not traced")
@@ -233,7 +232,7 @@ class Tracer(fx.Tracer):
         return self.proxy(made.node)
 
     def call(self, name: str, args: Any, kwargs: Any, function: Any = None) -> Any:
-        """What the code calls by ``name``: the operator, or Python code of torch's own around operators."""
+        """Run a call by ``name``: record the operator, or run torch's Python function around operators."""
         x: Any = args[0] if args else None
         if isinstance(x, Value) and x.is_tensor:
             if name in _SIZES:
@@ -243,7 +242,7 @@ class Tracer(fx.Tracer):
         python = function if function is not None else getattr(torch.Tensor, name, None)
         found: Any = getattr(torch.ops.aten, name, None)
         if isinstance(python, types.FunctionType):
-            last = next(iter(reversed(self.graph.nodes)))  # torch 2.11 gives no iterator
+            last = next(iter(reversed(self.graph.nodes)))  # in torch 2.11 this is not an iterator
             try:
                 return python(*args, **kwargs)
             except TypeError:  # it asks for a real tensor
@@ -256,7 +255,7 @@ class Tracer(fx.Tracer):
         return self.packet(found, args, kwargs)
 
     def packet(self, packet: OpOverloadPacket, args: Any, kwargs: Any) -> Value:
-        """A node that calls the overload of ``packet`` that fits."""
+        """Record a node that calls the fitting overload of ``packet``."""
         found = overload(packet, self.create_arg(tuple(args)), self.create_arg(dict(kwargs)))
         if found is None:
             raise TraceError(f"no overload of {of_function(packet)} takes the arguments")
@@ -264,7 +263,7 @@ class Tracer(fx.Tracer):
         return self.emit(target, nodes, named)
 
     def held(self, tensor: torch.Tensor) -> Value:
-        """A parameter, a buffer or a constant as a value."""
+        """Turn a parameter, a buffer or a constant into a value."""
         if id(tensor) not in self._names:
             name = f"traced_constant_{len(self.constants)}"
             self.constants[name] = self._tensors[name] = tensor
@@ -272,7 +271,7 @@ class Tracer(fx.Tracer):
         return self.getattr("", tensor, None)
 
     def frame(self, *but: str) -> types.FrameType:
-        """The innermost frame whose code is in none of these folders."""
+        """Return the innermost frame whose code is in none of the folders ``but``."""
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(but):
             frame = frame.f_back
@@ -302,7 +301,7 @@ class Tracer(fx.Tracer):
         return self.emit(torch.ops.aten.sym_size.int, (x, given[0]), {})
 
     def _cast(self, x: Value, name: str, given: tuple[Any, ...]) -> Any:
-        """``x.to(...)`` and its kin. A cast that follows the dtype of another value, and changes nothing, is none."""
+        """Record ``x.to(...)`` and similar casts; none for a cast to another value's dtype that changes nothing."""
         target = next((g for g in given if isinstance(g, torch.dtype) or is_tensor(g)), _CASTS[name])
         own = self.stand_ins.guess(x.node)
         if target is None:

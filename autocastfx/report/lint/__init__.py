@@ -1,1 +1,1 @@
-"""What a GPU could make of a converted model, by its sizes and the GPU's peak rates alone. Nothing is run."""
+"""Estimate a converted model's speed on a GPU from sizes and peak rates, without running it."""

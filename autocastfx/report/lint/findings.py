@@ -1,4 +1,4 @@
-"""What ``lint`` found, as data and as text."""
+"""The result of ``lint``, as data and as text."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _UNSEEN = (
 
 @dataclass(frozen=True)
 class OpEstimate:
-    """An op or a cast of the converted graph, by the least time that it can take.
+    """An op or a cast of the converted graph, with the least time that it can take.
 
     Attributes:
-        node, op, module: where; of what the conversion made, for which value it did.
+        node, op, module: the node's; for a node that the conversion made, ``module`` is ``for`` and a value's name.
         reads: names of the dtypes that it reads, each once.
-        flops: of matrix products and convolutions; 0 of other ops; None if not counted.
-        bytes: read and written.
-        intensity: FLOP a byte.
+        flops: operations of matrix products and convolutions; 0 for other ops; None if not counted.
+        bytes: bytes read and written.
+        intensity: FLOP per byte.
         bound: ``"memory"`` or ``"compute"``.
         seconds: max(FLOP / peak, bytes / bandwidth).
     """
@@ -49,18 +49,18 @@ class OpEstimate:
 
 @dataclass(frozen=True)
 class Lint:
-    """What was found. ``str`` gives it as text.
+    """The findings of ``lint``. ``str`` gives them as text.
 
     Attributes:
-        gpu: whose peak rates were taken.
+        gpu: the GPU with its peak rates.
         low: the 16-bit dtype.
-        device: for whose kernels the plan was decided.
-        variant: of the model, in words.
-        odd_sizes: those that tensor cores would have to pad, in graph order.
+        device: the device type that the plan was made for.
+        variant: a description of the variant.
+        odd_sizes: sizes that tensor cores would have to pad, in graph order.
         float32_products: names of the matrix products and convolutions that stay in float32.
-        ops: of the converted graph, in graph order, those that move nothing left out.
-        before: the least time of the graph as captured, in float32.
-        after: that of the converted graph, casts included.
+        ops: the converted graph's ops that move bytes, in graph order.
+        before: the least time of the captured graph, in float32.
+        after: the least time of the converted graph, casts included.
     """
 
     gpu: Gpu
@@ -75,21 +75,21 @@ class Lint:
 
     @property
     def speedup(self) -> float:
-        """Least time as captured over least time as converted; 1 where nothing takes time."""
+        """The least time of the captured graph over the converted one's; 1 if nothing takes time."""
         return self.before.seconds / self.after.seconds if self.after.seconds else 1.0
 
     @property
     def limit(self) -> float:
-        """The most that faster products alone could give, however fast they became, by Amdahl's law."""
+        """The largest speed-up that faster products alone can give, by Amdahl's law."""
         return limit(self.before.share, math.inf)
 
     @property
     def uncounted(self) -> tuple[str, ...]:
-        """Names of the ops whose FLOP are not counted: no ATen op, or one that cannot run on abstract values."""
+        """Names of ops whose FLOP are not counted: they are not ATen's, or cannot run on abstract values."""
         return tuple(op.node for op in self.ops if op.flops is None)
 
     def to_json(self) -> str:
-        """Everything as JSON text; ``limit`` is null where it is infinite."""
+        """Write the findings as JSON text; ``limit`` is null if infinite."""
         limit = self.limit if math.isfinite(self.limit) else None
         derived = {"speedup": self.speedup, "limit": limit, "uncounted": self.uncounted}
         return json.dumps({**asdict(self), **derived}, indent=1, ensure_ascii=False)
@@ -128,7 +128,7 @@ class Lint:
             yield f"products that stay in float32, without tensor cores: {_listed(self.float32_products)}"
 
     def _odd_rows(self) -> Iterator[tuple[str, ...]]:
-        """A row for each size of a weight, those of the longest ops first; else one for all of the same size."""
+        """Yield a row per odd size, weights first, then by share of the time; equal sizes share a row."""
         times = {op.node: op.seconds / self.after.seconds for op in self.ops} if self.after.seconds else {}
         groups: dict[tuple[str, ...], list[OddSize]] = {}
         for odd in self.odd_sizes:

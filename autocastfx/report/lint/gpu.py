@@ -1,4 +1,4 @@
-"""The peak rates of a GPU, from a table of some or as given."""
+"""Peak rates of GPUs: a shipped table, or given by the user."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Gpu:
     """Peak rates of a GPU.
 
     Attributes:
-        name: what reports call it.
-        tensor_tflops: of its tensor cores on 16-bit inputs, without sparsity, in 10^12 operations a second.
-        float32_tflops: in float32, in 10^12 operations a second.
-        bandwidth_gb_s: of its memory, in 10^9 bytes a second.
+        name: its name in reports.
+        tensor_tflops: peak of its tensor cores on 16-bit inputs, without sparsity, in 10^12 operations per second.
+        float32_tflops: peak in float32, in 10^12 operations per second.
+        bandwidth_gb_s: memory bandwidth in 10^9 bytes per second.
         dtypes: the 16-bit dtypes that its tensor cores take.
-        source: where the numbers are from.
+        source: the source of the numbers.
 
     Raises:
-        GpuError: a rate is no finite number above 0.
+        GpuError: a rate is not a finite number above 0.
     """
 
     name: str
@@ -46,22 +46,22 @@ class Gpu:
                 raise GpuError(f"{rate} of the GPU {self.name!r} is a finite number above 0, not {given!r}.")
 
     def peak(self, *, tensor_cores: bool) -> float:
-        """Operations a second, in tensor cores or in float32."""
+        """Return operations per second, in tensor cores or in float32."""
         return 1e12 * (self.tensor_tflops if tensor_cores else self.float32_tflops)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second."""
+        """Bytes per second."""
         return 1e9 * self.bandwidth_gb_s
 
     def balance(self, *, tensor_cores: bool) -> float:
-        """Operations a byte above which computing takes longer than moving."""
+        """Return the operations per byte above which computing takes longer than moving the bytes."""
         return self.peak(tensor_cores=tensor_cores) / self.bandwidth
 
 
 @lru_cache(maxsize=1)
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs of the shipped table.
+    """Read the GPUs of the shipped table.
 
     Raises:
         OpListError: the file is damaged.
@@ -78,10 +78,10 @@ def _gpu(name: str, entry: Tree) -> Gpu:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of the table that is called ``name``, in letters of either case.
+    """Find a GPU of the table by name, ignoring case.
 
     Raises:
-        GpuError: there is none; with the nearest name.
+        GpuError: no GPU has this name; the message suggests the nearest.
     """
     known = {gpu.name.lower(): gpu for gpu in gpus()}
     if name.lower() not in known:

@@ -1,4 +1,4 @@
-"""``lint``: sizes that tensor cores would have to pad, and where the time of a converted model would go on a GPU."""
+"""``lint``: find sizes that tensor cores would have to pad, and estimate where a converted model's time would go."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ __all__ = ["lint"]
 
 
 def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
-    """Which sizes tensor cores would have to pad, and where the time of one forward pass would go on a GPU.
+    """Find sizes that tensor cores would have to pad, and estimate the time of a forward pass on a GPU.
 
-    Nothing is run, and the GPU need not be there: all follows from the sizes of the example inputs, the dtypes of the
-    plan and the GPU's peak rates, for the variant that ``amp_model.plan`` shows. The backward pass is not counted: that
-    of a product is two products of the same sizes, so what is odd forwards is odd backwards.
+    Runs nothing and needs no GPU: it uses the sizes of the example inputs, the dtypes of the plan and the GPU's peak
+    rates, for the variant of ``amp_model.plan``. The backward pass is not counted: a product's backward is two products
+    of the same sizes, so it has the same odd sizes.
 
     Args:
-        amp_model: what :func:`convert` made from example inputs, or after its first call. ``device="cuda"`` given to
-            that decides for the kernels of a GPU, where the model is not on one.
+        amp_model: a model converted from example inputs, or called once. Without a GPU, convert with
+            ``device="cuda"`` to decide for a GPU's kernels.
         gpu: a GPU's name (``"V100"``, ``"A100"``, ``"A100-80GB"``, ``"H100"``) or its rates.
 
     Raises:
         GpuError: no GPU is known by this name, or its tensor cores cannot take the model's 16-bit dtype.
         NotCapturedError: the model was converted without inputs and not called yet, so that no size is known.
         UnsupportedError: the float32 graph is not at hand: the model was unpickled, or has ``weights="low"``.
-        TypeError: ``amp_model`` is no converted model.
+        TypeError: ``amp_model`` is not a converted model.
     """
     if not isinstance(amp_model, AmpModule):
         raise TypeError(
@@ -49,12 +49,12 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
     if captured is None:
         raise UnsupportedError(
             'lint compares with the float32 graph, which an unpickled model and weights="low" do not keep: convert the '
-            'model anew, with weights="cached".'
+            'model again, with weights="cached".'
         )
     located = tuple(walk(captured.graph, captured.attributes))
     before = {one.name: work_of(one.node) for one in located}
     held = {str(n.target): attribute(amp_model, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
-    copies = {copy.name for copy in plan.copies}  # made anew when a parameter has changed, not in each pass
+    copies = {copy.name for copy in plan.copies}  # renewed when a parameter has changed, not in each pass
     after = [(one, work_of(one.node)) for one in walk(graph, held) if one.name not in copies]
     products = {name: work.flops for name, work in before.items() if work.flops}
     low = {name: flops for name, flops in products.items() if name in _low(plan)}
@@ -85,7 +85,7 @@ def _check(plan: Plan, gpu: Gpu) -> None:
 
 
 def _low(plan: Plan) -> frozenset[str]:
-    """Names of the nodes that run in 16 bits."""
+    """Return the names of the nodes that run in 16 bits."""
     return frozenset(n.name for n in plan.nodes if n.placement.run is Precision.LOW or plan.low in n.dtype.split(","))
 
 

@@ -1,4 +1,4 @@
-"""Which sizes of the products that run in 16 bits are no multiples of what tensor cores take at a time."""
+"""Find sizes of 16-bit products that are not multiples of 8, which tensor cores would pad."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["OddSize", "odd_sizes"]
 
 @dataclass(frozen=True)
 class OddSize:
-    """A size of an op in 16 bits that is no multiple of 8.
+    """A size of a 16-bit op that is not a multiple of 8.
 
     Attributes:
-        node, op, module: where.
+        node, op, module: the op.
         name: ``M``, ``N`` or ``K`` of the product of an M x K and a K x N matrix; ``channels in`` or ``channels out``
             of each group of a convolution; ``head`` of an attention.
-        operand: path of the weight that has the size: the model's choice. ``input``: it changes with the inputs.
-            ``activation``: computed, and the same whatever the inputs.
-        size: for the example inputs.
+        operand: path of the weight with this size; ``input`` if the size depends on the inputs' sizes; else
+            ``activation``.
+        size: its value for the example inputs.
         padded: the next multiple of 8.
-        wasted: share of the padded size that holds nothing, as if this size alone were padded.
-        flops: of the node, in one forward pass.
-        table_of: path of the embedding that has the weight as its table, so that N is the vocabulary; else empty.
+        wasted: share of padding in the padded size, if only this size is padded.
+        flops: operations of the node in one forward pass.
+        table_of: path of the embedding that uses the same weight, so that N is the vocabulary; else empty.
     """
 
     node: str
@@ -47,11 +47,11 @@ class OddSize:
 def odd_sizes(
     located: Sequence[Located], flops: Mapping[str, int], held: Mapping[str, torch.Tensor]
 ) -> Iterator[OddSize]:
-    """The odd sizes, in graph order.
+    """Yield the odd sizes, in graph order.
 
     Args:
         located: all nodes of the captured graph.
-        flops: by name, of the nodes that run in 16 bits.
+        flops: operations by node name, for the products that run in 16 bits.
         held: parameters and buffers by name, tied ones under each of their names.
     """
     tables = dict(_tables(located, held))
@@ -65,7 +65,7 @@ def odd_sizes(
 
 
 def _tables(located: Sequence[Located], held: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, str]]:
-    """Identities of the tables of embeddings, with the embeddings' module paths."""
+    """Yield the ids of embeddings' weights, with the embeddings' module paths."""
     for one in (one for one in located if op_name(one.node) == "embedding"):
         path = next((one.stored_as(use.node) for use in uses(one.node) if use.argument == "weight"), "")
         if path in held:

@@ -1,4 +1,4 @@
-"""The time that an op takes at least: that of its operations at peak rate, or that of its bytes if that is longer."""
+"""Roofline model: an op takes at least the time of its FLOP at peak rate, and of its bytes at full bandwidth."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Bound", "Total", "bound", "limit", "total"]
 
 @dataclass(frozen=True)
 class Bound:
-    """One op on one GPU.
+    """The least time of an op on a GPU.
 
     Attributes:
         seconds: max(FLOP / peak, bytes / bandwidth).
-        intensity: FLOP a byte; 0 for an op that moves nothing.
-        balance: FLOP a byte of the GPU, at the rate for this op's dtype.
+        intensity: the op's FLOP per byte; 0 for an op that moves nothing.
+        balance: the GPU's FLOP per byte, at the peak rate for the op's dtype.
     """
 
     seconds: float
@@ -27,40 +27,40 @@ class Bound:
 
     @property
     def by(self) -> str:
-        """What takes the time: ``"memory"`` or ``"compute"``."""
+        """The bound of the time: ``"memory"`` or ``"compute"``."""
         return "compute" if self.intensity > self.balance else "memory"
 
 
 @dataclass(frozen=True)
 class Total:
-    """Seconds of all ops of a graph, and of those that tensor cores can run: matrix products and convolutions."""
+    """The least time, in seconds, of all ops of a graph, and of its matrix products and convolutions."""
 
     seconds: float
     in_products: float
 
     @property
     def share(self) -> float:
-        """Share of the time in products; 0 of nothing."""
+        """The products' share of the time; 0 if there is no time."""
         return self.in_products / self.seconds if self.seconds else 0.0
 
 
 def bound(work: Work, gpu: Gpu) -> Bound:
-    """The least time of ``work``. Uncounted operations count as none."""
+    """Compute the least time of ``work``. Operations that were not counted are taken as 0."""
     flops = work.flops or 0
     seconds = max(flops / gpu.peak(tensor_cores=work.low), work.bytes / gpu.bandwidth)
     return Bound(seconds, flops / work.bytes if work.bytes else 0.0, gpu.balance(tensor_cores=work.low))
 
 
 def total(works: Iterable[Work], gpu: Gpu) -> Total:
-    """The times of all ``works``, added up."""
+    """Add up the least times of all ``works``."""
     times = [(bound(work, gpu).seconds, bool(work.flops)) for work in works]
     return Total(sum(seconds for seconds, _ in times), sum(seconds for seconds, product in times if product))
 
 
 def limit(share: float, speedup: float) -> float:
-    """Amdahl's law: the speed-up of the whole if ``share`` of its time becomes ``speedup`` times as fast.
+    """Return the speed-up of the whole, by Amdahl's law, if ``share`` of its time becomes ``speedup`` times as fast.
 
-    ``speedup`` may be infinite; the result is, if the share is all of it.
+    ``speedup`` may be infinite; if ``share`` is then 1, the result is infinite.
     """
     left = 1 - share + share / speedup
     return 1 / left if left else float("inf")

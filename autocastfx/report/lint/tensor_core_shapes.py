@@ -1,4 +1,4 @@
-"""Sizes of matrix products and convolutions that tensor cores would have to pad."""
+"""Find the sizes of matrix products, convolutions and attentions that tensor cores tile."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from autocastfx.graph.walk import Located
 
 __all__ = ["TILE", "Size", "sizes_of"]
 
-TILE = 8  # 16 bytes of 16-bit numbers, which tensor cores and their loads take at a time
+TILE = 8  # numbers of 16 bits in 16 bytes, the unit of tensor cores and their loads
 
-# Of each op: the argument that holds the left matrix, the right one, and whether that is stored transposed.
+# For each op: the arguments of the left and the right matrix, and True if the right one is stored transposed.
 _MATRICES = {
     "linear": ("input", "weight", True),
     "mm": ("self", "mat2", False),
@@ -34,13 +34,13 @@ _TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 
 @dataclass(frozen=True)
 class Size:
-    """One size of a matrix product (M x K times K x N), a convolution or an attention.
+    """A size of a matrix product (M x K times K x N), a convolution or an attention.
 
     Attributes:
         name: ``M``, ``N``, ``K``, ``channels in``, ``channels out`` (of each group) or ``head``.
-        operand: path of the weight that has it; ``input`` if it is the inputs' (it may change from call to call), else
-            ``activation``: computed, and the same whatever the inputs.
-        size: for the example inputs.
+        operand: path of the weight with this size; ``input`` if the size depends on the inputs' sizes; else
+            ``activation``.
+        size: its value for the example inputs.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Size:
 
     @property
     def wasted(self) -> float:
-        """Share of the padded size that holds nothing."""
+        """The share of padding in the padded size."""
         return 1 - self.size / self.padded if self.padded else 0.0
 
 
 def sizes_of(located: Located) -> tuple[Size, ...]:
-    """The sizes of a captured node that tensor cores tile; none of an op that is no matrix product, nor of a vector.
+    """Return the sizes of a captured node that tensor cores tile; none for other ops and for products with vectors.
 
-    A size that depends on data is left out.
+    Sizes that depend on data are left out.
     """
     return tuple(size for size in _sizes(located, op_name(located.node)) if size is not None)
 

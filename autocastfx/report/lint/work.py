@@ -1,4 +1,4 @@
-"""What an op computes and moves: operations by torch's own formulas, bytes by sizes and dtypes."""
+"""Count an op's operations, by torch's formulas, and its bytes, by sizes and dtypes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from autocastfx.graph.sizes import example_size
 __all__ = ["Work", "work_of"]
 
 _LOW = {dtype_name(dtype) for dtype in LOW_DTYPES}
-_GATHERS = ("embedding", "gather", "index", "index_select", "take", "take_along_dim")  # they read what they give
+_GATHERS = ("embedding", "gather", "index", "index_select", "take", "take_along_dim")  # reads only elements returned
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one op does.
+    """The operations and bytes of an op.
 
     Attributes:
-        flops: multiplications and additions of its matrix products and convolutions; 0 for all other ops, which the
-            bytes bound. None where torch has no formula because the op is no ATen op, or cannot run on abstract values.
-        bytes: its inputs read once, and its outputs written; 0 of a view, and of what gives no tensor.
-        reads: names of the dtypes that it reads, each once; of what it gives, if it reads nothing.
+        flops: multiplications and additions of matrix products and convolutions; 0 for other ops, which bytes bound.
+            None if the op is not ATen's, so that torch has no formula, or cannot run on abstract values.
+        bytes: its inputs read once and its outputs written; 0 for a view, and for an op without tensor outputs.
+        reads: names of the dtypes that it reads, each once; of its outputs if it reads no tensor.
     """
 
     flops: int | None
@@ -42,12 +42,12 @@ class Work:
 
     @property
     def low(self) -> bool:
-        """Whether tensor cores take what it reads."""
+        """True if the op reads 16-bit values, which tensor cores take."""
         return not _LOW.isdisjoint(self.reads)
 
 
 def work_of(node: fx.Node) -> Work:
-    """What ``node`` does, at the sizes of the example inputs. A size that depends on data counts as 1."""
+    """Count the work of ``node`` for the sizes of the example inputs. A size that depends on data counts as 1."""
     read = [t for source in node.all_input_nodes for t in tensors(source)]
     names = tuple(dict.fromkeys(dtype_name(t.dtype) for t in read or tensors(node)))
     if not _moves(node):
@@ -56,7 +56,7 @@ def work_of(node: fx.Node) -> Work:
 
 
 def _moves(node: fx.Node) -> bool:
-    """Whether elements are read and written: not for a size, nor by what may be a view, unless it is a cast."""
+    """True if the node reads and writes elements; false for sizes, and for possible views that change no dtype."""
     if is_member(node) or not tensors(node):
         return False
     return moves(node) or any(set(dtypes(node)) != set(dtypes(read)) for read in aliased(node))
@@ -84,13 +84,13 @@ def _flops(node: fx.Node) -> int | None:
     try:
         with torch.no_grad(), torch._C._DisableAutocast(), FlopCounterMode(display=False) as counter:
             node.target(*args, **kwargs)
-    except Exception:  # an op that gives sizes by its data, or has no abstract kernel
+    except Exception:  # the op's sizes depend on data, or it has no abstract kernel
         return None
     return counter.get_total_flops()
 
 
 def _meta(leaf: Any) -> Any:
-    """An argument without storage, at the sizes of the example inputs."""
+    """Return an argument as a meta tensor with the sizes of the example inputs; other arguments as numbers."""
     return pytree.tree_map(_without_storage, value(leaf)) if isinstance(leaf, fx.Node) else example_size(leaf)
 
 

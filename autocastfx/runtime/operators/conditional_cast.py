@@ -1,4 +1,4 @@
-"""The cast of a value whose dtype is not known before the graph runs."""
+"""Cast a value whose dtype is known only when the graph runs."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["cast_if"]
 
 
 def cast_if(value: torch.Tensor, source: torch.dtype, target: torch.dtype) -> torch.Tensor:
-    """``value`` in ``target`` if it is in ``source``, else ``value`` itself."""
+    """Cast ``value`` to ``target`` if its dtype is ``source``; else return it unchanged."""
     return value.to(target) if value.dtype == source else value

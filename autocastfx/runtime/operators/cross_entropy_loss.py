@@ -1,10 +1,9 @@
-"""The operator ``autocastfx::cross_entropy_loss``: the float32 cross entropy of 16-bit scores, read as they are.
+"""The operator ``autocastfx::cross_entropy_loss``: the float32 cross entropy of 16-bit scores, with less memory.
 
-Over a vocabulary torch's own widens all scores and keeps the float32 logarithms of all probabilities: twice the bytes
-of the scores, and in backward three times as much at once. There this one keeps the scores alone, and computes some
-rows at a time, in backward once more. Loss and gradient are those of the widened scores; on a CPU to the bit.
-Elsewhere it computes what torch does; or it keeps the logarithms rounded, as a model does that is 16-bit throughout,
-whose loss is rounded too.
+torch's own widens all scores and keeps float32 log-probabilities, twice the bytes of the scores; its backward holds
+three such tensors at once. Over a vocabulary this operator keeps only the scores, computes some rows at a time, and
+recomputes them in backward. Loss and gradient are those of the widened scores, on a CPU to the bit. For other scores it
+computes as torch does, or, with ``rounds``, keeps the log-probabilities rounded to 16 bits, as a 16-bit model does.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from autocastfx.runtime.operators.eager import is_concrete
 __all__ = ["cross_entropy_loss"]
 
 aten: Any = torch.ops.aten
-_CLASSES = 1024  # from here on it is a vocabulary: rows of few numbers take longer than what is saved
-# How many scores are computed at a time: on a CPU, for each thread, 2 MiB in float32, which its cache holds; on other
-# devices, which want few and large kernels, 64 MiB.
+_CLASSES = 1024  # the fewest classes of a vocabulary: with shorter rows, parts cost more time than they save
+# Scores computed at a time: on a CPU 2 MiB in float32 per thread, which fits its cache; 64 MiB on other devices, which
+# need few and large kernels.
 _PER_THREAD, _PER_KERNEL = 2**19, 2**24
-_PARTS = 8  # fewer are not worth it
-_ROUNDED = 2**18  # scores, from which on it is worth it to keep their logarithms rounded
-_NONE, _MEAN, _SUM = 0, 1, 2  # numbers of reductions, as torch has them
+_PARTS = 8  # with fewer parts, splitting is not worth it
+_ROUNDED = 2**18  # scores from which keeping rounded log-probabilities is worth it
+_NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of the reductions
 _IGNORED = -100
 
 _LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
@@ -54,7 +53,7 @@ class _InParts(torch.autograd.Function):
                 loss = _as_torch(scores, target, *options)
             (of_scores,) = torch.autograd.grad(loss, scores, gradient, create_graph=again)
             return of_scores, None, None, None
-        total = gradient.new_empty(()) if total is None else total  # nobody reads it
+        total = gradient.new_empty(()) if total is None else total  # not read without a reduction
         of_scores = torch.empty_like(scores)
         for rows in _parts(scores):
             of_loss = gradient[rows] if ctx.reduction == _NONE else gradient
@@ -80,15 +79,15 @@ class _Rounding(torch.autograd.Function):
             )
         logarithms, target, total = ctx.saved_tensors
         gradient, reduction = gradients[0], ctx.reduction
-        if reduction == _MEAN:  # divided in float32, for the number of targets may have no 16 bits
+        if reduction == _MEAN:  # divided in float32, because 16 bits may not hold the number of targets
             gradient, reduction = gradient / total, _SUM
-        unused = logarithms.new_empty(())  # the number of targets, by which nothing is divided any more
+        unused = logarithms.new_empty(())  # in place of the number of targets, which a sum does not divide by
         given = (target, None, reduction, ctx.ignore_index, unused)
         return _gradient(gradient.to(logarithms.dtype), logarithms, *given), None, None, None
 
 
 def _is_batched(gradient: Tensor) -> bool:
-    """Whether these are several gradients for one backward, which cannot be written into a plain tensor."""
+    """True for a batch of gradients for one backward (vmap), which cannot be written into a plain tensor."""
     return is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient)
 
 
@@ -97,7 +96,7 @@ def _logarithms(scores: Tensor) -> Tensor:
 
 
 def _undifferentiated(scores: Tensor) -> Tensor:
-    """``_logarithms`` outside of autograd, on a CPU written over the widened scores: half the memory."""
+    """Do as ``_logarithms`` without autograd. On a CPU it overwrites the widened scores, to halve the memory."""
     if not (is_concrete(scores) and scores.is_cpu):
         return _logarithms(scores)
     widened = scores.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -106,19 +105,19 @@ def _undifferentiated(scores: Tensor) -> Tensor:
 
 
 def _dimension(scores: Tensor) -> int:
-    """That of the classes."""
+    """Return the dimension of the classes."""
     return min(scores.ndim, 2) - 1
 
 
 def _loss_and_total(logarithms: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    """The loss and the sum of the weights of all targets, by which a mean divides."""
+    """Return the loss, and the sum of the weights of all targets, by which a mean divides."""
     compute = aten.nll_loss_forward if logarithms.ndim == 2 else aten.nll_loss2d_forward
     found: tuple[Tensor, Tensor] = compute(logarithms, *given)
     return found
 
 
 def _gradient(gradient: Tensor, logarithms: Tensor, *given: Any) -> Tensor:
-    """That of the scores, in the dtype of ``logarithms``."""
+    """Return the gradient of the scores, in the dtype of ``logarithms``."""
     backward = aten.nll_loss_backward if logarithms.ndim == 2 else aten.nll_loss2d_backward
     of_logarithms = backward(gradient, logarithms, *given)
     found: Tensor = aten._log_softmax_backward_data(of_logarithms, logarithms, 1, logarithms.dtype)
@@ -126,18 +125,18 @@ def _gradient(gradient: Tensor, logarithms: Tensor, *given: Any) -> Tensor:
 
 
 def _part(device: torch.device) -> int:
-    """How many scores are computed at a time."""
+    """Return the number of scores to compute at a time."""
     return _PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _PER_KERNEL
 
 
 def _parts(scores: Tensor) -> Iterator[slice]:
-    """Slices of the rows."""
+    """Split the rows into slices, one for each part."""
     rows = max(1, _part(scores.device) // scores.shape[1])
     return (slice(start, start + rows) for start in range(0, len(scores), rows))
 
 
 def _in_parts(scores: Tensor, target: Tensor, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor | None]:
-    """The loss and the number of targets; what rows give is added up as torch adds it, all at once."""
+    """Return the loss and the number of targets. Row losses are reduced all at once, in torch's order."""
     losses = torch.empty(target.shape, dtype=torch.float32, device=scores.device)
     for rows in _parts(scores):
         losses[rows], _ = _loss_and_total(_undifferentiated(scores[rows]), target[rows], None, _NONE, ignore_index)
@@ -153,7 +152,7 @@ def _as_torch(scores: Tensor, target: Tensor, weight: Tensor | None, reduction: 
 
 
 def _is_long(scores: Tensor, target: Tensor) -> bool:
-    """Whether these are rows over a vocabulary that make several parts; in a graph there would be all parts."""
+    """True for enough rows over a vocabulary to split; false while tracing, where a graph would hold every part."""
     if not is_concrete(scores):
         return False
     is_rows = scores.ndim == 2 and target.shape == scores.shape[:1]
@@ -161,7 +160,7 @@ def _is_long(scores: Tensor, target: Tensor) -> bool:
 
 
 def _is_short(scores: Tensor) -> bool:
-    """Whether rounding the logarithms takes longer than what it saves."""
+    """True for so few scores that rounding the log-probabilities costs more time than it saves."""
     return is_concrete(scores) and scores.numel() < _ROUNDED
 
 
@@ -191,7 +190,7 @@ def _with_autograd(
     recomputes: bool = True,
 ) -> Tensor:
     options = reduction, ignore_index
-    if torch._C._are_functorch_transforms_active():  # they take no autograd function here, but what torch computes
+    if torch._C._are_functorch_transforms_active():  # which cannot take the autograd functions here
         return _as_torch(scores, target, weight, *options)
     if not (scores.requires_grad and torch.is_grad_enabled()):
         return _without_autograd(scores, target, weight, *options)

@@ -1,4 +1,4 @@
-"""Whether a tensor is what it seems: an operator that looks at sizes may do so then alone."""
+"""Tell eager tensors, whose sizes operators may inspect, from tensors that are compiled, exported or traced."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ __all__ = ["is_concrete"]
 
 
 def is_concrete(tensor: Tensor) -> bool:
-    """Whether sizes may be looked at. Compilers, exporters and abstract tensors see the same for all."""
+    """True for an eager tensor, whose sizes may be inspected; false while compiling, exporting or tracing."""
     is_plain = type(tensor) in (Tensor, nn.Parameter)
     return is_plain and not torch.compiler.is_compiling() and get_proxy_mode() is None

@@ -1,11 +1,11 @@
-"""The operator ``autocastfx::layer_norm``: torch's, of a 16-bit input beside a float32 weight and bias.
+"""The operator ``autocastfx::layer_norm``: ``layer_norm`` of a 16-bit input with a float32 weight and bias.
 
-On a CPU torch's kernel takes the two together and computes in float32, but it adds up the gradients of weight and bias
-row by row in 16 bits: over thousands of rows little of a bias is left. This operator's result is that kernel's. For
-backward it widens input and gradient and calls the float32 kernel, so that the gradients of weight and bias are
-float32, added up in float32: of many rows some at a time, and the gradient of the input from the kernel that takes 16
-bits. Elsewhere (another device, a compiler, a transform of functions) it widens the whole input. What does not have 16
-bits is left to torch's.
+On a CPU torch's kernel takes both and computes in float32, but adds up the gradients of weight and bias row by row in
+16 bits, which loses most of a bias's gradient over thousands of rows. This operator has the same result. Its backward
+adds these gradients up in float32: it widens input and gradient and calls the float32 kernel. Large inputs are widened
+some rows at a time, and the gradient of the input then comes from the 16-bit kernel. On other devices, while compiling,
+and under transforms of torch.func, forward widens the whole input. Inputs that are not 16-bit go to torch's
+``layer_norm``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from autocastfx.runtime.operators.eager import is_concrete
 __all__ = ["compute_layer_norm", "layer_norm"]
 
 aten: Any = torch.ops.aten
-# How many numbers of the input are widened at a time, for each thread: with those of the gradient 2 MiB in float32,
-# which a CPU's cache holds. Fewer take longer, for each part calls operators; more wait for memory.
+# Elements of the input widened at a time, per thread: with the gradient's, 2 MiB in float32, which fits a CPU's cache.
+# Fewer take longer, because each part calls operators; more wait for memory.
 _PER_THREAD = 2**18
 
 _LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
@@ -63,19 +63,19 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def _is_mixed(x: Tensor) -> bool:
-    """Whether torch has a kernel that takes ``x``, of 16 bits, beside float32 parameters; compilers have none."""
+    """True if torch's kernel takes a 16-bit ``x`` with float32 parameters: on a CPU, and not while compiling."""
     return x.is_cpu and is_concrete(x)
 
 
 def _part() -> int:
-    """How many numbers are widened at a time."""
+    """Return the number of elements to widen at a time."""
     return _PER_THREAD * torch.get_num_threads()
 
 
 def _normed(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result in 16 bits, and the mean and one over the deviation of each row in float32."""
+    """Return the result in 16 bits, and each row's mean and reciprocal standard deviation in float32."""
     if _is_mixed(x):
         return torch.native_layer_norm(x, normalized_shape, weight, bias, eps)
     result, mean, rstd = torch.native_layer_norm(x.float(), normalized_shape, weight, bias, eps)
@@ -93,7 +93,7 @@ def _of_parameters(
     *,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of weight and bias, those ``wanted``, of some rows at a time."""
+    """Return the ``wanted`` gradients of weight and bias, computed some rows at a time."""
     if not any(wanted):
         return None, None
     size = math.prod(normalized_shape)
@@ -117,7 +117,7 @@ def _again(
     eps: float,
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """All gradients by autograd, to be differentiated again if that is asked for."""
+    """Return the ``wanted`` gradients by autograd, differentiable again if gradients are enabled."""
     creates = torch.is_grad_enabled()
     x, *parameters = given
     with torch.enable_grad():
@@ -139,7 +139,7 @@ def _torchs(*given: Any) -> Tensor:
 def _parameters(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """In float32. Without any the kernel would keep mean and deviation in 16 bits: then the weight is 1."""
+    """Return weight and bias in float32. A missing weight becomes ones, or the kernel would keep 16-bit statistics."""
     given = x.new_ones(normalized_shape, dtype=torch.float32) if weight is None else _wide(weight)
     return given, bias if bias is None else _wide(bias)
 
@@ -156,23 +156,23 @@ def compute_layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    """What the operator computes where gradients are kept track of, called without torch's dispatcher.
+    """Compute the operator with autograd, without torch's dispatcher.
 
     Args:
         x: of any floating dtype.
-        normalized_shape: the last sizes of ``x``, of weight and of bias.
-        weight: float32 beside 16 bits; 16-bit ones are widened.
-        bias: likewise.
-        eps: as torch's.
-        cudnn_enable: means nothing, as to torch.
+        normalized_shape: the last sizes of ``x``, and the sizes of weight and bias.
+        weight: float32 for a 16-bit ``x``; a 16-bit weight is widened.
+        bias: as ``weight``.
+        eps: added to the variance.
+        cudnn_enable: ignored, as by torch.
 
     Returns:
-        A tensor like ``x``.
+        A tensor of the shape and dtype of ``x``.
     """
     if x.dtype not in LOW_DTYPES:
         return _torchs(x, normalized_shape, weight, bias, eps)
     given = x, normalized_shape, *_parameters(x, normalized_shape, weight, bias), eps
-    if torch._C._are_functorch_transforms_active():  # which take no autograd function here
+    if torch._C._are_functorch_transforms_active():  # which cannot take this autograd function
         return _widened(*given)
     if not torch.is_grad_enabled():
         return _normed(*given)[0]

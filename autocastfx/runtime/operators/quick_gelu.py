@@ -1,6 +1,6 @@
-"""The operator ``autocastfx::quick_gelu``, ``x * sigmoid(1.702 * x)``, which computes in float32 and keeps its input.
+"""The operator ``autocastfx::quick_gelu``, ``x * sigmoid(1.702 * x)``: computes in float32, saves only its input.
 
-torch has none. See :mod:`autocastfx.runtime.operators.rms_norm` for how it is made.
+torch has no such operator. :mod:`autocastfx.runtime.operators.rms_norm` says how these operators are made.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class _QuickGELU(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Tensor:
         (x,) = ctx.saved_tensors
         wide, gradient = _wide(x), _wide(gradients[0])
-        if torch.is_grad_enabled():  # to be differentiated again, which the operator below is not
+        if torch.is_grad_enabled():  # create_graph=True: silu_backward below is not differentiable
             s = torch.sigmoid(SLOPE * wide)
             return (gradient * (s + SLOPE * wide * s * (1 - s))).to(x.dtype)
-        # It is silu(1.702 * x) / 1.702, and so has the derivative of silu there.
+        # The formula is silu(1.702 * x) / 1.702, so its derivative is silu's at 1.702 * x.
         return torch.ops.aten.silu_backward(gradient, SLOPE * wide).to(x.dtype)
 
 
 def _with_autograd(x: Tensor) -> Tensor:
-    if torch._C._are_functorch_transforms_active():  # which take no autograd function here, but its parts
+    if torch._C._are_functorch_transforms_active():  # which cannot take this autograd function
         return _without_autograd(x)
     return _QuickGELU.apply(x)
 

@@ -1,10 +1,10 @@
-"""The operator ``autocastfx::rms_norm``: that of torch, of which a backward keeps only what it was given.
+"""The operator ``autocastfx::rms_norm``: torch's ``rms_norm``, but backward keeps little more than the inputs.
 
-Beside a 16-bit input it takes a float32 weight as it is: all is computed in float32, and the result is rounded once.
+It computes in float32, also for a 16-bit input with a float32 weight, and rounds the result once.
 
-On a CPU torch computes its own in parts and keeps more of them than a model that writes them out. This one keeps the
-input, the weight and a float32 number for each row. It is an operator because graphs print, pickle and export those by
-name; its autograd kernel runs on torch's operators, so that torch.compile sees these and may fuse them.
+On a CPU torch's own consists of several ops and keeps more tensors than the formula written out. This one keeps the
+input, the weight and a float32 number per row. As an operator, graphs print, pickle and export it by name; its autograd
+kernel calls torch's operators, so that torch.compile can fuse them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _rstd(x: Tensor, dims: list[int], eps: float | None) -> Tensor:
-    """One over the root of the mean square of each row of ``x``, which has at least float32."""
+    """Return one over the root mean square of each row of ``x``, which is float32 or float64."""
     return torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps))
 
 
 def _parts(x: Tensor, dims: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    """The result and ``_rstd``."""
+    """Return the result and ``_rstd``."""
     wide = _wide(x)
     rstd = _rstd(wide, dims, eps)
     result = wide * rstd
@@ -59,7 +59,7 @@ class _RMSNorm(torch.autograd.Function):
             return None, None, None, None
         x, weight, rstd = ctx.saved_tensors
         gradient = _wide(gradients[0])
-        if torch.is_grad_enabled():  # to be differentiated again: what was kept is no function of the input
+        if torch.is_grad_enabled():  # create_graph=True: the saved rstd is detached from the input
             rstd = _rstd(_wide(x), ctx.dims, ctx.eps)
         normal, of_x, of_weight = x * rstd, None, None  # float32, as rstd is
         if ctx.needs_input_grad[0]:
@@ -73,7 +73,7 @@ class _RMSNorm(torch.autograd.Function):
 def _with_autograd(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    if torch._C._are_functorch_transforms_active():  # which take no autograd function here, but its parts
+    if torch._C._are_functorch_transforms_active():  # which cannot take this autograd function
         return _without_autograd(x, normalized_shape, weight, eps)
     return _RMSNorm.apply(x, normalized_shape, weight, eps)
 

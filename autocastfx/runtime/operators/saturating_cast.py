@@ -1,8 +1,8 @@
-"""The operator ``autocastfx::saturating_cast``, which narrows: what is beyond a bound becomes the bound, not infinite.
+"""The operator ``autocastfx::saturating_cast``: a cast to 16 bits that limits finite values to a bound.
 
-It takes float32, and a bound of at least 8192 that the dtype has. Infinities and NaN stay what they are. Its derivative
-is that of a cast, so that backward keeps nothing; under transforms of torch.func it is that of its parts, which is 0
-beyond the bound. See :mod:`autocastfx.runtime.operators.rms_norm` for how it is made.
+It takes float32, and a bound of at least 8192 that the dtype can represent. Infinities and NaN are kept. Its derivative
+is a cast's, so that backward keeps nothing; under transforms of torch.func it is the derivative of ``clamp``, which is
+0 beyond the bound. :mod:`autocastfx.runtime.operators.rms_norm` says how these operators are made.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 __all__ = ["saturating_cast"]
 
-# This much of a float32 value is below 4, which a bound of 8192 or more does not feel once it is rounded to 16 bits; of
-# an infinity it is infinite.
+# A finite float32 value times this is below 4, which vanishes when added to a bound of 8192 or more and rounded to 16
+# bits; an infinity stays infinite.
 _TINY = 2.0**-126
 
 _LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
@@ -38,13 +38,13 @@ class _SaturatingCast(torch.autograd.Function):
 
 
 def _with_autograd(x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
-    if torch._C._are_functorch_transforms_active():  # which take no autograd function here, but its parts
+    if torch._C._are_functorch_transforms_active():  # which cannot take this autograd function
         return _without_autograd(x, dtype, bound)
     return _SaturatingCast.apply(x, dtype, bound)
 
 
 def _without_autograd(x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
-    clamped = x.clamp(-bound, bound).add_(x.detach(), alpha=_TINY)  # a choice by isinf takes five times as long
+    clamped = x.clamp(-bound, bound).add_(x.detach(), alpha=_TINY)  # choosing by isinf takes five times as long
     return clamped.to(dtype)
 
 

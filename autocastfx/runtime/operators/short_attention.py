@@ -1,10 +1,10 @@
-"""The operator ``autocastfx::scaled_dot_product_attention``: torch's, of which backward computes the weights anew.
+"""The operator ``autocastfx::scaled_dot_product_attention``: torch's, with a faster backward for short sequences.
 
-On a CPU the backward of torch's fused attention takes long where sequences are short: more than twice as long as plain
-products of all tokens. This operator's result is torch's. It keeps query, key and value, and in backward computes the
-weights as they are computed where a model writes attention out: in 16 bits, rounded after each product. Elsewhere
-(another device, dtype or number of tokens, a CPU with no wide vectors, dropout, a mask to be learned, nothing to
-differentiate, a compiler) it is torch's.
+On a CPU the backward of torch's fused attention takes more than twice as long as plain matrix products if sequences are
+short. This operator has torch's result, keeps query, key and value, and recomputes the attention weights in backward as
+a model that writes attention out: in 16 bits, rounded after each product. It does so for bfloat16 and few tokens on a
+CPU with AVX-512. In all other cases, and with dropout, with a mask that requires gradients, without gradients, and
+while compiling, it calls torch's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from autocastfx.runtime.operators.eager import is_concrete
 __all__ = ["TOKENS", "recomputed", "short_attention"]
 
 aten: Any = torch.ops.aten
-# By python -m benchmarks.short_attention: what is gained shrinks with more queries and keys, and with few numbers what
-# operators cost by themselves weighs more.
+# Measured by python -m benchmarks.short_attention: the gain shrinks with more queries and keys; with few scores the
+# operators' overhead outweighs it.
 TOKENS, _SCORES = 160, 2**13
 
 _LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
@@ -60,19 +60,19 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """``scale * left @ right`` of batches of matrices, rounded once; ``scale`` is not 0."""
+    """Return ``scale * left @ right`` for batches of matrices, rounded once; ``scale`` is not 0."""
     return torch.baddbmm(left.new_empty(()), left, right, beta=0, alpha=scale)
 
 
 def _weights(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """The softmax of ``scores``, which are written over, without what is hidden."""
+    """Return the softmax of ``scores`` under the mask. Overwrites ``scores``."""
     if is_causal:
         later = scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         return scores.masked_fill_(later, -math.inf).softmax(-1)
     if mask is None:
         return scores.softmax(-1)
     hidden = scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)
-    weights: Tensor = aten._safe_softmax(hidden, -1)  # a mask may hide all of a row
+    weights: Tensor = aten._safe_softmax(hidden, -1)  # a mask may hide a whole row
     return weights
 
 
@@ -84,15 +84,15 @@ def recomputed(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention whose backward computes the weights anew.
+    """Compute attention; backward recomputes the attention weights.
 
     Args:
         query: of shape (batch, heads, queries, size).
         key: of shape (batch, heads, keys, size).
         values: of shape (batch, heads, keys, any size).
-        mask: of truth values or to be added, for which there is no gradient.
-        is_causal: a query sees no later key; not beside a mask.
-        scale: of the scores, not 0; by default 1 over the root of the size.
+        mask: boolean, or added to the scores; gets no gradient.
+        is_causal: True if a query sees no later key; not together with a mask.
+        scale: factor of the scores, not 0; by default 1 / sqrt(size).
     """
     result: Tensor = _Recomputed.apply(query, key, values, mask, is_causal, scale)
     return result
@@ -104,7 +104,7 @@ def _torchs(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _is_short(query: Tensor, key: Tensor, values: Tensor) -> bool:
-    """Whether torch's would be the fused one, and ``recomputed`` takes less time."""
+    """True if torch would use its fused kernel and ``recomputed`` takes less time."""
     given = (query, key, values)
     if not all(is_concrete(t) and t.is_cpu and t.dtype == torch.bfloat16 and t.ndim == 4 for t in given):
         return False
@@ -126,7 +126,7 @@ def _with_autograd(
     enable_gqa: bool = False,
 ) -> Tensor:
     differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, values))
-    transforms = torch._C._are_functorch_transforms_active()  # they take no autograd function here
+    transforms = torch._C._are_functorch_transforms_active()  # which cannot take this autograd function
     is_masked = attn_mask is not None and (is_causal or attn_mask.requires_grad)
     is_other = transforms or is_masked or dropout_p or scale == 0 or enable_gqa
     if differentiates and not is_other and _is_short(query, key, values):

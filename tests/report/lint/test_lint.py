@@ -153,5 +153,5 @@ def test_what_cannot_be_linted_is_refused() -> None:
     with pytest.raises(GpuError, match=r"V100 take float16, not bfloat16: .* convert with dtype=torch\.float16"):
         lint(made(torch.bfloat16), "V100")
     for other in (pickle.loads(pickle.dumps(made())), made(weights="low")):
-        with pytest.raises(UnsupportedError, match="do not keep: convert the model anew"):
+        with pytest.raises(UnsupportedError, match="do not keep: convert the model again"):
             lint(other)
