@@ -13,12 +13,16 @@ __all__ = ["is_view", "is_view_or_copy", "moves_each_once", "takes_any_layout"]
 
 _COPIES = ("clone", "_to_copy", "_unsafe_view", "repeat", "tile", "type_as")  # their schemas name no shared storage
 _ANY_LAYOUT = ("clone", "contiguous", "flatten", "ravel", "reshape", "reshape_as")  # they copy where they have to
+# They share storage with their input and give other numbers.
+_REINTERPRETS = ("_conj", "_neg_view", "imag", "real", "view_as_complex", "view_as_real")
 _REPEATS = ("as_strided", "broadcast_to", "expand", "expand_as", "repeat", "tile", "unfold")
 
 
 def is_view(node: fx.Node) -> bool:
     """True for an op whose result shares storage with its input, if need be: ``reshape`` and ``to`` may copy."""
-    return not mutated_inputs(node) and any(aliased(node))
+    if mutated_inputs(node) or op_name(node) in _REINTERPRETS or node.target is torch.ops.aten.view.dtype:
+        return False
+    return any(aliased(node))
 
 
 def is_view_or_copy(node: fx.Node) -> bool:

@@ -41,6 +41,9 @@ COMPUTES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "add_": lambda x: x.clone().add_(1),
     "index": lambda x: x[torch.tensor([0, 1])],
     "sum": lambda x: x.sum(0),
+    "bits": lambda x: x.view(torch.int32),
+    "imag": lambda x: torch.view_as_complex(x.unflatten(2, (2, 2))).imag,
+    "as_real": lambda x: torch.view_as_real(x.to(torch.complex64)),
 }
 
 
