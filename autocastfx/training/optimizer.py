@@ -162,12 +162,8 @@ class LossScalingOptimizer(WrappingOptimizer):
             self.masters.collect()
         if self._unscaled is not None:
             return
-        is_enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # torch.no_grad() takes as long as two of the operators
-        try:
+        with torch.no_grad():
             self._unscaled = unscale_(self, self.optimizer.param_groups, self.loss_scaler, self.process_group)
-        finally:
-            torch._C._set_grad_enabled(is_enabled)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Unscale the gradients and clip their total norm, as ``torch.nn.utils.clip_grad_norm_``.
