@@ -100,6 +100,14 @@ def test_where_a_wrong_number_begins_is_named(fault: Fault) -> None:
     assert again.worst.error < found.source.error / 10
 
 
+def test_a_cast_passes_on_what_its_reader_inherits() -> None:
+    x = torch.randn(8, 8)
+    found = compare(None, convert(Function(lambda x: torch.exp(x @ x)), (x,)), x)
+    assert found["exp"].precision == "float32"
+    assert found["exp"].inherited == found["matmul"].severity > 0
+    assert found["matmul"].inherited == 0.0
+
+
 def test_the_table_and_json() -> None:
     x = torch.randn(16, 8)
     found = compare(None, convert(network().eval(), (x,)), x)
