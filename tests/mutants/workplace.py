@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import compileall
+import importlib
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from xml.etree import ElementTree
 
 from tests.mutants.mutation import Mutation
 
 _LEFT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "_build")
-_ENDED = re.compile(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", re.MULTILINE)
+_ENDED = re.compile(r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - |$)", re.MULTILINE)
 _START = 60.0  # seconds that no run takes to begin
+_QUIET = ("-q", "-x", "-p", "no:cacheprovider", "--tb=no", "--show-capture=no", "--no-header", "-rfE")
+# What every run imports is imported once, and runs are forks: of the package and its tests nothing is.
+_ONCE = ("torch", "torch.export", "torch._dynamo", "torch.fx.experimental.symbolic_shapes", "networkx", "pytest")
 
 
 class BrokenBeforeError(Exception):
@@ -34,7 +35,7 @@ class Workplace:
     Attributes:
         project: that was copied.
         folder: where the copy is.
-        seconds: that each test file takes without a mutant.
+        seconds: that each test file takes without a mutant, of those that ran so.
     """
 
     project: Path
@@ -44,70 +45,97 @@ class Workplace:
     @classmethod
     def of(cls, project: Path, folder: Path) -> Workplace:
         """A fresh copy of ``project`` at ``folder``, with its package compiled."""
+        for name in _ONCE:
+            importlib.import_module(name)
         shutil.copytree(project, folder, ignore=_LEFT)
         compileall.compile_dir(folder / "autocastfx", quiet=2)
-        made = cls(project, folder)
-        imported = made._python(["-c", "import autocastfx; print(autocastfx.__file__)"], _START)
-        if imported is None or not Path(imported[1].strip()).is_relative_to(folder):
-            raise BrokenBeforeError(f"the copy does not import its own package, but {imported}")
-        return made
-
-    def check(self, tests: Sequence[Path]) -> None:
-        """Run those of these test files that did not run yet without a mutant, and note how long each takes.
-
-        Raises:
-            BrokenBeforeError: one fails.
-        """
-        report, new = self.folder / "durations.xml", [path for path in tests if path not in self.seconds]
-        if not new:
-            return
-        rc, said = self._pytest(new, 3600, f"--junitxml={report}") or (-1, "")
-        if rc != 0:
-            raise BrokenBeforeError(f"without a mutant the tests end with {rc}:\n{said[-2000:]}")
-        found: dict[Path, float] = defaultdict(float, dict.fromkeys(new, 0.0))
-        for case in ElementTree.parse(report).iter("testcase"):
-            names = case.attrib["classname"].split(".")
-            ends = (self.project.joinpath(*names[:n]).with_suffix(".py") for n in range(len(names), 0, -1))
-            found[next(path for path in ends if path.is_file())] += float(case.attrib["time"])
-        self.seconds.update(found)
+        return cls(project, folder)
 
     def killer(self, module: str, mutation: Mutation, tests: Sequence[Path]) -> str | None:
-        """The test that ``mutation`` of ``module`` does not pass, or what else ended the run; None: it survives all."""
+        """The test that ``mutation`` of ``module`` does not pass, or what else ended the run; None: it survives all.
+
+        Raises:
+            BrokenBeforeError: a test fails without it.
+        """
         file = self.folder / "autocastfx" / module
         original, times = file.read_bytes(), (file.stat().st_atime, file.stat().st_mtime)
-        limit = _START + 4 * sum(self.seconds.get(path, _START) for path in tests)
-        file.write_bytes(mutation.applied(original))
-        os.utime(file, (time.time(), time.time()))  # newer than what is compiled
-        try:
-            ended = self._pytest(tests, limit)
-        finally:
-            file.write_bytes(original)
-            os.utime(file, times)
-        if ended is None:
-            return f"the time limit of {limit:.0f} s"
-        rc, said = ended
-        if rc == 0:
+        for path in tests:
+            self._check(path)
+            file.write_bytes(mutation.applied(original))
+            os.utime(file, (time.time(), time.time()))  # newer than what is compiled
+            try:
+                found = self._ending(path, _START + 4 * self.seconds[path])
+            finally:
+                file.write_bytes(original)
+                os.utime(file, times)
+            if found is not None:
+                return found
+        return None
+
+    def _check(self, path: Path) -> None:
+        """Run a test file without a mutant, if it did not run so yet, and note how long it takes."""
+        if path not in self.seconds:
+            began = time.monotonic()
+            found = self._ending(path, 3600)
+            if found is not None:
+                raise BrokenBeforeError(f"without a mutant {path.name} ends with {found}")
+            self.seconds[path] = time.monotonic() - began
+
+    def _ending(self, path: Path, limit: float) -> str | None:
+        """The first test that fails in a file of the copy, or what else ended the run; None: all pass."""
+        said = self.folder / "said.txt"
+        child = os.fork()
+        if child == 0:
+            self._run(path.relative_to(self.project).as_posix(), said)
+        ends = time.monotonic() + limit
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+            if time.monotonic() > ends:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return f"the time limit of {limit:.0f} s"
+            time.sleep(0.05)
+        if (rc := os.waitstatus_to_exitcode(ended[1])) == 0:
             return None
-        first = _ENDED.search(said)
+        first = _ENDED.search(said.read_text(errors="replace"))
         return first[1] if first is not None else f"pytest's exit with {rc}"
 
-    def _pytest(self, tests: Sequence[Path], limit: float, *options: str) -> tuple[int, str] | None:
-        files = [path.relative_to(self.project).as_posix() for path in tests]
-        quiet = ["-q", "-x", "-p", "no:cacheprovider", "--tb=no", "--show-capture=no", "--no-header", "-rfE"]
-        return self._python(["-m", "pytest", *quiet, *options, *files], limit)
-
-    def _python(self, args: Sequence[str], limit: float) -> tuple[int, str] | None:
-        """Exit status and output of a Python in the copy; None if it was ended at the time limit."""
-        one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1")
-        env = {**os.environ, **one, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, *args]
-        process = subprocess.Popen(
-            command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    def _run(self, file: str, said: Path) -> None:
+        """In a fork: become a pytest in the copy, and end."""
+        rc = -1
         try:
-            said, _ = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return None
-        return process.returncode, said.decode(errors="replace")
+            os.setsid()
+            out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            os.chdir(self.folder)
+            os.environ.update(PYTHONPATH=str(self.folder), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+            sys.dont_write_bytecode = True
+            sys.path[:] = [str(self.folder), *(p for p in sys.path if p and Path(p).resolve() != self.project)]
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "__main__")]:
+                del sys.modules[name]
+            rc = self._pytest(file)
+        finally:
+            sys.stdout.flush()
+            os._exit(rc)
+
+    def _pytest(self, file: str) -> int:
+        import pytest
+        import torch
+
+        import autocastfx
+
+        torch.set_num_threads(1)
+        if not Path(autocastfx.__file__).is_relative_to(self.folder):
+            raise BrokenBeforeError(f"the copy imports {autocastfx.__file__}, not its own package")
+        return int(pytest.main([*_QUIET, file], plugins=[_Hasty()]))
+
+
+class _Hasty:
+    """Of hypothesis, the same examples in every run; the first that fails will do, be it large."""
+
+    def pytest_configure(self) -> None:
+        from hypothesis import Phase, settings
+
+        phases = (Phase.explicit, Phase.generate)
+        settings.register_profile("mutants", settings(), derandomize=True, database=None, phases=phases)
+        settings.load_profile("mutants")
