@@ -1,7 +1,8 @@
 """``python -m tests.mutants`` plants small defects into a copy of the package, one at a time, and says which tests see.
 
-Each mutant is drawn by the seed, and run with the tests that concern its module. It prints a line for each, and at the
-end how many were killed. Those of ``equivalent.txt`` are not run.
+Each mutant is drawn by the seed, and run with the tests that concern its module until one fails. It prints a line for
+each, and at the end how many were killed, once the tests that killed have passed without a mutant. Those of
+``equivalent.txt`` are not run.
 """
 
 from __future__ import annotations
@@ -65,27 +66,30 @@ def equivalents() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--count", type=int, default=150, help="how many are drawn")
+    parser.add_argument("--skip", type=int, default=0, help="how many of the first that are drawn are left out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--module", action="append", help="as passes/place.py; may be given several times")
     parser.add_argument("--only", default="", help="of those drawn, the ones whose printed line holds this text")
     parser.add_argument("--list", action="store_true", help="print what is drawn, and run nothing")
     args = parser.parse_args()
-    names = args.module or modules(PACKAGE)
-    chosen = drawn(names, args.count, args.seed)
-    chosen = [(name, one) for name, one in chosen if args.only in _line(name, one)]
+    chosen = drawn(args.module or modules(PACKAGE), args.count, args.seed)
+    chosen = [(name, one) for name, one in chosen[args.skip :] if args.only in _line(name, one)]
     if args.list:
         print("\n".join(_line(name, one) for name, one in chosen))
         return
-    known, ends = equivalents(), Counter[str]()
+    known, ends, killers = equivalents(), Counter[str](), dict[str, None]()
     with tempfile.TemporaryDirectory() as folder:
         workplace = Workplace.of(PROJECT, Path(folder).resolve() / "copy")
-        for name, one in sorted(chosen, key=lambda pair: names.index(pair[0])):
-            tests, why = concerned(name, TESTS), known.get(key(name, one))
-            killer = workplace.killer(name, one, tests) if why is None else None
+        for name, one in chosen:
+            why = known.get(key(name, one))
+            killer = workplace.killer(name, one, concerned(name, TESTS)) if why is None else None
             end = "equivalent" if why is not None else "killed" if killer is not None else "SURVIVED"
             ends[end] += 1
+            killers.update({killer: None} if killer is not None else {})
             said = f": {why}" if why is not None else f" by {killer}" if killer is not None else ""
             print(f"{_line(name, one)}: {end}{said}", flush=True)
+        if broken := workplace.ending([test for test in killers if "::" in test] or ["tests/mutants"]):
+            raise SystemExit(f"of the tests that killed, one does not pass without a mutant: {broken}")
     ran = ends["killed"] + ends["SURVIVED"]
     share = f", {ends['killed'] / ran:.1%} of those that are not equivalent" if ran else ""
     print(

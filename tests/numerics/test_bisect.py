@@ -107,6 +107,15 @@ def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(once) == str(each)
 
 
+def test_a_rule_that_matches_nothing_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bisect_module, "convert_again", lambda amp_model, op_list: None)
+    model = planted(2)
+    listed = OpList.of({"allow": ["exp", "erfinv"]}, name="mine")
+    with pytest.warns(autocastfx.UnmatchedRuleWarning, match="erfinv") as warned:
+        bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", listed])
+    assert len(warned) == 1
+
+
 def test_at_the_root_the_op_is_denied() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:

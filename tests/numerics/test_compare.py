@@ -243,6 +243,13 @@ def test_another_model_is_no_original(model: nn.Module, said: str) -> None:
         compare(model, convert(nn.Linear(8, 8), (x,)), x)
 
 
+def test_an_original_with_tied_weights_is_one() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    model[1].weight = model[0].weight
+    amp_model = convert(model, (x,))
+    assert compare(model, amp_model, x) == compare(None, amp_model, x)
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_scale_is_finite_and_positive(scale: float) -> None:
     x = torch.randn(4, 8)

@@ -145,6 +145,16 @@ def test_a_divisor_that_vanished_before_it_was_cast_is_mended_where_it_vanished(
     assert found.fix == "deny: [matmul]\n"
 
 
+def test_what_has_no_elements_has_no_range() -> None:
+    def joined(x: Tensor, cache: Tensor) -> Tensor:
+        return torch.exp(torch.cat([cache, x * 20]))
+
+    x, cache = torch.full((2, 8), 0.7), torch.empty(0, 8)
+    found = find_overflow(planted(Function(joined), x, cache, data={"allow": ["cat", "exp"]}), x, cache)
+    assert found is not None
+    assert (found.name, [one.highest for one in found.inputs]) == ("exp", [14.0])
+
+
 def test_infinite_on_purpose_is_no_fault() -> None:
     def attention(x: Tensor, mask: Tensor, extra: Tensor) -> Tensor:
         scores = (x @ x.t()).masked_fill(mask, float("-inf"))
