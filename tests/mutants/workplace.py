@@ -21,6 +21,7 @@ from tests.mutants.mutation import Mutation
 
 _LEFT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "_build")
 _ENDED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
+_SETTINGS = "_hypothesis_internal_use_settings"  # where hypothesis keeps those of a test
 _LIMIT = 600.0  # seconds: longer than the tests of any file take
 _QUIET = ("-q", "-x", "-p", "no:cacheprovider", "--tb=no", "--show-capture=no", "--no-header", "-rfE")
 # What every run imports is imported once, and runs are forks: of the package and its tests nothing is.
@@ -109,11 +110,14 @@ class Workplace:
 
 
 class _Hasty:
-    """Of hypothesis, the same examples in every run; the first that fails will do, be it large."""
+    """Of hypothesis, few examples, the same in every run; the first that fails will do, be it large."""
 
-    def pytest_configure(self) -> None:
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         from hypothesis import Phase, settings
 
-        phases = (Phase.explicit, Phase.generate)
-        settings.register_profile("mutants", settings(), derandomize=True, database=None, phases=phases)
-        settings.load_profile("mutants")
+        for item in items:
+            test = getattr(item, "obj", None)
+            known = getattr(test, _SETTINGS, None)
+            if known is not None:
+                few = {"max_examples": min(known.max_examples, 60), "phases": (Phase.explicit, Phase.generate)}
+                setattr(test, _SETTINGS, settings(known, derandomize=True, database=None, **few))
