@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -106,6 +107,15 @@ def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(once) == str(each)
 
 
+def test_a_rule_that_matches_nothing_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bisect_module, "convert_again", lambda amp_model, op_list: None)
+    model = planted(2)
+    listed = OpList.of({"allow": ["exp", "erfinv"]}, name="mine")
+    with pytest.warns(autocastfx.UnmatchedRuleWarning, match="erfinv") as warned:
+        bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", listed])
+    assert len(warned) == 1
+
+
 def test_at_the_root_the_op_is_denied() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -176,6 +186,18 @@ def test_progress_is_reported() -> None:
     found = bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED], report=lambda *n: seen.append(n))
     assert [made for made, _ in seen] == list(range(found.evaluations))
     assert max(left for _, left in seen) == math.ceil(math.log2(1 + LAYERS * 2 + 2))
+
+
+@pytest.mark.parametrize("fault", range(LAYERS))
+def test_never_are_more_evaluations_to_come_than_reported(fault: int) -> None:
+    seen: list[int] = []
+    model = planted(fault)
+    bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED], report=lambda _, left: seen.append(left))
+    assert seen[:2] == [1, 0]
+    search = seen[2:-1] if seen[-1] == 0 else seen[2:]  # what the last step needs may be known from the search
+    assert search[0] == math.ceil(math.log2(1 + LAYERS * 2 + 2))
+    assert all(left >= len(search) - place for place, left in enumerate(search))
+    assert all(after < before for before, after in itertools.pairwise(search))
 
 
 def test_what_float32_does_not_mend_is_an_error() -> None:

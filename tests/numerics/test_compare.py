@@ -100,6 +100,14 @@ def test_where_a_wrong_number_begins_is_named(fault: Fault) -> None:
     assert again.worst.error < found.source.error / 10
 
 
+def test_a_cast_passes_on_what_its_reader_inherits() -> None:
+    x = torch.randn(8, 8)
+    found = compare(None, convert(Function(lambda x: torch.exp(x @ x)), (x,)), x)
+    assert found["exp"].precision == "float32"
+    assert found["exp"].inherited == found["matmul"].severity > 0
+    assert found["matmul"].inherited == 0.0
+
+
 def test_the_table_and_json() -> None:
     x = torch.randn(16, 8)
     found = compare(None, convert(network().eval(), (x,)), x)
@@ -233,6 +241,13 @@ def test_another_model_is_no_original(model: nn.Module, said: str) -> None:
     x = torch.randn(4, 8)
     with pytest.raises(ValueError, match=said):
         compare(model, convert(nn.Linear(8, 8), (x,)), x)
+
+
+def test_an_original_with_tied_weights_is_one() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    model[1].weight = model[0].weight
+    amp_model = convert(model, (x,))
+    assert compare(model, amp_model, x) == compare(None, amp_model, x)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])

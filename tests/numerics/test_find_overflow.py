@@ -133,6 +133,28 @@ def test_a_cast_that_overflows_names_its_readers() -> None:
     assert after is None or after.name != found.name
 
 
+def test_a_divisor_that_vanished_before_it_was_cast_is_mended_where_it_vanished() -> None:
+    def divided(x: Tensor, w: Tensor) -> Tensor:
+        return torch.reciprocal(x @ w)
+
+    x, w = torch.full((8, 8), 2.0**-14), torch.full((8, 8), 2.0**-14)  # sums of 2**-25, which is 0 in float16
+    listed = OpList.of({"allow": ["matmul"], "deny": ["reciprocal"]})
+    found = find_overflow(convert(Function(divided), (x, w), op_list=listed), x, w)
+    assert found is not None
+    assert (found.name, found.precision, found.in_float32) == ("reciprocal", "float32", False)
+    assert found.fix == "deny: [matmul]\n"
+
+
+def test_what_has_no_elements_has_no_range() -> None:
+    def joined(x: Tensor, cache: Tensor) -> Tensor:
+        return torch.exp(torch.cat([cache, x * 20]))
+
+    x, cache = torch.full((2, 8), 0.7), torch.empty(0, 8)
+    found = find_overflow(planted(Function(joined), x, cache, data={"allow": ["cat", "exp"]}), x, cache)
+    assert found is not None
+    assert (found.name, [one.highest for one in found.inputs]) == ("exp", [14.0])
+
+
 def test_infinite_on_purpose_is_no_fault() -> None:
     def attention(x: Tensor, mask: Tensor, extra: Tensor) -> Tensor:
         scores = (x @ x.t()).masked_fill(mask, float("-inf"))

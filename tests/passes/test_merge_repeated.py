@@ -210,6 +210,32 @@ def test_a_buffer_changes_between_two_reads() -> None:
     assert amp_model(X).count_nonzero() == 1
 
 
+def doubles(buffer: Tensor) -> Tensor:
+    """A function without a schema, which a list names: nothing says that it writes."""
+    return buffer.mul_(2).sum()
+
+
+def gives_a_view(x: Tensor) -> Tensor:
+    y = x * 2
+    a = y.exp()
+    return a - y.exp() + doubles(y.view(-1)) - y.exp()
+
+
+def gives_what_is_viewed(x: Tensor) -> Tensor:
+    y = x * 2
+    v = y.view(-1)
+    a = v.exp()
+    return (a + doubles(y)) - v.exp()
+
+
+@pytest.mark.parametrize("function", [gives_a_view, gives_what_is_viewed])
+def test_what_a_python_function_may_write_into_is_read_before_and_after(function: Callable[[Tensor], Tensor]) -> None:
+    lists = autocastfx.OpList.of({"unlisted": "keep", "keep": [f"{__name__}.doubles"]})
+    model = autocastfx.convert(Function(function), (X.clone(),), op_list=lists)
+    assert any("doubles" in node.op for node in model.plan.nodes)
+    assert model(X.clone()).equal(function(X.clone()))
+
+
 def test_a_long_chain_of_views() -> None:
     def chain(x: Tensor) -> Tensor:
         x = x.exp()

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 import autocastfx
-from autocastfx.graph.node import origin
+from autocastfx.graph.node import Origin, origin, set_origin
 from autocastfx.passes import pipeline
 from autocastfx.passes.state import State
 from autocastfx.plan.cause import Cause, Why
@@ -29,6 +29,9 @@ def planted(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Any], Any]) -> No
         return state
 
     monkeypatch.setattr(pipeline, "PIPELINE", (*before, lambda policy: damaged, verify))
+
+
+KEPT = autocastfx.OpList.of({"unlisted": "keep", "allow": ["matmul"]}, name="kept")
 
 
 def attend(x: torch.Tensor) -> torch.Tensor:
@@ -88,6 +91,31 @@ def test_a_cast_of_an_index_is_refused(name: str, position: int, monkeypatch: py
     reads = {"embedding": lambda x, i: torch.embedding(x, i) @ x, "gather": lambda x, i: torch.gather(x @ x, 0, i)}
     with pytest.raises(autocastfx.VerifyError, match=rf"node '{name}' \({name}\)"):
         autocastfx.convert(Function(reads[name]), (torch.ones(2, 2), torch.tensor([[1, 0]])), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("rule", ["reader", "storage"])
+def test_a_write_into_a_cast_of_the_value_is_refused(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value itself would stay as it was; but a cast may hold it as it is stored."""
+
+    def write(x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh()
+        y.add_(1)
+        return y @ x
+
+    def cast_what_is_written(state: Any) -> None:
+        (writer,) = [n for n in state.graph.nodes if n.name == "add_"]
+        (value,) = writer.all_input_nodes
+        with state.graph.inserting_before(writer):
+            cast = state.graph.call_function(torch.ops.aten.to.dtype, (value, torch.float32))
+        set_origin(cast, Origin("rewrite", rule, value.name))
+        writer.replace_input_with(value, cast)
+
+    planted(monkeypatch, cast_what_is_written)
+    if rule == "storage":
+        autocastfx.convert(Function(write), (torch.rand(8, 8),), dtype=torch.bfloat16, op_list=KEPT)
+        return
+    with pytest.raises(autocastfx.VerifyError, match=r"node 'add_' \(add_\): writes into \w+, a cast that nobody"):
+        autocastfx.convert(Function(write), (torch.rand(8, 8),), dtype=torch.bfloat16, op_list=KEPT)
 
 
 def test_an_output_of_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

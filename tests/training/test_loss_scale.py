@@ -148,6 +148,15 @@ def test_the_suggested_scale_is_the_largest_power_of_two_that_fits(largest: floa
     assert largest * margin * scale < 65504 <= largest * margin * scale * 2
 
 
+@pytest.mark.parametrize("exponent", range(-30, 31))
+def test_a_suggested_scale_is_right_where_logarithms_are_rounded(exponent: int) -> None:
+    for product in (65504.0, math.nextafter(65504.0, 0.0)):
+        for margin in (1.0, 1.5, 3.0):
+            largest = product / margin * 2.0**exponent
+            scale = autocastfx.suggest_loss_scale(largest, margin=margin)
+            assert largest * margin * scale < 65504 <= largest * margin * scale * 2
+
+
 @pytest.mark.parametrize(("largest", "scale"), [(1.0, 2.0**15), (65503.0, 1.0), (65504.0, 0.5), (2.0**-24, 2.0**39)])
 def test_suggested_scales(largest: float, scale: float) -> None:
     assert autocastfx.suggest_loss_scale(largest) == scale

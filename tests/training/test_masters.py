@@ -232,6 +232,11 @@ def test_resuming_is_never_having_stopped(again: Callable[[Pair], Pair]) -> None
 # ---- what the model's owner does to its parameters -----------------------------------------------------------------
 
 
+def test_the_master_of_a_frozen_parameter_is_frozen_from_the_start() -> None:
+    optimizer = LossScalingOptimizer(torch.optim.SGD(Mixed(torch.float16).parameters(), 0.25))
+    assert [p.requires_grad for p in optimizer.param_groups[0]["params"]] == [True, True, False]
+
+
 def test_a_parameter_that_is_unfrozen_moves_with_its_master() -> None:
     model = Mixed(torch.float16)
     optimizer = LossScalingOptimizer(torch.optim.SGD(model.parameters(), 0.25), DynamicLossScale(2.0**4))

@@ -433,6 +433,25 @@ def test_a_step_reads_nothing_on_the_host_if_fused_and_one_number_else(name: str
     assert reads.count == 1
 
 
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_after_loading_the_state_that_is_there_says_whether_the_device_decides(has_stepped: bool) -> None:
+    """Of a state that was never made the next step makes it, which the device must not skip."""
+    model = Model()
+    saved = LossScalingOptimizer(AdamW(model.parameters(), fused=True))
+    if has_stepped:
+        saved.backward(model(INPUTS))
+        saved.step()
+    optimizer = LossScalingOptimizer(AdamW(model.parameters(), fused=True))
+    for _ in range(2):  # the second time, over a state of its own
+        optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+        optimizer.zero_grad()
+        loss = model(INPUTS)
+        with HostReads() as reads:
+            optimizer.backward(loss)
+            optimizer.step()
+        assert reads.count == (0 if has_stepped else 1)
+
+
 # ---- out of order ---------------------------------------------------------------------------------------------------
 
 
@@ -572,6 +591,18 @@ def test_clipping_sees_unscaled_gradients() -> None:
     assert float(model.weight.grad.abs().max()) == pytest.approx(0.01, rel=torch.finfo(torch.float32).eps)
     optimizer.step()
     assert optimizer.last_step.grad_norm == float(expected)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_gradients_whose_norm_is_below_the_limit_stay_as_they_are(norm_type: float) -> None:
+    model, bare = Model(), Model()
+    optimizer = LossScalingOptimizer(SGD(model.parameters(), 0.0))
+    optimizer.backward(model(INPUTS))
+    bare(INPUTS).backward()
+    assert 0 < optimizer.clip_grad_norm_(2.0**20, norm_type) < 2.0**20
+    for clipped, plain in zip(model.parameters(), bare.parameters(), strict=True):
+        assert (clipped.grad is None) == (plain.grad is None)
+        assert clipped.grad is None or clipped.grad.equal(plain.grad)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])

@@ -226,6 +226,15 @@ def test_inputs_are_taken_for_what_the_operators_take(name: str) -> None:
     assert INPUTS[name] in str(shown(name).shown[0].structure)
 
 
+def test_the_values_of_a_draft_have_the_dtypes_of_its_plan() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Softmax(-1))
+    amp_model = autocastfx.convert(model, dtype=LOW)
+    shown = {node.name: dtypes(node) for node in amp_model.graph.nodes}
+    planned = {node.name: (getattr(torch, node.dtype.removesuffix("?")),) for node in amp_model.plan.nodes}
+    assert {name: shown[name] for name in planned} == planned
+    assert {*planned.values()} == {(LOW,), (torch.float32,)}
+
+
 def test_nodes_know_their_module() -> None:
     amp_model = autocastfx.convert(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4))), dtype=LOW)
     assert [(n.op, n.module) for n in amp_model.plan.nodes] == [("linear", "0"), ("relu", "1.0"), ("linear", "1.1")]

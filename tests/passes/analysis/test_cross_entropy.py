@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autocastfx
+from autocastfx.runtime.operators import cross_entropy_loss as module
 from autocastfx.runtime.operators.cross_entropy_loss import cross_entropy_loss
 from tests.helpers import Function, rewritten, text
 
@@ -62,6 +63,31 @@ def test_an_allowed_one_stays_torchs() -> None:
     assert "cross_entropy_loss: bf16 = cross_entropy_loss(matmul, args_2)" in after
     inputs = LOGITS, torch.randn(8, 8), CLASSES
     assert losses(autocastfx.convert(Function(_loss()), inputs, dtype=LOW, op_list=listed)) == [TORCHS]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_logits_that_are_written_after_the_loss_are_not_computed_from_again(
+    writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_CLASSES", "_PER_THREAD", "_PARTS"):  # in parts of one row
+        monkeypatch.setattr(module, name, 1)
+
+    def loss_and_logits(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = x @ w
+        loss = F.cross_entropy(logits, target)
+        if writes:
+            logits.relu_()
+        return loss, logits
+
+    x, w = LOGITS.clone().requires_grad_(), torch.randn(8, 8)
+    amp_model = autocastfx.convert(Function(loss_and_logits), (x, w, CLASSES), dtype=LOW)
+    (node,) = [node for node in amp_model.graph.nodes if node.target is cross_entropy_loss]
+    assert node.kwargs.get("recomputes", True) is not writes
+    low = LOGITS.to(LOW).requires_grad_()
+    loss, expected = amp_model(x, w, CLASSES)[0], F.cross_entropy((low @ w.to(LOW)).float(), CLASSES)
+    assert loss.equal(expected)
+    (gradient,), (expected_gradient,) = torch.autograd.grad(loss, x), torch.autograd.grad(expected, low)
+    assert gradient.equal(expected_gradient.float())
 
 
 def test_the_plan_and_the_dump_know_it_by_its_own_name() -> None:

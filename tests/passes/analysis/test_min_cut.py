@@ -53,6 +53,27 @@ def test_a_tie_is_float32() -> None:
     assert cheapest([Term(6, ("a",), ()), Term(7, (), ("a",))], {}) == {"a"}
 
 
+def test_a_tie_is_float32_where_labels_depend_on_each_other() -> None:
+    together = [Term(9, ("a",), ("b",)), Term(9, ("b",), ("a",))]  # which no label can decide alone
+    assert cheapest([*together, Term(5, (), ("a",)), Term(5, ("b",), ())], {}) == frozenset()
+    assert cheapest([*together, Term(6, (), ("a",)), Term(5, ("b",), ())], {}) == {"a", "b"}
+    assert cheapest([Term(6, (), ("a",)), Term(6, ("a",), ("b",)), Term(6, ("b",), ())], {}) == frozenset()
+
+
+def test_float32_wins_where_what_is_given_clashes() -> None:
+    link = Term(None, ("a",), ("b",))
+    assert cheapest([link], {"a": True, "b": False}) == frozenset()
+    assert cheapest([link, Term(None, (), ("a",)), Term(None, ("b",), ())], {}) == frozenset()
+    assert cheapest([link, Term(None, (), ("a",))], {}) == {"a", "b"}
+
+
+def test_terms_between_the_same_labels_add_up() -> None:
+    own = Term(5, ("b",), ())
+    assert cheapest([Term(3, ("a",), ("b",)), own], {"a": True}) == {"a"}
+    assert cheapest([Term(3, ("a",), ("b",))] * 2 + [own], {"a": True}) == {"a", "b"}
+    assert cheapest([Term(3, ("a",), ("b",)), Term(None, ("a",), ("b",)), own], {"a": True}) == {"a", "b"}
+
+
 def test_a_cost_is_paid_once_for_all_readers() -> None:
     terms = [Term(6, ("a", "b", "c"), ("x",)), *(Term(3, (), (name,)) for name in "abc")]
     assert cheapest(terms, {"x": False}) == {"a", "b", "c"}

@@ -293,6 +293,18 @@ def test_a_residual_stream_reads_its_branches_without_casts(rules: autocastfx.Op
     """)
 
 
+def test_of_low_operands_that_float32_mixes_the_smallest_is_cast(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    """One widened operand makes the sum float32: 4 numbers are cast, not the 16 of the other one, nor of the sum."""
+
+    def mixed(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ((x @ x) + (v @ x)).exp()
+
+    for function, smallest in ((mixed, "matmul_1"), (lambda x, v: ((v @ x) + (x @ x)).exp(), "matmul")):
+        plan = autocastfx.convert(Function(function), (x, x[0]), op_list=rules, dtype=torch.bfloat16).plan
+        assert plan["add"].placement.run is Precision.FLOAT32
+        assert [c.value for c in plan.casts if c.dtype == "float32"] == [smallest]
+
+
 def test_a_deny_folds_between_low_neighbours(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     def between(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.softplus(x @ x) @ x
@@ -314,7 +326,9 @@ def test_a_deny_with_a_float32_neighbour_does_not_fold(end, rules: autocastfx.Op
     def ends(x: torch.Tensor) -> torch.Tensor:
         return end(torch.nn.functional.softplus(x @ x), x)
 
-    assert "softplus: f32" in rewritten(ends, x, op_list=rules, dtype=torch.bfloat16)
+    plan = autocastfx.convert(Function(ends), (x,), op_list=rules, dtype=torch.bfloat16).plan
+    assert plan["softplus"].dtype == "float32"
+    assert str(plan["softplus"].placement.because) == "deny"
 
 
 def test_a_float32_value_joined_through_a_view_widens_the_result(rules: autocastfx.OpList, x: torch.Tensor) -> None:

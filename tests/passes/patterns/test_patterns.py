@@ -58,6 +58,10 @@ def layer_norm_of_var(x: Tensor, w: Tensor) -> Tensor:
     return (y - y.mean(-1, True)) * torch.rsqrt(y.var(-1, keepdim=True, unbiased=False) + 1e-5) * w
 
 
+def layer_norm_of_correction(x: Tensor, w: Tensor) -> Tensor:
+    return w * ((x - x.mean(-1, True)) / torch.sqrt(torch.var(x, -1, correction=0, keepdim=True) + 1e-5))
+
+
 def softmax(x: Tensor, w: Tensor) -> Tensor:
     e = torch.exp(x - x.max(dim=-1, keepdim=True).values)
     return e / e.sum(-1, keepdim=True)
@@ -86,7 +90,7 @@ def quick(x: Tensor, w: Tensor) -> Tensor:
 
 WRITTEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], ...]] = {
     "rms_norm": (t5_norm, llama_norm, gemma_norm, plain_norm, gated_norm),
-    "layer_norm": (layer_norm, layer_norm_of_var),
+    "layer_norm": (layer_norm, layer_norm_of_var, layer_norm_of_correction),
     "softmax": (softmax, softmax_of_rows),
     "erf_gelu": (erf_gelu, megatron_erf_gelu),
     "silu": (swish,),
@@ -185,6 +189,9 @@ NOT_QUITE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "float16": lambda x, w: rms(x.half()),
     "written into afterwards": lambda x, w: (y := x + 1, z := rms(y), y.zero_(), z)[-1],
     "a variance of a sample": lambda x, w: (x - x.mean(-1, True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5),
+    "a variance with a correction": lambda x, w: (
+        (x - x.mean(-1, True)) * torch.rsqrt(torch.var(x, -1, correction=1, keepdim=True) + 1e-5)
+    ),
     "the mean of another dimension": lambda x, w: (x - x.mean(1, True)) * (x.var(-1, False, True) + 1e-5).rsqrt(),
     "a deviation and epsilon": lambda x, w: (x - x.mean(-1, True)) / (x.std(-1, unbiased=False, keepdim=True) + 1e-5),
     "another slope": lambda x, w: x * torch.sigmoid(1.7 * x),

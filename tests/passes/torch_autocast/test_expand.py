@@ -119,6 +119,45 @@ def test_a_composite_without_listed_parts_stays_whole(rules: autocastfx.OpList, 
     assert ops(whole) == {"layer_norm": 1, "reshape": 1}
 
 
+@pytest.mark.parametrize(
+    ("whole", "expanded"),
+    [
+        pytest.param("ij,ij->ij", "ij,ij->i", id="equations"),
+        pytest.param("ij->ji", "ij,kj->ik", id="numbers of operands"),
+    ],
+)
+def test_a_call_that_stays_whole_says_nothing_of_one_with_other_arguments(
+    whole: str, expanded: str, rules: autocastfx.OpList, x: torch.Tensor
+) -> None:
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.einsum(e, *[x] * (e.count(",") + 1)) for e in (whole, expanded, whole, expanded))
+
+    found = ops(convert(both, x, rules=rules))
+    assert (found["einsum"], found["bmm"]) == (2, 2)
+
+
+def test_a_call_that_stays_whole_says_nothing_of_one_with_other_dimensions(
+    rules: autocastfx.OpList, x: torch.Tensor
+) -> None:
+    found = ops(convert(lambda x, v: (torch.inner(v, v), torch.inner(x, x)), x, x[0], rules=rules))
+    assert (found["inner"], found["mm"]) == (1, 1)
+
+
+def test_a_call_that_stays_whole_says_nothing_of_one_with_other_dtypes() -> None:
+    rules = autocastfx.OpList.of({"placement": "follow", "unlisted": "keep", "allow": ["mkldnn_rnn_layer"]}, name="rnn")
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.single = nn.LSTM(6, 5).double(), nn.LSTM(6, 5)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.wide(x.double())[0], self.single(x)[0]
+
+    found = ops(convert(Both(), torch.rand(3, 2, 6), rules=rules))
+    assert (found["lstm"], found["mkldnn_rnn_layer"]) == (1, 1)
+
+
 def test_a_listed_composite_stays_whole(x: torch.Tensor) -> None:
     cuda = convert(lambda x: torch.einsum("ij,kj->ik", x, x), x, rules="torch_autocast_cuda")
     assert ops(cuda) == {"einsum": 1}

@@ -1,0 +1,97 @@
+"""Which modules mutants are planted into, and the tests that concern each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+MODULES = (
+    "passes/*.py",
+    "passes/*/*.py",
+    "graph/alias.py",
+    "graph/product.py",
+    "graph/sizes.py",
+    *(f"training/{name}.py" for name in ("optimizer", "gradients", "loss_scale", "loss_scaler", "masters")),
+    "policy/*.py",
+    "plan/edited_plan.py",
+    "runtime/working_copies.py",
+    "runtime/variant_table.py",
+    "numerics/compare.py",
+    "numerics/bisect.py",
+    "numerics/find_overflow.py",
+    "numerics/paired_run.py",
+    "numerics/paired_backward.py",
+)
+
+# Beside the test file that mirrors a module: the others that exercise it, the quickest first.
+_LISTS = ("policy/test_op_list.py", "policy/test_match.py", "policy/test_keywords.py", "policy/test_write_list.py")
+_STEPS = ("training/test_optimizer.py", "training/test_masters.py", "training/test_loss_scaler.py")
+_DRAFTS = ("capture/draft/test_without_inputs.py", "capture/draft/test_draft.py")
+_PLACING = ("passes/test_place_simply.py", "passes/test_place.py")
+_WRITES = ("passes/test_merge_repeated.py", "invariants/test_mutation.py", "capture/test_constant_masks.py")
+_AUTOCAST = ("passes/torch_autocast/test_follow.py", "passes/torch_autocast/test_expand.py")
+_LOW_WEIGHTS = ("runtime/test_stored_low.py", "runtime/test_working_copies.py")
+_OTHERS = "test_conversion.py"
+_VARIANTS = ("runtime/test_module_protocol.py", _OTHERS, "capture/test_shape_guard.py")
+
+ALSO: dict[str, tuple[str, ...]] = {
+    "passes/classify.py": ("graph/test_product.py", "passes/analysis/test_masks.py", "policy/test_match.py"),
+    "passes/drop_loss_casts.py": ("passes/analysis/test_cross_entropy.py",),
+    "passes/insert_casts.py": ("invariants/test_casts.py", "passes/analysis/test_masks.py", *_PLACING),
+    "passes/make_conditional.py": _DRAFTS,
+    "passes/pipeline.py": (_OTHERS, "runtime/test_stored_low.py", "plan/test_edited_plan.py", "test_calibration.py"),
+    "passes/place.py": ("passes/test_place_simply.py", "invariants/test_islands.py"),
+    "passes/place_simply.py": ("passes/test_place.py",),
+    "passes/recompose.py": ("passes/patterns/test_patterns.py", "passes/patterns/test_attention.py"),
+    "passes/record_plan.py": ("plan/test_plan.py", "report/test_dump.py", *_AUTOCAST[:1], *_LOW_WEIGHTS),
+    "passes/replace_attention.py": ("runtime/operators/test_short_attention.py",),
+    "passes/store_weights.py": (*_LOW_WEIGHTS, "invariants/test_tying.py"),
+    "passes/verify.py": ("passes/torch_autocast/test_follow.py", "invariants/test_mutation.py"),
+    "passes/analysis/bytes_moved.py": _PLACING,
+    "passes/analysis/cross_entropy.py": ("runtime/operators/test_cross_entropy_loss.py",),
+    "passes/analysis/distances.py": ("passes/test_classify.py",),
+    "passes/analysis/folding.py": ("passes/test_place.py",),
+    "passes/analysis/held_values.py": ("passes/test_classify.py", "passes/test_insert_casts.py", "test_calibration.py"),
+    "passes/analysis/masks.py": ("passes/test_classify.py", "invariants/test_masks.py"),
+    "passes/analysis/min_cut.py": ("passes/test_place.py",),
+    "passes/analysis/ports.py": ("passes/test_place_simply.py", "passes/test_insert_casts.py", "passes/test_place.py"),
+    "passes/analysis/provenance.py": ("passes/test_place.py",),
+    "passes/analysis/units.py": ("invariants/test_mutation.py", *_PLACING),
+    "passes/analysis/value_ranges.py": ("test_calibration.py", "passes/test_classify.py"),
+    "passes/analysis/whole_numbers.py": ("passes/test_classify.py",),
+    "passes/patterns/attention.py": ("passes/patterns/test_pattern.py", "passes/test_recompose.py"),
+    "passes/patterns/pattern.py": ("passes/patterns/test_patterns.py", "passes/test_recompose.py"),
+    "passes/patterns/patterns.py": ("passes/patterns/test_pattern.py", "passes/test_recompose.py"),
+    "passes/torch_autocast/dispatch.py": (*_AUTOCAST, "presets/test_registrations.py"),
+    "passes/torch_autocast/expand.py": ("passes/torch_autocast/test_follow.py",),
+    "passes/torch_autocast/follow.py": ("passes/torch_autocast/test_expand.py",),
+    "passes/torch_autocast/insert_casts.py": _AUTOCAST,
+    "graph/alias.py": (*_WRITES, "passes/test_insert_casts.py", "passes/test_replace_attention.py"),
+    "graph/product.py": ("passes/test_classify.py",),
+    "graph/sizes.py": ("graph/test_product.py", "passes/analysis/test_whole_numbers.py"),
+    "training": ("training/test_loss_scale.py", *_STEPS),
+    "policy/presets.py": ("policy/test_op_list.py", "presets/test_registrations.py"),
+    "policy": _LISTS,
+    "runtime/working_copies.py": ("runtime/test_stored_low.py",),
+    "runtime/variant_table.py": _VARIANTS,
+    "numerics/paired_run.py": ("numerics/test_compare.py", "numerics/test_find_overflow.py"),
+    "numerics/paired_backward.py": ("numerics/test_compare.py", "numerics/test_gradient_histogram.py"),
+}
+
+
+def modules(package: Path) -> list[str]:
+    """All modules of the table, by their paths in the package."""
+    found = (path for pattern in MODULES for path in sorted(package.glob(pattern)) if path.name != "__init__.py")
+    return list(dict.fromkeys(path.relative_to(package).as_posix() for path in found))
+
+
+def concerned(module: str, tests: Path) -> list[Path]:
+    """The test files that concern ``module``, its mirror first; those of conversions where the table knows none."""
+    return list(dict.fromkeys(path for path in _candidates(module, tests) if path.is_file())) or [tests / _OTHERS]
+
+
+def _candidates(module: str, tests: Path) -> Iterator[Path]:
+    room, _, name = module.rpartition("/")
+    yield tests / room / f"test_{name}"
+    for known in (module, room):
+        yield from (tests / name for name in ALSO.get(known, ()))

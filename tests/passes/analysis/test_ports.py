@@ -1,0 +1,42 @@
+"""Which inputs of a node are not cast, by device and by what sets the precision of a result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autocastfx
+from autocastfx import Precision
+from tests.helpers import Function
+
+LOW = torch.bfloat16
+
+
+@pytest.mark.parametrize(("device", "cast"), [("cpu", False), ("cuda", True)])
+def test_which_norms_take_float32_parameters_is_asked_of_the_device(device: str, cast: bool) -> None:
+    """A group norm on a CPU takes them beside 16-bit values; on a GPU it does not. No GPU is needed to convert."""
+    model = nn.Sequential(nn.Conv1d(8, 8, 1), nn.GroupNorm(2, 8), nn.Conv1d(8, 8, 1))
+    plan = autocastfx.convert(model, (torch.rand(2, 8, 4),), dtype=LOW, fold="kernel", device=device).plan
+    assert plan["group_norm"].dtype == "bfloat16"
+    assert ("_1_weight" in {c.value for c in plan.casts}) is cast
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_0d_value_beside_others_sets_no_precision_and_is_not_cast(first: bool) -> None:
+    def scaled(x: Tensor, factor: Tensor) -> Tensor:
+        return (factor * (x @ x) if first else (x @ x) * factor) @ x
+
+    plan = autocastfx.convert(Function(scaled), (torch.rand(8, 8), torch.tensor(0.3)), dtype=LOW).plan
+    assert plan["mul"].placement.run is Precision.LOW
+    assert plan["mul"].placement.as_stored == ("self" if first else "other",)
+    assert "args_1" not in {c.value for c in plan.casts}
+
+
+def test_0d_values_alone_set_the_precision() -> None:
+    def halves(x: Tensor, factor: Tensor) -> Tensor:
+        return (x @ x).sum() * factor
+
+    plan = autocastfx.convert(Function(halves), (torch.rand(8, 8), torch.tensor(0.3)), dtype=LOW).plan
+    assert plan["mul"].placement.run is Precision.FLOAT32
+    assert "args_1" not in {c.value for c in plan.casts}
