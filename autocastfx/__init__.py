@@ -28,7 +28,18 @@ from autocastfx.numerics.compare import compare
 from autocastfx.numerics.exponent_counts import Exponents, Shares
 from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
 from autocastfx.numerics.gradient_histogram import GradientHistogram, gradient_histogram
-from autocastfx.plan.plan import Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
+from autocastfx.plan.cause import Cause, Why
+from autocastfx.plan.plan import (
+    Decision,
+    Forced,
+    Placement,
+    Plan,
+    PlannedCast,
+    PlannedCopy,
+    PlannedNode,
+    Precision,
+    Recomposed,
+)
 from autocastfx.plan.plan_diff import Difference, PlanDiff, diff
 from autocastfx.plan.ranges import Range, Ranges
 from autocastfx.policy.list_diff import Change
@@ -61,6 +72,7 @@ __all__ = [
     "CalibrationError",
     "CaptureError",
     "Category",
+    "Cause",
     "Change",
     "ComparedNode",
     "ComparedParameter",
@@ -72,6 +84,7 @@ __all__ = [
     "DynamicLossScale",
     "EvaluationsError",
     "Exponents",
+    "Forced",
     "Gpu",
     "GpuError",
     "GradientHistogram",
@@ -113,6 +126,7 @@ __all__ = [
     "UnsupportedError",
     "VariantError",
     "VerifyError",
+    "Why",
     "__version__",
     "bisect",
     "calibrate",

@@ -10,7 +10,10 @@ MODULES = (
     "passes/*/*.py",
     "graph/alias.py",
     "graph/product.py",
+    "graph/reachable.py",
     "graph/sizes.py",
+    "graph/view_ops.py",
+    "plan/cause.py",
     *(f"training/{name}.py" for name in ("optimizer", "gradients", "loss_scale", "loss_scaler", "masters")),
     "policy/*.py",
     "plan/edited_plan.py",
@@ -27,7 +30,7 @@ MODULES = (
 _LISTS = ("policy/test_op_list.py", "policy/test_match.py", "policy/test_keywords.py", "policy/test_write_list.py")
 _STEPS = ("training/test_optimizer.py", "training/test_masters.py", "training/test_loss_scaler.py")
 _DRAFTS = ("capture/draft/test_without_inputs.py", "capture/draft/test_draft.py")
-_PLACING = ("passes/test_place_simply.py", "passes/test_place.py")
+_PLACING = ("passes/analysis/test_place_simply.py", "passes/analysis/test_place_cheaply.py")
 _WRITES = ("passes/test_merge_repeated.py", "invariants/test_mutation.py", "capture/test_constant_masks.py")
 _AUTOCAST = ("passes/torch_autocast/test_follow.py", "passes/torch_autocast/test_expand.py")
 _LOW_WEIGHTS = ("runtime/test_stored_low.py", "runtime/test_working_copies.py")
@@ -40,8 +43,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "passes/insert_casts.py": ("invariants/test_casts.py", "passes/analysis/test_masks.py", *_PLACING),
     "passes/make_conditional.py": _DRAFTS,
     "passes/pipeline.py": (_OTHERS, "runtime/test_stored_low.py", "plan/test_edited_plan.py", "test_calibration.py"),
-    "passes/place.py": ("passes/test_place_simply.py", "invariants/test_islands.py"),
-    "passes/place_simply.py": ("passes/test_place.py",),
+    "passes/place.py": (*_PLACING, "plan/test_edited_plan.py", *_LOW_WEIGHTS),
     "passes/recompose.py": ("passes/patterns/test_patterns.py", "passes/patterns/test_attention.py"),
     "passes/record_plan.py": ("plan/test_plan.py", "report/test_dump.py", *_AUTOCAST[:1], *_LOW_WEIGHTS),
     "passes/replace_attention.py": ("runtime/operators/test_short_attention.py",),
@@ -50,12 +52,21 @@ ALSO: dict[str, tuple[str, ...]] = {
     "passes/analysis/bytes_moved.py": _PLACING,
     "passes/analysis/cross_entropy.py": ("runtime/operators/test_cross_entropy_loss.py",),
     "passes/analysis/distances.py": ("passes/test_classify.py",),
-    "passes/analysis/folding.py": ("passes/test_place.py",),
+    "passes/analysis/folding.py": ("passes/analysis/test_place_cheaply.py",),
     "passes/analysis/held_values.py": ("passes/test_classify.py", "passes/test_insert_casts.py", "test_calibration.py"),
     "passes/analysis/masks.py": ("passes/test_classify.py", "invariants/test_masks.py"),
-    "passes/analysis/min_cut.py": ("passes/test_place.py",),
-    "passes/analysis/ports.py": ("passes/test_place_simply.py", "passes/test_insert_casts.py", "passes/test_place.py"),
-    "passes/analysis/provenance.py": ("passes/test_place.py",),
+    "passes/analysis/min_cut.py": ("passes/analysis/test_place_cheaply.py",),
+    "passes/analysis/exact_numbers.py": ("passes/test_classify.py", "passes/analysis/test_demands.py"),
+    "passes/analysis/low_reads.py": _LOW_WEIGHTS,
+    "passes/analysis/place_cheaply.py": ("passes/analysis/test_place_simply.py", "invariants/test_islands.py"),
+    "passes/analysis/place_simply.py": ("passes/analysis/test_place_cheaply.py",),
+    "passes/state.py": ("passes/test_recompose.py", "test_calibration.py", _OTHERS),
+    "passes/analysis/ports.py": (
+        "passes/analysis/test_place_simply.py",
+        "passes/test_insert_casts.py",
+        "passes/analysis/test_place_cheaply.py",
+    ),
+    "passes/analysis/provenance.py": ("passes/analysis/test_place_cheaply.py",),
     "passes/analysis/units.py": ("invariants/test_mutation.py", *_PLACING),
     "passes/analysis/value_ranges.py": ("test_calibration.py", "passes/test_classify.py"),
     "passes/analysis/whole_numbers.py": ("passes/test_classify.py",),
