@@ -67,51 +67,19 @@ def _state(initial: float, spare: int, device: torch.device) -> ScaleState:
     )
 
 
-@dataclass(frozen=True)
-class NoLossScale:
-    """Does not scale losses or check gradients: for bfloat16 and float32."""
+class _ConstantLossScale:
+    """A scale that no step changes."""
 
-    initial = 1.0
-    is_checked = False
-
-    def state(self, device: torch.device) -> ScaleState:
-        """The state before the first step."""
-        return _state(self.initial, 1, device)
-
-    def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
-        """Do nothing."""
-
-    def admit(self, saved: ScaleNumbers) -> ScaleNumbers:
-        """Return the saved scale with fresh counters, if it is 1; else raise."""
-        return _admit_constant(self, saved)
-
-    def overflows_to_floor(self, scale: float) -> float:
-        """Return inf: there is no floor."""
-        return math.inf
-
-
-@dataclass(frozen=True)
-class StaticLossScale:
-    """Always uses the same scale; a step with non-finite gradients is skipped.
-
-    Raises:
-        ValueError: the scale is not a positive finite number.
-    """
-
-    scale: float = 2.0**16
     is_checked = True
-
-    def __post_init__(self) -> None:
-        _check_positive("scale", self.scale)
 
     @property
     def initial(self) -> float:
         """The scale."""
-        return self.scale
+        raise NotImplementedError
 
     def state(self, device: torch.device) -> ScaleState:
         """The state before the first step."""
-        return _state(self.scale, 1, device)
+        return _state(self.initial, 1, device)
 
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> None:
         """Do nothing."""
@@ -123,6 +91,37 @@ class StaticLossScale:
     def overflows_to_floor(self, scale: float) -> float:
         """Return inf: there is no floor."""
         return math.inf
+
+
+@dataclass(frozen=True)
+class NoLossScale(_ConstantLossScale):
+    """Does not scale losses or check gradients: for bfloat16 and float32."""
+
+    is_checked = False
+
+    @property
+    def initial(self) -> float:
+        """The scale: 1."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class StaticLossScale(_ConstantLossScale):
+    """Always uses the same scale; a step with non-finite gradients is skipped.
+
+    Raises:
+        ValueError: the scale is not a positive finite number.
+    """
+
+    scale: float = 2.0**16
+
+    def __post_init__(self) -> None:
+        _check_positive("scale", self.scale)
+
+    @property
+    def initial(self) -> float:
+        """The scale."""
+        return self.scale
 
 
 @dataclass(frozen=True)
