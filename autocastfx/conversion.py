@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,20 +17,22 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.calibration import first_call, ranges_of
 from autocastfx.capture.call import Call, CallSignature
-from autocastfx.capture.draft.draft import capture_symbolically
-from autocastfx.capture.export import Captured, capture
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
-from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnmatchedRuleWarning, UnsupportedError, shown
-from autocastfx.graph.walk import all_nodes
+from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnsupportedError, shown
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
-from autocastfx.plan.plan import Plan, Precision
+from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.plan.plan import Plan
 from autocastfx.plan.ranges import Ranges
 from autocastfx.plan.read_plan import read_plan
-from autocastfx.policy.kernel_facts import LEVELS, KernelFacts, load_kernel_facts
-from autocastfx.policy.match import unmatched
+from autocastfx.policy.kernel_facts import LEVELS, load_kernel_facts
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
-from autocastfx.runtime.amp_module import AmpModule, Variant
+from autocastfx.report.conversion_warnings import (
+    warn_of_slow_kernels,
+    warn_of_unmatched_ranges,
+    warn_of_unmatched_rules,
+)
+from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["convert", "convert_again"]
 
@@ -114,57 +116,76 @@ def convert(
     converter = Converter(
         lists, facts, dtype, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights
     )
-    if isinstance(model, AmpModule):
-        raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
-    if isinstance(model, ExportedProgram):
-        if example_inputs is None and example_kwargs is None and model.example_inputs is not None:
+    module = _as_module(model)
+    if example_inputs is None and example_kwargs is None:
+        if isinstance(model, ExportedProgram) and model.example_inputs is not None:
             example_inputs, example_kwargs = model.example_inputs
-        module: nn.Module = model.module()
-    elif isinstance(model, nn.Module):
-        module = model
-    else:
-        raise TypeError(f"convert takes an nn.Module, a GraphModule or an ExportedProgram, not {type(model).__name__}")
-    _check_parameters(module)
-    if calibrate is not None:
-        if example_inputs is None and example_kwargs is None and not isinstance(calibrate, (Ranges, str, os.PathLike)):
+        elif calibrate is not None and not isinstance(calibrate, (Ranges, str, os.PathLike)):
             example_inputs, example_kwargs, calibrate = first_call(calibrate)
+    if calibrate is not None:
         converter = replace(converter, ranges=ranges_of(calibrate, model, converter.op_list), headroom=headroom)
-    args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs or ())
-    baked = isinstance(module, fx.GraphModule) and hasattr(module, "_in_spec")  # torch.export made it
-    if baked and example_inputs is None and example_kwargs is None:
-        spec: Any = module._in_spec
-        args, _ = pytree.tree_unflatten([None] * spec.num_leaves, spec)  # it insists on the form of its own call
-    signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)
-    target = torch.device(device) if device is not None else None
-    maker = _Maker(converter, module, signature, converter.op_list.functions(), target, baked)
-    if weights == "low" and example_inputs is None and example_kwargs is None:
+    is_given = example_inputs is not None or example_kwargs is not None
+    if weights == "low" and not is_given:
         raise UnsupportedError(
             'weights="low" keeps no original that could be captured at the first call: give convert the inputs of one '
             "call as example_inputs."
         )
+    args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs or ())
+    baked = isinstance(module, fx.GraphModule) and hasattr(module, "_in_spec")  # torch.export made it
+    if baked and not is_given:
+        spec: Any = module._in_spec
+        args, _ = pytree.tree_unflatten([None] * spec.num_leaves, spec)  # it insists on the form of its own call
+    signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)
+    target = torch.device(device) if device is not None else None
+    maker = VariantMaker(converter, module, signature, converter.op_list.functions(), target, baked)
     amp_model = AmpModule(module, signature, maker)
-    if example_inputs is None and example_kwargs is None:
-        amp_model._mounted.draft(amp_model._modes(), amp_model._held())
+    if is_given:
+        _capture_first(amp_model, _bound(signature, module, args, example_kwargs or {}), module, maker)
     else:
-        try:
-            call = signature.bind(args, example_kwargs or {})
-        except TypeError as error:
-            raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.") from error
-        if weights == "low":
-            amp_model._mounted.capture(call, tuple(m.training and baked for m in module.modules()), amp_model._held())
-        else:
-            amp_model._mounted.capture_modes(call, amp_model._modes(), amp_model._held())
-    _warn_of_slow_kernels(amp_model, dtype)
+        amp_model._mounted.draft(amp_model._modes(), amp_model._held())
+    warn_of_slow_kernels(amp_model, dtype)
     if not amp_model.variants:
         return amp_model  # the first call captures
     if isinstance(calibrate, (Ranges, str, os.PathLike)):
-        _warn_of_unmatched_ranges(amp_model, converter.ranges)
-    _warn_of_unmatched_rules(amp_model, lists, facts)
+        warn_of_unmatched_ranges(amp_model, converter.ranges)
+    warn_of_unmatched_rules(amp_model, lists, facts)
     if edited is not None and (message := edited.unmatched(v.plan for v in amp_model.variants)):
         warnings.warn(message, UnmatchedPlanWarning, stacklevel=2)
     if weights == "low":
         amp_model._store_low(dtype)
     return amp_model
+
+
+def _as_module(model: object) -> nn.Module:
+    """The module to convert.
+
+    Raises:
+        TypeError: it is nothing that can be converted.
+        UnsupportedError: it is converted already, or a parameter is a DTensor.
+    """
+    if isinstance(model, AmpModule):
+        raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
+    module = model.module() if isinstance(model, ExportedProgram) else model
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"convert takes an nn.Module, a GraphModule or an ExportedProgram, not {type(model).__name__}")
+    _check_parameters(module)
+    return module
+
+
+def _bound(signature: CallSignature, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    try:
+        return signature.bind(args, kwargs)
+    except TypeError as error:
+        raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.") from error
+
+
+def _capture_first(amp_model: AmpModule, call: Call, module: nn.Module, maker: VariantMaker) -> None:
+    """Capture the variants of ``call``: for training and evaluation, and for inference alone with weights="low"."""
+    table, held = amp_model._mounted, amp_model._held()
+    if maker.weights == "low":
+        table.capture(call, tuple(m.training and maker.baked for m in module.modules()), held)
+    else:
+        table.capture_modes(call, amp_model._modes(), held)
 
 
 def convert_again(amp_model: AmpModule, op_list: OpList) -> AmpModule | None:
@@ -176,7 +197,7 @@ def convert_again(amp_model: AmpModule, op_list: OpList) -> AmpModule | None:
     Raises:
         BannedOpError: the list bans an op of the model.
     """
-    maker = cast("_Maker", amp_model._maker)
+    maker = cast("VariantMaker", amp_model._maker)
     captured = [variant.captured for variant in amp_model.variants]
     if maker.model is None or None in captured:
         return None
@@ -199,57 +220,6 @@ def _check_parameters(model: nn.Module) -> None:
             )
 
 
-_WITHOUT_MODEL = {
-    False: "the original model is not at hand",
-    True: 'weights="low" keeps no original: convert it again, in evaluation, with the inputs of this call',
-}
-
-
-@dataclass(frozen=True)
-class _Maker:
-    """Makes variants: from a call, while the caller's model is at hand; or from what was captured, for a device."""
-
-    converter: Converter
-    model: nn.Module | None
-    signature: CallSignature
-    leaves: tuple[str, ...]
-    device: torch.device | None
-    baked: bool
-
-    @property
-    def weights(self) -> str:
-        return self.converter.weights
-
-    def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant:
-        if self.model is None:
-            raise CaptureError(_WITHOUT_MODEL[self.weights == "low"])
-        found = capture(
-            self.model,
-            self.signature,
-            call,
-            training=modes,
-            held=held,
-            leaves=self.leaves,
-            sizes=sizes,
-            follows=self.converter.op_list.placement == "follow",
-        )
-        return self.rebuild(found, held, self.device or found.device)
-
-    def draft(self, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> Variant:
-        if self.model is None:
-            raise CaptureError("the original model is not at hand")
-        if self.converter.op_list.placement == "follow":
-            raise CaptureError("an op list that follows torch.autocast's dispatch needs the inputs' dtypes and sizes")
-        found = capture_symbolically(self.model, self.signature, training=modes, held=held, leaves=self.leaves)
-        return self.rebuild(found, held, self.device or found.device)
-
-    def rebuild(self, captured: Captured, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant:
-        return self.converter(captured, held, device)
-
-    def without_model(self) -> _Maker:
-        return replace(self, model=None)
-
-
 def _check_arguments(dtype: torch.dtype, weights: str, fold: str, headroom: float) -> None:
     if dtype not in LOW_DTYPES:
         raise ValueError(f"dtype is torch.float16 or torch.bfloat16, not {dtype!r}")
@@ -259,42 +229,3 @@ def _check_arguments(dtype: torch.dtype, weights: str, fold: str, headroom: floa
     for name, (given, known) in choices.items():
         if given not in known:
             raise ValueError(f"{name} is one of {', '.join(map(repr, known))}, not {given!r}")
-
-
-def _warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None) -> None:
-    planned = {(n.name, n.op, n.module) for v in amp_model.variants for n in v.plan.nodes}
-    computed = [r for r in ranges.values if r.op != "placeholder"] if ranges is not None else []
-    replaced = {name for v in amp_model.variants for whole in v.plan.recomposed for name in whole.replaced}
-    missing = [r for r in computed if r.key not in planned and r.name not in replaced]
-    if missing:
-        first = missing[0]
-        warnings.warn(
-            f"{len(missing)} of {len(computed)} measured values match no node of the graphs captured now, the first "
-            f"being {first.name!r} ({first.op}) in module {first.module or '(root)'!r}: they were measured on another "
-            "version of the model, or in other calls. Calibrate again.",
-            stacklevel=3,
-        )
-
-
-def _warn_of_slow_kernels(amp_model: AmpModule, dtype: torch.dtype) -> None:
-    if dtype != torch.float16 or not amp_model._shown or amp_model.plan.device != "cpu":
-        return
-    if any(n.op.startswith("conv") and n.placement.run is Precision.LOW for n in amp_model.plan.nodes):
-        warnings.warn(
-            "float16 convolutions on a CPU are hundreds of times slower than float32 ones; use dtype=torch.bfloat16 "
-            "there.",
-            stacklevel=3,
-        )
-
-
-def _warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: KernelFacts) -> None:
-    captured = [v.captured for v in amp_model.variants if v.captured is not None]
-    nodes = [node for c in captured for node in all_nodes(c.graph, c.attributes)]
-    for variant in amp_model.variants:  # lists speak of what was recomposed too
-        wholes = {whole.node for whole in variant.plan.recomposed}
-        nodes += [node for node in variant.graph.nodes if node.name in wholes]
-    decided: set[object] = {node.decision.source for variant in amp_model.variants for node in variant.plan.nodes}
-    others = {other for node in nodes if (other := facts.stands_for(node)) is not None}
-    decided |= {r.source for other in others if (r := op_list.rule(other, amp_model.plan.device)) is not None}
-    for message in unmatched(op_list, amp_model.plan.device, nodes, decided) if captured else ():
-        warnings.warn(message, UnmatchedRuleWarning, stacklevel=3)

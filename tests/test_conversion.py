@@ -193,7 +193,7 @@ CANNOT: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "branch": (lambda x: x if x.sum() > 0 else -x, "control flow depends on tensor values"),
     "item": (lambda x: x * 2 if x[0, 0].item() > 0 else x, "control flow depends on tensor values"),
     "loop": (lambda x: [x for _ in range(int(x.sum()))], "control flow depends on tensor values"),
-    "object": (lambda x: Custom(x), "returns an object that is no tensor"),
+    "object": (lambda x: Custom(x), "returns an object that is not a tensor"),
     "object inside": (lambda x: {"a": [Custom(x)]}, r"register_pytree_node"),
     "numpy": (lambda x: torch.from_numpy(x.numpy() + 1), r"convert submodules apart|no tensor, number"),
 }

@@ -32,6 +32,7 @@ LAYERS = (
 FLOOR = {part: floor for floor, parts in enumerate(LAYERS) for part in parts}
 ROOMS = ("analysis", "patterns", "torch_autocast")  # of passes: what passes ask, and they do not ask passes
 SHARED = "state"  # the interface of passes
+RUNS_PASSES = ("pipeline", "variant_maker")
 MOST_IN_ROOT, MOST_LINES = 8, 350
 
 
@@ -81,7 +82,7 @@ def may_import(name: tuple[str, ...], imported: tuple[str, ...]) -> bool:
     part = imported[0] if imported[0] in FLOOR else "__init__"
     if part != name[0]:
         return FLOOR[part] < FLOOR[name[0]]
-    if part != "passes" or name == ("passes", "pipeline"):
+    if part != "passes" or name[1] in RUNS_PASSES:
         return True
     if name[1] in ROOMS:
         return imported[1] == name[1] or (name[1] == "torch_autocast" and imported[1] == SHARED)  # it holds passes

@@ -15,7 +15,8 @@ from torch import fx
 
 import autocastfx
 from autocastfx import OpList, OpListError
-from autocastfx.policy.match import Matcher, all_nodes, unmatched
+from autocastfx.graph.walk import all_nodes
+from autocastfx.policy.match import Matcher, unmatched
 from autocastfx.policy.op_list import load_op_list
 from tests.helpers import Function, op_list
 

@@ -1,0 +1,81 @@
+"""Makes the variants of a converted model, by capture and conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from autocastfx.capture.call import Call, CallSignature
+from autocastfx.capture.draft.draft import capture_symbolically
+from autocastfx.capture.export import Captured, capture
+from autocastfx.errors import CaptureError
+from autocastfx.passes.pipeline import Converter
+from autocastfx.runtime.variant import Variant
+
+__all__ = ["VariantMaker"]
+
+_WITHOUT_MODEL = {
+    False: "the original model is not at hand",
+    True: 'weights="low" keeps no original: convert it again, in evaluation, with the inputs of this call',
+}
+
+
+@dataclass(frozen=True)
+class VariantMaker:
+    """Makes variants: from a call, while the caller's model is at hand; or from what was captured, for a device."""
+
+    converter: Converter
+    model: nn.Module | None
+    signature: CallSignature
+    leaves: tuple[str, ...]
+    device: torch.device | None
+    baked: bool
+
+    @property
+    def weights(self) -> str:
+        """The conversion's choice of where 16-bit weights come from."""
+        return self.converter.weights
+
+    def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant:
+        """Capture the model as it runs ``call`` in ``modes``, and convert the graph.
+
+        Raises:
+            CaptureError: the model is not at hand, or cannot be captured.
+        """
+        if self.model is None:
+            raise CaptureError(_WITHOUT_MODEL[self.weights == "low"])
+        found = capture(
+            self.model,
+            self.signature,
+            call,
+            training=modes,
+            held=held,
+            leaves=self.leaves,
+            sizes=sizes,
+            follows=self.converter.op_list.placement == "follow",
+        )
+        return self.rebuild(found, held, self.device or found.device)
+
+    def draft(self, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> Variant:
+        """Capture the model without inputs, and convert the graph.
+
+        Raises:
+            CaptureError: the model is not at hand, or its code cannot be traced.
+        """
+        if self.model is None:
+            raise CaptureError("the original model is not at hand")
+        if self.converter.op_list.placement == "follow":
+            raise CaptureError("an op list that follows torch.autocast's dispatch needs the inputs' dtypes and sizes")
+        found = capture_symbolically(self.model, self.signature, training=modes, held=held, leaves=self.leaves)
+        return self.rebuild(found, held, self.device or found.device)
+
+    def rebuild(self, captured: Captured, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant:
+        """Convert what was captured, for ``device``."""
+        return self.converter(captured, held, device)
+
+    def without_model(self) -> VariantMaker:
+        """A maker that can convert what was captured, but capture nothing more."""
+        return replace(self, model=None)

@@ -1,0 +1,60 @@
+"""The warnings about a conversion that did not find what it was told about, or will be slow."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from autocastfx.errors import UnmatchedRuleWarning
+from autocastfx.graph.walk import all_nodes
+from autocastfx.plan.plan import Precision
+from autocastfx.plan.ranges import Ranges
+from autocastfx.policy.kernel_facts import KernelFacts
+from autocastfx.policy.match import unmatched
+from autocastfx.policy.op_list import OpList
+from autocastfx.runtime.amp_module import AmpModule
+
+__all__ = ["warn_of_slow_kernels", "warn_of_unmatched_ranges", "warn_of_unmatched_rules"]
+
+
+def warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None) -> None:
+    """Warn if measured values match no node."""
+    planned = {(n.name, n.op, n.module) for v in amp_model.variants for n in v.plan.nodes}
+    computed = [r for r in ranges.values if r.op != "placeholder"] if ranges is not None else []
+    replaced = {name for v in amp_model.variants for whole in v.plan.recomposed for name in whole.replaced}
+    missing = [r for r in computed if r.key not in planned and r.name not in replaced]
+    if missing:
+        first = missing[0]
+        warnings.warn(
+            f"{len(missing)} of {len(computed)} measured values match no node of the graphs captured now, the first "
+            f"being {first.name!r} ({first.op}) in module {first.module or '(root)'!r}: they were measured on another "
+            "version of the model, or in other calls. Calibrate again.",
+            stacklevel=3,
+        )
+
+
+def warn_of_slow_kernels(amp_model: AmpModule, dtype: torch.dtype) -> None:
+    """Warn of float16 convolutions on a CPU."""
+    if dtype != torch.float16 or not amp_model._shown or amp_model.plan.device != "cpu":
+        return
+    if any(n.op.startswith("conv") and n.placement.run is Precision.LOW for n in amp_model.plan.nodes):
+        warnings.warn(
+            "float16 convolutions on a CPU are hundreds of times slower than float32 ones; use dtype=torch.bfloat16 "
+            "there.",
+            stacklevel=3,
+        )
+
+
+def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: KernelFacts) -> None:
+    """Warn of each of the user's own rules that matches no node."""
+    captured = [v.captured for v in amp_model.variants if v.captured is not None]
+    nodes = [node for c in captured for node in all_nodes(c.graph, c.attributes)]
+    for variant in amp_model.variants:  # lists speak of what was recomposed too
+        wholes = {whole.node for whole in variant.plan.recomposed}
+        nodes += [node for node in variant.graph.nodes if node.name in wholes]
+    decided: set[object] = {node.decision.source for variant in amp_model.variants for node in variant.plan.nodes}
+    others = {other for node in nodes if (other := facts.stands_for(node)) is not None}
+    decided |= {r.source for other in others if (r := op_list.rule(other, amp_model.plan.device)) is not None}
+    for message in unmatched(op_list, amp_model.plan.device, nodes, decided) if captured else ():
+        warnings.warn(message, UnmatchedRuleWarning, stacklevel=3)
