@@ -86,7 +86,7 @@ browser:
 
 unit: $(INSTALLED) browser
 	$(call step,unit: pytest on $(WORKERS) workers) { \
-	  $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) $(SLOW) $(PYTEST_ARGS); \
+	  $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(SLOW) $(PYTEST_ARGS); \
 	}
 
 # Not a part of `make test`: torch comes with the libraries of its GPU build, several gigabytes. Each version of torch asks
