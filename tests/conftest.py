@@ -20,7 +20,7 @@ settings.register_profile("new", settings.get_profile("same"), derandomize=False
 settings.load_profile("same")
 
 # Rooms whose tests look at one graph of a conversion: that of the mode in which the model is.
-ONE_MODE = ("graph", "numerics", "passes", "plan", "policy")
+ONE_MODE = ("graph", "numerics", "passes", "plan", "policy", "presets")
 _capture_modes = VariantTable.capture_modes
 
 
@@ -47,16 +47,21 @@ def _short_collections() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_mode(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def one_mode() -> Iterator[None]:
     """``convert`` captures a model in training and in evaluation, which is most of its time.
 
-    Here the other mode is captured at its first call only.
+    With this the other mode is captured at its first call only.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.relative_to(Path(__file__).parent).parts[0] in ONE_MODE:
-            patch.setattr(VariantTable, "capture_modes", VariantTable.capture)
+        patch.setattr(VariantTable, "capture_modes", VariantTable.capture)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_mode_in_its_rooms(request: pytest.FixtureRequest) -> None:
+    if request.path.relative_to(Path(__file__).parent).parts[0] in ONE_MODE:
+        request.getfixturevalue("one_mode")
 
 
 @pytest.fixture
