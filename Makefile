@@ -25,10 +25,11 @@ EXTRAS := dev,docs,demo,plot
 # $(call step,what it does) { commands; } prints what it does and then how long it took.
 step = @echo "==> $(1)"; TIMEFORMAT="    %1R s"; time
 
-.PHONY: help test demo env lint types browser unit other-torch docs wheel format clean distclean
+.PHONY: help test test-all demo env lint types browser unit other-torch docs wheel format clean distclean
 
 help:
 	@echo "make test    everything that continuous integration checks: lint, types, unit, docs, wheel"
+	@echo "make test-all the same with the slow tests too, and with new random examples in each run"
 	@echo "make demo    run examples/demo.py"
 	@echo "make env     only create .venv with the pinned environment"
 	@echo "make lint    ruff: rules and formatting"
@@ -42,7 +43,12 @@ help:
 	@echo "make clean   remove what was built; distclean also removes .venv and .torch-*"
 
 test: lint types unit docs wheel
-	@echo "==> make test: every step passed"
+	@echo "==> make $@: every step passed"
+
+# The later -m wins over the one of pyproject.toml.
+test-all: SLOW := -m 'slow or not slow' --hypothesis-profile=new
+test-all: lint types unit docs wheel
+	@echo "==> make $@: every step passed"
 
 env: $(INSTALLED)
 
@@ -80,7 +86,7 @@ browser:
 
 unit: $(INSTALLED) browser
 	$(call step,unit: pytest on $(WORKERS) workers) { \
-	  $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS); \
+	  $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(SLOW) $(PYTEST_ARGS); \
 	}
 
 # Not a part of `make test`: torch comes with the libraries of its GPU build, several gigabytes. Each version of torch asks

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+from autocastfx.runtime.variant_table import VariantTable
+
+# `make test` draws the same examples in each run, `make test-all` new ones.
+settings.register_profile("same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile("new", settings.get_profile("same"), derandomize=False)
+settings.load_profile("same")
+
+# Rooms whose tests look at one graph of a conversion: that of the mode in which the model is.
+ONE_MODE = ("graph", "numerics", "passes", "plan", "policy", "presets")
+_capture_modes = VariantTable.capture_modes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,3 +30,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _texts_are_parsed_once() -> Iterator[None]:
+    """Parsing the shipped lists is a fifth of a small conversion. What is read from the parsed text is made anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(yaml, "compose", lru_cache(maxsize=64)(yaml.compose))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_collections() -> None:
+    """What is alive when a file begins, imported modules above all, is left out of the garbage collections in it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def one_mode() -> Iterator[None]:
+    """``convert`` captures a model in training and in evaluation, which is most of its time.
+
+    With this the other mode is captured at its first call only.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VariantTable, "capture_modes", VariantTable.capture)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_mode_in_its_rooms(request: pytest.FixtureRequest) -> None:
+    if request.path.relative_to(Path(__file__).parent).parts[0] in ONE_MODE:
+        request.getfixturevalue("one_mode")
+
+
+@pytest.fixture
+def both_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users have it, in a room of one mode."""
+    monkeypatch.setattr(VariantTable, "capture_modes", _capture_modes)

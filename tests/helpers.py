@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import fx, nn
 
 import autocastfx
@@ -24,6 +25,11 @@ is_pinned_torch = TORCH == PINNED
 with_pinned_torch = pytest.mark.skipif(not is_pinned_torch, reason="of the torch of constraints.txt; this is another")
 
 SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64", torch.bool: "bool"}
+
+
+def examples(few: int, many: int) -> settings:
+    """How many examples hypothesis draws: ``few`` in `make test`, ``many`` in `make test-all`."""
+    return settings(max_examples=few if settings.get_current_profile_name() == "same" else many)
 
 
 class Function(nn.Module):

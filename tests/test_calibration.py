@@ -157,7 +157,7 @@ def test_the_maxima_are_those_of_the_model() -> None:
 scales = st.floats(-4, 4, width=32)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(scales, scales.filter(bool)), min_size=1, max_size=5), st.data())  # to add 0 is no step
 def test_affine_chains_give_their_true_maxima(steps: list[tuple[float, float]], data: st.DataObject) -> None:
     rows = st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3)

@@ -196,7 +196,7 @@ def functions(draw: st.DrawFn) -> tuple[Callable[..., Any], list[inspect.Paramet
 NAMES = st.sampled_from(["p0", "p1", "p2", "p3", "k0", "k1", "rest", "more", "other"])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(functions(), st.lists(VALUES, max_size=5), st.dictionaries(NAMES, VALUES, max_size=4))
 def test_bound_and_split_a_call_means_the_same(
     made: tuple[Callable[..., Any], Any], args: list[Any], kwargs: dict[str, Any]
@@ -211,7 +211,7 @@ def test_bound_and_split_a_call_means_the_same(
     assert repr(round_trip(function, tuple(args), kwargs)) == repr(expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(functions(), st.data())
 def test_keyword_and_positional_forms_are_one_call(
     made: tuple[Callable[..., Any], list[inspect.Parameter]], data: st.DataObject

@@ -155,7 +155,7 @@ def variant_of(model: AmpModule) -> Callable[..., torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", MODULES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_where_the_guard_holds_the_graph_is_the_module(name: str, data: st.DataObject) -> None:
     module, model = converted(name)

@@ -48,7 +48,7 @@ def shapely() -> Pair:
     return Pair.of(Shapely(), (torch.randn(2, 3, 8), torch.randn(3, 8)), torch.float16)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(batch=st.integers(1, 5), length=st.integers(1, 3), rows=st.integers(1, 3), mode=st.booleans())
 def test_other_sizes_and_modes_give_the_originals_numbers(
     shapely: Pair, batch: int, length: int, rows: int, mode: bool

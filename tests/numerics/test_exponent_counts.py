@@ -21,7 +21,7 @@ def counted(*parts: torch.Tensor, factor: float | None = None) -> Exponents:
     return read_all([tally])[0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.floats(width=32), max_size=30))
 def test_each_number_is_counted_once_at_its_exponent(numbers: list[float]) -> None:
     found = counted(torch.tensor(numbers, dtype=torch.float32))

@@ -46,7 +46,7 @@ PLANS = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(PLANS)
 def test_json_and_back(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())

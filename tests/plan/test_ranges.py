@@ -26,7 +26,7 @@ RANGES = st.builds(
 ONE = Ranges((Range("eval", "linear", "linear", "layer", 2.5, 0.5, 1),), 3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(RANGES)
 def test_json_and_back(ranges: Ranges) -> None:
     again = Ranges.from_json(ranges.to_json())
@@ -35,7 +35,7 @@ def test_json_and_back(ranges: Ranges) -> None:
     assert pickle.loads(pickle.dumps(ranges)) == ranges
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(RANGES, RANGES)
 def test_merging_takes_the_larger(a: Ranges, b: Ranges) -> None:
     both = a.merged(b)

@@ -25,7 +25,7 @@ def message(path: Path, text: str) -> str:
     return str(caught.value).replace(f"{path.parent}/", "")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=PLANS)
 def test_what_a_plan_says_is_read_from_it_and_from_its_text(tmp_path: Path, plan: Plan) -> None:
     path = tmp_path / "plan.json"

@@ -188,7 +188,7 @@ ENTRIES: list[tuple[str, Any]] = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.permutations(ENTRIES), st.lists(st.integers(0, len(ENTRIES)), max_size=3))
 def test_order_does_not_matter(entries: list[tuple[str, Any]], cuts: list[int]) -> None:
     def of(part: list[tuple[str, Any]]) -> OpList:

@@ -41,7 +41,7 @@ def test_what_a_pattern_covers(path: str, covered: list[str], left: list[str]) -
 NAMES = st.text(alphabet="ab0_", min_size=1, max_size=3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(names=st.lists(NAMES, max_size=4), place=st.integers(0, 4))
 @example(names=[], place=0)
 def test_globs_made_of_a_path_cover_it(names: list[str], place: int) -> None:

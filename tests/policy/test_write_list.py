@@ -63,7 +63,7 @@ def op_lists(draw: st.DrawFn) -> OpList:
     return OpList.of(data)
 
 
-CHECKS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+CHECKS = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @CHECKS

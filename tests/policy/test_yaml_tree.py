@@ -111,7 +111,7 @@ TREES = st.recursive(SCALARS, lambda t: st.lists(t, max_size=3) | st.dictionarie
 JUNK = st.text(alphabet=" \t\n-:[]{}&*!|>'\"#%@`a", max_size=4)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=st.dictionaries(WORDS, TREES, max_size=3) | TREES, junk=JUNK)
 @example(tree={"deny": ["torch.relu", "relu"]}, junk="")
 def test_whatever_the_file_it_is_a_list_or_an_error_with_its_place(tmp_path: Path, tree: object, junk: str) -> None:
@@ -142,7 +142,7 @@ LISTS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=LISTS | st.dictionaries(WORDS, TREES, max_size=3))
 @example(data={"deny": [{"softmax": {"when": {"dim": [0, -1], "dtype": None}, "devices": ["cpu"]}}]})
 @example(data={"deny": [{"layer_norm": {"when": {"eps": 1e-17}}}], "modules": [{"path": "a.*", "category": "low"}]})

@@ -68,7 +68,7 @@ def _numbers(state: ScaleState) -> tuple[float, int, int]:
     return float(state.scale), int(state.good_steps), int(state.spare)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(rules(), st.lists(st.booleans(), max_size=40))
 def test_the_scale_follows_the_rule(rule: DynamicLossScale, overflows: list[bool]) -> None:
     state, plain = rule.state(CPU), PlainScale(rule)
@@ -79,7 +79,7 @@ def test_the_scale_follows_the_rule(rule: DynamicLossScale, overflows: list[bool
         assert rule.min <= float(state.scale) <= rule.max
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(rules(), st.lists(st.booleans(), max_size=60))
 def test_without_bounds_and_hysteresis_it_is_gradscalers(rule: DynamicLossScale, overflows: list[bool]) -> None:
     growth = rule.growth + 0.5  # GradScaler takes no factor of 1
@@ -96,7 +96,6 @@ def test_without_bounds_and_hysteresis_it_is_gradscalers(rule: DynamicLossScale,
         assert float(state.scale) == scaler.get_scale()
 
 
-@settings(derandomize=True)
 @given(rules(), st.floats(2.0**-4, 2.0**20))
 def test_the_floor_is_as_many_overflows_away_as_it_says(rule: DynamicLossScale, scale: float) -> None:
     count = rule.overflows_to_floor(scale)
@@ -140,7 +139,6 @@ def test_a_wrong_static_scale_is_refused() -> None:
         StaticLossScale(math.nan)
 
 
-@settings(derandomize=True)
 @given(st.floats(1e-30, 1e30), st.sampled_from([1.0, 2.0, 3.0]))
 def test_the_suggested_scale_is_the_largest_power_of_two_that_fits(largest: float, margin: float) -> None:
     scale = autocastfx.suggest_loss_scale(largest, margin=margin)

@@ -91,7 +91,7 @@ class HostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(st.lists(st.booleans(), max_size=8), st.sampled_from([math.inf, -math.inf, math.nan]), st.integers(1, 2))
 def test_a_run_with_overflows_is_the_bare_optimizers_run_without_them(
     make: Make, overflows: list[bool], bad: float, hysteresis: int
@@ -126,7 +126,7 @@ def _names(optimizer: Optimizer, name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("max_iter", [1, 4])
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from([None, 0, 1, 2]), max_size=6))
 def test_lbfgs_undoes_a_step_in_which_any_evaluation_overflows(max_iter: int, schedule: list[int | None]) -> None:
     rule = DynamicLossScale(2.0**4, interval=2, min=2.0**-4)

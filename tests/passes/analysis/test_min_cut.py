@@ -7,10 +7,11 @@ import random
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autocastfx.passes.analysis.min_cut import Label, Term, cheapest, total
+from tests.helpers import examples
 
 NAMES = "abcdefg"
 
@@ -35,7 +36,7 @@ some_terms = st.lists(st.builds(Term, costs, labels, labels), max_size=14)
 some_fixed = st.dictionaries(st.sampled_from(NAMES), st.booleans(), max_size=3)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(150, 500)
 @given(some_terms, some_fixed, st.randoms(use_true_random=False))
 def test_the_cut_is_what_brute_force_finds(terms: list[Term], fixed: dict[Label, bool], order: random.Random) -> None:
     best = brute_force(terms, fixed)

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import fx
 
@@ -27,14 +27,14 @@ from autocastfx.passes.verify import verify
 from autocastfx.plan.plan import Decision, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.rule import Category
-from tests.helpers import Function, op_list, rewritten, text
+from tests.helpers import Function, examples, op_list, rewritten, text
 from tests.passes.random_graphs import build, outputs, reordered, steps
 
 FACTS = load_kernel_facts()
 WEIGHT = frozenset({"weight", "scale"})
 UNMIXED = Ports(autocastfx.OpList(), replace(FACTS, mixed_args=frozenset()))
 MIXED = Ports(autocastfx.OpList(), FACTS)
-many = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = examples(150, 500)
 
 
 def folding(graph: fx.Graph) -> dict[fx.Node, Fold]:
