@@ -24,7 +24,13 @@ MODULES = (
 )
 
 # Beside the test file that mirrors a module: the others that exercise it, the quickest first.
-_LISTS = ("policy/test_op_list.py", "policy/test_match.py", "policy/test_keywords.py", "policy/test_write_list.py")
+_LISTS = (
+    "policy/test_op_list.py",
+    "policy/test_yaml_tree.py",
+    "policy/test_match.py",
+    "policy/test_keywords.py",
+    "policy/test_write_list.py",
+)
 _STEPS = ("training/test_optimizer.py", "training/test_masters.py", "training/test_loss_scaler.py")
 _DRAFTS = ("capture/draft/test_without_inputs.py", "capture/draft/test_draft.py")
 _PLACING = ("passes/test_place_simply.py", "passes/test_place.py")
