@@ -27,7 +27,13 @@ MODULES = (
 )
 
 # Beside the test file that mirrors a module: the others that exercise it, the quickest first.
-_LISTS = ("policy/test_op_list.py", "policy/test_match.py", "policy/test_keywords.py", "policy/test_write_list.py")
+_LISTS = (
+    "policy/test_op_list.py",
+    "policy/test_yaml_tree.py",
+    "policy/test_match.py",
+    "policy/test_keywords.py",
+    "policy/test_write_list.py",
+)
 _STEPS = ("training/test_optimizer.py", "training/test_masters.py", "training/test_loss_scaler.py")
 _DRAFTS = ("capture/draft/test_without_inputs.py", "capture/draft/test_draft.py")
 _PLACING = ("passes/analysis/test_place_simply.py", "passes/analysis/test_place_cheaply.py")
@@ -35,7 +41,7 @@ _WRITES = ("passes/test_merge_repeated.py", "invariants/test_mutation.py", "capt
 _AUTOCAST = ("passes/torch_autocast/test_follow.py", "passes/torch_autocast/test_expand.py")
 _LOW_WEIGHTS = ("runtime/test_stored_low.py", "runtime/test_working_copies.py")
 _OTHERS = "test_conversion.py"
-_VARIANTS = ("runtime/test_module_protocol.py", _OTHERS, "capture/test_shape_guard.py")
+_VARIANTS = ("runtime/test_module_protocol.py", "capture/test_python_state.py", _OTHERS)
 
 ALSO: dict[str, tuple[str, ...]] = {
     "passes/classify.py": ("graph/test_product.py", "passes/analysis/test_masks.py", "policy/test_match.py"),
@@ -85,6 +91,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "policy": _LISTS,
     "runtime/working_copies.py": ("runtime/test_stored_low.py",),
     "runtime/variant_table.py": _VARIANTS,
+    "numerics/compare.py": ("numerics/test_paired_backward.py",),
     "numerics/paired_run.py": ("numerics/test_compare.py", "numerics/test_find_overflow.py"),
     "numerics/paired_backward.py": ("numerics/test_compare.py", "numerics/test_gradient_histogram.py"),
 }

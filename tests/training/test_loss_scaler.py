@@ -69,8 +69,9 @@ def test_far_from_the_floor_the_host_never_waits() -> None:
 def test_without_copies_in_the_background_the_host_looks_once_in_sixteen_steps() -> None:
     scaler = LossScaler(DynamicLossScale())
     scaler._copy = copy = Slow(delay=10**6)
-    assert not any(_run(scaler, [ZERO] * 160))
-    assert copy.reads == 10
+    for steps, reads in ((15, 0), (1, 1), (15, 1), (1, 2), (128, 10)):
+        assert not any(_run(scaler, [ZERO] * steps))
+        assert copy.reads == reads
 
 
 @pytest.mark.parametrize("delay", [1, 3, 7, 20])

@@ -269,6 +269,15 @@ def test_sparse_gradients_are_unscaled_and_checked() -> None:
     assert optimizer.last_step.culprits == ("group 0, parameter 0 of shape (5, 2)",)
 
 
+def test_a_parameter_without_a_gradient_may_stand_beside_a_sparse_one() -> None:
+    embedding, unused = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.ones(2))
+    optimizer = LossScalingOptimizer(SGD([*embedding.parameters(), unused], 1.0))
+    optimizer.backward(embedding(torch.tensor([1])).sum())
+    optimizer.step()
+    assert not optimizer.last_step.skipped
+    assert unused.eq(1).all()
+
+
 def test_without_any_gradient_a_step_does_nothing() -> None:
     model = Model()
     optimizer = LossScalingOptimizer(Adam(model.parameters()))

@@ -38,6 +38,10 @@ def scaled_first(a: Tensor, b: Tensor) -> Tensor:
     return (a * a).sum(-1)[:, None] - (2 * a) @ b.mT + (b * b).sum(-1)[None]
 
 
+def divided(a: Tensor, b: Tensor) -> Tensor:
+    return (a**2).sum(-1, keepdim=True) + (b**2).sum(-1) - (a @ b.mT) / 0.5
+
+
 def added_by_the_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(a.square().sum(-1, keepdim=True) + b.square().sum(-1), a, b.mT, alpha=-2)
 
@@ -55,6 +59,7 @@ DISTANCES: dict[str, tuple[Form, str]] = {
     for f, product in (
         (plain, "matmul"),
         (scaled_first, "matmul"),
+        (divided, "matmul"),
         (added_by_the_product, "addmm"),
         (by_einsum, "matmul"),
         (by_linear, "linear"),

@@ -354,6 +354,12 @@ def test_a_float32_value_joined_through_a_view_widens_the_result(rules: autocast
     assert plan["cat"].placement.run is Precision.FLOAT32, "one of its readers is"
 
 
+def test_what_is_computed_is_not_joined_in_16_bits(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    joined = Function(lambda x: torch.cat([x.sinh(), x @ x]) @ x)
+    plan = autocastfx.convert(joined, (x,), op_list=rules, fold="kernel").plan
+    assert plan["cat"].placement.run is Precision.FLOAT32
+
+
 def test_reasons(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     def chain(x: torch.Tensor) -> torch.Tensor:
         low = (x.tanh() @ x).tanh()

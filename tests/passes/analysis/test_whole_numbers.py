@@ -44,6 +44,13 @@ def test_each_dtype_tells_whole_numbers_apart_up_to_a_power_of_two() -> None:
         assert not torch.equal(numbers.to(low).double(), numbers)
 
 
+def test_counts_up_to_a_size_of_the_call_may_reach_any_number() -> None:
+    graph = graph_of(lambda x: torch.arange(x.shape[0], dtype=torch.float32)[:, None] * x)
+    floats, scaled = whole(graph)
+    assert floats["arange"] == math.inf
+    assert scaled == {"mul"}
+
+
 @pytest.mark.parametrize(
     ("tensor", "expected"),
     [

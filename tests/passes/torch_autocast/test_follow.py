@@ -68,6 +68,23 @@ def test_what_is_not_listed_runs_as_its_inputs_come(rules: autocastfx.OpList, x:
     """)
 
 
+def test_the_plan_tells_in_what_values_come(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    """A single number does not widen what it is multiplied with; a matrix does."""
+
+    def mixed(x: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x @ x
+        return y * number, y + x, y.argmax(), x.bfloat16() @ x.bfloat16()
+
+    plan = autocastfx.convert(Function(mixed), (x, torch.tensor(0.5)), op_list=rules, dtype=LOW).plan
+    found = {name: (plan[name].dtype, plan[name].placement.store) for name in ("mul", "add", "argmax", "matmul_1")}
+    assert found == {
+        "mul": ("float16", Precision.LOW),
+        "add": ("float32", Precision.FLOAT32),
+        "argmax": ("int64", Precision.CAPTURED),
+        "matmul_1": ("float16", Precision.LOW),
+    }
+
+
 def test_each_reader_has_its_own_cast(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     listing = follows(lambda x, y: (x @ y.relu(), y.relu() @ x), x, x + 1, rules=rules)
     assert listing.count("f16 = to(args_0)") == 2
