@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from hypothesis import HealthCheck, settings
 
 from autocastfx.runtime.variant_table import VariantTable
@@ -30,14 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _texts_are_parsed_once() -> Iterator[None]:
-    """Parsing the shipped lists is a fifth of a small conversion. What is read from the parsed text is made anew."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(yaml, "compose", lru_cache(maxsize=64)(yaml.compose))
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -279,6 +279,12 @@ def _kind(node: yaml.Node | None) -> str:
     return "nothing" if node is None or not node.value else f"the word {node.value!r}"
 
 
+@lru_cache(maxsize=64)
+def _composed(text: str) -> yaml.Node | None:
+    """Parse YAML. Nothing changes the nodes, and each conversion reads the same shipped files."""
+    return yaml.compose(text, Loader=yaml.SafeLoader)
+
+
 def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
     """Parse a YAML file and return its root mapping.
 
@@ -300,7 +306,7 @@ def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
         raise OpListError(f"this is not UTF-8 text: {error.reason}.", place) from error
     start = Source(shown, 1, 1)
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = _composed(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = Source(shown, mark.line + 1, mark.column + 1) if mark else start
