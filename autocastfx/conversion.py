@@ -189,7 +189,7 @@ def _capture_first(amp_model: AmpModule, call: Call, module: nn.Module, maker: V
 
 
 def convert_again(amp_model: AmpModule, op_list: OpList) -> AmpModule | None:
-    """What ``amp_model`` would be if ``op_list`` had been given after its lists, made from what was captured for it.
+    """Convert again with ``op_list`` laid over the lists of ``amp_model``, from the graphs that were captured for it.
 
     It shares parameters and buffers with ``amp_model``. Rules that match no node are not warned of. None where what was
     captured is not at hand, as with ``weights="low"``.

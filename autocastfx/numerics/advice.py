@@ -11,7 +11,7 @@ __all__ = ["because_of", "op_list_for"]
 
 
 def because_of(entry: PlannedNode | None) -> str:
-    """Why a node runs in the precision that it runs in; None is for one that the conversion made."""
+    """The reason for a node's precision; ``entry`` is None for a node that the conversion made."""
     if entry is None:
         return "the conversion made this node"
     return f"{entry.placement.because}; {entry.decision}"

@@ -167,14 +167,14 @@ def _is_culprit(step: Step) -> bool:
 
 
 def _is_written(node: fx.Node) -> bool:
-    """Whether Inf or NaN is written into the node itself, as by ``masked_fill(mask, -inf)``."""
+    """True if Inf or NaN is written into the node itself, as by ``masked_fill(mask, -inf)``."""
     return any(
         isinstance(arg, float) and not math.isfinite(arg) for arg in pytree.tree_leaves((node.args, node.kwargs))
     )
 
 
 def _in_float32(step: Step, at_hand: bool) -> bool | None:
-    """Whether float32 is not finite in any element either where the conversion is not."""
+    """True if float32 is not finite either, in every element where the conversion is not; None if it is not known."""
     if step.twin is not None:
         pairs = zip(floating(step.value), floating(step.reference), strict=True)
         return not any(bool((~ours.isfinite() & theirs.isfinite()).any()) for ours, theirs in pairs)
@@ -222,7 +222,7 @@ def _advice(in_float32: bool | None, fix: str, guilty: list[PlannedNode], node: 
 
 
 def _uncast(node: fx.Node) -> fx.Node:
-    """What a node holds, be it cast."""
+    """The value behind the casts of the conversion."""
     while is_cast(node):
         node = node.all_input_nodes[-1]
     return node

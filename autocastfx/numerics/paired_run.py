@@ -126,7 +126,7 @@ class PairedRun:
         return f"{said}. {f'Its line is {line}. ' if line else ''}{runs}{advice}".rstrip()
 
     def outputs(self) -> Iterator[Any]:
-        """What both graphs give, nested as the model's output, after all steps; the graphs forget it."""
+        """Both graphs' outputs, nested as the model's, after all steps; the graphs forget them."""
         for side in (self.low, self.full):
             if side is None:
                 continue
@@ -203,7 +203,7 @@ def run_side_by_side(
 
 
 def _check_fits(theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> None:
-    """Whether tensors of a model are those of the float32 original, by name, size and dtype."""
+    """True if a model's tensors have the names, sizes and dtypes of the float32 original's."""
     for name, tensor in ours.items():
         found = theirs.get(name)
         if found is None:

@@ -188,7 +188,7 @@ class Classifier:
         return Decision(Category.DENY, reason, Forced.WIDE)
 
     def _is_wide_constant(self, node: fx.Node) -> bool:
-        """Whether ``node`` makes a tensor of a number that the low dtype cannot hold (``full``, ``scalar_tensor``)."""
+        """True if ``node`` makes a tensor of a number that the low dtype cannot hold (``full``, ``scalar_tensor``)."""
         largest = float(torch.finfo(self.low).max)
         made = has_float32(node) and not any(has_float32(u.node) for u in uses(node))
         return made and any(largest < abs(number) < math.inf for _, number in constants(node))

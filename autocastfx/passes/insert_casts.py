@@ -36,7 +36,7 @@ _TO = torch.ops.aten.to.dtype
 
 @dataclass(frozen=True)
 class Rewriter:
-    """How casts are written.
+    """Writes casts.
 
     Attributes:
         low: the 16-bit dtype.

@@ -54,7 +54,7 @@ def merge_repeated(
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether ``node`` gives the same float32 value whenever it is called with the same numbers."""
+    """True if ``node`` gives the same float32 value whenever it is called with the same numbers."""
     op = node.target
     if not isinstance(op, OpOverload) or op.namespace != "aten" or not is_float32(node):
         return False
@@ -62,7 +62,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _statistics(graph: fx.Graph) -> set[fx.Node]:
-    """What norms keep running statistics in, and all that is made of these but by norms."""
+    """Return the running statistics of norms, and all values made of these by other ops."""
     norms = [node for node in graph.nodes if _keeps_statistics(node)]
     found = {use.node for norm in norms for use in uses(norm) if use.argument in _STATISTICS}
     names = {node.target for node in found if node.op == "get_attr"}

@@ -87,7 +87,7 @@ def _between(sources: Sequence[fx.Node], end: fx.Node) -> set[fx.Node]:
 
 
 def _layout_is_read(node: fx.Node) -> bool:
-    """Whether anything reads the result as memory: a ``view`` of other strides may fail."""
+    """True if anything depends on the result's strides: a ``view`` of other strides may fail."""
     same_layout = reachable([node], lambda n: filter(_passes_layout, n.users))
     return any(op_name(user) in _READS_LAYOUT for each in same_layout for user in each.users)
 
@@ -101,7 +101,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _is_wide(node: fx.Node) -> bool:
-    """Whether all that the node computes with is float32: ``max`` gives integers beside its maxima."""
+    """True if the node computes with float32 alone; it may give integers too, as ``max`` does."""
     return has_float32(node) and all(
         t.layout == torch.strided and (t.dtype == torch.float32 or not t.dtype.is_floating_point) for t in tensors(node)
     )

@@ -1,4 +1,4 @@
-"""What takes the place of torch's attention on a CPU: its formula where there is dropout, our operator for few tokens.
+"""Replaces torch's attention on a CPU: by its formula where there is dropout, by our operator for few tokens.
 
 Fused attention on a CPU knows no dropout. With it torch takes the formula: it widens query, key and value, and keeps
 all weights in float32 for backward. Written out, the products are 16-bit ones, and the list decides the softmax.
@@ -137,7 +137,7 @@ def _call(node: fx.Node) -> _Attention | None:
 
 
 def _fits(mask: fx.Node, query: fx.Node, key: fx.Node) -> bool:
-    """Whether the scores have their own sizes under ``mask``, in the example: torch refuses it otherwise."""
+    """True if the scores keep their sizes under ``mask``, in the example: torch refuses it otherwise."""
     q, k, given = (_sizes(node) for node in (query, key, mask))
     scores = (*torch.broadcast_shapes(q[:-2], k[:-2]), q[-2], k[-2])
     return tuple(torch.broadcast_shapes(scores, given)) == scores

@@ -54,7 +54,7 @@ def read_copies(graph: fx.Graph, parameters: frozenset[str], placements: Mapping
 
 
 def _is_read_often(value: fx.Node) -> bool:
-    """Whether several gradients of ``value`` may add up: an op that takes a list of weights may read one many times."""
+    """True if several gradients of ``value`` may add up: an op that takes a list of weights may read one many times."""
     read = [(reader, use) for reader in value.users for use in uses(reader) if use.node is value]
     return len(read) > 1 or any(value not in (*r.args, *r.kwargs.values()) for r, _ in read)
 

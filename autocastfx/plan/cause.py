@@ -1,4 +1,4 @@
-"""Why a node is placed in its precision, as a value: a kind, and the nodes that it speaks of."""
+"""The cause of a node's placement as a value: a kind, and the nodes that it names."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Why(str, Enum):
 
 @dataclass(frozen=True)
 class Cause:
-    """A kind of cause and the names of the nodes that it speaks of, one for each ``{}`` in its text."""
+    """A kind of cause, with the name of a node for each ``{}`` in its text."""
 
     why: Why
     nodes: tuple[str, ...] = ()

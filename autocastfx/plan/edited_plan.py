@@ -32,7 +32,7 @@ _SHOWN = 20  # lines that one warning lists
 
 @dataclass(frozen=True)
 class Line:
-    """What a plan says of one node; None where it says nothing."""
+    """A plan's line on one node; None for what it leaves out."""
 
     name: str
     op: str
@@ -44,11 +44,11 @@ class Line:
     store: Precision | None = None
 
     def speaks_of(self, op: str, module: str) -> bool:
-        """Whether the node of its name is meant."""
+        """True if the line is about a node of this op and module."""
         return self.op == op and self.module in (None, module)
 
     def moves(self, placement: Placement) -> bool:
-        """Whether it asks for another precision than ``placement``."""
+        """True if it asks for another precision than ``placement``."""
         run = self.run or placement.run
         return (run, self.store or run) != (placement.run, placement.store)
 
@@ -67,7 +67,7 @@ class EditedPlan:
         unable: Mapping[fx.Node, str],
         prefix: str = "",
     ) -> Obeyed:
-        """What the plan makes of the decisions for one graph.
+        """Lay the plan over the decisions for one graph.
 
         Args:
             decisions: what the lists say.

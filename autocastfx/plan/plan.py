@@ -1,4 +1,4 @@
-"""What was decided for every node of one graph, and why: plain data, to and from JSON."""
+"""The decisions on every node of one graph, and the reasons: plain data, to and from JSON."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Precision(str, Enum):
 
 
 class Forced(str, Enum):
-    """What decides of a node whatever op lists say."""
+    """A rule that decides a node whatever op lists say."""
 
     CONSTANT = "forced:constant"  # a number in the graph is beyond the dtype's range
     WIDE = "forced:wide"  # it reads values beyond the dtype's range
@@ -190,7 +190,7 @@ class Plan:
 
     @property
     def unlisted(self) -> dict[str, int]:
-        """How often each op occurs that no list names and that touches a float32 value."""
+        """Number of nodes by op, for ops that no list names and that touch a float32 value."""
         return dict(Counter(n.op for n in self.nodes if n.decision.source == UNLISTED))
 
     def by_op(self) -> dict[tuple[str, str], int]:

@@ -101,7 +101,7 @@ class Reasons:
         return ", ".join(said[:6]) + (f" and {len(said) - 6} more" if len(said) > 6 else "") if said else "nothing"
 
     def _behind_casts(self, row: Row) -> list[str]:
-        """What a node reads, behind the casts that the conversion made."""
+        """The values that a node reads; of a cast that the conversion made, the value before it."""
         found: dict[str, None] = {}
         for read in row.reads:
             while self._rows[read].kind in ("cast", "copy", "made") and self._rows[read].reads:

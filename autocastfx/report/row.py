@@ -70,7 +70,7 @@ class Row:
 
     @property
     def is_own_cast(self) -> bool:
-        """Whether the captured model casts here itself."""
+        """True for a cast that the captured model makes itself."""
         if self.planned is None:
             return False
         source = self.planned.decision.source

@@ -54,8 +54,7 @@ class AmpModule(fx.GraphModule):
         type(self).forward = signed_forward(signature)  # GraphModule gives each instance a class of its own
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What ``forward`` does: run the variant that fits the call. If none does, capture one while the original is at
-        hand.
+        """Run the variant that fits the call. If none does, capture one while the original is at hand.
 
         Raises:
             TypeError: the arguments do not fit the original's signature.
@@ -128,7 +127,7 @@ class AmpModule(fx.GraphModule):
 
     @property
     def _working_copies(self) -> WorkingCopies | None:
-        """What graphs read by this name (``weights.ATTRIBUTE``), once in each call."""
+        """The 16-bit copies that graphs read by this name, once in each call."""
         return self._autocastfx_copies.fresh()
 
     def _modes(self) -> tuple[bool, ...]:

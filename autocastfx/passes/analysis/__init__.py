@@ -1,1 +1,1 @@
-"""What passes ask of a graph before they decide: units, ports, ranges, bytes. Nothing here rewrites it."""
+"""Analyses of a graph that passes decide by: units, ports, ranges, bytes. Nothing here rewrites the graph."""

@@ -1,4 +1,4 @@
-"""What a placement costs: the bytes that ops read and write of float32 values and of their 16-bit versions."""
+"""The cost of a placement: bytes of float32 values, and of their 16-bit versions, that ops read and write."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ __all__ = ["is_over_classes", "read_low"]
 
 
 def is_over_classes(node: fx.Node) -> bool:
-    """Whether ``node`` is a ``cross_entropy_loss`` that PyTorch computes as ``nll_loss_nd`` of a ``log_softmax``.
+    """True for a ``cross_entropy_loss`` that PyTorch computes as ``nll_loss_nd`` of a ``log_softmax``.
 
     It is where the target holds class indices and no label is smoothed (``aten/src/ATen/native/LossNLL.cpp``).
     """

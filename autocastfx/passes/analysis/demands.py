@@ -1,4 +1,4 @@
-"""Which nodes run in float32 because an op that they lead to cannot use a rounded operand."""
+"""Finds the nodes that run in float32 because an op that they lead to cannot use a rounded operand."""
 
 from __future__ import annotations
 

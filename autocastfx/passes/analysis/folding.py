@@ -25,7 +25,7 @@ __all__ = ["Fold", "Folding"]
 
 @dataclass(frozen=True)
 class Fold:
-    """What folding a node asks of its neighbours; all that read it are low in any case.
+    """The conditions on a node's neighbours under which it folds, beside that all its readers are low.
 
     Attributes:
         reads: the values that must be low for it to be low. Not what the model holds: a norm that takes no float32
@@ -76,7 +76,7 @@ class Folding:
     def _reads(
         self, node: fx.Node, decision: Decision, wide: frozenset[fx.Node], later: Mapping[fx.Node, Fold]
     ) -> tuple[fx.Node, ...]:
-        """What ``node`` must read in 16 bits to fold; nothing if it does not fold."""
+        """Return the values that ``node`` must read in 16 bits to fold; none if it does not fold."""
         given = (u for u in uses(node) if not self.ports.stays_float32(node, u))
         asked = tuple(u for u in given if is_float32(u.node) and any(t.ndim for t in tensors(u.node)))
         if decision.source == Forced.WIDE and self.level == "kernel":
@@ -94,7 +94,7 @@ class Folding:
         return facts.may_fold(name, self.low, self.ports.device, level)
 
     def _joins_what_came_in(self, node: fx.Node) -> bool:
-        """Whether ``node`` joins a parameter, an input of the graph, or a view of one: float32 in any case."""
+        """True if ``node`` joins a parameter, an input of the graph, or a view of one: float32 in any case."""
         joins = kernel_name(node) in self.ports.facts.joins
         return joins and any(_came_in(u.node) for u in uses(node) if is_float32(u.node))
 

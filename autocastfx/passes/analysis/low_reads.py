@@ -20,13 +20,13 @@ __all__ = ["LowReads", "lower_views"]
 
 @dataclass(frozen=True)
 class LowReads:
-    """Which values are read low only, by given placements."""
+    """Finds the values that are read low only, by given placements."""
 
     placements: Mapping[fx.Node, Placement]
     ports: Ports
 
     def all_of(self, value: fx.Node) -> bool:
-        """Whether ``value`` is read, and every reader casts it to 16 bits."""
+        """True if ``value`` is read, and every reader casts it to 16 bits."""
         return bool(value.users) and all(self._reads(reader, value) for reader in value.users)
 
     def _reads(self, reader: fx.Node, value: fx.Node) -> bool:
@@ -74,7 +74,7 @@ def _is_view(node: fx.Node, parameters: frozenset[str], views: set[fx.Node]) -> 
 
 
 def _is_injective(view: torch.Tensor) -> bool:
-    """Whether no two elements of ``view`` share memory."""
+    """True if no two elements of ``view`` share memory."""
     if not all(isinstance(size, int) for size in (*view.shape, *view.stride())):
         return False
     reach = 0

@@ -107,7 +107,7 @@ def read_as_scores(node: fx.Node, written: Set[fx.Node]) -> frozenset[fx.Node]:
 
 
 def _passes_on(node: fx.Node, name: str) -> bool:
-    """Whether a mask, or scores, that ``node`` reads there make a mask or scores of its result."""
+    """True if a mask, or scores, read as argument ``name`` make the result of ``node`` a mask or scores."""
     op, found = op_name(node), tensors(node)
     if len(found) != 1 or not found[0].is_floating_point():
         return False
@@ -118,7 +118,7 @@ def _passes_on(node: fx.Node, name: str) -> bool:
 
 
 def come_in(graph: fx.Graph, nodes: Iterable[fx.Node], computed: Set[fx.Node]) -> set[fx.Node]:
-    """Those of ``nodes`` that read numbers which a call brings, or what is made of them but for ``computed`` values.
+    """Return the nodes that read numbers from a call's inputs, directly or through ops, but not through ``computed``.
 
     Such numbers may be a mask, beyond the range, and narrowed they would be infinite.
     """
@@ -140,7 +140,7 @@ def come_in(graph: fx.Graph, nodes: Iterable[fx.Node], computed: Set[fx.Node]) -
 
 
 def takes_mask(node: fx.Node, use: Use) -> bool:
-    """Whether ``node`` may add what it reads there to scores, as a mask."""
+    """True if ``node`` may add the value of this use to scores, as a mask."""
     return use.argument in _MASKED.get(base_name(op_name(node)), ())
 
 
@@ -150,7 +150,7 @@ def seen_as(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def is_mask(node: fx.Node) -> bool:
-    """Whether a value reaches an addition or an attention mask through views alone."""
+    """True if a value reaches an addition or an attention mask through views alone."""
     views = reachable([node], lambda read: (r for r in read.users if is_view(r) and value(r) is not None))
     pairs = ((read, reader) for read in views for reader in read.users)
     return any(u.node is read and takes_mask(reader, u) for read, reader in pairs for u in uses(reader))

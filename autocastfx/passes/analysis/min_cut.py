@@ -28,7 +28,7 @@ class Term:
 
 
 def total(terms: Iterable[Term], low: frozenset[Label] | set[Label]) -> int | None:
-    """What a labelling costs; None if it is forbidden. Labels outside ``low`` are float32."""
+    """The cost of a labelling; None if it is forbidden. Labels outside ``low`` are float32."""
     paid = 0
     for term in terms:
         any_low = not term.lows or any(label in low for label in term.lows)

@@ -80,7 +80,7 @@ def _grow(units: Units, tainted: Mapping[Unit, Cause]) -> dict[Unit, Cause]:
 
 
 def _all_low(unit: Unit, units: Units, low: Mapping[Unit, Cause]) -> bool:
-    """Whether every floating input is low already; a 0-d tensor never widens a result."""
+    """True if every floating input is low already; a 0-d tensor never widens a result."""
     for node in unit.nodes:
         for read in (u.node for u in uses(node) if has_float32(u.node)):
             source = units.of.get(producer(read))

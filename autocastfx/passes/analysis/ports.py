@@ -1,4 +1,4 @@
-"""Which inputs of a node are not cast to the precision that it runs in: one answer for all passes."""
+"""The inputs of a node that are not cast to the precision that it runs in: one answer for all passes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ports:
     device: str = "cpu"  # type of the one that the graph will run on
 
     def stays_float32(self, node: fx.Node, use: Use) -> bool:
-        """Whether the argument is one of the op's ``keep_args``, or a parameter that its kernel takes in float32."""
+        """True if the argument is one of the op's ``keep_args``, or a parameter that its kernel takes in float32."""
         if use.argument in self.op_list.kept(op_name(node)):
             return True
         return use.argument in PARAMETERS and self.kernel(node) in self._float32_parameters
@@ -49,7 +49,7 @@ class Ports:
         return found if found is not None and found._schema.name in self._float32_parameters else None
 
     def kernel(self, node: fx.Node) -> str:
-        """What facts about kernels know ``node`` by, where it runs low: a ``kernel_name``."""
+        """Return the ``kernel_name`` under which kernel facts list ``node``, where it runs low."""
         found = self.stand_in(node)
         return kernel_name(node) if found is None else str(found._schema.name)
 
@@ -66,11 +66,11 @@ class Ports:
         return tuple(sorted((read for read in reads if is_float32(read)), key=lambda r: tensors(r)[0].ndim == 0))
 
     def decisive(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """Those of ``operands`` that set the precision of the result."""
+        """Return the ``operands`` that set the precision of the result."""
         return _with_dimensions(self.operands(node))
 
     def converts(self, node: fx.Node, use: Use) -> bool:
-        """Whether ``node`` itself makes float32 of what it reads there.
+        """True if ``node`` itself makes float32 of the value of this use.
 
         A cast does, an op with a dtype argument, and a cross entropy.
         """
@@ -80,7 +80,7 @@ class Ports:
         return use.argument == "self" and (self.asks_dtype(node) or is_over_classes(node))
 
     def asks_dtype(self, node: fx.Node) -> bool:
-        """Whether a float32 result is asked of ``node`` by its dtype argument."""
+        """True if the dtype argument of ``node`` asks for a float32 result."""
         if base_name(op_name(node)) not in self.facts.takes_dtype or not isinstance(node.target, OpOverload):
             return False
         return any(a.name == "dtype" for a in node.target._schema.arguments) and not mutated_inputs(node)

@@ -26,7 +26,7 @@ _FIXED = (Category.DENY, Category.KEEP)
 
 @dataclass(eq=False)
 class Unit:
-    """What is placed as one. ``before`` and ``after`` are its neighbours, once for each value that passes between."""
+    """Nodes that are placed as one. ``before`` and ``after`` are its neighbours, once for each value between them."""
 
     nodes: list[fx.Node]
     category: Category
@@ -40,7 +40,7 @@ class Unit:
 
     @property
     def is_free(self) -> bool:
-        """Whether its category leaves its precision to the placement."""
+        """True if its category leaves its precision to the placement."""
         return self.category in FREE
 
 
@@ -130,12 +130,12 @@ def units_of(graph: fx.Graph, decisions: Mapping[fx.Node, Decision], ports: Port
 
 
 def _computes_apart(node: fx.Node, storage: AliasSet, decisions: Mapping[fx.Node, Decision]) -> bool:
-    """Whether ``node`` makes the storage and may run in another precision than it is stored in."""
+    """True if ``node`` makes the storage and may run in another precision than it is stored in."""
     return node is storage.root and decisions[node].category not in FREE
 
 
 def _state_updates(units: Mapping[fx.Node, Unit], storages: Mapping[fx.Node, AliasSet]) -> dict[Unit, str]:
-    """What computes the next contents of a parameter, buffer or input from its present ones.
+    """Find the units that compute the next contents of a parameter, buffer or input from its present ones.
 
     An average that is kept in float32 but computed in 16 bits stands still, for its steps are too small.
     """

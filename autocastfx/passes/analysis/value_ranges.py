@@ -1,4 +1,4 @@
-"""Which nodes of one graph 16 bits cannot serve, for how large or small their values are known to be."""
+"""Finds the nodes of a graph whose values are too large or too small for 16 bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Limit", "Reach", "reach"]
 
 @dataclass(frozen=True)
 class Reach:
-    """What is known of a graph's values.
+    """The nodes and values that 16 bits cannot hold.
 
     Attributes:
         unfit: why a node must run in float32, for those that must.
@@ -36,7 +36,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Limit:
-    """How large and how small a value may be in 16 bits.
+    """The bounds on values in 16 bits.
 
     Too large is the largest finite number of ``low``, divided by ``headroom``. Too small is a root mean square below
     the smallest normal number: what subnormal numbers round away, half of their spacing, is then more of a value than
@@ -57,7 +57,7 @@ class Limit:
         return float(torch.finfo(self.low).smallest_normal)
 
     def passed(self, reached: float) -> bool:
-        """Whether a value reaches too far."""
+        """True for a magnitude that is too large."""
         return reached >= self.largest / self.headroom
 
     def loses(self, found: Magnitude) -> bool:
@@ -80,7 +80,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class _Known:
-    """How large a value is, and whose value that is: its own, or that of what it takes its elements from."""
+    """A magnitude, and the node that it was known for: the value itself, or one that its elements come from."""
 
     magnitude: Magnitude
     name: str

@@ -134,7 +134,7 @@ def _is_hiding(
 def _reach(
     node: fx.Node, known: Mapping[fx.Node, float], category: Category | None, facts: KernelFacts, size: Size
 ) -> float | None:
-    """How far the whole numbers that ``node`` gives may reach; None if it may give others."""
+    """Return a bound on the whole numbers that ``node`` gives; None if it may give others."""
     made = tensors(node)[:1]
     if not made or made[0].is_complex() or node.op == "output":
         return None

@@ -1,4 +1,4 @@
-"""What models write out in several ops and one operator computes: how a formula is found in a captured graph."""
+"""Patterns: formulas of several ops that one operator computes, and the search for them in a captured graph."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Pattern:
         return {op: tuple(r for r in results if op_name(r) == op) for op in {op_name(r) for r in results}}
 
     def occurrences(self, node: fx.Node) -> Iterator[tuple[Found, Arguments]]:
-        """What the parameters stand for, and the operator's arguments, for each way to read ``node`` as a formula."""
+        """Yield the parameters' values and the operator's arguments, for each way to read ``node`` as a formula."""
         for result in self._results.get(op_name(node), ()):
             for bound in self._matches(result, node, {}):
                 found = {str(known.target): held for known, held in bound.items()}
@@ -76,7 +76,7 @@ class Pattern:
                     yield found, arguments
 
     def may_be_in(self, ops: frozenset[str]) -> bool:
-        """Whether a graph of these ops can hold any formula."""
+        """True if a graph of these ops can hold a formula of the pattern."""
         return any(formula <= ops for formula in self._ops)
 
     @cached_property
@@ -144,7 +144,7 @@ def _is_same(known: Any, found: Any) -> bool:
 
 
 def _behind_casts(node: fx.Node) -> fx.Node:
-    """What the model's own casts were applied to; they belong to the formula that they stand in."""
+    """Return the value before the model's own casts, which belong to the formula that they stand in."""
     while op_name(node) == "to" and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

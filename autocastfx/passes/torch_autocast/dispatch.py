@@ -44,7 +44,7 @@ class Dispatch:
         return Matcher(self.op_list, self.device)(node)
 
     def eligible(self, leaf: Any) -> bool:
-        """Whether a value may be cast: a floating tensor, not float64, on the device."""
+        """True for a value that may be cast: a floating tensor, not float64, on the device."""
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dtype == torch.float64:
             return False
         return leaf.device.type == self.device
@@ -81,11 +81,11 @@ class Dispatch:
         return Precision.FLOAT32, Why.DENY
 
     def takes_captured(self, node: fx.Node, precision: Precision) -> bool:
-        """Whether ``node``, run in ``precision``, gets its inputs in the dtypes that the captured graph has."""
+        """True if ``node``, run in ``precision``, gets its inputs in the dtypes that the captured graph has."""
         return precision is Precision.CAPTURED and not self.is_operator(node)
 
     def is_operator(self, node: fx.Node) -> bool:
-        """Whether ``node`` takes values as they come. A sub-graph, or a Python call that stays whole, does not."""
+        """True if ``node`` takes values as they come. A sub-graph, or a Python call that stays whole, does not."""
         if isinstance(node.target, (OpOverload, HigherOrderOperator)):
             return isinstance(node.target, OpOverload)
         return getattr(node.target, "__module__", "") in ("_operator", "math", "torch", "builtins")
@@ -108,7 +108,7 @@ class Dispatch:
         return {Precision.LOW: self.low, Precision.FLOAT32: torch.float32}.get(precision)
 
     def asks(self, node: fx.Node, precision: Precision) -> bool:
-        """Whether ``node``, run in ``precision``, is asked for float32 by its dtype argument instead of by casts."""
+        """True if ``node``, run in ``precision``, is asked for float32 by its dtype argument instead of by casts."""
         return precision is Precision.FLOAT32 and op_name(node) in self.op_list.set_dtype
 
     def value(self, node: fx.Node, precision: Precision, values: Mapping[fx.Node, Any], captured: Any) -> Any:
@@ -141,7 +141,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Followed:
-    """How torch.autocast runs a graph: a placement per computing node, and the dtypes that every value has then."""
+    """A graph as torch.autocast runs it: a placement per computing node, and the dtypes of every value."""
 
     dispatch: Dispatch
     placements: Mapping[fx.Node, Placement]
@@ -149,7 +149,7 @@ class Followed:
 
 
 def _leaves(node: fx.Node, values: Mapping[fx.Node, Any]) -> Iterator[Any]:
-    """What ``node`` reads, in the order of its arguments."""
+    """Yield the values that ``node`` reads, in the order of its arguments."""
     found: list[Any] = []
     map_arg((node.args, node.kwargs), lambda n: found.extend(pytree.tree_leaves(values[n])))
     yield from found

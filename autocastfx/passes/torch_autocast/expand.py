@@ -85,7 +85,7 @@ class _Run:
         return self.copies[node]
 
     def _taken(self, node: fx.Node) -> Any:
-        """What ``node`` takes out of the results of parts; None if it does anything else."""
+        """Return the member that ``node`` takes out of the results of parts; None if it does anything else."""
         if node.op == "call_function" and op_name(node) == "getitem":
             source, key = node.args[:2]
             found = self.copies.get(cast("fx.Node", source))
