@@ -506,3 +506,9 @@ def test_a_list_made_in_python_may_say_unlisted_by_its_word(word: str, category:
 def test_an_unknown_word_for_unlisted_is_refused() -> None:
     with pytest.raises(OpListError, match=r"unlisted is keep, deny, error or None, not 'kep'\."):
         OpList(unlisted="kep")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", ["my_lib.a-b", "my lib.twice", "my_lib..twice"])
+def test_a_dotted_name_of_which_a_part_is_no_python_name_is_refused(name: str) -> None:
+    with pytest.raises(OpListError, match=r"OpList:deny\[0\]"):
+        OpList.of({"deny": [name]})
