@@ -18,7 +18,7 @@ settings.register_profile("new", settings.get_profile("same"), derandomize=False
 settings.load_profile("same")
 
 # Rooms whose tests look at one graph of a conversion: that of the mode in which the model is.
-ONE_MODE = ("graph", "numerics", "passes", "plan", "policy", "presets")
+ONE_MODE = ("capture", "graph", "numerics", "passes", "plan", "policy", "presets")
 _capture_modes = VariantTable.capture_modes
 
 

@@ -100,6 +100,7 @@ def test_new_variants_in_several_threads(same: bool) -> None:
         assert torch.equal(result, autocastfx.convert(model, (x, by), dtype=torch.bfloat16)(x, by))
 
 
+@pytest.mark.usefixtures("both_modes")
 def test_a_first_call_in_several_threads() -> None:
     amp_model = autocastfx.convert(Scaled().eval(), dtype=torch.bfloat16)
     x = torch.randn(3)

@@ -7,8 +7,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,7 @@ from autocastfx.graph.node import dtypes
 from autocastfx.graph.op_name import of_function, op_name
 from autocastfx.runtime.operators.conditional_cast import cast_if
 from autocastfx.runtime.operators.saturating_cast import saturating_cast
+from autocastfx.runtime.variant_table import VariantTable
 from tests.capture.small_models import DEFERRED, MODELS, made
 from tests.invariants.pair import distance, roundings, settings_now, snapshot
 
@@ -54,16 +55,12 @@ def only_its_modes(name: str) -> Generator[None, None, None]:
         yield
         return
 
-    def capture_one(self: AmpModule, call: Any) -> Any:
-        return self.capture(call, self._modes())
+    def draft_one(self: VariantTable, now: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> None:
+        with suppress(CaptureError):
+            self.add(self.maker.draft(now, held))
 
-    def draft_one(self: AmpModule) -> None:
-        try:
-            self.add_variant(self._maker.draft(self._modes(), self.held()))
-        except CaptureError:
-            return
-
-    with mock.patch.object(AmpModule, "capture_modes", capture_one), mock.patch.object(AmpModule, "draft", draft_one):
+    one = {"capture_modes": VariantTable.capture, "draft": draft_one}
+    with mock.patch.multiple(VariantTable, **one):
         yield
 
 
@@ -223,7 +220,7 @@ INPUTS = {
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_inputs_are_taken_for_what_the_operators_take(name: str) -> None:
-    assert INPUTS[name] in str(shown(name).shown[0].structure)
+    assert INPUTS[name] in str(shown(name)._shown[0].structure)
 
 
 def test_the_values_of_a_draft_have_the_dtypes_of_its_plan() -> None:

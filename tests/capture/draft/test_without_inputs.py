@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import autocastfx
 from autocastfx import AmpModule, BannedOpError, CaptureError, NotCapturedError, Plan, UnsupportedError, VariantError
 
+pytestmark = pytest.mark.usefixtures("both_modes")
+
 LOW = torch.bfloat16
 
 
