@@ -38,7 +38,7 @@ def drop_loss_casts(graph: fx.Graph, category: Callable[[fx.Node], Category | No
     for loss in losses:
         node = argument(loss, "self")
         while len(node.users) == 1 and node not in written and (_is_plain_cast(node) or moves_each_once(node)):
-            source = argument(node, "self")
+            source = node.all_input_nodes[0]
             if _is_plain_cast(node):
                 if not is_float32(source) or category(node) in (Category.BAN, Category.KEEP):
                     break

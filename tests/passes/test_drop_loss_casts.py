@@ -140,6 +140,7 @@ def test_a_cast_stays_that_something_else_needs(loss: Loss) -> None:
 
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "index": lambda x: x.view(-1, 8)[torch.arange(8) % 3],
+    "chunk": lambda x: x.view(-1, 8).chunk(1)[0],
     "gather": lambda x: x.view(-1, 8).gather(0, torch.zeros(8, 8, dtype=torch.long)),
     "repeat": lambda x: x[:1].repeat(2, 1, 1).view(-1, 8),
     "expand": lambda x: x[:1].expand(2, -1, -1).reshape(-1, 8),
