@@ -124,6 +124,7 @@ class Reasons:
         import networkx as nx
 
         graph: nx.DiGraph[str] = nx.DiGraph()
+        graph.add_nodes_from(self._sources)
         graph.add_edges_from((source, name) for name, sources in self._sources.items() for source in sources)
         return graph
 

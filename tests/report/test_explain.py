@@ -146,3 +146,12 @@ def test_what_was_recomposed_and_of_what() -> None:
     assert lines[1] == f"  recomposed: quick_gelu, of {', '.join(one.replaced)}; not so with recompose=False."
     assert len(one.replaced) == 3
     assert "recomposed" not in autocastfx.explain(AMP_MODEL, "softmax")
+
+
+def test_a_cause_that_was_taken_out_of_the_graph_is_still_named() -> None:
+    amp_model = autocastfx.convert(Function(lambda x: (x @ x).exp() + 1.0), (torch.ones(4, 4),), dtype=torch.bfloat16)
+    exp = next(node for node in amp_model.graph.nodes if node.name == "exp")
+    exp.replace_all_uses_with(exp.all_input_nodes[0])
+    amp_model.graph.erase_node(exp)
+    amp_model.recompile()
+    assert "placed: exp (exp) is deny" in autocastfx.explain(amp_model, "add")
