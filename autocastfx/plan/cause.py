@@ -17,7 +17,7 @@ class Why(str, Enum):
     KEEP = "keep"
     PROMOTE = "promote"
     AFTER = "after {}"  # a node that runs in float32
-    UPDATES = "updates {}"  # a buffer, parameter or input, which stays float32
+    UPDATES = "updates {}"  # in plans of earlier versions: a buffer, parameter or input, which stays float32
     SHARES_STORAGE = "shares storage that stays float32"
     NO_ALLOW_BEFORE = "no allow op before it"
     INPUT_IS_FLOAT32 = "an input is float32"

@@ -78,9 +78,6 @@ class Reasons:
         if cause is not None:
             through = self._through(self._path(cause.name, node.name))
             yield f"{cause.name} ({cause.op}) is {cause.decision}; reached {through}"
-        elif why is Why.UPDATES:
-            (state,) = node.placement.because.nodes
-            yield f"it computes the next contents of {state}, which stays float32"
         elif why is Why.SHARES_STORAGE:
             yield "all that shares memory has one precision, and this memory is float32"
         elif why in (Why.FEWEST_BYTES, Why.INPUT_IS_FLOAT32, Why.NO_ALLOW_BEFORE, Why.FOLDED):

@@ -66,7 +66,8 @@ class Demands:
             reads = [u for u in uses(node) if has_float32(u.node)]
             if node not in decisions or not (reads or has_float32(node)):
                 continue
-            decision, asked = decisions[node], wishes.get(node) if node not in storages else None
+            decision, storage = decisions[node], storages.get(node)
+            asked = wishes.get(_written_with(node, storages)) if storage is None or not _is_state(storage) else None
             own, demanded = self._own(node, decision, reads, storages)
             if own is not None and own.forces and decision.category in _FREE:
                 found[node] = Decision(Category.DENY, own.reason, own.source)
@@ -77,8 +78,9 @@ class Demands:
             is_stronger = asked is not None and (own is None or asked.through_products)
             for read in reads if is_stronger else demanded:
                 wish = asked if is_stronger else own
-                if wish is not None and (read.node not in wishes or wish.through_products):
-                    wishes[read.node] = wish
+                value = _written_with(read.node, storages)
+                if wish is not None and (value not in wishes or wish.through_products):
+                    wishes[value] = wish
         return found | dict(self._after(graph, found))
 
     def _own(
@@ -86,7 +88,7 @@ class Demands:
     ) -> tuple[_Wish | None, list[Use]]:
         """The wish of ``node`` itself, and the reads that it is for; None if it has no wish."""
         storage = storages.get(node)
-        if storage is not None and storage.root.op in ("placeholder", "get_attr") and self.ports.written(node):
+        if storage is not None and _is_state(storage) and self.ports.written(node):
             reason = f"it computes the next contents of {storage.root.name}"
             wish = _Wish(node.name, reason, Forced.UPDATE, through_products=True)
             return wish, [u for u in reads if u.node not in storage.members]
@@ -131,6 +133,16 @@ class Demands:
                 made[node] = before[0]
             elif before and self._multiplies_values(node, found[node]):
                 yield node, Decision(Category.DENY, f"follows it: {before[0].reason}", before[0].source or NO_SOURCE)
+
+
+def _is_state(storage: AliasSet) -> bool:
+    """True if what is written into ``storage`` outlives the call: in a buffer, a parameter or an input."""
+    return storage.root.op in ("placeholder", "get_attr")
+
+
+def _written_with(node: fx.Node, storages: Mapping[fx.Node, AliasSet]) -> fx.Node:
+    """The value that ``node`` is, or is a part or an earlier state of: what is written into one reaches the others."""
+    return storages[node].root if node in storages else node
 
 
 def _serves(node: fx.Node, found: Mapping[fx.Node, Decision]) -> bool:

@@ -96,14 +96,13 @@ def _forced(units: Units, folding: Mapping[Unit, Fold]) -> dict[Unit, Cause]:
     """The units that are float32 wherever the rest is placed, with the reasons."""
     denied = [u for u in units if u.category in (Category.DENY, Category.KEEP)]
     found = {u: Cause(Why(u.category.value)) for u in denied if u not in folding}
-    found.update({u: Cause(Why.UPDATES, (name,)) for u, name in units.updates.items()})
     starts = [u for u in found if u.category is not Category.KEEP]
     tainted = reachable(starts, lambda u: (v for v in u.after if v.is_free))
     for unit, start in tainted.items():
         if unit.category in (Category.INFER, Category.PROMOTE):
             found.setdefault(unit, Cause(Why.AFTER, (start.name,)))
     allow = [u for u in units if u.category is Category.ALLOW or u in folding]
-    reached = reachable(allow, lambda u: (v for v in u.after if v.is_free and v not in found))
+    reached = reachable(allow, lambda u: (v for v in u.after if v.is_free))
     for unit in units:
         if unit.category is Category.INFER and unit not in reached:
             found.setdefault(unit, Cause(Why.NO_ALLOW_BEFORE))

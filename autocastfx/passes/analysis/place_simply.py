@@ -27,7 +27,7 @@ def place_simply(decisions: Mapping[fx.Node, Decision], units: Units) -> dict[fx
         decisions: one for every ``call_*`` node.
         units: of the same graph and decisions.
     """
-    tainted = {unit: Cause(Why.UPDATES, (name,)) for unit, name in units.updates.items()}
+    tainted: dict[Unit, Cause] = {}
     while True:
         _taint(units, tainted)
         low = _grow(units, tainted)

@@ -9,7 +9,6 @@ from torch import fx
 
 from autocastfx.graph.alias import AliasSet, alias_sets
 from autocastfx.graph.node import has_float32, is_member, producer, uses
-from autocastfx.graph.reachable import reachable
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.plan.cause import Cause, Why
 from autocastfx.plan.plan import Decision, Forced, Placement, Precision
@@ -52,12 +51,10 @@ class Units:
         of: the unit that a computing node runs in.
         storages: the set of values that share its storage, for each value that is mutated somewhere.
         ports: which inputs of a node share its precision.
-        updates: units that compute the next contents of a parameter, buffer or input from its present ones, and which.
     """
 
     of: Mapping[fx.Node, Unit]
     storages: Mapping[fx.Node, AliasSet]
-    updates: Mapping[Unit, str]
     ports: Ports
 
     def __iter__(self) -> Iterator[Unit]:
@@ -126,37 +123,9 @@ def units_of(graph: fx.Graph, decisions: Mapping[fx.Node, Decision], ports: Port
             if source is not None and source is not unit and has_float32(use.node):
                 unit.before.append(source)
                 source.after.append(unit)
-    return Units(units, storages, _state_updates(units, storages), ports)
+    return Units(units, storages, ports)
 
 
 def _computes_apart(node: fx.Node, storage: AliasSet, decisions: Mapping[fx.Node, Decision]) -> bool:
     """True if ``node`` makes the storage and may run in another precision than it is stored in."""
     return node is storage.root and decisions[node].category not in FREE
-
-
-def _state_updates(units: Mapping[fx.Node, Unit], storages: Mapping[fx.Node, AliasSet]) -> dict[Unit, str]:
-    """Find the units that compute the next contents of a parameter, buffer or input from its present ones.
-
-    An average that is kept in float32 but computed in 16 bits stands still, for its steps are too small.
-    """
-    found: dict[Unit, str] = {}
-    order = {unit: i for i, unit in enumerate(dict.fromkeys(units.values()))}
-    for storage in dict.fromkeys(storages.values()):
-        if storage.root in units:
-            continue
-        readers = [units[user] for member in storage.members for user in member.users if user in units]
-        writers = [units[node] for node in storage.members if node in units]
-        after = reachable(readers, lambda u: (v for v in u.after if v.is_free))
-        before = reachable(writers, lambda u: (v for v in u.before if v.is_free))
-        updates = {u for u in after if u in before and u.is_free} | {u for u in writers if not u.is_free}
-        for unit in sorted(
-            before, key=order.__getitem__, reverse=True
-        ):  # what is read by nothing but the update belongs to it
-            if unit.is_free and unit.after and updates.issuperset(unit.after) and not _leaves(unit):
-                updates.add(unit)
-        found.update({u: storage.root.name for u in (*after, *before) if u in updates and u.is_free})
-    return found
-
-
-def _leaves(unit: Unit) -> bool:
-    return any(user.op == "output" for node in unit.nodes for user in node.users)

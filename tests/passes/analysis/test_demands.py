@@ -149,20 +149,59 @@ def test_a_number_that_16_bits_round_away_asks_for_exact_operands() -> None:
     assert plan["mul"].dtype == "float32"
 
 
-def test_what_computes_the_next_contents_of_a_buffer_asks_for_exact_operands() -> None:
+def _at_once(y: Tensor) -> Tensor:
+    return y * 2
+
+
+def _in_place(y: Tensor) -> Tensor:
+    return (y * 2).add_(1)
+
+
+def _into_a_part(y: Tensor) -> Tensor:
+    made = torch.zeros_like(y)
+    made[0] = (y * 2)[0]
+    return made
+
+
+def _of_what_was_written(y: Tensor) -> Tensor:
+    made = torch.zeros_like(y)
+    made.copy_(y * 2)
+    return made + 1
+
+
+@pytest.mark.parametrize("steps", [_at_once, _in_place, _into_a_part, _of_what_was_written])
+def test_what_computes_the_next_contents_of_a_buffer_asks_for_exact_operands(steps: Callable[[Tensor], Tensor]) -> None:
+    """However the model writes it down: with new values, in place, or into a part of another."""
+
     class Average(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("average", torch.zeros(8, 8))
 
         def forward(self, x: Tensor) -> Tensor:
-            y = (x @ x).tanh()
-            self.average.lerp_(y * 2, 0.01)
-            return y @ x
+            y = x @ x
+            self.average.lerp_(steps(y.tanh()), 0.01)
+            return (x + 1) @ y
 
     plan = autocastfx.convert(Average(), (X,), dtype=LOW).plan
     assert plan["mul"].decision.reason == "leads to lerp_: it computes the next contents of average"
     assert plan["mul"].decision.source == "forced:update"
+    assert low(plan) == {"matmul_1"}
+
+
+def test_what_is_written_after_a_demanded_value_was_read_is_none_of_it(
+    demanded: Callable[..., autocastfx.Plan],
+) -> None:
+    """Nothing that is computed for the second writing is read by the sine; the storage itself is float32."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = (x @ w) * 3
+        angle = y.sin()
+        return angle @ w, y.copy_((x @ w).relu() * 5) @ w
+
+    plan = demanded("{ops: [sin], reason: an angle}", function)
+    assert plan["mul"].decision.reason == "leads to sin: an angle"
+    assert plan["relu"].dtype == "bfloat16"
 
 
 DEFAULT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {

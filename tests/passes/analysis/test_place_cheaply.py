@@ -64,8 +64,6 @@ def obeys(low: set[Unit], units: Units, folds: Mapping[fx.Node, Fold], keeps: bo
     for unit in low:
         if unit.category in (Category.DENY, Category.KEEP) and unit not in foldable:
             return False
-        if unit in units.updates:
-            return False
         reads = {u.node for n in unit.nodes for u in uses(n) if has_float32(u.node)}
         if unit in foldable:
             asked = set(folding[unit].reads)
@@ -84,11 +82,11 @@ def obeys(low: set[Unit], units: Units, folds: Mapping[fx.Node, Fold], keeps: bo
             asked -= parameters if only_for(unit, units, keeps, may_cast) else set()
         if not low.issuperset(map(units.stored, asked)):
             return False
-    surely = {u for u in units if (u.category is Category.DENY and u not in foldable) or u in units.updates}
+    surely = {u for u in units if u.category is Category.DENY and u not in foldable}
     quiet = {u for u in foldable if not folds[u.nodes[0]].taints}
     tainted = spread({u for u in units if u.category is Category.DENY and u not in low} - quiet | surely, set())
     forced = spread(surely, set()) | {u for u in units if u.category is Category.KEEP}
-    forced -= {u for u in forced if u.category is Category.CLEAR and u not in units.updates}
+    forced -= {u for u in forced if u.category is Category.CLEAR}
     reached = spread({u for u in units if u.category is Category.ALLOW} | foldable, forced)
     for unit in low:
         if unit.category in (Category.INFER, Category.PROMOTE) and unit in tainted:
@@ -352,6 +350,25 @@ def test_a_float32_value_joined_through_a_view_widens_the_result(rules: autocast
     assert str(plan["cat"].placement.because) == "folded"
     plan = autocastfx.convert(Joined().eval(), (x,), op_list=rules, fold="kernel").plan
     assert plan["cat"].placement.run is Precision.FLOAT32, "one of its readers is"
+
+
+class Spread(torch.nn.Module):
+    """A sum with something that is spread over its rows: a parameter or an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.rand(4))
+
+    def forward(self, x: torch.Tensor, row: torch.Tensor | None = None) -> torch.Tensor:
+        return ((x @ x) + (self.bias if row is None else row)) @ x
+
+
+def test_a_bias_widens_nothing_that_products_alone_read(rules: autocastfx.OpList, x: torch.Tensor) -> None:
+    model = Spread()
+    assert autocastfx.convert(model, (x,), op_list=rules).plan["add"].placement.run is Precision.LOW
+    assert autocastfx.convert(model, (x, x[0]), op_list=rules).plan["add"].placement.run is Precision.FLOAT32
+    model.bias = torch.nn.Parameter(torch.rand(4, 4))  # as large as the sum: a value
+    assert autocastfx.convert(model, (x,), op_list=rules).plan["add"].placement.run is Precision.FLOAT32
 
 
 def test_what_is_computed_is_not_joined_in_16_bits(rules: autocastfx.OpList, x: torch.Tensor) -> None:
