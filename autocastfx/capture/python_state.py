@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import pickle
 import random
 import sys
 import weakref
@@ -189,7 +190,7 @@ def watched_state(found: PythonState) -> Generator[None, None, None]:
 def _draws() -> dict[str, Any]:
     numpy: Any = sys.modules.get("numpy")
     states: dict[str, Any] = {"Python's random module": random.getstate()}
-    return {**states, "numpy.random": repr(numpy.random.get_state(legacy=False))} if numpy else states
+    return {**states, "numpy.random": pickle.dumps(numpy.random.get_state(legacy=False))} if numpy else states
 
 
 def _table(held: Any) -> dict[Any, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -307,8 +308,15 @@ def load_op_list(lists: OpListLike, *, default: str = "float16") -> OpList:
 
 
 def _load_file(path: Path, opened: tuple[Path, ...]) -> OpList:
-    shipped = path.parent == preset_folder()
-    tree = parse_file(path, shown=f"op_lists/{path.name}" if shipped else str(path), shipped=shipped)
+    if path.parent == preset_folder():
+        return _load_preset(path, opened, tuple(p.stat().st_mtime_ns for p in sorted(path.parent.glob("*.yaml"))))
+    return _from_tree(parse_file(path, shown=str(path), shipped=False), path.stem, path.parent, (*opened, path))
+
+
+@lru_cache(maxsize=64)  # 10 ms of each conversion
+def _load_preset(path: Path, opened: tuple[Path, ...], changed: tuple[int, ...]) -> OpList:
+    """Read a shipped list; ``changed`` says when the shipped files were."""
+    tree = parse_file(path, shown=f"op_lists/{path.name}", shipped=True)
     return _from_tree(tree, path.stem, path.parent, (*opened, path))
 
 
