@@ -583,9 +583,22 @@ def test_what_is_recomposed_reaches_what_its_parts_reached() -> None:
             y = 0.5 * y * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3)))
             return y @ w
 
-    small, large = (torch.eye(8), torch.eye(8)), (200 * torch.eye(8), 200 * torch.eye(8))
-    for call, precision in ((small, "low"), (large, "float32")):
+    for size, precision in ((1, "low"), (10, "low"), (200, "float32")):  # at 10 the cube alone is beyond the range
+        call = (size * torch.eye(8), size * torch.eye(8))
         amp_model = autocastfx.convert(Gelu(), call, calibrate=autocastfx.calibrate(Gelu(), [call]))
         assert [r.pattern for r in amp_model.plan.recomposed] == ["tanh_gelu"]
         (gelu,) = [n for n in amp_model.plan.nodes if n.op == "gelu"]
         assert str(gelu.placement.run) == precision
+
+
+def test_what_reads_a_recomposed_value_knows_how_large_it_is() -> None:
+    def narrowed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ x
+        y = 0.5 * y * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3)))
+        return y @ w
+
+    call = (300 * torch.eye(8), 1e-3 * torch.eye(8))
+    amp_model = convert(Function(narrowed), calibrate=[call])
+    assert [r.pattern for r in amp_model.plan.recomposed] == ["tanh_gelu"]
+    assert amp_model.plan["matmul_1"].decision.reason.startswith("its input mul_3_gelu reached 9e+04")
+    assert relative_error(amp_model(*call), narrowed(*call)) <= EPS

@@ -66,7 +66,7 @@ def _statistics(graph: fx.Graph) -> set[fx.Node]:
     norms = [node for node in graph.nodes if _keeps_statistics(node)]
     found = {use.node for norm in norms for use in uses(norm) if use.argument in _STATISTICS}
     names = {node.target for node in found if node.op == "get_attr"}
-    for node in graph.nodes if found else ():
+    for node in graph.nodes:
         is_kept = node.op == "get_attr" and node.target in names
         if is_kept or (not _keeps_statistics(node) and not found.isdisjoint(node.all_input_nodes)):
             found.add(node)

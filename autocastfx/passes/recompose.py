@@ -46,10 +46,9 @@ def recompose(
     if not patterns:
         return ()
     mutated = set(alias_sets(graph))
-    gone: set[fx.Node] = set()
     done: list[Recomposed] = []
-    for node in reversed(list(graph.nodes)):  # from the end: the last op of the longer comes first
-        for pattern in patterns if node not in gone and _is_plain(node) else ():
+    for node in reversed(graph.nodes):  # from the end: the last op of the longer comes first
+        for pattern in patterns:
             occurrence = _occurrence(pattern, node, mutated, ruled)
             if occurrence is not None:
                 arguments, inside = occurrence
@@ -57,7 +56,6 @@ def recompose(
                 if node in mutated:
                     mutated.add(made)
                 done.append(Recomposed(pattern.name, made.name, tuple(n.name for n in inside)))
-                gone.update(inside)
                 for replaced in reversed(inside):
                     graph.erase_node(replaced)
                 break

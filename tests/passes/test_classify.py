@@ -91,6 +91,11 @@ def test_the_range_is_that_of_the_dtype(x: torch.Tensor) -> None:
     assert plan_of(scaled, x, dtype=torch.bfloat16)["mul"].dtype == "bfloat16"
 
 
+def test_the_largest_number_of_the_dtype_is_in_its_range(x: torch.Tensor) -> None:
+    plan = plan_of(lambda x: ((x @ x) * 65504.0 + (x @ x) * 65505.0) @ x, x)
+    assert [plan[name].dtype for name in ("mul", "mul_1")] == ["float16", "float32"]
+
+
 def test_infinity_is_no_constant_beyond_the_range(x: torch.Tensor) -> None:
     plan = plan_of(lambda x: (x @ x).masked_fill(x > 0.5, float("-inf")) @ x, x)
     assert plan["masked_fill"].dtype == "float16"

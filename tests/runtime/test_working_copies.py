@@ -580,6 +580,22 @@ def test_a_view_of_a_parameter_is_one_of_its_copy_where_no_bit_changes() -> None
     assert not low_reads._is_injective(torch.empty(1, 8).expand(8, 8))  # its gradient is a sum
 
 
+def test_a_view_that_steps_by_an_inputs_size_is_read_in_float32() -> None:
+    class Stepped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.w.as_strided((8, 4), (x.shape[0], 1))
+
+    x = torch.randn(4, 8)
+    amp_model = autocastfx.convert(Stepped(), (x,), dtype=LOW, weights="cached")
+    assert amp_model.plan["as_strided"].dtype == "float32"
+    amp_model(x), amp_model(torch.randn(3, 8))  # at 3 the rows overlap
+    assert len(amp_model.variants) == 2  # training and evaluation
+
+
 def _views() -> tuple[AmpModule, AmpModule]:
     x = torch.randn(4, 8)
     cast, cached = (autocastfx.convert(made(Views), (x,), dtype=LOW, weights=w) for w in ("cast", "cached"))
@@ -590,6 +606,7 @@ def test_every_read_of_a_copy_is_marked_and_a_second_run_changes_nothing() -> No
     _, cached = _views()
     reads = [n for n in cached.graph.nodes if n.target is working_copy]
     assert {origin(n).made_by for n in reads} == {"store_weights"}  # pyright: ignore[reportOptionalMemberAccess]
+    assert len({n.args[0] for n in reads}) == 1  # the copies are looked at once
     before = str(cached.graph)
     store_weights.read_copies(cached.graph, frozenset(cached._held()), {})
     assert str(cached.graph) == before

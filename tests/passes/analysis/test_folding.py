@@ -134,6 +134,16 @@ def test_scores_under_an_additive_mask_fold_with_their_softmax(dtype: torch.dtyp
     assert relative_error(result, attend(X, seen)) <= 4 * torch.finfo(dtype).eps
 
 
+def test_an_op_of_one_number_does_not_fold() -> None:
+    """There is next to nothing to save."""
+
+    def scaled(v: Tensor, x: Tensor) -> Tensor:
+        return functional.softplus(v @ v).reshape(1, 1) @ x[:1]
+
+    assert placed(Function(scaled), X[0], X)["softplus"] is Precision.FLOAT32
+    assert placed(Function(lambda v, x: functional.softplus(v @ x) @ x), X[0], X)["softplus"] is Precision.LOW
+
+
 def test_a_masked_sum_that_something_else_reads_does_not_fold() -> None:
     def attend(x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         scores = x @ x + torch.where(seen, 0.0, torch.finfo(torch.float32).min)

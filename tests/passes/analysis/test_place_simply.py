@@ -38,6 +38,24 @@ def x() -> torch.Tensor:
     return torch.rand(4, 4)
 
 
+def test_what_leads_from_a_deny_to_an_infer_is_float32_beside_an_allow_too(
+    rules: autocastfx.OpList, x: torch.Tensor
+) -> None:
+    def branches(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        clear = x.exp().relu()
+        return clear.sqrt(), clear @ clear
+
+    assert rewritten(branches, x, op_list=rules) == text("""
+          exp: f32 = exp(args_0)
+          relu: f32 = relu(exp)
+        + relu_float16: f16 = to(relu)
+          sqrt: f32 = sqrt(relu)
+          matmul: f16 = matmul(relu_float16)
+        + matmul_float32: f32 = to(matmul)
+          return sqrt, matmul_float32
+    """)
+
+
 def test_without_an_allow_op_the_graph_stays_as_it_was(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     assert rewritten(lambda x: x.exp().sqrt().relu() + x, x, op_list=rules) == text("""
           exp: f32 = exp(args_0)

@@ -115,6 +115,14 @@ def test_parts_keep_the_module_and_get_names_of_their_own(rules: autocastfx.OpLi
 # -- no change --------------------------------------------------------------------------------------------------------
 
 
+def test_a_composite_that_makes_a_constant_stays_whole(x: torch.Tensor, tmp_path: Path) -> None:
+    """Its parts read a tensor that only the composite's own kernel holds."""
+    rules = op_list(tmp_path, LIST.replace("deny: [", "deny: [where.self, "))
+    model = convert(lambda x: torch.where(x > 0.5, x, 0.25), x, rules=rules)
+    assert ops(model)["where"] == 1
+    assert torch.equal(model(x), torch.where(x > 0.5, x, 0.25))
+
+
 def test_a_composite_without_listed_parts_stays_whole(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     whole = convert(lambda x: F.layer_norm(x, (6,)).reshape(-1), x, rules=rules)
     assert ops(whole) == {"layer_norm": 1, "reshape": 1}
