@@ -53,8 +53,6 @@ def recompose(
             if occurrence is not None:
                 arguments, inside = occurrence
                 made = _made(graph, pattern, node, arguments)
-                if node in mutated:
-                    mutated.add(made)
                 done.append(Recomposed(pattern.name, made.name, tuple(n.name for n in inside)))
                 for replaced in reversed(inside):
                     graph.erase_node(replaced)

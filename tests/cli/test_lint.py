@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.cli.main import main
+from tests.cli.run_command import run
 
 MODELS = """
 from torch import nn
@@ -30,11 +30,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     yield
     sys.modules.pop("lint_models", None)
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    code = main(argv)
-    return (code, *capsys.readouterr())
 
 
 def test_lint_prints_what_lint_returns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ import torch
 
 import autocastfx
 from autocastfx.cli.main import main
+from tests.cli.run_command import run
 from tests.golden.models import comparable
 from tests.golden.readme import blocks
 from tests.helpers import with_pinned_torch
@@ -94,13 +95,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
-    code = main(argv)
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def test_dump_writes_a_page(capsys: pytest.CaptureFixture[str]) -> None:

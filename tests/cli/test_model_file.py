@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.cli.main import main
 from autocastfx.cli.model_file import is_model_file, load_pickled, load_weights
 from autocastfx.errors import CaptureError, ModelSpecError
+from tests.cli.run_command import run
 
 MODELS = """
 import torch
@@ -56,11 +56,6 @@ def net() -> nn.Module:
 
     torch.manual_seed(7)
     return file_models.Net()
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    code = main(argv)
-    return (code, *capsys.readouterr())
 
 
 def test_weights_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:

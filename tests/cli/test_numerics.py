@@ -16,7 +16,7 @@ import torch
 import yaml
 
 import autocastfx
-from autocastfx.cli.main import main
+from tests.cli.run_command import run
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = """
@@ -139,13 +139,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
-    code = main(argv)
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def test_compare_prints_the_table_of_compare(capsys: pytest.CaptureFixture[str]) -> None:

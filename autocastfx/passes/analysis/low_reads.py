@@ -75,8 +75,6 @@ def _is_view(node: fx.Node, parameters: frozenset[str], views: set[fx.Node]) -> 
 
 def _is_injective(view: torch.Tensor) -> bool:
     """True if no two elements of ``view`` share memory."""
-    if not all(isinstance(size, int) for size in (*view.shape, *view.stride())):
-        return False
     reach = 0
     for stride, size in sorted((s, n) for n, s in zip(view.shape, view.stride(), strict=True) if n > 1):
         if stride <= reach:
