@@ -60,7 +60,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "passes/record_plan.py": ("plan/test_plan.py", "report/test_dump.py", *_AUTOCAST[:1], *_LOW_WEIGHTS),
     "passes/replace_attention.py": ("runtime/operators/test_short_attention.py",),
     "passes/store_weights.py": (*_LOW_WEIGHTS, "invariants/test_tying.py"),
-    "passes/variant_maker.py": (*_DRAFTS, *_VARIANTS),
+    "passes/variant_maker.py": ("capture/test_export.py", *_DRAFTS, *_VARIANTS),
     "passes/verify.py": ("passes/torch_autocast/test_follow.py", "invariants/test_mutation.py"),
     "passes/analysis/bytes_moved.py": _PLACING,
     "passes/analysis/cross_entropy.py": ("runtime/operators/test_cross_entropy_loss.py",),
