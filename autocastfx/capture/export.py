@@ -198,7 +198,7 @@ def _captured(
     attributes: dict[str, Any] = {}
     graph = tidy(module, names, called, attributes, call.structure.tensor_names(), follows=follows)
     detach_unwritten(graph)
-    drop_settled(graph)
+    drop_settled(graph, attributes)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     out_spec = program.call_spec.out_spec
     if out_spec is None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autocastfx.graph.node import tensors, uses
+from autocastfx.graph.node import attributes_of, subgraphs, tensors, uses
 from autocastfx.graph.op_name import op_name
 from autocastfx.graph.reachable import reachable
 from autocastfx.graph.schema import schema
 
 __all__ = ["AliasSet", "alias_sets", "aliased", "handed_out", "moves", "mutated_inputs", "seen_by_functions"]
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -88,11 +92,30 @@ def aliased(node: fx.Node) -> Iterator[fx.Node]:
         yield from (u.node for u in uses(node) if u.argument in sharing)
 
 
-def seen_by_functions(graph: fx.Graph) -> set[fx.Node]:
-    """Return the values read, directly or as an alias, by functions without a schema, which may write into them."""
-    opaque = (n for n in graph.nodes if n.op == "call_function" and not isinstance(n.target, OpOverload))
+def seen_by_functions(graph: fx.Graph, attributes: Mapping[str, Any] = _NONE) -> set[fx.Node]:
+    """Return the values read, directly or as an alias, by functions without a schema, which may write into them.
+
+    Args:
+        graph: captured, with abstract values.
+        attributes: the graphs of its higher-order operators; those that write into nothing are no such functions.
+    """
+    opaque = (node for node in graph.nodes if node.op == "call_function" and _may_write_unseen(node, attributes))
     starts = (read for node in opaque for read in node.all_input_nodes if tensors(read))
     return set(reachable(starts, lambda node: (*aliased(node), *(r for r in node.users if node in aliased(r)))))
+
+
+def _may_write_unseen(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
+    if isinstance(node.target, OpOverload) or op_name(node) == "getitem":
+        return False
+    inner = subgraphs(node, attributes).values()
+    return not inner or any(_writes_or_hands_on(module) for module in inner)
+
+
+def _writes_or_hands_on(module: fx.GraphModule) -> bool:
+    """True if a graph may write into what it is given, or gives a view of it, into which others may write."""
+    held, nodes = attributes_of(module, module.graph), module.graph.nodes
+    writes = any(mutated_inputs(node) for node in nodes) or bool(seen_by_functions(module.graph, held))
+    return writes or any(node.op in ("placeholder", "get_attr") for node in handed_out(module.graph))
 
 
 def handed_out(graph: fx.Graph) -> set[fx.Node]:

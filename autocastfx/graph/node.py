@@ -28,6 +28,7 @@ __all__ = [
     "map_uses",
     "module_classes",
     "module_path",
+    "number",
     "origin",
     "place_like",
     "set_argument",
@@ -176,6 +177,13 @@ def constants(node: fx.Node) -> Iterator[tuple[str, float]]:
 def argument(node: fx.Node, name: str) -> Any:
     """Return the value given for the argument ``name``; None if none is."""
     return next((arg for given, arg in _named_arguments(node) if given == name), None)
+
+
+def number(argument: Any) -> Any:
+    """Return a number, or a symbolic size, that is given as it is or by a node; None for anything else and for NaN."""
+    held = value(argument) if isinstance(argument, fx.Node) else argument
+    is_number = isinstance(held, (int, float)) and not math.isnan(held)
+    return held if is_number or isinstance(held, torch.SymInt) else None
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 from torch._ops import OpOverload
@@ -21,7 +22,10 @@ _STATISTICS = ("running_mean", "running_var")  # norms that take them write to t
 
 
 def merge_repeated(
-    graph: fx.Graph, rule: Callable[[fx.Node], object], recomposed: Sequence[Recomposed] = ()
+    graph: fx.Graph,
+    attributes: Mapping[str, Any],
+    rule: Callable[[fx.Node], object],
+    recomposed: Sequence[Recomposed] = (),
 ) -> tuple[Recomposed, ...]:
     """Let the readers of each repeated float32 value read the first of its kind, and erase the others.
 
@@ -30,13 +34,14 @@ def merge_repeated(
 
     Args:
         graph: captured, with abstract values.
+        attributes: the values of its ``get_attr`` nodes, parameters and buffers apart.
         rule: that decides a node; where it differs, the results may.
         recomposed: what was so far.
 
     Returns:
         ``recomposed``, and what was merged.
     """
-    changing = alias_sets(graph).keys() | seen_by_functions(graph) | _statistics(graph)
+    changing = alias_sets(graph).keys() | seen_by_functions(graph, attributes) | _statistics(graph)
     outputs = handed_out(graph)
     first: dict[tuple[object, str], fx.Node] = {}
     found: dict[fx.Node, list[str]] = {}
@@ -86,5 +91,5 @@ class MergeRepeated(Pass):
         """The state with what was merged."""
         if REPEATED not in self.policy.recompose:
             return state
-        found = merge_repeated(state.graph, self.policy.matcher, state.recomposed)
+        found = merge_repeated(state.graph, state.attributes, self.policy.matcher, state.recomposed)
         return state.with_recomposed(found) if len(found) > len(state.recomposed) else state

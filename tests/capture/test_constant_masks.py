@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import autocastfx
+from autocastfx.graph.node import argument
 from autocastfx.graph.op_name import op_name
-from tests.helpers import Function
+from tests.capture.decoders import DECODERS, IDS, WINDOW, shown_attention
+from tests.golden import decoders
+from tests.helpers import Function, relative_error
 
 X, SEEN = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0)), torch.ones(2, 5, dtype=torch.bool)
 
@@ -110,3 +114,135 @@ def test_what_the_caller_gets_is_no_input() -> None:
     for function in (lambda x: x + torch.zeros(()), lambda x: (x + torch.zeros(())).flatten().view(-1)):
         amp_model = autocastfx.convert(Function(function), (X,))
         assert amp_model(X).data_ptr() != X.data_ptr()
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+Q, KV = (torch.randn(2, 3, n, 4, generator=torch.Generator().manual_seed(n)) for n in (5, 5))
+LONGER = torch.randn(2, 3, 7, 4, generator=torch.Generator().manual_seed(7))
+LEAST = torch.finfo(torch.float32).min
+
+
+def attention(mask: Callable[..., Tensor | None], *inputs: Tensor) -> tuple[Any, Any, autocastfx.AmpModule]:
+    """The mask of the converted attention, whether it is causal, and the model, which gives what torch gives."""
+
+    def attend(q: Tensor, k: Tensor, *others: Tensor) -> Tensor:
+        made = mask(q, k, *others)
+        return functional.scaled_dot_product_attention(q, k, k, attn_mask=made)
+
+    amp_model = autocastfx.convert(Function(attend), inputs, op_list=autocastfx.OpList(unlisted="keep"))
+    for q, k, *others in (inputs, (inputs[0][:1], inputs[1][:1], *inputs[2:])):
+        leaves = [t.detach().clone().requires_grad_() for t in (q, k)]
+        found, expected = (
+            (*torch.autograd.grad(result.square().sum(), leaves), result.detach())
+            for result in (amp_model(*leaves, *others), attend(*leaves, *others))
+        )
+        for a, b in zip(found, expected, strict=True):
+            assert relative_error(a, b) <= 16 * torch.finfo(torch.float32).eps
+    (node,) = (n for n in amp_model.graph.nodes if op_name(n) == "scaled_dot_product_attention")
+    return argument(node, "attn_mask"), argument(node, "is_causal"), amp_model
+
+
+def before(q: Tensor, k: Tensor) -> Tensor:
+    return torch.arange(k.shape[2])[None, :] <= torch.arange(q.shape[2])[:, None]
+
+
+def windowed(q: Tensor, k: Tensor, width: int = 6) -> Tensor:
+    return before(q, k) & (torch.arange(k.shape[2]) > torch.arange(q.shape[2])[:, None] - width)
+
+
+CAUSAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "positions": before,
+    "a triangle": lambda q, k: torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(),
+    "what is above it": lambda q, k: ~torch.ones(q.shape[2], k.shape[2]).triu(1).bool(),
+    "scores of torch's transformer": lambda q, k: torch.full((q.shape[2], k.shape[2]), float("-inf")).triu(1),
+    "scores of finfo.min": lambda q, k: torch.where(before(q, k), 0.0, LEAST)[None, None].expand(len(q), 1, -1, -1),
+    "and with all": lambda q, k: before(q, k) & torch.ones(k.shape[2], dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("keys", [KV, LONGER], ids=["as many keys", "more keys"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_mask_of_what_comes_later_becomes_is_causal(name: str, keys: Tensor) -> None:
+    mask, is_causal, _ = attention(CAUSAL[name], Q, keys)
+    assert (mask, is_causal) == (None, True)
+
+
+MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "one key later": lambda q, k: torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1),
+    "one key less": lambda q, k: torch.ones(q.shape[2], k.shape[2]).tril(-1) + before(q, k)[:1] > 0,
+    "what comes before": lambda q, k: torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(),
+    "counted from the end": lambda q, k: torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - 5),
+    "a finite bias": lambda q, k: torch.where(before(q, k), 0.0, -10.0),
+    "a bias of what is shown": lambda q, k: torch.where(before(q, k), 1.0, float("-inf")),
+    "a window that hides": lambda q, k: windowed(q, k, 2),
+    "the keys alone": lambda q, k: torch.arange(k.shape[2])[None] <= 2,
+    "another dimension": lambda q, k: (torch.arange(len(q))[:, None] + 1 >= torch.arange(k.shape[2]))[:, None, None],
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mask_of_anything_else_stays(name: str) -> None:
+    mask, is_causal, _ = attention(MASKED[name], Q, LONGER if name == "counted from the end" else KV)
+    assert mask is not None
+    assert not is_causal
+
+
+def test_a_mask_that_the_caller_gives_stays() -> None:
+    def padded(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+        return before(q, k) & seen[:, None, None, :]
+
+    mask, is_causal, _ = attention(padded, Q[:1], KV[:1], torch.ones(1, 5, dtype=torch.bool))
+    assert mask is not None
+    assert not is_causal
+
+
+def test_one_query_after_a_cache_sees_all_keys() -> None:
+    def behind(q: Tensor, k: Tensor) -> Tensor:
+        return torch.arange(k.shape[2])[None, :] <= torch.arange(1)[:, None] + k.shape[2] - 1
+
+    mask, is_causal, _ = attention(behind, Q[:, :, :1], KV)
+    assert (mask, bool(is_causal)) == (None, False)
+
+
+def test_a_window_counts_where_it_hides_something() -> None:
+    """Up to its length a causal mask hides as much: another graph is for longer inputs."""
+
+    mask, is_causal, amp_model = attention(windowed, Q, KV)
+    assert (mask, is_causal) == (None, True)
+    for length, variants in ((6, 1), (3, 1), (7, 2), (20, 2)):
+        q, k = torch.randn(2, 1, 3, length, 4)
+        expected = functional.scaled_dot_product_attention(q, k, k, attn_mask=windowed(q, k))
+        assert relative_error(amp_model(q, k), expected) <= 16 * torch.finfo(torch.float32).eps
+        assert len(amp_model.variants) == variants
+
+
+# ---- transformers ---------------------------------------------------------------------------------------------------
+
+
+LENGTHS = [(1, 7, WINDOW, WINDOW + 9), pytest.param((300, 4096), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_calls_attention_without_a_mask(name: str, lengths: tuple[int, ...]) -> None:
+    """It is as exact as under torch.autocast, in its results and in its gradients."""
+    model = DECODERS[name]()
+    amp_model = autocastfx.convert(model, (), {"input_ids": IDS}, dtype=torch.bfloat16)
+    assert f"{name}:\n{shown_attention(amp_model)}\n" in decoders.KEPT.read_text(encoding="utf-8")
+    for length in lengths:
+        ids = torch.randint(32, (1, length), generator=torch.Generator().manual_seed(length))
+        exact = _outcome(model, ids)
+        with torch.autocast("cpu", torch.bfloat16):
+            usual = _outcome(model, ids)
+        for a, b, c in zip(_outcome(amp_model, ids), usual, exact, strict=True):
+            assert relative_error(a, c) <= 2 * relative_error(b, c) + torch.finfo(torch.bfloat16).eps
+
+
+def _outcome(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits, and the gradients of all parameters, as one."""
+    logits = model(input_ids=ids).logits.float()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+    gradients = torch.autograd.grad((logits * weights).sum(), parameters, allow_unused=True)
+    return logits.detach(), torch.cat([g.flatten() for g in gradients if g is not None])

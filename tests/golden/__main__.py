@@ -6,6 +6,8 @@ import tempfile
 from pathlib import Path
 
 import autocastfx
+from tests.golden.decoders import KEPT as DECODERS
+from tests.golden.decoders import attentions
 from tests.golden.models import CASES, LINTS, comparable, kept, kept_lint
 from tests.golden.readme import (
     HOW_TO,
@@ -32,6 +34,8 @@ def main() -> None:
     for name in LINTS:
         kept_lint(name).write_text(f"{autocastfx.lint(CASES[name]())}\n", encoding="utf-8")
         print(kept_lint(name))
+    DECODERS.write_text(attentions(), encoding="utf-8")
+    print(DECODERS)
     PAGE.write_text(yaml_reference(), encoding="utf-8")
     print(PAGE)
     for page in (README, OP_LISTS, WEIGHTS, REASONS, NUMERICS, LINT, TUTORIAL, HOW_TO, WHEN_NOT, PLACEMENT):
