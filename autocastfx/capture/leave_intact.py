@@ -41,7 +41,7 @@ def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.
             for table in (cast("dict[str, Any]", module._parameters), cast("dict[str, Any]", module._buffers)):
                 for name in table:
                     table[name] = held.get(f"{prefix}.{name}" if prefix else name, table[name])
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with torch.random.fork_rng(devices=_devices_in_use()):
             yield
     finally:
         for owner, content in saved:
@@ -49,6 +49,11 @@ def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.
         random.setstate(python_state)
         if numpy:
             numpy.random.set_state(numpy_state)
+
+
+def _devices_in_use() -> Sequence[int]:
+    """The CUDA devices, once something has used one: a process that has cannot fork, as data loaders do."""
+    return range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
 
 
 def _contents(model: nn.Module) -> list[tuple[Any, Any]]:

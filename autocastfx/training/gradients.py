@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autocastfx.errors import UnsupportedError
+from autocastfx.training.host_copy import moved
 
 __all__ = [
     "agree",
@@ -85,7 +86,7 @@ def unscale_(grads: Sequence[torch.Tensor], inverse: torch.Tensor, found_inf: to
             _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse)
         else:
             found = torch.zeros_like(found_inf, device=device)
-            _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse.to(device, non_blocking=True))
+            _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found, moved(inverse, device))
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
 
 

@@ -1,4 +1,4 @@
-"""Read a number from a device without making the host wait."""
+"""Move a number between devices, and read it from one without making the host wait."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["HostCopy", "Seen", "is_capturing"]
+__all__ = ["HostCopy", "Seen", "is_capturing", "moved"]
 
 
 class Seen(NamedTuple):
@@ -32,7 +32,7 @@ class HostCopy:
             self._pinned = torch.empty((), dtype=torch.float32, pin_memory=True)
         self._pinned.copy_(number, non_blocking=True)
         self.event = torch.cuda.Event()
-        self.event.record()
+        self.event.record(torch.cuda.current_stream(number.device))  # by default it is that of the current device
         self._age = 0
 
     def arrived(self) -> Seen | None:
@@ -47,6 +47,11 @@ class HostCopy:
         """Return the number as it is now. Waits for the device."""
         self.event = None
         return Seen(float(number.item()), 0)
+
+
+def moved(number: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return ``number`` on ``device``. The host waits for a copy to a CPU, which may be read at once."""
+    return number.to(device, non_blocking=device.type != "cpu")
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autocastfx.dtypes import LOW_DTYPES
-from autocastfx.training.host_copy import HostCopy, is_capturing
+from autocastfx.training.host_copy import HostCopy, is_capturing, moved
 from autocastfx.training.loss_scale import LossScale
 from autocastfx.training.rounds import Rounds
 from autocastfx.training.scale_state import ScaleNumbers, ScaleState
@@ -78,7 +78,7 @@ class LossScaler:
             return loss
         scale = self.state(loss.device).scale
         if scale.device != loss.device:
-            scale = scale.to(loss.device, non_blocking=True)
+            scale = moved(scale, loss.device)
         scaled = (loss.float() if loss.dtype in LOW_DTYPES else loss) * scale
 
         def note(_: object = None) -> None:

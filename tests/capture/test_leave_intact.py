@@ -326,3 +326,20 @@ def test_wrong_number_of_modes() -> None:
     with pytest.raises(ValueError, match="shorter"), intact(module, [True], {}):
         pass
     assert snapshot(module) == before
+
+
+def test_a_capture_on_a_cpu_does_not_wake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has used CUDA cannot fork, as the workers of a data loader do."""
+
+    def wakes(*args: Any) -> Any:
+        raise AssertionError("CUDA was initialised")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in ("_lazy_init", "get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, wakes)
+    amp_model = autocastfx.convert(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), (torch.rand(2, 2),))
+    assert amp_model(torch.rand(3, 2)).shape == (3, 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(AssertionError, match="CUDA was initialised"):  # its random numbers are then kept as they were
+        autocastfx.convert(nn.Linear(2, 2), (torch.rand(2, 2),))
