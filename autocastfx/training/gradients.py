@@ -8,13 +8,12 @@ from operator import attrgetter
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from autocastfx.errors import UnsupportedError
+from autocastfx.training.agreement import is_flat_part
 from autocastfx.training.host_copy import moved
 
 __all__ = [
-    "agree",
     "clip_norm_",
     "clip_value_",
     "culprits",
@@ -30,7 +29,6 @@ __all__ = [
 
 _KERNELS: Any = torch  # its stubs leave the fused kernels out
 _by_device_and_dtype: Any = torch._C._group_tensors_by_device_and_dtype  # its Python wrapper enters no_grad again
-_HAS_GROUPS = dist.is_available()  # as torch was built
 _dtype, _layout = attrgetter("dtype"), attrgetter("layout")
 
 
@@ -96,15 +94,6 @@ def _alike(grads: Sequence[torch.Tensor]) -> list[tuple[torch.device, Sequence[t
     return [(device, alike) for (device, _), ((alike,), _) in _by_device_and_dtype([list(grads)], False).items()]
 
 
-def agree(found_inf: torch.Tensor, process_group: dist.ProcessGroup | str | None) -> None:
-    """Set ``found_inf`` to 1 in all processes of the group if it is 1 in one; ``"world"`` means all processes."""
-    if process_group is None or not _HAS_GROUPS or not dist.is_initialized():
-        return
-    group = None if isinstance(process_group, str) else process_group
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
-
-
 def refuse_complex(group: Mapping[str, Any]) -> None:
     """Refuse a group with complex parameters.
 
@@ -145,7 +134,15 @@ def norm(groups: Sequence[dict[str, Any]], norm_type: float = 2.0) -> torch.Tens
 
     ``torch.nn.utils.get_total_norm`` stacks the norms of all gradients, so it cannot mix plain tensors and DTensors of
     several meshes; this function can.
+
+    Raises:
+        UnsupportedError: the parameters are parts of FSDP1's flat ones, whose whole only the model knows.
     """
+    if any(is_flat_part(parameter) for group in groups for parameter in group["params"]):
+        raise UnsupportedError(
+            "these are parts of parameters that FullyShardedDataParallel has flattened: to clip, call unscale_() and "
+            "then the model's own clip_grad_norm_. fully_shard (FSDP2) has no such limit."
+        )
     alike: dict[Any, list[torch.Tensor]] = {}
     for parameter in (p for group in groups for p in group["params"] if p.grad is not None):
         mesh = getattr(parameter.grad, "device_mesh", None)

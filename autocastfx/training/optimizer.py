@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from autocastfx.errors import LossScaleError, UnsupportedError
 from autocastfx.training import gradients
+from autocastfx.training.agreement import SHARDED, Agreeing, checked
 from autocastfx.training.fused_step import FusedStep
 from autocastfx.training.loss_scale import DynamicLossScale, LossScale
 from autocastfx.training.loss_scaler import LossScaler
@@ -51,7 +51,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         optimizer: Optimizer,
         loss_scale: LossScale | LossScaler | None = None,
         *,
-        process_group: dist.ProcessGroup | str | None = "world",
+        process_group: Agreeing = SHARDED,
     ) -> None:
         """Wrap ``optimizer``.
 
@@ -59,12 +59,14 @@ class LossScalingOptimizer(WrappingOptimizer):
             optimizer: the wrapper shares its ``param_groups`` and ``state``.
             loss_scale: a rule (None: ``DynamicLossScale()``), or the ``loss_scaler`` of another wrapper, to share its
                 scale; then call ``loss_scaler.update()`` after the steps of all.
-            process_group: processes that step together: all skip a step if one overflows. ``"world"``: all processes,
-                if torch.distributed is initialized. None: this process alone.
+            process_group: processes that skip a step if one of them overflows. ``"sharded"``: those that hold other
+                parts of these parameters, as under FSDP and tensor parallelism; under DDP gradients, and so overflows,
+                are the same in all. ``"world"``: all processes, which then must step alike. None: this one alone.
 
         Raises:
             UnsupportedError: the optimizer is wrapped already, or has complex parameters.
             TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
+            ValueError: ``process_group`` is another word.
         """
         if isinstance(optimizer, LossScalingOptimizer):
             raise UnsupportedError(
@@ -77,7 +79,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         super().__init__(optimizer)
         is_live = isinstance(loss_scale, LossScaler)
         self.loss_scaler = loss_scale if is_live else LossScaler(loss_scale or DynamicLossScale())
-        self.process_group = process_group
+        self.process_group = checked(process_group)
         self.masters = Masters(optimizer)
         self._set_up()
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autocastfx.training import gradients
+from autocastfx.training.agreement import Agreeing, agree
 from autocastfx.training.loss_scaler import LossScaler
 
 __all__ = ["Unscaled", "unscale_"]
@@ -33,9 +33,7 @@ class Unscaled:
     norm: torch.Tensor | None = None
 
 
-def unscale_(
-    optimizer: Any, groups: list[dict[str, Any]], scaler: LossScaler, process_group: dist.ProcessGroup | str | None
-) -> Unscaled:
+def unscale_(optimizer: Any, groups: list[dict[str, Any]], scaler: LossScaler, process_group: Agreeing) -> Unscaled:
     """Divide the gradients of ``groups`` by the scale in place. Does nothing if the scale checks no gradients.
 
     Raises:
@@ -49,7 +47,7 @@ def unscale_(
     scale = scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
     found_inf = torch.zeros_like(scale) if grads else torch.full_like(scale, -1)  # less than any found by others
     gradients.unscale_(grads, scale.reciprocal(), found_inf)
-    gradients.agree(found_inf, process_group)
+    agree(found_inf, process_group, groups)
     if grads:
         return Unscaled(found_inf, scale)
     is_empty = bool(found_inf.item() < 0)

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -281,8 +281,12 @@ def own(step: int) -> Tensor:
 
 @case(*OPTIMIZERS)
 def ddp(kind: str) -> None:
+    """Gradients, and so overflows, are the same in all processes: nothing else is exchanged."""
     parallel = DistributedDataParallel(made())
-    run = train(parallel, optimizer_of(parallel, kind), own)
+    optimizer = optimizer_of(parallel, kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", None)  # DDP itself calls it from C++
+        run = train(parallel, optimizer, own)
     assert_as_alone(parallel, run, train_alone(made(), kind))
 
 
@@ -353,7 +357,7 @@ def fsdp(kind: str) -> None:
 def fsdp_clips_the_largest_element() -> None:
     """Of four processes the last one holds nothing of the smallest parameters."""
     model, alone = sharded(made()), made()
-    for one, x, group in ((model, own(0), "world"), (alone, whole_batch(0), None)):
+    for one, x, group in ((model, own(0), "sharded"), (alone, whole_batch(0), None)):
         optimizer = optimizer_of(one, "momentum", process_group=group)
         optimizer.backward(squares(one(x), torch.ones(len(x), 3)))
         assert optimizer.clip_grad_norm_(0.1, math.inf).item() > 0.1
@@ -552,7 +556,7 @@ def tensor_parallel_of_a_half_model(kind: str) -> None:
 @case()
 def sums_are_added_up_before_their_elements_are_clipped() -> None:
     model, alone = tensor_parallel(init_device_mesh("cpu", (world(),)), with_norm=True), made(Sequence8)
-    for one, x, group in ((model, own(0), "world"), (alone, whole_batch(0), None)):
+    for one, x, group in ((model, own(0), "sharded"), (alone, whole_batch(0), None)):
         optimizer = optimizer_of(one, "momentum", process_group=group)
         optimizer.backward(squares(one(x), torch.zeros(4 * world(), 3)))
         optimizer.clip_grad_value_(0.02)
@@ -613,7 +617,7 @@ def what_cannot_be_converted_is_refused() -> None:
 def all_skip_what_one_overflows_in(kind: str) -> None:
     """Nothing but the decision is shared: models that are trained apart skip the same steps."""
     model = made()
-    optimizer = optimizer_of(model, kind)
+    optimizer = optimizer_of(model, kind, process_group="world")
     skipped, scales = steps_alone(model, optimizer)
     assert skipped == [step in BAD for step in range(STEPS)]
     assert_same_everywhere(scales)
@@ -634,11 +638,46 @@ def steps_alone(model: nn.Module, optimizer: LossScalingOptimizer) -> tuple[list
     return skipped, scales
 
 
-@case("foreach", "fused")
-def each_process_for_itself(kind: str) -> None:
+@case(("foreach", None), ("fused", None), ("fused", "sharded"))
+def each_process_for_itself(option: tuple[str, str | None]) -> None:
+    """By default, too: no parameter has parts in other processes."""
+    kind, group = option
     model = made()
-    skipped, _ = steps_alone(model, optimizer_of(model, kind, process_group=None))
+    skipped, _ = steps_alone(model, optimizer_of(model, kind, process_group=group))
     assert skipped == [step in BAD and last() for step in range(STEPS)]
+
+
+@case()
+def processes_that_step_other_optimizers_wait_for_none() -> None:
+    """As where each process trains a part of its own: a number that all exchange would never arrive."""
+    models = [made() for _ in range(rank() + 1)]
+    for model in models:
+        optimizer = optimizer_of(model, "fused")
+        optimizer.backward(squares(model(own(0)), torch.ones(4, 3)))
+        optimizer.step()
+        assert not optimizer.last_step.skipped
+
+
+@case()
+def flat_parameters_of_fsdp1() -> None:
+    """An overflow in the part that one process holds."""
+    for whole in (True, False):
+        model = FullyShardedDataParallel(made(), use_orig_params=whole, device_id=torch.device("cpu"))
+        optimizer = optimizer_of(model, "fused")
+        skipped = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            optimizer.backward(squares(model(own(step)), torch.ones(4, 3)))
+            if step in BAD and last():
+                poison(model)
+            optimizer.step()
+            skipped.append(optimizer.last_step.skipped)
+        assert skipped == [step in BAD for step in range(STEPS)]
+        assert_same_everywhere(optimizer.loss_scaler.value)
+        optimizer.backward(squares(model(own(0)), torch.ones(4, 3)))
+        with pytest.raises(UnsupportedError, match=r"call unscale_\(\) and then the model's own clip_grad_norm_"):
+            optimizer.clip_grad_norm_(1.0)
+        model.clip_grad_norm_(1.0)
 
 
 @case("foreach", "fused")
@@ -654,7 +693,7 @@ def a_group_of_processes(kind: str) -> None:
 @case()
 def a_process_without_gradients_skips_too() -> None:
     model = made()
-    optimizer = optimizer_of(model, "momentum")
+    optimizer = optimizer_of(model, "momentum", process_group="world")
     if last():
         optimizer.backward(squares(model(own(0)), torch.full((4, 3), math.inf)))
     optimizer.step()
@@ -666,7 +705,7 @@ def a_process_without_gradients_skips_too() -> None:
 def an_overflow_at_the_floor_is_an_error_everywhere() -> None:
     model = made()
     scale = DynamicLossScale(init=1.0, min=1.0)
-    optimizer = LossScalingOptimizer(torch.optim.SGD(model.named_parameters(), 0.1), scale)
+    optimizer = LossScalingOptimizer(torch.optim.SGD(model.named_parameters(), 0.1), scale, process_group="world")
     optimizer.backward(squares(model(own(0)), torch.full((4, 3), math.inf if last() else 0.0)))
     with pytest.raises(LossScaleError, match="up.weight" if last() else "of another process's parameters"):
         optimizer.step()

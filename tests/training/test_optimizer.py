@@ -946,3 +946,9 @@ def test_a_copy_steps_as_the_original(again: Callable[[Any], Any]) -> None:
     _train(model, optimizer, range(3, 6))
     assert same(contents(optimizer2), contents(optimizer))
     assert optimizer2.loss_scaler.value == optimizer.loss_scaler.value
+
+
+def test_a_word_that_means_no_processes_is_refused() -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
+    with pytest.raises(ValueError, match=r"process_group is 'sharded', 'world', a process group or None, not 'all'\."):
+        LossScalingOptimizer(inner, process_group="all")
