@@ -64,6 +64,7 @@ def _state(initial: float, spare: int, device: torch.device) -> ScaleState:
         torch.full((), initial, dtype=torch.float32, device=device),
         torch.zeros((), dtype=torch.int32, device=device),
         torch.full((), spare, dtype=torch.int32, device=device),
+        torch.zeros((), dtype=torch.float32, device=device),
     )
 
 

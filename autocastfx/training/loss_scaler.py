@@ -40,7 +40,7 @@ class LossScaler:
         self.rounds = Rounds()
         self._state: ScaleState | None = None
         self._initial: ScaleNumbers | None = None  # loaded before the device is known
-        self._found: torch.Tensor | None = None  # found_inf over this round's steps, if optimizers share the scale
+        self._has_found = self._is_replayed = False  # a shared scale: since the last update; ever, from a CUDA graph
         self._left = rule.overflows_to_floor(rule.initial)  # from the last known scale, less the steps since
         self._copy = HostCopy()
 
@@ -108,7 +108,9 @@ class LossScaler:
         found_inf = found_inf.to(self.state(found_inf.device).scale.device)
         is_last = self._is_last(found_inf, known)
         if self.rounds.are_shared:
-            self._found = found_inf if self._found is None else torch.maximum(self._found, found_inf)
+            found = self.state(found_inf.device).found  # in place: a graph that is replayed adds to it
+            torch.maximum(found, found_inf, out=found)
+            self._has_found, self._is_replayed = True, self._is_replayed or is_capturing(found)
         else:
             self._adjust(found_inf)
         return is_last
@@ -123,10 +125,11 @@ class LossScaler:
         """
         if not self.rule.is_checked or not self.rounds.are_shared:
             return
-        self.rounds.end()
-        found, self._found = self._found, None
-        if found is not None:
-            self._adjust(found)
+        self.rounds.end(are_replayed=self._is_replayed)
+        if self._state is not None and (self._has_found or self._is_replayed):
+            self._adjust(self._state.found)
+            self._state.found.zero_()
+        self._has_found = False
 
     def _adjust(self, found_inf: torch.Tensor) -> None:
         state = self.state(found_inf.device)
@@ -177,7 +180,7 @@ class LossScaler:
             LossScaleError: ``state`` is neither, or a run with this rule cannot have its scale; nothing is loaded.
         """
         self._initial = self.admit(state)
-        self._found = None
+        self._has_found = False
         self.rounds.forget_gradients()
         self._left = self.rule.overflows_to_floor(self._initial.scale)
         self._copy = HostCopy()

@@ -116,13 +116,16 @@ class Rounds:
                 "loss_scaler.update() only when each optimizer with scaled gradients has stepped, or zero_grad()."
             )
 
-    def end(self) -> None:
+    def end(self, *, are_replayed: bool) -> None:
         """End the round: the scale is being updated.
+
+        Args:
+            are_replayed: steps may come from a CUDA graph, unseen from here.
 
         Raises:
             LossScaleError: no optimizer has stepped.
         """
-        if not self._stepped:
+        if not self._stepped and not are_replayed:
             raise LossScaleError("no optimizer has stepped since the last update of the scale: call step() first.")
         self._number += 1
         self._stepped = set()

@@ -17,27 +17,30 @@ _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32
 
 @dataclass
 class ScaleState:
-    """The state of a loss scale: three tensors without dimensions on one device, updated in place.
+    """The state of a loss scale: tensors without dimensions on one device, updated in place.
 
     Attributes:
         scale: float32; the factor of losses.
         good_steps: int32; steps without overflow since the scale last changed.
         spare: int32; overflows until the scale backs off.
+        found: float32; 1 if a step overflowed since a shared scale was last updated, else 0.
     """
 
     scale: torch.Tensor
     good_steps: torch.Tensor
     spare: torch.Tensor
+    found: torch.Tensor
 
     def to(self, device: torch.device) -> ScaleState:
         """Copy the state to ``device``."""
-        return ScaleState(self.scale.to(device), self.good_steps.to(device), self.spare.to(device))
+        return ScaleState(*(held.to(device) for held in (self.scale, self.good_steps, self.spare, self.found)))
 
     def fill(self, numbers: ScaleNumbers) -> None:
         """Set the state to ``numbers``."""
         self.scale.fill_(numbers.scale)
         self.good_steps.fill_(numbers.good_steps)
         self.spare.fill_(numbers.spare)
+        self.found.zero_()
 
 
 @dataclass(frozen=True)
