@@ -65,18 +65,34 @@ class _Bridge(torch.autograd.Function):
 class _Copy:
     """A working copy, with a mark of its master at the time of copying."""
 
-    __slots__ = ("dtype", "mark", "master", "sizes", "tensor")
+    __slots__ = ("dtype", "filled", "mark", "master", "sizes", "tensor")
 
     def __init__(self, master: weakref.ref[torch.Tensor], dtype: torch.dtype) -> None:
         self.master, self.dtype = master, dtype
         self.tensor = torch.empty(0, dtype=dtype)
         self.sizes: list[int] = []
         self.mark: TensorMark | None = None
+        self.filled: _Filled | None = None
 
-    def become(self, tensor: torch.Tensor, master: torch.Tensor) -> None:
+    def become(self, tensor: torch.Tensor, master: torch.Tensor, filled: _Filled | None) -> None:
         """Hold ``tensor``, a copy of the present ``master``. Graphs that read the previous copy keep it."""
         self.tensor, self.sizes = tensor, list(master.shape)
-        self.mark = TensorMark(master)
+        self.mark, self.filled = TensorMark(master), filled
+
+
+class _Filled:
+    """Where on a CUDA device copies were filled, so that other streams can wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.current_stream(device)
+        self.event = self.stream.record_event()
+
+    def wait(self, tensor: torch.Tensor) -> None:
+        """Let the current stream read ``tensor``, which stays allocated until it has."""
+        stream = torch.cuda.current_stream(tensor.device)
+        if stream != self.stream:
+            stream.wait_event(self.event)
+            tensor.record_stream(stream)
 
 
 class WorkingCopies:
@@ -108,6 +124,7 @@ class WorkingCopies:
         if torch._C._is_tracing() or torch._C._are_functorch_transforms_active() or _is_abstract_or_traced():
             return None
         stale: list[tuple[_Copy, torch.Tensor]] = []
+        kept: list[tuple[_Filled, torch.Tensor]] = []
         on_cuda = False
         for held in list(self._held.values()):
             master = held.master()
@@ -116,9 +133,13 @@ class WorkingCopies:
                 mark = held.mark
                 if mark is None or not mark.fits(master):
                     stale.append((held, master))
+                elif held.filled is not None:
+                    kept.append((held.filled, held.tensor))
         if on_cuda and torch.cuda.is_current_stream_capturing():
             return None
         _renew(stale)
+        for filled, tensor in kept:
+            filled.wait(tensor)
         return self
 
     def copy_of(self, master: torch.Tensor, dtype: torch.dtype) -> _Copy | None:
@@ -201,8 +222,9 @@ def _renew(stale: list[tuple[_Copy, torch.Tensor]]) -> None:
     with torch.inference_mode(False), torch.no_grad():  # backward cannot use tensors made in inference mode
         copies = [torch.empty_like(master, dtype=held.dtype) for held, master in stale]
         cast("Any", torch)._foreach_copy_(copies, [master for _, master in stale])
+    filled = {copy.device: _Filled(copy.device) for copy in copies if copy.is_cuda}
     for (held, master), copy in zip(stale, copies, strict=True):
-        held.become(copy, master)
+        held.become(copy, master, filled.get(copy.device))
 
 
 def _after_step(copies: weakref.ref[WorkingCopies]) -> Callable[..., None]:

@@ -8,13 +8,17 @@ from pathlib import Path
 MODULES = (
     "passes/*.py",
     "passes/*/*.py",
+    *(f"capture/{name}.py" for name in ("affine", "constant_masks", "known_values", "view_places")),
     "graph/alias.py",
     "graph/product.py",
     "graph/reachable.py",
     "graph/sizes.py",
     "graph/view_ops.py",
     "plan/cause.py",
-    *(f"training/{name}.py" for name in ("optimizer", "gradients", "loss_scale", "loss_scaler", "masters")),
+    *(
+        f"training/{name}.py"
+        for name in ("agreement", "optimizer", "gradients", "loss_scale", "loss_scaler", "masters")
+    ),
     "policy/*.py",
     "plan/edited_plan.py",
     "runtime/working_copies.py",
@@ -35,6 +39,7 @@ _LISTS = (
     "policy/test_write_list.py",
 )
 _STEPS = ("training/test_optimizer.py", "training/test_masters.py", "training/test_loss_scaler.py")
+_MANY = ("training/test_host_copy.py", "training/test_optimizer_distributed.py")
 _DRAFTS = ("capture/draft/test_without_inputs.py", "capture/draft/test_draft.py")
 _PLACING = ("passes/analysis/test_place_simply.py", "passes/analysis/test_place_cheaply.py")
 _WRITES = ("passes/test_merge_repeated.py", "invariants/test_mutation.py", "capture/test_constant_masks.py")
@@ -93,10 +98,11 @@ ALSO: dict[str, tuple[str, ...]] = {
     "passes/torch_autocast/expand.py": ("passes/torch_autocast/test_follow.py",),
     "passes/torch_autocast/follow.py": ("passes/torch_autocast/test_expand.py",),
     "passes/torch_autocast/insert_casts.py": _AUTOCAST,
+    "capture": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
     "graph/alias.py": (*_WRITES, "passes/test_insert_casts.py", "passes/test_replace_attention.py"),
     "graph/product.py": ("passes/test_classify.py",),
     "graph/sizes.py": ("graph/test_product.py", "passes/analysis/test_whole_numbers.py"),
-    "training": ("training/test_loss_scale.py", *_STEPS),
+    "training": ("training/test_loss_scale.py", *_STEPS, "training/test_replayed_step.py", *_MANY),
     "policy/presets.py": ("policy/test_op_list.py", "presets/test_registrations.py"),
     "policy": _LISTS,
     "runtime/working_copies.py": ("runtime/test_stored_low.py",),

@@ -31,6 +31,7 @@ from autocastfx.graph.node import origin
 from autocastfx.passes import store_weights
 from autocastfx.passes.analysis import low_reads
 from autocastfx.plan.cause import Why
+from autocastfx.runtime import working_copies
 from autocastfx.runtime.working_copies import WorkingCopies, working_copy
 from tests.golden.models import CNN, EncoderLayer
 
@@ -323,6 +324,45 @@ def test_copies_do_not_outlive_the_model_nor_keep_parameters() -> None:
     del copies
     gc.collect()
     assert len(_global_optimizer_post_hooks) == before - 1
+
+
+class Stream:
+    """As far as a CUDA stream is needed here."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def record_event(self) -> Any:
+        return ("filled", self)
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append(("waits", self, event))
+
+
+def test_another_stream_waits_until_copies_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams are played here: on a GPU a read on a second stream could come before the copy is filled."""
+    log: list[Any] = []
+    streams = [Stream(log), Stream(log)]
+    now = [0]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[now[0]])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append(("keeps", tensor, stream)))
+    amp_model, x = _cold("cached")
+    amp_model(x)
+    copies: Any = amp_model._working_copies
+    for held in copies._held.values():
+        held.filled = working_copies._Filled(held.tensor.device)
+    amp_model(x)
+    assert log == []
+    now[0] = 1
+    amp_model(x)
+    assert [entry[:2] for entry in log[::2]] == [("waits", streams[1])] * len(copies._held)
+    assert {id(entry[1]) for entry in log[1::2]} == {id(held.tensor) for held in copies._held.values()}
+    log.clear()
+    with torch.no_grad():
+        for parameter in amp_model.parameters():
+            parameter.add_(1)
+    amp_model(x)  # filled anew, on this stream
+    assert log == []
 
 
 def test_threads_that_read_at_once_see_whole_copies() -> None:
