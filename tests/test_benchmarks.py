@@ -18,6 +18,7 @@ from benchmarks import (
     accuracy,
     conversion,
     conversion_zoo,
+    host_time,
     memory_per_parameter,
     optimizer_step,
     placement,
@@ -390,3 +391,18 @@ def test_the_results_that_are_kept_hold() -> None:
     assert accuracy.failures(rows) == []
     held = json.loads((report.RESULTS / "optimizer-step-cpu.json").read_text())["rows"]
     assert optimizer_step.failures([optimizer_step.Row(**row) for row in held]) == []
+
+
+def test_host_time_is_measured_and_held_against_its_limits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--models", "MLP 16 layers", "--rounds", "2", "--json", str(tmp_path / "rows.json")]
+    host_time.main(arguments)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["side"] for row in rows] == list(host_time.SIDES)
+    assert all(row["ms"] > 0 for row in rows)
+    assert {row["side"]: list(row["to"]) for row in rows}[host_time.CACHED] == [host_time.DEFAULT, host_time.PLAIN]
+    assert capsys.readouterr().out.count("MLP 16 layers") >= len(rows)
+    for limit, status in ((0.0, 1), (1e9, 0)):  # the rows that are kept are not measured again
+        monkeypatch.setattr(host_time, "LIMITS", [(one, other, limit) for one, other, _ in host_time.LIMITS])
+        assert host_time.main(arguments) == status

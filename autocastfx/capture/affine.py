@@ -130,9 +130,7 @@ def mapped(change: Callable[[float, float], float], a: Known, b: Known) -> Known
 
 
 def all_of(a: Known, b: Known) -> Known | None:
-    """1 where both are, 0 elsewhere, of tensors of 0 and 1; None if that is not known."""
-    if 0 in (constant(a), constant(b)):
-        return everywhere(0, a.ndim)
+    """1 where both are, 0 elsewhere, of tensors of 0 and 1 that are not 0 everywhere; None if that is not known."""
     one, other = (() if constant(k) == 1 else k.where(bool) if isinstance(k, Chosen) else None for k in (a, b))
     if one is None or other is None:
         return None

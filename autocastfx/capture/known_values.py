@@ -95,8 +95,7 @@ def _moved(node: fx.Node, known: _Found) -> Known | None:
     before, after = tensors(source)[0], tensors(node)[0]
     if constant(known[source]) is not None and before.dtype == after.dtype:
         return everywhere(constant(known[source]), after.ndim)
-    is_cast = op_name(node) in ("to", "_to_copy")
-    return seen_through(node, known[source]) if is_cast or before.dtype == after.dtype else None
+    return seen_through(node, known[source]) if op_name(node) == "to" or before.dtype == after.dtype else None
 
 
 def _computed(node: fx.Node, known: _Found) -> Known | None:

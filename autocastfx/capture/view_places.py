@@ -14,7 +14,7 @@ from autocastfx.graph.op_name import op_name
 
 __all__ = ["seen_through"]
 
-_SAME_PLACES = ("clone", "contiguous", "detach", "lift_fresh_copy", "to", "_to_copy")
+_SAME_PLACES = ("clone", "contiguous", "detach", "lift_fresh_copy", "to")
 _RESHAPES = ("unsqueeze", "squeeze", "view", "reshape", "_unsafe_view")
 
 # For each dimension of the source: the dimension that it becomes, if any, where it begins, and its step.

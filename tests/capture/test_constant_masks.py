@@ -60,15 +60,15 @@ def written(x: Tensor) -> Tensor:
 
 
 def viewed(x: Tensor) -> Tensor:
-    return (torch.zeros(2, 3, 4, 5) + x.exp().mT).view(2, -1)
+    return (torch.zeros(2, 3, 4, 5) + x.exp().mT).view(2, -1).exp()  # what is given out would stay anyway
 
 
 def strided(x: Tensor) -> Tensor:
-    return (torch.zeros(2, 3, 4, 5) + x.exp().mT).as_strided((4, 4), (4, 1))
+    return (torch.zeros(2, 3, 4, 5) + x.exp().mT).as_strided((4, 4), (4, 1)).exp()
 
 
 KEPT: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "a mask that hides": (lambda x: x.exp() + torch.where(torch.arange(5) >= 1, 0.0, -1.0)[:, None], "add"),
+    "a mask that hides": (lambda x: (x.exp() + torch.where(torch.arange(5) >= 1, 0.0, -1.0)[:, None]).exp(), "add"),
     "a mask that is written to": (written, "add"),
     "strides, for a view": (viewed, "add"),
     "strides": (strided, "add"),
@@ -78,12 +78,12 @@ KEPT: dict[str, tuple[Callable[..., Tensor], str]] = {
         lambda x: x.exp() + torch.zeros((), dtype=torch.int32).view(torch.float32),
         "add",
     ),
-    "a dtype that widens": (lambda x: (x > 0).int() + torch.zeros(()), "add"),
-    "a shape that widens": (lambda x: x[:1].exp() + torch.zeros(2, 1, 1, 1), "add"),
+    "a dtype that widens": (lambda x: ((x > 0).int() + torch.zeros(())).exp(), "add"),
+    "a shape that widens": (lambda x: (x[:1].exp() + torch.zeros(2, 1, 1, 1)).exp(), "add"),
     "bits": (lambda x: (x > 0).int() & torch.ones((), dtype=torch.int32), "__and__"),
     "what is written to": (lambda x: (x.exp() + torch.zeros(())).mul_(2) + x.exp(), "add"),
-    "ones are no zeros": (lambda x: x.exp() + torch.ones(()), "add"),
-    "zero minus": (lambda x: torch.zeros(()) - x.exp(), "sub"),
+    "ones are no zeros": (lambda x: (x.exp() + torch.ones(())).exp(), "add"),
+    "zero minus": (lambda x: (torch.zeros(()) - x.exp()).exp(), "sub"),
 }
 
 
@@ -173,6 +173,7 @@ MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "one key less": lambda q, k: torch.ones(q.shape[2], k.shape[2]).tril(-1) + before(q, k)[:1] > 0,
     "what comes before": lambda q, k: torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(),
     "counted from the end": lambda q, k: torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - 5),
+    "the same bias everywhere": lambda q, k: torch.full((q.shape[2], k.shape[2]), -2.0),
     "a finite bias": lambda q, k: torch.where(before(q, k), 0.0, -10.0),
     "a bias of what is shown": lambda q, k: torch.where(before(q, k), 1.0, float("-inf")),
     "a window that hides": lambda q, k: windowed(q, k, 2),

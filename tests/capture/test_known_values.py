@@ -72,7 +72,10 @@ KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "chosen by what is the same": lambda x: torch.where(torch.ones(()) == 1, torch.arange(x.shape[1]), 7),
     "of a view": lambda x: positions(x)[0].view(1, x.shape[1], 1).squeeze(0).reshape(-1, 1, 1).expand(-1, 2, 3),
     "counted": lambda x: torch.ones(x.shape[1], 2, dtype=torch.int64).cumsum(0) - 1,
+    "counted in rows": lambda x: torch.ones(2, x.shape[1], dtype=torch.bool).cumsum(1),
     "steps": lambda x: torch.diff(torch.arange(0, 2 * x.shape[1] + 6, 2)),
+    "a sum of fractions": lambda x: torch.full((2,), 0.5) + torch.full((2,), 0.25),
+    "nothing, whatever the input": lambda x: (x > 0) & torch.zeros((), dtype=torch.bool),
     "nothing is shown": lambda x: (positions(x)[0] < 0) & causal(x),
 }
 
@@ -165,3 +168,12 @@ def test_conditions_that_are_always_met_are_none() -> None:
     assert Chosen((Affine(3, (1, -1)),), 1, 0).simplified(shape) == Affine(1, (0, 0))
     assert Chosen((Affine(0, (1, -1)), Affine(-4, (1, 0))), 1, 0).simplified(shape) == Affine(0, (0, 0))
     assert Affine(5, (2, 3)).simplified((1, 4)) == Affine(5, (0, 3))
+
+
+def test_where_one_of_two_numbers_stands() -> None:
+    condition = Affine(0, (1, -1))
+    assert Chosen((condition,), 1, 0).where(bool) == (condition,)
+    assert Chosen((condition,), 0, 1).where(bool) == (Affine(-1, (-1, 1)),)
+    for yes, no in ((1, 2), (0, 0)):
+        assert Chosen((condition,), yes, no).where(bool) is None
+    assert Chosen((condition, Affine(3, (1, 0))), 0, 1).where(bool) is None  # where one is not met, or the other
