@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from autocastfx.graph.reachable import reachable
 from autocastfx.graph.schema import schema
 
 __all__ = ["AliasSet", "alias_sets", "aliased", "handed_out", "moves", "mutated_inputs", "seen_by_functions"]
-
-_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -92,7 +89,7 @@ def aliased(node: fx.Node) -> Iterator[fx.Node]:
         yield from (u.node for u in uses(node) if u.argument in sharing)
 
 
-def seen_by_functions(graph: fx.Graph, attributes: Mapping[str, Any] = _NONE) -> set[fx.Node]:
+def seen_by_functions(graph: fx.Graph, attributes: Mapping[str, Any]) -> set[fx.Node]:
     """Return the values read, directly or as an alias, by functions without a schema, which may write into them.
 
     Args:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autocastfx
+from autocastfx.graph.alias import seen_by_functions
 from autocastfx.graph.node import argument
 from autocastfx.graph.op_name import op_name
 from tests.capture.decoders import DECODERS, IDS, WINDOW, shown_attention
@@ -108,6 +109,40 @@ def test_what_a_function_may_write_into_is_not_settled() -> None:
     amp_model = autocastfx.convert(Function(filled), (X,), op_list=lists)
     assert "add" in [op_name(n) for n in amp_model.graph.nodes]
     assert torch.equal(amp_model(X), filled(X))
+
+
+def read_there(x: Tensor) -> Tensor:
+    zeros = torch.zeros_like(x)
+    with torch.no_grad():
+        scale = (x + zeros).amax() * 0.5
+    return ((x + zeros) * scale).exp()
+
+
+def written_there(x: Tensor) -> Tensor:
+    zeros = torch.zeros_like(x)
+    same = zeros[:]
+    with torch.no_grad():
+        zeros.add_(1)
+    return (x + same).exp()
+
+
+def given_on_from_there(x: Tensor) -> Tensor:
+    zeros = torch.zeros_like(x)
+    with torch.no_grad():
+        flat, half = zeros.view(-1), x * 0.5
+    flat.add_(1)
+    return (x + zeros).exp() * half
+
+
+@pytest.mark.parametrize(
+    ("function", "stays"), [(read_there, False), (written_there, True), (given_on_from_there, True)]
+)
+def test_a_region_without_gradients_is_looked_into(function: Callable[[Tensor], Tensor], stays: bool) -> None:
+    """What it only reads is settled all the same."""
+    assert ("add" in ops(function, X)) is stays
+    captured: Any = autocastfx.convert(Function(function), (X,)).variants[0].captured
+    (zeros,) = (node for node in captured.graph.nodes if op_name(node) == "zeros_like")
+    assert (zeros in seen_by_functions(captured.graph, captured.attributes)) is stays
 
 
 def test_what_the_caller_gets_is_no_input() -> None:
