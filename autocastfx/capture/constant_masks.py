@@ -86,7 +86,7 @@ def _unmasked(node: fx.Node, known: Mapping[fx.Node, Known]) -> list[fx.Node]:
     if not isinstance(mask, fx.Node) or mask not in known:
         return []
     hides = _hides(known[mask], tensors(mask)[0])
-    if hides is None or (hides and not _is_causal(hides, node, tensors(mask)[0])):
+    if hides is None or (hides and not _is_causal(hides, tensors(mask)[0])):
         return []
     set_argument(node, "attn_mask", None)
     if hides:
@@ -110,14 +110,11 @@ def _hides(known: Known, mask: torch.Tensor) -> tuple[Affine, ...] | None:
     return known.where(shows) if is_lost else None
 
 
-def _is_causal(shown: tuple[Affine, ...], node: fx.Node, mask: torch.Tensor) -> bool:
+def _is_causal(shown: tuple[Affine, ...], mask: torch.Tensor) -> bool:
     """True if query ``i`` sees the keys up to ``i``, counted from the first ones: what ``is_causal`` means in torch.
 
     What else a mask may hide, beyond a window, has no effect up to a length: then the graph is for such lengths.
     """
-    query, key = tensors(argument(node, "query"))[0], tensors(argument(node, "key"))[0]
-    if mask.ndim < 2 or not _equal(mask.shape[-2], query.shape[-2]) or not _equal(mask.shape[-1], key.shape[-2]):
-        return False
     others = [condition.lowest(mask.shape) >= 0 for condition in shown if not _is_diagonal(condition)]
     if len(others) == len(shown) or not all(map(example, others)):
         return False

@@ -49,7 +49,7 @@ def alias_sets(
     if not written:
         return {}
     parent: dict[fx.Node, fx.Node] = {}
-    order = {node: i for i, node in enumerate(graph.nodes)}
+    order = {node: i for i, node in enumerate(graph.nodes)}  # in a draft nodes do not compare by their places
 
     def find(node: fx.Node) -> fx.Node:
         while parent.setdefault(node, node) is not node:

@@ -47,7 +47,7 @@ def cut(x: Tensor) -> Tensor:
 def moved(x: Tensor) -> Tensor:
     rows, columns = positions(x)
     apart = (rows - columns)[None, None].expand(x.shape[0], 3, -1, -1)
-    return apart.permute(3, 0, 2, 1).transpose(0, 2).clone().to(torch.int32)[1].select(1, 2)
+    return apart.permute(3, 0, 2, 1).transpose(0, 2).clone().detach().to(torch.int32)[1].select(1, 2)
 
 
 KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -74,6 +74,7 @@ KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "counted": lambda x: torch.ones(x.shape[1], 2, dtype=torch.int64).cumsum(0) - 1,
     "counted in rows": lambda x: torch.ones(2, x.shape[1], dtype=torch.bool).cumsum(1),
     "steps": lambda x: torch.diff(torch.arange(0, 2 * x.shape[1] + 6, 2)),
+    "a fraction": lambda x: torch.full((2,), 0.1, dtype=torch.float64),
     "a sum of fractions": lambda x: torch.full((2,), 0.5) + torch.full((2,), 0.25),
     "nothing, whatever the input": lambda x: (x > 0) & torch.zeros((), dtype=torch.bool),
     "nothing is shown": lambda x: (positions(x)[0] < 0) & causal(x),
@@ -129,7 +130,8 @@ def elements(known: Known, like: Tensor, sizes: dict[Any, int]) -> Tensor:
         met = [elements(condition, like, sizes) >= 0 for condition in known.conditions]
         return torch.where(torch.stack(met).all(0), known.yes, known.no)
     start = known.start
-    total = torch.full(like.shape, int(start.node.expr.xreplace(sizes)) if isinstance(start, torch.SymInt) else start)
+    start = int(start.node.expr.xreplace(sizes)) if isinstance(start, torch.SymInt) else start
+    total = torch.full(like.shape, start, dtype=like.dtype if isinstance(start, float) else torch.int64)
     for dim, slope in enumerate(known.slopes):
         total = total + slope * torch.arange(like.shape[dim]).view(-1, *(1,) * (like.ndim - dim - 1))
     return total
