@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.export import capture
+from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.measure import MeasuredGraph, Seen, apart, read_all
 from autocastfx.errors import CalibrationError, CaptureError, UnsupportedError
 from autocastfx.plan.ranges import Key, Range, Ranges, mode_of
@@ -73,7 +74,7 @@ def calibrate(
         tensors=_own_tensors(module),
     )
     signature, done = CallSignature.of(module.forward), 0
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _shown(progress) as show:
+    with random_numbers_kept(), _shown(progress) as show:
         for done, batch in enumerate(_iterated(batches), 1):
             args, kwargs = _arguments(batch)
             insists = replace(signature, by_position=len(args) if baked else 0)

@@ -7,13 +7,13 @@ import sys
 import types
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-__all__ = ["intact", "same_content"]
+__all__ = ["intact", "random_numbers_kept", "same_content"]
 
 _NO_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType)
 
@@ -41,7 +41,7 @@ def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.
             for table in (cast("dict[str, Any]", module._parameters), cast("dict[str, Any]", module._buffers)):
                 for name in table:
                     table[name] = held.get(f"{prefix}.{name}" if prefix else name, table[name])
-        with torch.random.fork_rng(devices=_devices_in_use()):
+        with random_numbers_kept():
             yield
     finally:
         for owner, content in saved:
@@ -51,9 +51,13 @@ def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.
             numpy.random.set_state(numpy_state)
 
 
-def _devices_in_use() -> Sequence[int]:
-    """The CUDA devices, once something has used one: a process that has cannot fork, as data loaders do."""
-    return range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+def random_numbers_kept() -> AbstractContextManager[None]:
+    """While open, torch's random numbers are free to be drawn; afterwards their states are as before.
+
+    Those of CUDA devices only once something has used one: a process that has cannot fork, as data loaders do.
+    """
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return torch.random.fork_rng(devices=devices)
 
 
 def _contents(model: nn.Module) -> list[tuple[Any, Any]]:

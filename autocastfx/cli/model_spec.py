@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError, ModelSpecError
 from autocastfx.policy.yaml_tree import nearest
@@ -26,7 +27,7 @@ _FORMS = "'x=float32[8,3,224,224]' (by keyword), 'float32[8,3]' (by position) or
 
 
 def load_model(spec: str) -> nn.Module:
-    """Import the module of ``package.module:factory`` and call the factory, with seed 0, for a model.
+    """Import the module of ``package.module:factory`` and call the factory, each with seed 0, for a model.
 
     Raises:
         ModelSpecError: there is no such module or factory, or it does not return an ``nn.Module``.
@@ -122,7 +123,9 @@ def _called(spec: str, form: str) -> Any:
     if not (colon and _is_dotted(module_name) and _is_dotted(path)):
         raise ModelSpecError(f"cannot read {spec!r}: {form}.")
     try:
-        value: Any = importlib.import_module(module_name)
+        with random_numbers_kept():
+            torch.manual_seed(0)
+            value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise ModelSpecError(
@@ -141,7 +144,7 @@ def _called(spec: str, form: str) -> Any:
     if isinstance(value, nn.Module):
         raise ModelSpecError(f"{spec} is a model: name what makes one, such as a function that returns it.")
     try:
-        with torch.random.fork_rng(devices=[]):
+        with random_numbers_kept():
             torch.manual_seed(0)
             return value()
     except Exception as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.cli.model_options import converted, device_of, given_model
 from autocastfx.cli.model_spec import load_function, load_inputs
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError
@@ -89,7 +90,7 @@ def _compare(options: argparse.Namespace) -> int:
     args, kwargs = load_inputs(options.inputs, device_of(model))
     if taken := sorted(how.keys() & kwargs.keys()):
         raise ModelSpecError(f"the model has an input called {taken[0]!r} itself: leave --{taken[0]} away.")
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with random_numbers_kept():
         torch.manual_seed(options.seed)  # both calls below restore the random state that they start from
         found = compare(None, amp_model, *args, **how, **kwargs)
         overflow = None if options.json or found.first_non_finite is None else find_overflow(amp_model, *args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.errors import BisectError
 from autocastfx.report.deviation import Deviation
 
@@ -76,7 +77,7 @@ def _apart(leaf: Any) -> Any:
 def _left_as_it_is(model: nn.Module, seed: int) -> Generator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with random_numbers_kept():
             torch.manual_seed(seed)
             yield
     finally:
