@@ -19,7 +19,7 @@ from autocastfx.policy.presets import preset_folder
 from tests.helpers import with_pinned_torch
 from tests.invariants.pair import HUGE, LOW, inserted_casts, twice
 
-pytestmark = pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")
+pytestmark = [pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU"), pytest.mark.usefixtures("one_mode")]
 
 
 class Representative(nn.Module):
@@ -68,6 +68,7 @@ def test_conversion_is_deterministic() -> None:
     assert [v.guard for v in first.variants] == [v.guard for v in second.variants]
 
 
+@pytest.mark.usefixtures("both_modes")
 @pytest.mark.parametrize("low", LOW)
 def test_conversion_is_idempotent(low: torch.dtype) -> None:
     once, call = representative(dtype=low), REPRESENTATIVE

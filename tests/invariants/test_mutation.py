@@ -18,7 +18,7 @@ from autocastfx.graph.op_name import op_name
 from tests.helpers import TORCH
 from tests.invariants.pair import LOW, Features, Net, Pair, bump, net
 
-pytestmark = pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")
+pytestmark = [pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU"), pytest.mark.usefixtures("one_mode")]
 
 
 def _ema(m: Net, x: Tensor) -> Tensor:

@@ -152,26 +152,24 @@ def test_a_case_that_float32_does_not_hold_is_refused() -> None:
         refer(case)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_version_with_islands_holds(case: Case) -> None:
-    """A demand that a hand-written mixed precision version does not meet would be a wrong demand."""
-    reference = refer(case)
-    for name, dtype in DTYPES.items():
-        found = judge_model(reference, case.with_islands(), dtype)
-        assert not found.fault, f"{name}: {found.fault}"
-        worst = found.worst
-        assert found.held, f"{name}: {worst} is off by {found.errors[worst]:.2e}, allowed {found.bounds[worst]:.2e}"
-
-
 @pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")
 @pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=str)
-def test_the_conversion_holds(number: int, case: Case) -> None:
-    """Each in one of the two dtypes; `python -m benchmarks.corpus` runs them all in both."""
+def test_a_hand_written_version_and_the_conversion_hold(number: int, case: Case) -> None:
+    """A demand that a hand-written mixed precision version does not meet would be a wrong demand.
+
+    The conversion is judged in one of the two dtypes; `python -m benchmarks.corpus` judges all in both.
+    """
+    reference = refer(case)
+    for name, dtype in DTYPES.items():
+        _assert_held(judge_model(reference, case.with_islands(), dtype), f"by hand in {name}")
     name = list(DTYPES)[number % 2]
-    found = judge_ours(refer(case), DTYPES[name])
+    _assert_held(judge_ours(reference, DTYPES[name]), name)
+
+
+def _assert_held(found: Judgement, which: str) -> None:
     worst = found.worst
-    assert not found.fault, f"{name}: {found.fault}"
-    assert found.held, f"{name}: {worst} is off by {found.errors[worst]:.2e}, allowed {found.bounds[worst]:.2e}"
+    assert not found.fault, f"{which}: {found.fault}"
+    assert found.held, f"{which}: {worst} is off by {found.errors[worst]:.2e}, allowed {found.bounds[worst]:.2e}"
 
 
 def _switch_off(point: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
