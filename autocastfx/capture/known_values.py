@@ -1,4 +1,4 @@
-"""What a captured graph computes from sizes and constants alone: known before any input is."""
+"""Find the tensors that a captured graph computes from sizes and constants alone."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _Found = Mapping[fx.Node, Known]
 
 
 def known_values(graph: fx.Graph, written: Set[fx.Node]) -> dict[fx.Node, Known]:
-    """What is known of the tensors of ``graph``, but for those in ``written``.
+    """Find the tensors of ``graph`` whose elements are known before any input is.
 
     Args:
         graph: captured, with abstract values.
-        written: values that share storage which is, or may be, written to.
+        written: values left out, because their storage is, or may be, written to.
     """
     known: dict[fx.Node, Known] = {}
     for node in graph.nodes:
@@ -53,7 +53,7 @@ def known_values(graph: fx.Graph, written: Set[fx.Node]) -> dict[fx.Node, Known]
 
 
 def of_operand(operand: Any, known: _Found, ndim: int = 0) -> Known | None:
-    """What is known of a tensor, or of a number, broadcast to ``ndim`` dimensions if it has fewer."""
+    """A known tensor or a number, broadcast to ``ndim`` dimensions if it has fewer; None if it is not known."""
     if isinstance(operand, fx.Node) and tensors(operand):
         return broadcast(known[operand], ndim) if operand in known else None
     found = number(operand)

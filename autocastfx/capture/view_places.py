@@ -22,7 +22,7 @@ _Places = Sequence[tuple[int | None, Any, int]]
 
 
 def seen_through(node: fx.Node, held: Known) -> Known | None:
-    """What the view, copy or cast ``node`` gives of a source that is ``held``; None if that is not known."""
+    """The result of the view, copy or cast ``node``, whose source is ``held``; None if it is not known."""
     before, after = tensors(node.all_input_nodes[0])[0], tensors(node)[0]
     places = _places(node, before, after)
     return None if places is None else held.at(lambda affine: _placed(affine, places, after.ndim))

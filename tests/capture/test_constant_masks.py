@@ -138,7 +138,7 @@ def given_on_from_there(x: Tensor) -> Tensor:
     ("function", "stays"), [(read_there, False), (written_there, True), (given_on_from_there, True)]
 )
 def test_a_region_without_gradients_is_looked_into(function: Callable[[Tensor], Tensor], stays: bool) -> None:
-    """What it only reads is settled all the same."""
+    """A tensor that it only reads is settled all the same."""
     assert ("add" in ops(function, X)) is stays
     captured: Any = autocastfx.convert(Function(function), (X,)).variants[0].captured
     (zeros,) = (node for node in captured.graph.nodes if op_name(node) == "zeros_like")

@@ -1,4 +1,4 @@
-"""What is known of a graph before any input is what it computes, whatever the sizes."""
+"""Tensors that are known before any input hold what the graph computes, for all sizes."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def record(step: Callable[[], object]) -> Recorded:
-    """What ``step`` does, which is done once now, unlike in a CUDA graph."""
+    """Run ``step`` once and record it. (A CUDA graph records it without running it.)"""
     recorded = Recorded()
     with recorded:
         step()

@@ -1,4 +1,4 @@
-"""What has a precision to be placed in."""
+"""Nodes that give no float are placed too, if they read one."""
 
 from __future__ import annotations
 
