@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autocastfx
 from autocastfx import AmpModule
+from tests.processes import run_in_processes
 
 PROCESSES = 2
 
@@ -51,19 +49,8 @@ def gradients(amp_model: nn.Module, *args: Any) -> list[Tensor]:
     return [p.grad.clone() for p in amp_model.parameters() if p.grad is not None]
 
 
-def _work(rank: int, folder: str, low: torch.dtype) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", PROCESSES)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
-    try:
-        found = _train(rank, low)
-        # A reducer that outlives the group joins the threads of gloo while it holds the GIL, which they may wait for.
-        # Where Python ends while they wait, they abort the process.
-        gc.collect()
-        time.sleep(0.2)
-    finally:
-        dist.destroy_process_group()
-    torch.save(found, f"{folder}/{rank}.pt")
+def _work(folder: Path, low: torch.dtype) -> None:
+    torch.save(_train(dist.get_rank(), low), folder / f"{dist.get_rank()}.pt")
 
 
 def _train(rank: int, low: torch.dtype) -> dict[str, Any]:
@@ -89,7 +76,7 @@ def _train(rank: int, low: torch.dtype) -> dict[str, Any]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the processes found."""
     folder = tmp_path_factory.mktemp("distributed")
-    mp.spawn(_work, (str(folder), torch.bfloat16), nprocs=PROCESSES)
+    run_in_processes(_work, PROCESSES, folder, torch.bfloat16)
     return [torch.load(folder / f"{rank}.pt") for rank in range(PROCESSES)]
 
 

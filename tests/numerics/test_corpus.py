@@ -23,7 +23,17 @@ from autocastfx.policy.rule import Category
 from benchmarks import corpus
 from tests.numerics.corpus import CASES
 from tests.numerics.corpus.case import Case, Demand
-from tests.numerics.corpus.judge import DTYPES, Judgement, Reference, Run, judge, judge_model, judge_ours, refer
+from tests.numerics.corpus.judge import (
+    DTYPES,
+    Judgement,
+    Reference,
+    Run,
+    judge,
+    judge_model,
+    judge_ours,
+    modes_of,
+    refer,
+)
 from tests.numerics.corpus.parts import rows
 
 
@@ -146,6 +156,13 @@ def test_a_gradient_that_is_zero_is_held_against_the_others() -> None:
         assert judge(reference, Run(planted, reference.run.others), torch.float16, dtypes=False).held is held
 
 
+def test_what_reads_its_mode_is_judged_in_both() -> None:
+    assert modes_of(nn.Linear(4, 4)) == ("train",)
+    assert modes_of(nn.Sequential(nn.Linear(4, 4), nn.Dropout())) == ("train", "eval")
+    two = {case.name: len(modes_of(case.model())) for case in CASES if case.name in ("codebook", "rotary")}
+    assert two == {"codebook": 2, "rotary": 1}
+
+
 def test_a_case_that_float32_does_not_hold_is_refused() -> None:
     case = Case("ill", lambda: Plain(lambda y: (y * 1e9).sin()), rows(4), "judge", Demand(4), "")
     with pytest.raises(ValueError, match="float32 itself is off by"):
@@ -157,9 +174,10 @@ def test_a_case_that_float32_does_not_hold_is_refused() -> None:
 def test_a_hand_written_version_and_the_conversion_hold(number: int, case: Case) -> None:
     """A demand that a hand-written mixed precision version does not meet would be a wrong demand.
 
-    The conversion is judged in one of the two dtypes; `python -m benchmarks.corpus` judges all in both.
+    The conversion is judged in one of the two dtypes, and in the modes that can differ; `python -m benchmarks.corpus`
+    judges all in both.
     """
-    reference = refer(case)
+    reference = refer(case, modes_of(case.model()))
     for name, dtype in DTYPES.items():
         _assert_held(judge_model(reference, case.with_islands(), dtype), f"by hand in {name}")
     name = list(DTYPES)[number % 2]

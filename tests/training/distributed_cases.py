@@ -1,9 +1,6 @@
 """Cases that test_optimizer_distributed.py runs in several processes at once.
 
-    torchrun distributed_cases.py FOLDER [CASE ...]
-
-Each process runs those cases, or all, and writes, as JSON, what ran and what failed. A case is a function; its asserts
-hold in every process.
+A case is a function; its asserts hold in every process. ``run`` runs them in one of the processes.
 """
 
 from __future__ import annotations
@@ -12,12 +9,9 @@ import copy
 import json
 import math
 import os
-import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -478,7 +472,7 @@ def fsdp_checkpoints(kind: str) -> None:
 @case()
 def fsdp_checkpoints_of_a_half_model() -> None:
     """The masters are in the wrapper's own state_dict, whose DTensors torch.distributed.checkpoint saves."""
-    folder = os.fspath(Path(sys.argv[1]) / "checkpoint")
+    folder = os.fspath(Path.cwd() / "checkpoint")
     model = sharded(made().half())
     optimizer = optimizer_of(model, "fused")
     train(model, optimizer, own)
@@ -715,7 +709,7 @@ def an_overflow_at_the_floor_is_an_error_everywhere() -> None:
 def the_page_about_many_devices_runs() -> None:
     if world() > 2:  # once is enough
         return
-    printed = run_markdown(PAGE, Path(sys.argv[1]))
+    printed = run_markdown(PAGE, Path.cwd())
     for code, shown in outputs(PAGE):
         assert printed[code.start] == shown.text, printed[code.start]
 
@@ -723,22 +717,16 @@ def the_page_about_many_devices_runs() -> None:
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def run(folder: Path, names: Sequence[str] = ()) -> None:
+    """Run those cases, or all, in this process of the group, and write what ran and what failed."""
+    os.chdir(folder)  # the cases write where they are
     warnings.filterwarnings("error", module="autocastfx")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     ran, failed = [], {}
-    for name in sys.argv[2:] or CASES:
+    for name in names or CASES:
         try:
             CASES[name]()
         except Exception:  # the others may be waiting for this process now: no further case
             failed[name] = traceback.format_exc()
             break
         ran.append(name)
-    (Path(sys.argv[1]) / f"{rank()}.json").write_text(json.dumps({"ran": ran, "failed": failed}))
-    time.sleep(0.2)  # gloo's threads need the GIL to let go of the last collective, before Python ends
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    (folder / f"{rank()}.json").write_text(json.dumps({"ran": ran, "failed": failed}))

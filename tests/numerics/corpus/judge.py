@@ -17,8 +17,9 @@ finite.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,10 +33,11 @@ import autocastfx
 from benchmarks.zoo_judge import distance
 from tests.numerics.corpus.case import Call, Case
 
-__all__ = ["DTYPES", "Judgement", "Reference", "Run", "judge", "judge_model", "judge_ours", "refer"]
+__all__ = ["DTYPES", "Judgement", "Reference", "Run", "judge", "judge_model", "judge_ours", "modes_of", "refer"]
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 EPS16, EPS32 = torch.finfo(torch.float16).eps, torch.finfo(torch.float32).eps
+MODES = ("train", "eval")
 LOSS_SCALES = (65536.0, 4096.0, 256.0, 16.0, 1.0)
 
 
@@ -52,6 +54,7 @@ class Reference:
     """What results are held against, and float32's own error, by tensor; errors are relative to `scales`."""
 
     case: Case
+    modes: Sequence[str]
     run: Run
     dtypes: Mapping[str, torch.dtype]
     noise: Mapping[str, float]
@@ -114,12 +117,14 @@ class Judgement:
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
-def _run(call: nn.Module, owner: nn.Module, case: Case, dtype: torch.dtype | None, autocast: bool) -> Run:
+def _run(
+    call: nn.Module, owner: nn.Module, case: Case, modes: Sequence[str], dtype: torch.dtype | None, autocast: bool
+) -> Run:
     """All calls of a case; ``owner`` holds the parameters and the buffers, and each call starts from its state."""
     initial = copy.deepcopy(owner.state_dict())
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
-    for mode in ("train", "eval"):
+    for mode in modes:
         call.train(mode == "train")
         for size in case.sizes:
             owner.load_state_dict(initial)
@@ -210,17 +215,23 @@ def _wants_gradient(leaf: Any) -> bool:
 # ---- verdicts -------------------------------------------------------------------------------------------------------
 
 
-def refer(case: Case) -> Reference:
+def modes_of(model: nn.Module) -> Sequence[str]:
+    """Both modes, or only training where no code of the model mentions it: there evaluation computes the same."""
+    types = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
+    return MODES if any("training" in inspect.getsource(kind) for kind in types - {nn.Module}) else MODES[:1]
+
+
+def refer(case: Case, modes: Sequence[str] = MODES) -> Reference:
     """Run the case in float64 and in float32."""
     model = case.model()
-    narrow = _run(model, model, case, None, autocast=False)
+    narrow = _run(model, model, case, modes, None, autocast=False)
     run, noise = narrow, dict.fromkeys(narrow.tensors, 0.0)
     if case.exact:
         model = case.model().double()
-        run = _run(model, model, case, torch.float64, autocast=False)
+        run = _run(model, model, case, modes, torch.float64, autocast=False)
         noise = {name: _own_error(narrow.tensors[name], tensor) for name, tensor in run.tensors.items()}
     dtypes = {name: tensor.dtype for name, tensor in narrow.tensors.items()}
-    reference = Reference(case, run, dtypes, noise)
+    reference = Reference(case, modes, run, dtypes, noise)
     if ill := {name: e for name, e in reference.errors(narrow, torch.float16).items() if e > EPS16}:
         raise ValueError(f"{case}: float32 itself is off by {ill}: no 16-bit version can be judged")
     return reference
@@ -242,7 +253,7 @@ def judge(reference: Reference, run: Run, dtype: torch.dtype, *, dtypes: bool) -
 def judge_model(reference: Reference, model: nn.Module, dtype: torch.dtype) -> Judgement:
     """Judge a model under torch.autocast, whose results are 16-bit where their last op is."""
     try:
-        run = _run(model, model, reference.case, dtype, autocast=True)
+        run = _run(model, model, reference.case, reference.modes, dtype, autocast=True)
     except Exception as error:
         return Judgement(_summary(error))
     return judge(reference, run, dtype, dtypes=False)
@@ -255,7 +266,7 @@ def judge_ours(reference: Reference, dtype: torch.dtype, **options: Any) -> Judg
     example = case.call(case.sizes[0])
     try:
         converted = autocastfx.convert(owner, example.args, example.kwargs, dtype=dtype, **options)
-        run = _run(converted, owner, case, dtype, autocast=False)
+        run = _run(converted, owner, case, reference.modes, dtype, autocast=False)
     except Exception as error:
         return Judgement(_summary(error))
     return judge(reference, run, dtype, dtypes=True)
