@@ -17,6 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+TRITON := .triton/.installed
 WHEEL_BIN := .wheel-venv/bin
 WHEEL_VENV := .wheel-venv/.created
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
@@ -25,10 +26,10 @@ EXTRAS := dev,docs,demo,plot
 # $(call step,what it does) { commands; } prints what it does and then how long it took.
 step = @echo "==> $(1)"; TIMEFORMAT="    %1R s"; time
 
-.PHONY: help test test-all demo env lint types browser unit other-torch docs wheel format clean distclean
+.PHONY: help test test-all demo env lint types browser unit kernels other-torch docs wheel format clean distclean
 
 help:
-	@echo "make test    everything that continuous integration checks: lint, types, unit, docs, wheel"
+	@echo "make test    everything that continuous integration checks: lint, types, unit, kernels, docs, wheel"
 	@echo "make test-all the same with the slow tests too, and with new random examples in each run"
 	@echo "make demo    run examples/demo.py"
 	@echo "make env     only create .venv with the pinned environment"
@@ -36,18 +37,19 @@ help:
 	@echo "make types   basedpyright, strict, on autocastfx/"
 	@echo "make browser install Debian's chromium for the tests of the HTML page, as root where apt-get exists"
 	@echo "make unit    pytest; options go in PYTEST_ARGS, for example PYTEST_ARGS='-k place -x'"
+	@echo "make kernels pytest on the Triton kernels by Triton's interpreter, which needs no GPU; Triton goes into .triton"
 	@echo "make other-torch TORCH=2.11.0: pytest with another torch, in an environment of its own (several gigabytes)"
 	@echo "make docs    the documentation, into docs/_build/html; a warning is an error"
 	@echo "make wheel   build the sdist and the wheel, install the wheel in a clean environment, use it there"
 	@echo "make format  apply ruff's fixes and formatting"
-	@echo "make clean   remove what was built; distclean also removes .venv and .torch-*"
+	@echo "make clean   remove what was built; distclean also removes .venv, .triton and .torch-*"
 
-test: lint types unit docs wheel
+test: lint types unit kernels docs wheel
 	@echo "==> make $@: every step passed"
 
 # The later -m wins over the one of pyproject.toml.
 test-all: SLOW := -m 'slow or not slow' --hypothesis-profile=new
-test-all: lint types unit docs wheel
+test-all: lint types unit kernels docs wheel
 	@echo "==> make $@: every step passed"
 
 env: $(INSTALLED)
@@ -89,12 +91,28 @@ unit: $(INSTALLED) browser
 	  $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(SLOW) $(PYTEST_ARGS); \
 	}
 
+# Triton is large, and without a GPU nothing else needs it: it stays out of .venv. Elsewhere than on Linux there is none, and
+# its tests are skipped.
+$(TRITON): constraints.txt
+	@rm -rf .triton
+	$(call step,kernels: install Triton into .triton) { \
+	  mkdir -p .triton; \
+	  [ "$$(uname -s)" != Linux ] || \
+	    $(BIN)/python -m pip install -q --no-deps --target .triton -c constraints.txt triton; \
+	  touch $@; \
+	}
+
+kernels: $(INSTALLED) $(TRITON)
+	$(call step,kernels: pytest by Triton's interpreter) { \
+	  PYTHONPATH=.triton TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) tests/runtime/kernels; \
+	}
+
 # Not a part of `make test`: torch comes with the libraries of its GPU build, several gigabytes. Each version of torch asks
-# for its own setuptools.
+# for its own setuptools and Triton.
 other-torch:
 	$(call step,other-torch: pytest with torch $(TORCH)) { \
 	  [ -x .torch-$(TORCH)/bin/python ] || $(PYTHON) -m venv .torch-$(TORCH); \
-	  { grep -v '^torch==\|^setuptools==' constraints.txt; echo "torch==$(TORCH)"; } > .torch-$(TORCH)/constraints.txt; \
+	  { grep -v '^torch==\|^setuptools==\|^triton==' constraints.txt; echo "torch==$(TORCH)"; } > .torch-$(TORCH)/constraints.txt; \
 	  .torch-$(TORCH)/bin/python -m pip install -q -c .torch-$(TORCH)/constraints.txt -e '.[$(EXTRAS)]'; \
 	  $(ONE_THREAD) .torch-$(TORCH)/bin/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS); \
 	}
@@ -133,7 +151,7 @@ format: $(INSTALLED)
 
 clean:
 	@rm -rf build dist docs/_build .wheel-venv .pytest_cache .ruff_cache .hypothesis
-	@find . -path ./.venv -prune -o -path "./.torch-*" -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . -path ./.venv -prune -o -path ./.triton -prune -o -path "./.torch-*" -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	@rm -rf .venv .torch-*
+	@rm -rf .venv .triton .torch-*

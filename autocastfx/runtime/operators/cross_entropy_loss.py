@@ -4,6 +4,8 @@ torch's own widens all scores and keeps float32 log-probabilities, twice the byt
 three such tensors at once. Over a vocabulary this operator keeps only the scores, computes some rows at a time, and
 recomputes them in backward. Loss and gradient are those of the widened scores, on a CPU to the bit. For other scores it
 computes as torch does, or, with ``rounds``, keeps the log-probabilities rounded to 16 bits, as a 16-bit model does.
+
+On CUDA two Triton kernels take the place of the parts, where they are chosen: they add up in another order.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
+from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import UnsupportedError
+from autocastfx.runtime.kernels.chosen import is_chosen
 from autocastfx.runtime.operators.eager import is_concrete
 
 __all__ = ["cross_entropy_loss"]
@@ -47,18 +51,34 @@ class _InParts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         (gradient,), (scores, target, total) = gradients, ctx.saved_tensors
         options = (None, ctx.reduction, ctx.ignore_index)
-        again = torch.is_grad_enabled()
-        if again or _is_batched(gradient):
-            with torch.enable_grad():
-                loss = _as_torch(scores, target, *options)
-            (of_scores,) = torch.autograd.grad(loss, scores, gradient, create_graph=again)
-            return of_scores, None, None, None
+        if torch.is_grad_enabled() or _is_batched(gradient):
+            return _by_autograd(gradient, scores, target, *options), None, None, None
         total = gradient.new_empty(()) if total is None else total  # not read without a reduction
         of_scores = torch.empty_like(scores)
         for rows in _parts(scores):
             of_loss = gradient[rows] if ctx.reduction == _NONE else gradient
             of_scores[rows] = _gradient(of_loss, _undifferentiated(scores[rows]), target[rows], *options, total)
         return of_scores, None, None, None
+
+
+class _InKernels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, target: Tensor, reduction: int, ignore_index: int) -> Tensor:
+        loss, logarithms, total = _in_kernels(scores, target, reduction, ignore_index)
+        ctx.save_for_backward(scores, target, logarithms, total)
+        ctx.reduction, ctx.ignore_index = reduction, ignore_index
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        from autocastfx.runtime.kernels import cross_entropy  # where Triton is
+
+        (gradient,), (scores, target, logarithms, total) = gradients, ctx.saved_tensors
+        if torch.is_grad_enabled() or _is_batched(gradient):
+            given = (target, None, ctx.reduction, ctx.ignore_index)
+            return _by_autograd(gradient, scores, *given), None, None, None
+        of_losses = (gradient / total if ctx.reduction == _MEAN else gradient).expand(len(scores))
+        return cross_entropy.differentiate(of_losses, scores, target, logarithms, ctx.ignore_index), None, None, None
 
 
 class _Rounding(torch.autograd.Function):
@@ -84,6 +104,15 @@ class _Rounding(torch.autograd.Function):
         unused = logarithms.new_empty(())  # in place of the number of targets, which a sum does not divide by
         given = (target, None, reduction, ctx.ignore_index, unused)
         return _gradient(gradient.to(logarithms.dtype), logarithms, *given), None, None, None
+
+
+def _by_autograd(gradient: Tensor, scores: Tensor, *given: Any) -> Tensor:
+    """Return the gradient of the scores as torch computes it, differentiable again if gradients are enabled."""
+    creates = torch.is_grad_enabled()
+    with torch.enable_grad():
+        loss = _as_torch(scores, *given)
+    (found,) = torch.autograd.grad(loss, scores, gradient, create_graph=creates)
+    return found
 
 
 def _is_batched(gradient: Tensor) -> bool:
@@ -146,6 +175,19 @@ def _in_parts(scores: Tensor, target: Tensor, reduction: int, ignore_index: int)
     return _loss_and_total(-losses.unsqueeze(1), of_one_class, None, reduction, _IGNORED)
 
 
+def _in_kernels(scores: Tensor, target: Tensor, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss, what backward reads of each row, and the number of targets."""
+    from autocastfx.runtime.kernels import cross_entropy  # where Triton is
+
+    losses, logarithms, marks = cross_entropy.row_losses(scores, target, ignore_index)
+    total = marks.sum()
+    torch._assert_async(~total.isnan(), "cross_entropy_loss: a target is no class")
+    if reduction == _NONE:
+        return losses, logarithms, total
+    loss = losses.sum()
+    return loss / total if reduction == _MEAN else loss, logarithms, total
+
+
 def _as_torch(scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Tensor:
     loss: Tensor = aten.nll_loss_nd(_logarithms(scores), target, weight, reduction, ignore_index)
     return loss
@@ -155,8 +197,17 @@ def _is_long(scores: Tensor, target: Tensor) -> bool:
     """True for enough rows over a vocabulary to split; false while tracing, where a graph would hold every part."""
     if not is_concrete(scores):
         return False
-    is_rows = scores.ndim == 2 and target.shape == scores.shape[:1]
-    return is_rows and scores.shape[1] >= _CLASSES and scores.numel() > _PARTS * _part(scores.device)
+    return _is_vocabulary(scores, target) and scores.numel() > _PARTS * _part(scores.device)
+
+
+def _is_vocabulary(scores: Tensor, target: Tensor) -> bool:
+    return scores.ndim == 2 and target.shape == scores.shape[:1] and scores.shape[1] >= _CLASSES
+
+
+def _takes_kernels(scores: Tensor, target: Tensor) -> bool:
+    """True for eager rows over a vocabulary where the Triton kernels are chosen."""
+    is_right = is_chosen("cross_entropy_loss", scores) and is_concrete(scores) and _is_vocabulary(scores, target)
+    return is_right and scores.dtype in (*LOW_DTYPES, torch.float32)
 
 
 def _is_short(scores: Tensor) -> bool:
@@ -174,6 +225,8 @@ def _without_autograd(
     rounds: bool = False,
     recomputes: bool = True,
 ) -> Tensor:
+    if weight is None and _takes_kernels(scores, target):
+        return _in_kernels(scores, target, reduction, ignore_index)[0]
     if weight is None and _is_long(scores, target):
         return _in_parts(scores, target, reduction, ignore_index)[0]
     return _as_torch(scores, target, weight, reduction, ignore_index)
@@ -194,8 +247,10 @@ def _with_autograd(
         return _as_torch(scores, target, weight, *options)
     if not (scores.requires_grad and torch.is_grad_enabled()):
         return _without_autograd(scores, target, weight, *options)
-    if recomputes and weight is None and _is_long(scores, target):
-        loss: Tensor = _InParts.apply(scores, target, *options)
+    if recomputes and weight is None and _takes_kernels(scores, target):
+        loss: Tensor = _InKernels.apply(scores, target, *options)
+    elif recomputes and weight is None and _is_long(scores, target):
+        loss = _InParts.apply(scores, target, *options)
     elif rounds and weight is None and scores.ndim in (2, 4) and not _is_short(scores):
         loss = _Rounding.apply(scores, target, *options)
     else:

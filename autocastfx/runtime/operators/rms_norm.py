@@ -5,6 +5,8 @@ It computes in float32, also for a 16-bit input with a float32 weight, and round
 On a CPU torch's own consists of several ops and keeps more tensors than the formula written out. This one keeps the
 input, the weight and a float32 number per row. As an operator, graphs print, pickle and export it by name; its autograd
 kernel calls torch's operators, so that torch.compile can fuse them.
+
+On CUDA three Triton kernels take their place, where they are chosen.
 """
 
 from __future__ import annotations
@@ -14,8 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
+
+from autocastfx.dtypes import LOW_DTYPES
+from autocastfx.runtime.kernels.chosen import is_chosen
+from autocastfx.runtime.operators.eager import is_concrete
 
 __all__ = ["rms_norm"]
+
+_DTYPES = (*LOW_DTYPES, torch.float32)  # that the Triton kernels take
+_WIDEST = 16384  # the longest row that they take: a program holds one
 
 _LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
 _LIBRARY.define("rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> Tensor")
@@ -70,17 +80,70 @@ class _RMSNorm(torch.autograd.Function):
         return of_x, None, of_weight, None
 
 
+class _InKernels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.eps = eps
+        result, rstds = _in_kernels(x, weight, eps)
+        ctx.save_for_backward(x, weight, rstds)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        from autocastfx.runtime.kernels import rms_norm as kernels  # where Triton is
+
+        (gradient,), (x, weight, rstds) = gradients, ctx.saved_tensors
+        if gradient is None:
+            return None, None, None
+        wanted = ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled() or is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient):
+            return *_by_autograd(gradient, x, weight, ctx.eps, wanted), None
+        of_x, of_weight = kernels.differentiate(gradient, x, weight, rstds, of_weight=wanted[1])
+        return of_x if wanted[0] else None, of_weight, None
+
+
+def _in_kernels(x: Tensor, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    from autocastfx.runtime.kernels import rms_norm as kernels  # where Triton is
+
+    return kernels.normalize(x, weight, torch.finfo(torch.float32).eps if eps is None else eps)
+
+
+def _by_autograd(
+    gradient: Tensor, x: Tensor, weight: Tensor | None, eps: float | None, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the ``wanted`` gradients of input and weight, differentiable again if gradients are enabled."""
+    creates = torch.is_grad_enabled()
+    with torch.enable_grad():
+        result = _parts(x, [-1], weight, eps)[0]
+    asked = [t for t, is_asked in zip((x, weight), wanted, strict=True) if t is not None and is_asked]
+    found = iter(torch.autograd.grad(result, asked, gradient, create_graph=creates))
+    return [next(found) if is_asked else None for is_asked in wanted]
+
+
+def _takes_kernels(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None) -> bool:
+    """True for an eager input where the Triton kernels are chosen, which take a row at a time."""
+    if not (is_chosen("rms_norm", x) and is_concrete(x)):
+        return False
+    is_row = len(normalized_shape) == 1 and x.shape[-1:] == tuple(normalized_shape) and 0 < x.shape[-1] <= _WIDEST
+    return is_row and x.dtype in _DTYPES and (weight is None or (weight.dtype in _DTYPES and is_concrete(weight)))
+
+
 def _with_autograd(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     if torch._C._are_functorch_transforms_active():  # which cannot take this autograd function
-        return _without_autograd(x, normalized_shape, weight, eps)
+        return _parts(x, _dims(normalized_shape), weight, eps)[0]
+    if _takes_kernels(x, normalized_shape, weight):
+        return _InKernels.apply(x, weight, eps)
     return _RMSNorm.apply(x, normalized_shape, weight, eps)
 
 
 def _without_autograd(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
+    if _takes_kernels(x, normalized_shape, weight):
+        return _in_kernels(x, weight, eps)[0]
     return _parts(x, _dims(normalized_shape), weight, eps)[0]
 
 

@@ -1,0 +1,1 @@
+"""Kernels in Triton for CUDA, which operators call where they are measured faster."""
