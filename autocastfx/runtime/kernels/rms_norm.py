@@ -44,7 +44,7 @@ def _backward(
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < width
-    total = tl.zeros((BLOCK,), tl.float32)
+    total, scale = tl.zeros((BLOCK,), tl.float32), 1.0
     if WEIGHTED:
         scale = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     for step in range(0, STEPS):

@@ -181,7 +181,7 @@ def _in_kernels(scores: Tensor, target: Tensor, reduction: int, ignore_index: in
 
     losses, logarithms, marks = cross_entropy.row_losses(scores, target, ignore_index)
     total = marks.sum()
-    torch._assert_async(~total.isnan(), "cross_entropy_loss: a target is no class")
+    aten._assert_async.msg(~total.isnan(), "cross_entropy_loss: a target is no class")
     if reduction == _NONE:
         return losses, logarithms, total
     loss = losses.sum()
