@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -93,8 +94,9 @@ class Workplace:
             os.environ.update(PYTHONPATH=str(self.folder), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
             sys.dont_write_bytecode = True
             sys.path[:] = [str(self.folder), *(p for p in sys.path if p and Path(p).resolve() != self.project)]
-            for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "__main__")]:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
                 del sys.modules[name]
+            sys.modules["__main__"] = ModuleType("__main__")  # processes that tests start would run the real one again
             rc = self._pytest(tests)
         finally:
             sys.stdout.flush()

@@ -195,6 +195,21 @@ def test_running_statistics_change_between_two_reads(norm: nn.Module) -> None:
     assert amp_model(X[None] + 1).count_nonzero() == 8
 
 
+def test_a_view_of_running_statistics_changes_with_them() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            view = self.norm.running_mean.view(2, 4)
+            before = view.exp()
+            return 0 * self.norm(x).sum() + before - view.exp()
+
+    amp_model = autocastfx.convert(Model().train(), (X + 1,), op_list=autocastfx.OpList(unlisted="keep"))
+    assert amp_model(X + 1).count_nonzero() == 8
+
+
 def test_a_buffer_changes_between_two_reads() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

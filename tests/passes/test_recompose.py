@@ -18,7 +18,7 @@ from transformers import activations
 import autocastfx
 from autocastfx.graph.node import copy_graph
 from autocastfx.passes.patterns.patterns import PATTERNS
-from autocastfx.passes.recompose import recompose
+from autocastfx.passes.recompose import _is_wide, recompose
 from autocastfx.plan.plan import Plan, Recomposed
 from tests.helpers import Function, op_list, relative_error, rewritten, text
 
@@ -405,3 +405,14 @@ def test_a_rule_for_the_operator_decides_what_is_recomposed(tmp_path: Path) -> N
     amp_model = autocastfx.convert(model, (torch.randn(2, 4),), op_list=["default", path])  # and warns of nothing
     (gelu,) = [n for n in amp_model.plan.nodes if n.op == "gelu"]
     assert str(gelu.decision.source) == f"{path}:1:8"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_has_16_bit_results_beside_float32_ones_does_not_compute_in_float32_alone(dtype: torch.dtype) -> None:
+    graph = fx.Graph()
+    norm = graph.call_function(
+        torch.ops.aten.native_layer_norm.default, (graph.placeholder("x"), [4], None, None, 1e-5)
+    )
+    norm.meta["val"] = torch.native_layer_norm(torch.ones(2, 4, dtype=dtype, device="meta"), [4], None, None, 1e-5)
+    assert norm.meta["val"][1].dtype == torch.float32 or dtype == torch.float32
+    assert _is_wide(norm) == (dtype == torch.float32)
