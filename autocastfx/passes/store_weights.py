@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autocastfx.graph.black_box import is_opaque
-from autocastfx.graph.node import Origin, origin, set_origin, set_value, tensors, uses
+from autocastfx.graph.node import Origin, origin, set_origin, set_value, tensors
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.cause import Why
 from autocastfx.plan.plan import Placement
@@ -42,21 +42,11 @@ def read_copies(graph: fx.Graph, parameters: frozenset[str], placements: Mapping
         apart = apart if shared else apart[1:]
         cast_node.target, cast_node.args = working_copy, (copies, master, dtype)
         set_origin(cast_node, Origin("store_weights", "working copy", cast("fx.Node", master).name))
-        reads = [cast_node]
         for reader in apart:
             with graph.inserting_before(reader):
                 made = graph.create_node("call_function", working_copy, cast_node.args, {}, cast_node.name)
             made.meta.update(cast_node.meta)
             reader.replace_input_with(cast_node, made)
-            reads.append(made)
-        for read in (read for read in reads if _is_read_often(read)):
-            read.args = (*read.args, True)
-
-
-def _is_read_often(value: fx.Node) -> bool:
-    """True if several gradients of ``value`` may add up: an op that takes a list of weights may read one many times."""
-    read = [(reader, use) for reader in value.users for use in uses(reader) if use.node is value]
-    return len(read) > 1 or any(value not in (*r.args, *r.kwargs.values()) for r, _ in read)
 
 
 def store_low(graph: fx.Graph, tensors_of: Mapping[str, int], low: torch.dtype) -> None:

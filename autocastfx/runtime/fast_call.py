@@ -11,6 +11,8 @@ reads is not a plain parameter or buffer, but is computed by a parametrization, 
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,7 @@ from torch import fx, nn
 
 from autocastfx.graph.black_box import is_opaque
 from autocastfx.runtime.operators.layer_norm import compute_layer_norm, layer_norm
+from autocastfx.runtime.working_copies import working_copies, working_copy
 
 __all__ = ["QUICK", "Reads", "quick_graph"]
 
@@ -33,6 +36,8 @@ _NORMS = ["layer_norm.default", "group_norm.default", "batch_norm.default", "dro
 _VIEWS = ["transpose.int", "permute.default", "unsqueeze.default", "reshape.default", "flatten.using_ints"]
 _REST = ["cat.default", "relu_.default"]
 _METHODS = ["to.dtype", "view.default", "expand.default", "contiguous.default", "add_.Tensor"]
+# Working copies read at a time: more would keep more 16-bit gradients until all of them are there.
+_COPIES = 16
 _MOST_POSITIONAL = {torch.ops.aten.to.dtype: 4}  # where Python's method does not take all arguments by position
 
 
@@ -119,7 +124,26 @@ def quick_graph(graph: fx.Graph, kept: Collection[str] = ()) -> tuple[fx.Graph, 
             copy = made[node] = quick.node_copy(node, made.__getitem__)
             if copy.target in QUICK and _is_called_alike(copy):
                 copy.target = QUICK[copy.target]
+    _read_together(quick)
     return quick, Reads.of([str(node.target) for node in read])
+
+
+def _read_together(quick: fx.Graph) -> None:
+    """Read working copies some at a time, in place."""
+    reads = [node for node in quick.nodes if node.target is working_copy and _is_input(node.args[1])]
+    for (copies, dtype), alike in itertools.groupby(reads, lambda node: (node.args[0], node.args[2])):
+        while some := list(itertools.islice(alike, _COPIES)):
+            with quick.inserting_before(some[0]):
+                masters = [node.args[1] for node in some]
+                together = quick.call_function(working_copies, (copies, masters, dtype))
+                each = [quick.call_function(operator.getitem, (together, i)) for i in range(len(some))]
+            for node, copy in zip(some, each, strict=True):
+                node.replace_all_uses_with(copy)
+                quick.erase_node(node)
+
+
+def _is_input(argument: Any) -> bool:
+    return isinstance(argument, fx.Node) and argument.op == "placeholder"
 
 
 def _is_called_alike(node: fx.Node) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,67 +17,79 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from autocastfx.errors import UnsupportedError
 from autocastfx.training.tensor_mark import TensorMark
 
-__all__ = ["ATTRIBUTE", "WorkingCopies", "working_copy"]
+__all__ = ["ATTRIBUTE", "WorkingCopies", "working_copies", "working_copy"]
 
+_expired: Callable[[int], bool] = cast("Any", torch.UntypedStorage)._expired
 ATTRIBUTE = "_working_copies"  # the model's attribute through which its graphs read the copies
-# Autograd does not treat its result as a view, so later writes to the master do not invalidate it.
-_SHARING: Any = torch.ops.aten._unsafe_view.default
 
 
-def working_copy(
-    copies: WorkingCopies | None, master: torch.Tensor, dtype: torch.dtype, several: bool = False
-) -> torch.Tensor:
+def working_copy(copies: WorkingCopies | None, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the working copy of ``master`` in ``dtype``; its backward gives ``master`` the float32 gradient.
 
     Args:
         copies: the result of :meth:`WorkingCopies.fresh` in this call of the graph; with None, ``master`` is cast.
         master: float32. A tensor that is not a plain parameter is cast too.
         dtype: the 16-bit dtype.
-        several: True if the graph reads the result several times: the gradients then add up in 16 bits, as those of a
-            cast do.
     """
-    held = copies.copy_of(master, dtype) if copies is not None else None
-    if held is None:
-        return master.to(dtype)
-    if not (master.requires_grad and torch.is_grad_enabled()):
-        return held.tensor
-    if several:
-        return _Bridge.apply(master, held.tensor)
-    read = _SHARING(master, held.sizes)
-    read.data = held.tensor  # the autograd history stays that of a float32 tensor, so autograd casts the gradient
-    return read
+    return working_copies(copies, [master], dtype)[0]
 
 
-class _Bridge(torch.autograd.Function):
-    """Returns the copy in forward; its backward is that of a cast."""
+def working_copies(
+    copies: WorkingCopies | None, masters: Sequence[torch.Tensor], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return the working copies of several ``masters``, as :func:`working_copy` does.
+
+    They share one autograd node, so that the host does less; the masters' gradients are there once it has those of all.
+    """
+    if copies is None:
+        return [master.to(dtype) for master in masters]
+    found: list[torch.Tensor] = []
+    learning: list[int] = []
+    learns = torch.is_grad_enabled()
+    for master in masters:
+        held = copies.held.get((id(master), dtype))
+        if held is None or held.master() is not master:
+            held = copies.adopted(master, dtype)
+        if held is None:
+            found.append(master.to(dtype))
+            continue
+        if learns and master.requires_grad:
+            learning.append(len(found))
+        found.append(held.tensor)
+    if learning:
+        read = _Reading.apply([found[i] for i in learning], *[masters[i] for i in learning])
+        for i, copy in zip(learning, read, strict=True):
+            found[i] = copy
+    return found
+
+
+class _Reading(torch.autograd.Function):
+    """Returns copies in forward; its backward is that of casts."""
 
     @staticmethod
-    def forward(ctx: Any, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, copies: list[torch.Tensor], *masters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return copy.detach()
+        return tuple([copy.detach() for copy in copies])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        (grad,) = grads
-        return (grad.float() if grad is not None else None), None
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, *[None if grad is None else grad.float() for grad in grads]
 
 
 class _Copy:
     """A working copy, with a mark of its master at the time of copying."""
 
-    __slots__ = ("dtype", "filled", "mark", "master", "sizes", "tensor")
+    __slots__ = ("dtype", "filled", "mark", "master", "tensor")
 
     def __init__(self, master: weakref.ref[torch.Tensor], dtype: torch.dtype) -> None:
         self.master, self.dtype = master, dtype
         self.tensor = torch.empty(0, dtype=dtype)
-        self.sizes: list[int] = []
         self.mark: TensorMark | None = None
         self.filled: _Filled | None = None
 
     def become(self, tensor: torch.Tensor, master: torch.Tensor, filled: _Filled | None) -> None:
         """Hold ``tensor``, a copy of the present ``master``. Graphs that read the previous copy keep it."""
-        self.tensor, self.sizes = tensor, list(master.shape)
-        self.mark, self.filled = TensorMark(master), filled
+        self.tensor, self.mark, self.filled = tensor, TensorMark(master), filled
 
 
 class _Filled:
@@ -109,7 +121,7 @@ class WorkingCopies:
     def __init__(self, owner: nn.Module) -> None:
         torch.compiler.assume_constant_result(WorkingCopies._warn_of_compiler)  # not as a decorator: it imports dynamo
         self._owner = weakref.ref(owner)
-        self._held: dict[tuple[int, torch.dtype], _Copy] = {}
+        self.held: dict[tuple[int, torch.dtype], _Copy] = {}
         self._watches = self._has_warned = False
 
     def fresh(self) -> WorkingCopies | None:
@@ -125,16 +137,20 @@ class WorkingCopies:
             return None
         stale: list[tuple[_Copy, torch.Tensor]] = []
         kept: list[tuple[_Filled, torch.Tensor]] = []
-        on_cuda = False
-        for held in list(self._held.values()):
-            master = held.master()
-            if master is not None:
-                on_cuda = on_cuda or master.is_cuda
-                mark = held.mark
-                if mark is None or not mark.fits(master):
-                    stale.append((held, master))
-                elif held.filled is not None:
-                    kept.append((held.filled, held.tensor))
+        for held in list(self.held.values()):  # in each call, for each weight: only what must be
+            master, mark = held.master(), held.mark
+            if master is None:
+                continue
+            if (
+                mark is None
+                or mark.version != master._version
+                or mark.pointer != master.data_ptr()
+                or _expired(mark.storage.cdata)
+            ):
+                stale.append((held, master))
+            elif held.filled is not None:
+                kept.append((held.filled, held.tensor))
+        on_cuda = kept or any(master.is_cuda for _, master in stale)
         if on_cuda and torch.cuda.is_current_stream_capturing():
             return None
         _renew(stale)
@@ -142,25 +158,22 @@ class WorkingCopies:
             filled.wait(tensor)
         return self
 
-    def copy_of(self, master: torch.Tensor, dtype: torch.dtype) -> _Copy | None:
-        """Return the copy of ``master``, made now if needed; None if ``master`` is not a plain parameter.
+    def adopted(self, master: torch.Tensor, dtype: torch.dtype) -> _Copy | None:
+        """Return a first copy of ``master``; None if it is not a plain parameter, or a CUDA graph is captured.
 
         Raises:
             UnsupportedError: the model is sharded.
         """
-        held = self._held.get((id(master), dtype))
-        if held is None or held.master() is not master:
-            if type(master) is not nn.Parameter or master.is_inference():
-                return None
-            if master.is_cuda and torch.cuda.is_current_stream_capturing():
-                return None
-            held = self._adopt(master, dtype)
-        return held
+        if type(master) is not nn.Parameter or master.is_inference():
+            return None
+        if master.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        return self._adopt(master, dtype)
 
     def expire(self, masters: Iterable[Any] | None = None) -> None:
         """Mark the copies of ``masters`` (all if None) as stale."""
         changed = None if masters is None else {id(master) for master in masters}
-        for (number, _), held in list(self._held.items()):
+        for (number, _), held in list(self.held.items()):
             if changed is None or number in changed:
                 held.mark = None
 
@@ -182,19 +195,19 @@ class WorkingCopies:
 
         def forget(gone: weakref.ref[torch.Tensor]) -> None:
             copies = mine()
-            if copies is not None and key in copies._held and copies._held[key].master is gone:
-                del copies._held[key]
+            if copies is not None and key in copies.held and copies.held[key].master is gone:
+                del copies.held[key]
 
         held = _Copy(weakref.ref(master, forget), dtype)
         _renew([(held, master)])
-        self._held[key] = held  # filled: another thread may read it at once
+        self.held[key] = held  # filled: another thread may read it at once
         return held
 
     def _refuse_sharded(self) -> None:
         owner = self._owner()
         if owner is None:
             return
-        looked_at = owner.modules() if not self._held else (owner,)  # later, only the owner may have been sharded
+        looked_at = owner.modules() if not self.held else (owner,)  # later, only the owner may have been sharded
         if any(module.__dict__.get("_is_fsdp_managed_module", False) for module in looked_at):
             raise UnsupportedError(
                 'weights="cached" does not work under fully_shard, which gathers parameters into memory that no '

@@ -299,8 +299,8 @@ def test_a_tied_parameter_has_one_copy_in_all_variants() -> None:
         amp_model.train(mode)(*inputs(Language))
     copies = amp_model._working_copies
     assert isinstance(copies, WorkingCopies)
-    low = {id(copies.copy_of(p, LOW)) for p in amp_model.parameters() if (id(p), LOW) in copies._held}
-    assert len(low) == len(copies._held) == len({c.parameter for c in amp_model.plan.copies})
+    low = {id(copies.held[id(p), LOW]) for p in amp_model.parameters() if (id(p), LOW) in copies.held}
+    assert len(low) == len(copies.held) == len({c.parameter for c in amp_model.plan.copies})
 
 
 def test_copies_do_not_outlive_the_model_nor_keep_parameters() -> None:
@@ -308,7 +308,7 @@ def test_copies_do_not_outlive_the_model_nor_keep_parameters() -> None:
     step(amp_model, *inputs(Language))
     copies = amp_model._working_copies
     assert copies is not None
-    held = copies.copy_of(amp_model.frozen.weight, LOW)
+    held = copies.held[id(amp_model.frozen.weight), LOW]
     assert held is not None
     parameter, tensor = weakref.ref(amp_model.frozen.weight), weakref.ref(held.tensor)
     del held
@@ -320,7 +320,7 @@ def test_copies_do_not_outlive_the_model_nor_keep_parameters() -> None:
     del amp_model
     gc.collect()
     assert [other() for other in others if other() is not None] == []
-    assert copies._held == {}
+    assert copies.held == {}
     del copies
     gc.collect()
     assert len(_global_optimizer_post_hooks) == before - 1
@@ -345,18 +345,19 @@ def test_another_stream_waits_until_copies_are_filled(monkeypatch: pytest.Monkey
     streams = [Stream(log), Stream(log)]
     now = [0]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[now[0]])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append(("keeps", tensor, stream)))
     amp_model, x = _cold("cached")
     amp_model(x)
     copies: Any = amp_model._working_copies
-    for held in copies._held.values():
+    for held in copies.held.values():
         held.filled = working_copies._Filled(held.tensor.device)
     amp_model(x)
     assert log == []
     now[0] = 1
     amp_model(x)
-    assert [entry[:2] for entry in log[::2]] == [("waits", streams[1])] * len(copies._held)
-    assert {id(entry[1]) for entry in log[1::2]} == {id(held.tensor) for held in copies._held.values()}
+    assert [entry[:2] for entry in log[::2]] == [("waits", streams[1])] * len(copies.held)
+    assert {id(entry[1]) for entry in log[1::2]} == {id(held.tensor) for held in copies.held.values()}
     log.clear()
     with torch.no_grad():
         for parameter in amp_model.parameters():
@@ -442,7 +443,7 @@ def test_transforms_tracers_and_abstract_tensors_get_casts(is_warm: bool) -> Non
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert amp_model(x).shape == (2, 1)
     assert torch.equal(traced(x), amp_model(x))
-    assert all(type(held.tensor) is Tensor for held in amp_model._autocastfx_copies._held.values())
+    assert all(type(held.tensor) is Tensor for held in amp_model._autocastfx_copies.held.values())
 
 
 # -- what else a module does ------------------------------------------------------------------------------------------
