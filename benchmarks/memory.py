@@ -79,18 +79,18 @@ def measure(name: str, model: FullModel, policy: str) -> Row:
         if policy == HALF:
             module.half()
             inputs = {key: held.half() if held.is_floating_point() else held for key, held in inputs.items()}
-        mode = _fake(module, inputs)
+        mode = make_fake(module, inputs)
         with mode:
             saved = _saved(module, inputs)
     return Row(name, policy, saved.activations, saved.weights)
 
 
 def _saved(module: nn.Module, inputs: dict[str, Tensor]) -> Saved:
-    with _cuda_dropout(), torch.device("meta"):
+    with cuda_dropout(), torch.device("meta"):
         return count(module, inputs.values(), lambda: module(**inputs)).saved()
 
 
-def _fake(module: nn.Module, inputs: dict[str, Tensor]) -> FakeTensorMode:
+def make_fake(module: nn.Module, inputs: dict[str, Tensor]) -> FakeTensorMode:
     """Replace tensors on the meta device by fake tensors, which transformers does not try to read."""
     fakes: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that no other has its address
 
@@ -109,7 +109,7 @@ def _fake(module: nn.Module, inputs: dict[str, Tensor]) -> FakeTensorMode:
 
 
 @contextmanager
-def _cuda_dropout() -> Iterator[None]:
+def cuda_dropout() -> Iterator[None]:
     """Run dropout on the meta device with the operator used on a CUDA device."""
 
     def dropout(x: Tensor, p: float, train: bool) -> Tensor:

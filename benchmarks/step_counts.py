@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Casts", "Counter", "Saved"]
+__all__ = ["Casts", "Counter", "Saved", "allocates"]
 
 aten = torch.ops.aten
 _NOTHING = ("aten::empty", "aten::new_empty", "aten::_unsafe_view")  # names of what computes nothing begin so
@@ -71,7 +71,7 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.ops += not (func.is_view or func.name().startswith(_NOTHING))
+        self.ops += not (func.is_view or allocates(func))
         if func is aten._to_copy.default:
             self._cast(args[0], result)
         elif func is aten.clamp.default and next(iter(_storages([args[0]])), None) in self._inputs:  # it is saturated
@@ -105,6 +105,12 @@ class Counter(TorchDispatchMode):
             if next(iter(_storages([source]))) in self._inputs:
                 self._inputs.update(_storages([target]))
             (self.gradients if _makes_a_gradient(target) else self.activations).add(source, target)
+
+
+def allocates(func: Any) -> bool:
+    """True for an operator that allocates and computes nothing."""
+    found: bool = func.name().startswith(_NOTHING)
+    return found
 
 
 def _makes_a_gradient(made: Tensor) -> bool:
