@@ -16,6 +16,8 @@ from autocastfx.graph.op_name import of_function, op_name
 
 __all__ = ["no_op_source", "tidy"]
 
+_END = 2**63 - 1  # where torch ends a slice without an end
+
 
 def tidy(
     module: fx.GraphModule,
@@ -83,14 +85,17 @@ def _is_assertion(node: fx.Node) -> bool:
 
 
 def no_op_source(node: fx.Node, *, follows: bool = False) -> fx.Node | None:
-    """Return the input of a node that changes nothing: an alias, dropout in eval mode, ``type_as`` of equal dtypes."""
+    """Return the input of a node that changes nothing.
+
+    It is an alias, a slice of everything, dropout in evaluation, or ``type_as`` of equal dtypes.
+    """
     name = op_name(node)
     if (
         name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
         and argument(node, "train") is False
     ):
         return node.all_input_nodes[0]
-    if name == "alias":
+    if name == "alias" or (name == "slice" and _takes_all(node)):
         return node.all_input_nodes[0]
     if (
         name == "type_as"
@@ -100,6 +105,11 @@ def no_op_source(node: fx.Node, *, follows: bool = False) -> fx.Node | None:
     ):
         return node.all_input_nodes[0]
     return None
+
+
+def _takes_all(node: fx.Node) -> bool:
+    start, end, step = (argument(node, name) for name in ("start", "end", "step"))
+    return start in (None, 0) and (end is None or (isinstance(end, int) and end >= _END)) and step in (None, 1)
 
 
 def _clean_stack(node: fx.Node) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autocastfx.runtime.operators.eager import is_concrete
+
 __all__ = ["saturating_cast"]
 
 # A finite float32 value times this is below 4, which vanishes when added to a bound of 8192 or more and rounded to 16
@@ -44,8 +46,10 @@ def _with_autograd(x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
 
 
 def _without_autograd(x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
-    clamped = x.clamp(-bound, bound).add_(x.detach(), alpha=_TINY)  # choosing by isinf takes five times as long
-    return clamped.to(dtype)
+    clamped = x.clamp(-bound, bound)
+    if is_concrete(x) and not clamped.requires_grad:  # CUDA's kernel narrows what it writes
+        return torch.add(clamped, x, alpha=_TINY, out=torch.empty_like(clamped, dtype=dtype))
+    return clamped.add_(x.detach(), alpha=_TINY).to(dtype)  # choosing by isinf takes five times as long
 
 
 _LIBRARY.impl("saturating_cast", _with_autograd, "Autograd")

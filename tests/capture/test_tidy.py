@@ -1,0 +1,46 @@
+"""Nodes that change nothing are not in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import autocastfx
+from autocastfx.graph.op_name import op_name
+from tests.helpers import Function
+
+X = torch.arange(12.0).view(3, 4)
+
+
+def ops(function: Callable[[Tensor], Tensor]) -> list[str]:
+    amp_model = autocastfx.convert(Function(function), (X,))
+    assert torch.equal(amp_model(X), function(X))
+    return [op_name(node) for node in amp_model.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("function", [lambda x: x[:] + 1, lambda x: x[:, :] + 1, lambda x: x.exp()[0:, ::1] + 1])
+def test_a_slice_of_everything_is_left_out(function: Callable[[Tensor], Tensor]) -> None:
+    assert "slice" not in ops(function)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x[1:] + 1, lambda x: x[:-1] + 1, lambda x: x[:, ::2] + 1, lambda x: x[:3] + 1]
+)
+def test_a_slice_of_some_stays(function: Callable[[Tensor], Tensor]) -> None:
+    """That of three rows, too: the next call may have more."""
+    assert "slice" in ops(function)
+
+
+def test_what_is_written_into_a_slice_of_everything_is_written() -> None:
+    def function(x: Tensor) -> Tensor:
+        made = x.exp()
+        made[:].mul_(2.0)
+        made[:, :] += 1.0
+        return made
+
+    found = ops(function)
+    assert "slice" not in found
+    assert {"mul_", "add_"} <= set(found)
