@@ -76,6 +76,8 @@ class Counter(TorchDispatchMode):
             self._cast(args[0], result)
         elif func is aten.clamp.default and next(iter(_storages([args[0]])), None) in self._inputs:  # it is saturated
             self._inputs.update(_storages([result]))
+        elif func is aten.add.out:  # the end of a saturating cast
+            self._cast(args[0], result)
         elif func is aten.copy_.default:
             self._cast(args[1], args[0])
         elif func is aten._foreach_copy_.default:
