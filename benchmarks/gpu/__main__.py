@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{out} holds rows: go on with --resume {out}, or name another folder")
     if options.resume is not None and not options.resume.is_dir():
         parser.error(f"--resume: there is no folder {options.resume}")
+    if options.device == "cuda" and not _sees_cuda():
+        parser.error("--device cuda: torch sees no CUDA device; --device cpu --tiny tests the command without one")
     out.mkdir(parents=True, exist_ok=True)
     ahead = options.ahead if options.ahead is not None else (2 if options.device == "cuda" else 0)
     ends = time.monotonic() + 60 * options.minutes
@@ -56,6 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = Settings(call, out, options.device, ends, earlier, ahead, options.commit)
         run(plan(call, options.device, is_tiny=options.tiny), settings)
     return 0
+
+
+def _sees_cuda() -> bool:
+    import torch  # the command itself needs it for nothing else
+
+    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":

@@ -10,25 +10,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.stage import Row
+from benchmarks.gpu.stage import Rounds, Row
 from benchmarks.timing import milliseconds, ratios, turns
 
-__all__ = ["ROUNDS", "Rounds", "Times", "Work", "elapsed", "interleaved", "kernels", "peak", "said", "timed"]
+__all__ = ["Times", "Work", "elapsed", "interleaved", "kernels", "peak", "said", "timed"]
 
 ATTENTION = ("flash", "fmha", "cutlass", "efficient", "math", "attention", "softmax")
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """Rounds of measuring: further ones than the least only while there is time, in seconds."""
-
-    least: int = 10
-    most: int = 20
-    seconds: float = 30
-    warm_up: int = 3
-
-
-ROUNDS = Rounds()
 
 
 @dataclass(frozen=True)

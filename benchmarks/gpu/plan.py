@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu.stage import Stage
+from benchmarks.gpu.stage import Rounds, Stage
 
 __all__ = ["CALLS", "plan"]
 
@@ -23,7 +23,7 @@ FULL = (
 )
 BASE = ("BERT-base b32 s512", "GPT-2 b8 s1024", "ViT-B b64")
 TELLING = ("BERT-large b32 s512", "GPT-2 medium b8 s1024", "ResNet-50 b256", "Llama 1.1B b4 s2048")
-TINY = ("BERT tiny", "ResNet tiny")
+TINY, FEW = ("ResNet tiny", "BERT tiny"), Rounds(2, 2, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Scale:
         """Return these models, or the first tiny ones."""
         return TINY[:tiny] if self.is_tiny else full
 
-    def rounds(self, **tiny: Any) -> dict[str, Any]:
+    def only(self, **tiny: Any) -> dict[str, Any]:
         """Return options for tiny models alone."""
         return tiny if self.is_tiny else {}
 
@@ -50,19 +50,14 @@ class _Scale:
         """Yield the timing of each model's steps."""
         kind = more.pop("kind", "eager")
         for model in models:
-            options = {"model": model, "dtype": dtype, "sides": sides, "kind": kind, **self._rounds()}
+            options = {"model": model, "dtype": dtype, "sides": sides, "kind": kind, **self.only(rounds=FEW)}
             name = f"{kind} step, {model}, {dtype}"
             yield self.stage(name, "steps:steps", options=options, prepares=True, **more)
-
-    def _rounds(self) -> dict[str, Any]:
-        from benchmarks.gpu.measure import Rounds  # imports torch, which the command line need not
-
-        return {"rounds": Rounds(2, 2, 1, 1)} if self.is_tiny else {}
 
 
 def _first(scale: _Scale) -> Iterator[Stage]:
     yield scale.stage("environment", "environment:environment", always=True)
-    yield scale.stage("ceilings", "environment:ceilings", options=scale.rounds(size=64, repeats=2))
+    yield scale.stage("ceilings", "environment:ceilings", options=scale.only(size=64, repeats=2))
 
 
 def _a(scale: _Scale) -> Iterator[Stage]:
@@ -72,7 +67,7 @@ def _a(scale: _Scale) -> Iterator[Stage]:
         for model in scale.models(SMALL, 2)
     ]
     yield from small[:4]
-    yield scale.stage("kernel facts", "facts:facts", options=scale.rounds(rows=64, samples=1))
+    yield scale.stage("kernel facts", "facts:facts", options=scale.only(rows=64, samples=1))
     two = {"models": scale.models(("BERT 4x256", "ResNet-18 112"))}
     waiting = {**two, "sides": (AUTOCAST, CAST, FASTEST, HALF)}
     yield scale.stage(
@@ -96,12 +91,12 @@ def _c(scale: _Scale) -> Iterator[Stage]:
         yield scale.stage(f"memory, {model}", "steps:memory", cuda=True, options=options, prepares=True)
     sizes = ((4, 16),) if scale.is_tiny else ((400, 65_536), (400, 800_000), (4000, 1024))
     for tensors, elements in sizes:
-        options = {"tensors": tensors, "elements": elements, **scale._rounds()}
+        options = {"tensors": tensors, "elements": elements, **scale.only(rounds=FEW)}
         yield scale.stage(f"optimizer, {tensors} x {elements}", "optimizer:optimizer", options=options)
     classes = {"classes": (4096, 32_000, 50_257, 128_256), "positions": 8192, "rounds": 12}
-    options = scale.rounds(classes=(64,), positions=16, rounds=2) or classes
+    options = scale.only(classes=(64,), positions=16, rounds=2) or classes
     yield scale.stage("loss over a vocabulary", "vocabulary:vocabulary", options=options)
-    options = scale.rounds(ops=("layer_norm", "softmax", "cholesky"), samples=1, processes=1)
+    options = scale.only(ops=("layer_norm", "softmax", "cholesky"), samples=1, processes=1)
     yield scale.stage("kernel facts, isolated", "isolated:isolated", options=options, seconds=240)
 
 

@@ -24,15 +24,16 @@ from typing import Any
 from benchmarks.gpu import rows
 from benchmarks.gpu.stage import Given, Row, Stage
 
-__all__ = ["FAILED", "Settings", "run"]
+__all__ = ["Settings", "run"]
 
 NEARLY = 15  # with fewer seconds left no stage starts
 LOGGED = 4000  # characters of a failed stage's output
-FAILED = 70  # exit status of a process that wrote its error as a row
+FAILED = 70  # exit status of a process that sent its error
 # What stages on a CPU import, or torch and transformers when they are first used.
 PRELOADED = [
-    *("benchmarks.gpu.stages.steps", "benchmarks.gpu.stages.parity", "benchmarks.kernel_facts"),
-    *("torch.export._trace", "transformers.models.bert.modeling_bert"),
+    *("benchmarks.gpu.stages.steps", "benchmarks.gpu.stages.parity"),
+    *("torch.export._trace", "torch._inductor.sizevars", "torch._inductor.compiler_bisector"),
+    *("sympy.combinatorics", "sympy.tensor.tensor", "transformers.models.bert.modeling_bert"),
 ]
 
 
@@ -91,12 +92,13 @@ class _Process:
             end["error"] = f"killed after {limit:.0f} s: {why}"
         elif status == 0:
             end["done"] = True
+        elif status == FAILED and self.turn.poll():
+            end["error"] = self.turn.recv()
         else:
             how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
             end["error"] = f"the process ended {how}"
         end["seconds"] = seconds
-        if status != FAILED or is_late:
-            rows.append(self.settings.out, end)
+        rows.append(self.settings.out, end)
         return end
 
     def kill(self) -> None:
@@ -109,20 +111,20 @@ class _Process:
 
 
 def _work(stage: Stage, settings: Settings, output: Path, turn: Connection) -> None:
-    """Write the rows of a stage, in its process; an error is a row, too."""
+    """Write the rows of a stage, in its process; send an error, if there is one."""
     os.setsid()
     with output.open("wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    waits = [turn]
+    is_waiting = True
 
     def wait() -> None:
-        if waits:
-            waits.pop().recv()  # EOFError if the runner has ended
+        nonlocal is_waiting
+        if is_waiting:
+            turn.recv()  # EOFError if the runner has ended
+            is_waiting = False
 
     held = rows.held(settings.earlier, settings.call, stage.name)
-    where = {"call": settings.call, "stage": stage.name}
-    started = time.monotonic()
     try:
         if settings.device == "cpu":
             import torch  # it is there already: see PRELOADED
@@ -132,12 +134,10 @@ def _work(stage: Stage, settings: Settings, output: Path, turn: Connection) -> N
         if not stage.prepares:
             wait()
         for row in function(Given(settings.device, held, wait, settings.commit), **stage.options):
-            rows.append(settings.out, {**where, **row})
+            rows.append(settings.out, {"call": settings.call, "stage": stage.name, **row})
     except Exception as error:
         traceback.print_exc()
-        sys.stderr.flush()
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        rows.append(settings.out, {**where, "error": said, "seconds": round(time.monotonic() - started, 1)})
+        turn.send(f"{type(error).__name__}: {error}".splitlines()[0])
         sys.exit(FAILED)
 
 

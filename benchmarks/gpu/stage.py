@@ -7,9 +7,22 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-__all__ = ["Given", "Row", "Stage"]
+__all__ = ["ROUNDS", "Given", "Rounds", "Row", "Stage"]
 
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of measuring: further ones than the least only while there is time, in seconds."""
+
+    least: int = 10
+    most: int = 20
+    seconds: float = 30
+    warm_up: int = 3
+
+
+ROUNDS = Rounds()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import multiprocessing
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -19,12 +19,16 @@ __all__ = ["isolated"]
 
 @dataclass
 class _Worker:
-    """A process, the ops that it has not ended, and since when it is silent; the first one is being measured."""
+    """A process, the ops that it has not ended, of which the first is being measured, and when it must have answered.
+
+    One that has collected its calls is ready: what fails then is an op, and another process can do the rest.
+    """
 
     process: Any
     connection: Any
     left: list[str]
-    since: float = field(default_factory=time.monotonic)
+    until: float
+    is_ready: bool = False
 
 
 def isolated(
@@ -56,43 +60,47 @@ def isolated(
             process = context.Process(target=_work, args=(theirs, left, given.device, samples))
             process.start()
             theirs.close()
-            return _Worker(process, ours, left, time.monotonic() + start - seconds)
+            return _Worker(process, ours, left, time.monotonic() + start)
 
         workers = [worker(part) for n in range(processes) if (part := names[n::processes])]
         while workers:
             ready = wait([one.connection for one in workers], timeout=1)
             for one in list(workers):
-                found: list[Row] = []
-                is_over = time.monotonic() - one.since > seconds
+                is_over = time.monotonic() > one.until
                 if one.connection in ready:
-                    found, is_over = _received(one)
+                    found, is_over = _received(one, seconds)
+                    yield from found
                 elif is_over and one.left:
-                    found = [{"model": one.left[0], "error": f"no answer in {seconds:.0f} s"}]
-                yield from found
+                    yield _lost(one, "no answer in time")
                 if is_over:
                     one.process.kill()
                     one.process.join()
                     workers.remove(one)
-                    if left := one.left[1:]:
+                    if one.is_ready and (left := one.left[1:]):
                         workers.append(worker(left))
 
 
-def _received(one: _Worker) -> tuple[list[Row], bool]:
-    """Return the rows that arrived, and whether the process is to be replaced."""
-    one.since = time.monotonic()
+def _received(one: _Worker, seconds: float) -> tuple[list[Row], bool]:
+    """Return the rows that arrived, and whether the process is over."""
+    one.until = time.monotonic() + seconds
     try:
         found, is_over = one.connection.recv()
     except EOFError:
         one.process.join()
-        lost = f"the process ended with status {one.process.exitcode}"
-        return ([{"model": one.left[0], "error": lost}] if one.left else []), True
-    if not is_over:
+        return ([_lost(one, f"the process ended with status {one.process.exitcode}")] if one.left else []), True
+    if one.is_ready and not is_over:
         del one.left[0]
+    one.is_ready = True
     return found, is_over
 
 
+def _lost(one: _Worker, why: str) -> Row:
+    """Return the row of the op that was being measured, or of the collecting of calls."""
+    return {"model": one.left[0] if one.is_ready else f"calls of {len(one.left)} ops", "error": why}
+
+
 def _work(connection: Any, ops: Sequence[str], device: str, samples: int) -> None:
-    """Send the rows of each op, and whether the device has failed and the process is of no more use."""
+    """Send that it is ready, then the rows of each op, and whether the device has failed, which ends its use."""
     import torch
 
     torch.set_num_threads(1)
@@ -102,6 +110,7 @@ def _work(connection: Any, ops: Sequence[str], device: str, samples: int) -> Non
         from benchmarks.kernel_facts import DTYPES, rounds_once, without_kernel
 
         calls = kernel_calls(frozenset(ops), device, samples)
+        connection.send(([], False))
         for op in ops:
             rows, has_failed = list[Row](), False
             for name, dtype in DTYPES.items():

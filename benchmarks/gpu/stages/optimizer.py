@@ -9,8 +9,8 @@ from statistics import median
 import torch
 
 import autocastfx
-from benchmarks.gpu.measure import ROUNDS, Rounds, Work, interleaved, timed
-from benchmarks.gpu.stage import Given, Row
+from benchmarks.gpu.measure import Work, interleaved, timed
+from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
 
 __all__ = ["optimizer"]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.measure import ROUNDS, Rounds, Work, interleaved, kernels, peak, said, timed
+from benchmarks.gpu.measure import Work, interleaved, kernels, peak, said, timed
 from benchmarks.gpu.models import built
 from benchmarks.gpu.sides import DTYPES, Source, source
-from benchmarks.gpu.stage import Given, Row
+from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
 from benchmarks.training import AUTOCAST, HALF, SIDES, Setting, Training, training_of
 
 __all__ = ["in_a_graph", "memory", "steps"]
