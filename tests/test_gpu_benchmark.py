@@ -7,8 +7,10 @@ import subprocess
 import sys
 import time
 import unittest
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +128,16 @@ def test_a_mistake_is_one_error(
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_missing_device_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        command.main(["--out", str(tmp_path / "out")])
+    assert "--device cuda: torch sees no CUDA device" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_line_that_is_no_row_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows.append(tmp_path, {"call": "A"})
     with (tmp_path / rows.NAME).open("a") as file:
@@ -224,6 +236,23 @@ def test_rounds_beyond_the_least_end_with_the_time() -> None:
     work = {"a": measure.Work({"step": lambda: None})}
     assert len(measure.interleaved(work, Rounds(2, 50, 0, 1), "cpu").found["a"]["step"]) == 2
     assert len(measure.interleaved(work, Rounds(2, 5, 60, 1), "cpu").found["a"]["step"]) == 5
+
+
+def test_kernels_of_attention_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def event(key: str, us: float, device: str = "CUDA") -> SimpleNamespace:
+        kind = getattr(torch.autograd.DeviceType, device)
+        return SimpleNamespace(key=key, count=2, self_device_time_total=us, device_type=kind)
+
+    events = [event("gemm", 3000), event("flash_fwd", 1000), event("cudaLaunch", 4000, "CPU"), event("flash_bwd", 2000)]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    profiler = SimpleNamespace(key_averages=lambda: events)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: nullcontext(profiler))
+    assert measure.kernels(lambda: None, most=2) == {
+        "kernels": 6,
+        "kernels_ms": 6.0,
+        "attention": {"flash_bwd": 2, "flash_fwd": 2},
+        "longest": {"gemm": 3.0, "flash_bwd": 2.0},
+    }
 
 
 class _Model(nn.Module):

@@ -111,11 +111,12 @@ def peak(work: Callable[[], object]) -> int:
 
 def kernels(work: Callable[[], object], most: int = 12) -> Row:
     """Run ``work`` once, and return its number of kernels, those of attention by name, and those that take longest."""
-    profiler: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    with profiler:
+    profile: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    with profile as profiler:
         work()
         torch.cuda.synchronize()
-    events = [e for e in profiler.key_averages() if e.self_device_time_total > 0 and not e.is_user_annotation]
+    on_device = torch.autograd.DeviceType.CUDA
+    events = [e for e in profiler.key_averages() if e.device_type == on_device and e.self_device_time_total > 0]
     events.sort(key=lambda event: -event.self_device_time_total)
     return {
         "kernels": sum(event.count for event in events),

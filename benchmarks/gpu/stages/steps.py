@@ -41,15 +41,19 @@ def steps(
     started = time.monotonic()
     found = source(model, given.device)
     captured = round(time.monotonic() - started, 1)
-    given.wait()
-
     made: dict[str, Training] = {}
-    work: dict[str, Work] = {}
     for side in sides:
         try:
             made[side] = found.side(side, setting)
-            work[side] = _replayed(made[side]) if kind == "graph" else _parts(made[side])
         except Exception as error:  # of this side; the others are measured
+            yield {"model": model, "side": side, "dtype": dtype, "error": said(error)}
+    given.wait()
+
+    work: dict[str, Work] = {}
+    for side, one in made.items():
+        try:
+            work[side] = Work({"step": in_a_graph(one)}) if kind == "graph" else _parts(one)
+        except Exception as error:
             yield {"model": model, "side": side, "dtype": dtype, "error": said(error)}
     started = time.monotonic()
     times = interleaved(work, rounds, given.device)
@@ -80,10 +84,6 @@ def _parts(one: Training) -> Work:
 def _drop(one: Training) -> None:
     """Drop the gradients, those of masters too."""
     one.optimizer.zero_grad()
-
-
-def _replayed(one: Training) -> Work:
-    return Work({"step": in_a_graph(one)})
 
 
 def in_a_graph(one: Training, warm_up: int = 3) -> Callable[[], None]:
