@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -22,10 +24,10 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import measure, models, rows, sides, table
 from benchmarks.gpu.plan import CALLS, plan
 from benchmarks.gpu.runner import Settings, run
-from benchmarks.gpu.stage import Rounds, Row, Stage
+from benchmarks.gpu.stage import Given, Rounds, Row, Stage
 from benchmarks.gpu.stages import samples
 from benchmarks.models import FullModel
-from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, HALF
+from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, HALF, SIDES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -56,6 +58,20 @@ def test_every_stage_leaves_rows_or_says_why_not(call: str, tiny: Path) -> None:
             assert mine[-1]["done"]
             assert len(mine) > 1
     assert not (tiny / "log.txt").exists()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_stage_on_a_gpu_can_be_called(call: str) -> None:
+    """What a machine without one can know of it."""
+    stages = plan(call, "cuda", is_tiny=False)
+    assert len({stage.name for stage in stages}) == len(stages)
+    for stage in stages:
+        assert not stage.skip
+        assert pickle.loads(pickle.dumps(stage)) == stage
+        inspect.signature(stage.function()).bind(Given("cuda"), **stage.options)
+        named = stage.options.get("models", [stage.options["model"]] if "model" in stage.options else [])
+        assert {*named} <= models.MODELS.keys()
+        assert {*stage.options.get("sides", ())} <= SIDES.keys()
 
 
 def test_a_step_is_measured_on_every_side(tiny: Path) -> None:

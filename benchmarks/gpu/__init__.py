@@ -1,1 +1,1 @@
-"""One command for a machine with a GPU: what this project wants to know of it, most valuable first."""
+"""One command for a machine with a GPU: parity, kernel facts, speed and memory, most valuable first."""

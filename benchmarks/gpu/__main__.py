@@ -1,13 +1,13 @@
-"""Measure what this project wants to know of a GPU, most valuable first.
+"""Measure on a GPU parity, kernel facts, speed and memory, most valuable first.
 
     python -m benchmarks.gpu --out DIR [--call A] [--minutes 9.5] [--resume DIR]
     python -m benchmarks.gpu --out DIR --device cpu --tiny
 
-A call is a list of stages that takes about nine minutes on a large GPU: A, whether everything runs there, ceilings and
-facts; B, training steps in float16; C, in bfloat16, with memory; D, under torch.compile and in CUDA graphs. Without
-``--call`` all are run. Rows are appended at once to DIR/rows.jsonl, and DIR/log.txt has what failed stages printed.
-``--resume`` runs no stage again that is done there, and measures no row again that is there. ``--tiny`` runs the same
-stages on small models, as a test of this command itself. ``python -m benchmarks.gpu.table DIR`` shows the rows.
+A call is a list of stages for about nine minutes on a large GPU. A: ceilings, parity, kernel facts, tests. B: training
+steps in float16. C: steps in bfloat16, memory, optimizer, losses. D: steps in CUDA graphs and under torch.compile.
+Without ``--call`` all are run. Rows are appended at once to DIR/rows.jsonl; DIR/log.txt has what failed stages printed.
+``--resume`` leaves out stages that are done there, and rows that are there. ``--tiny`` runs the same stages on small
+models, as a test of this command itself. ``python -m benchmarks.gpu.table DIR`` shows the rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.gpu.stage import Row
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the calls asked for. The exit status is 0 even if stages failed: their rows say so."""
+    """Run the calls asked for. Return 0 even if stages failed: their rows say so."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="the folder of rows.jsonl and log.txt")
     parser.add_argument("--resume", type=Path, help="a folder of earlier rows; may be that of --out")

@@ -1,4 +1,4 @@
-"""Say what is measured on, and what the device can do at most."""
+"""Describe the device, and measure its bandwidth and its speed of matrix products."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ceilings(given: Given, size: int = 8192, repeats: int = 10) -> Iterator[Row]
     Args:
         given: what every stage is given.
         size: rows and columns of the matrices; the copy reads 16 times the bytes of one in float32.
-        repeats: of each, of which the median counts.
+        repeats: number of measurements, whose median counts.
     """
     device = given.device
     if not given.has("copy"):

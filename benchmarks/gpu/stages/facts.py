@@ -1,4 +1,4 @@
-"""Measure on this device what ``op_lists/kernel_facts.yaml`` says of kernels, all in one process.
+"""Check the facts of ``op_lists/kernel_facts.yaml`` on this device, all in one process.
 
 An op whose kernel stops the device would spoil what follows; ``isolated`` measures each op apart.
 """

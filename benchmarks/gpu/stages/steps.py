@@ -29,7 +29,7 @@ def steps(
         given: what every stage is given.
         model: a key of ``MODELS``.
         dtype: a key of ``DTYPES``.
-        sides: of which torch.autocast is what the others are compared with.
+        sides: the others are compared with torch.autocast.
         kind: "eager", "compiled", or "graph", which replays steps from a CUDA graph.
         rounds: how many.
     """
