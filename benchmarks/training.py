@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autocastfx
 from benchmarks.models import FullModel
 
-__all__ = ["SIDES", "Setting", "Training", "training"]
+__all__ = ["SIDES", "Setting", "Training", "training", "training_of"]
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,12 @@ SIDES: dict[str, Side] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that all sides share; ``dtype`` is the 16-bit dtype."""
+    """Settings that all sides share; ``dtype`` is the 16-bit dtype. A CUDA graph can hold a capturable step."""
 
     device: str
     dtype: torch.dtype
     is_compiled: bool = False
+    is_capturable: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,21 @@ def training(name: str, full: FullModel, setting: Setting, *, has_masters: bool 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "float16 convolutions on a CPU")
             model = autocastfx.convert(model, (), inputs, dtype=dtype, keep_output_dtype=False, **side.convert)  # type: ignore[arg-type]
+    return training_of(name, model, inputs, setting, has_masters=has_masters)
+
+
+def training_of(
+    name: str, model: Any, inputs: dict[str, Tensor], setting: Setting, *, has_masters: bool = False
+) -> Training:
+    """Build the side of this name from its own model, converted or made 16-bit already."""
+    side, dtype = SIDES[name], setting.dtype
     called = torch.compile(model) if setting.is_compiled else model
 
     def forward() -> Any:
         with torch.autocast(setting.device, dtype) if side.is_autocast else contextlib.nullcontext():
             return called(**inputs)
 
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=setting.is_capturable)
     backward: Callable[[Tensor], object] = lambda found: found.backward()  # noqa: E731
     update: Callable[[], object] = optimizer.step
     if dtype == torch.float16 and side.is_autocast:

@@ -1,0 +1,1 @@
+"""One command for a machine with a GPU: parity, kernel facts, speed and memory, most valuable first."""

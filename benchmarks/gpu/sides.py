@@ -1,0 +1,75 @@
+"""Build the sides of a comparison from one model, captured once."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autocastfx import AmpModule
+from autocastfx.capture.call import CallSignature
+from autocastfx.capture.export import Captured
+from autocastfx.capture.sources import capturing
+from autocastfx.dtypes import dtype_name
+from autocastfx.passes.pipeline import Converter
+from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.op_list import load_op_list
+from benchmarks.gpu.models import built
+from benchmarks.training import SIDES, Setting, Training, training_of
+
+__all__ = ["DTYPES", "Source", "source"]
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A float32 model in training mode on its device, with its inputs and its graph.
+
+    Converted sides and torch.autocast share its parameters; the 16-bit side has a copy.
+    """
+
+    model: nn.Module
+    inputs: dict[str, Tensor]
+    captured: Captured
+
+    def converted(self, dtype: torch.dtype, weights: str, fold: str) -> AmpModule:
+        """Convert the captured graph, as ``convert`` does with these arguments."""
+        signature = CallSignature.of(self.model.forward)
+        amp_model = AmpModule(self.model, signature, _maker(self.model, signature, dtype, weights, fold))
+        maker: Any = amp_model._maker
+        amp_model._mounted.add(maker.rebuild(self.captured, amp_model._held(), self.captured.device))
+        return amp_model
+
+    def side(self, name: str, setting: Setting) -> Training:
+        """Build the training of a side; a side of 16-bit parameters has float32 masters."""
+        side, model, inputs = SIDES[name], self.model, self.inputs
+        if side.is_half:
+            model = copy.deepcopy(model).to(setting.dtype)
+            inputs = {key: t.to(setting.dtype) if t.is_floating_point() else t for key, t in inputs.items()}
+        if side.convert is not None:
+            model = self.converted(setting.dtype, side.convert["weights"], side.convert["fold"])
+        return training_of(name, model, inputs, setting, has_masters=side.is_half)
+
+
+def source(name: str, device: str, *, dropout: bool = True) -> Source:
+    """Build a model and capture it in training mode."""
+    model, inputs = built(name, device, dropout=dropout)
+    signature = CallSignature.of(model.forward)
+    amp_model = AmpModule(model, signature, _maker(model, signature, torch.bfloat16, "cast", "exact"))
+    with capturing():
+        call = signature.bind((), inputs)
+        variant = amp_model._mounted.capture(call, amp_model._modes(), amp_model._held())
+    if variant.captured is None:
+        raise TypeError(f"{name}: what was captured is not at hand")
+    return Source(model, inputs, variant.captured)
+
+
+def _maker(model: nn.Module, signature: CallSignature, dtype: torch.dtype, weights: str, fold: str) -> VariantMaker:
+    lists = load_op_list("default", default=dtype_name(dtype))
+    converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype=False, fold=fold, weights=weights)
+    return VariantMaker(converter, model, signature, lists.functions(), None, baked=False)

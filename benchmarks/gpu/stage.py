@@ -1,0 +1,75 @@
+"""What a stage is, and what it is given. Nothing here imports torch: the runner measures nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+__all__ = ["ROUNDS", "Given", "Rounds", "Row", "Stage"]
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of measuring: further ones than the least only while there is time, in seconds."""
+
+    least: int = 10
+    most: int = 20
+    seconds: float = 30
+    warm_up: int = 3
+
+
+ROUNDS = Rounds()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Work for one process.
+
+    Attributes:
+        name: differs from the other names in the call.
+        run: ``module:function``; the function takes a :class:`Given` and the options, and yields rows.
+        options: keyword arguments of the function.
+        seconds: time limit, from the stage's turn on.
+        prepares: True if the function calls ``given.wait()`` itself, after work that leaves the device idle; others are
+            called at their turn.
+        always: True if it runs again with each run of other stages.
+        skip: why the stage cannot run here; empty if it can.
+    """
+
+    name: str
+    run: str
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    seconds: float = 90
+    prepares: bool = False
+    always: bool = False
+    skip: str = ""
+
+    def function(self) -> Callable[..., Iterator[Row]]:
+        """Import the function."""
+        module, _, name = self.run.partition(":")
+        return getattr(import_module(module), name)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What every stage is given.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        held: the rows that exist, by model, side and dtype.
+        wait: returns when it is the stage's turn to use the device.
+        commit: the commit to note; empty if git is to be asked.
+    """
+
+    device: str
+    held: frozenset[tuple[str, str, str]] = frozenset()
+    wait: Callable[[], None] = lambda: None
+    commit: str = ""
+
+    def has(self, model: str = "", side: str = "", dtype: str = "") -> bool:
+        """True if this row exists."""
+        return (model, side, dtype) in self.held

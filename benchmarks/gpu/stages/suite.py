@@ -1,0 +1,43 @@
+"""Run the project's tests that need a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.gpu.stage import Given, Row
+from benchmarks.gpu.stages.samples import stand_in
+
+__all__ = ["suite"]
+
+ROOT = Path(__file__).resolve().parents[3]
+MARK = "mark.gpu"
+# None of the options in pyproject.toml, which a plugin may have to know that is not there.
+OPTIONS = (
+    *("-q", "-ra", "--tb=short", "--import-mode=importlib", "--continue-on-collection-errors", "-o", "addopts="),
+    *("-W", "ignore::pytest.PytestConfigWarning", "-p", "no:cacheprovider", "-m", "gpu"),
+)
+
+
+def suite(given: Given) -> Iterator[Row]:
+    """Yield pytest's summary line, and the lines on tests that did not pass."""
+    del given
+    files = sorted(path for path in (ROOT / "tests").rglob("*.py") if MARK in path.read_text(encoding="utf-8"))
+    command = [sys.executable, "-m", "pytest", *OPTIONS, *(str(path.relative_to(ROOT)) for path in files)]
+    lines: list[str] = []
+    with stand_in() as folder:
+        path = os.pathsep.join(part for part in (str(ROOT), folder, os.environ.get("PYTHONPATH", "")) if part)
+        environment = {**os.environ, "PYTHONPATH": path}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment
+        ) as ran:
+            for line in ran.stdout or ():
+                print(line, end="", flush=True)
+                lines.append(line.rstrip())
+    failed = [line[:300] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    skipped = [line[:300] for line in lines if line.startswith("SKIPPED")]
+    summary = next((line for line in reversed(lines) if line), "")
+    yield {"model": "pytest", "status": ran.returncode, "summary": summary, "failed": failed, "skipped_tests": skipped}
