@@ -83,7 +83,9 @@ def side(name: str, full: FullModel, device: str, dtype: torch.dtype) -> tuple[C
 def weight_bytes(model: torch.nn.Module) -> int:
     """Count the bytes of the storages of parameters, buffers and working copies, each once."""
     copies: Any = getattr(model, "_working_copies", None)
-    held = [*model.parameters(), *model.buffers(), *(copy.tensor for copy in getattr(copies, "_held", {}).values())]
+    held = [*model.parameters(), *model.buffers()]
+    if copies is not None:
+        held += [copy.tensor for copy in copies.held.values()]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in held}
     return sum(storage.nbytes() for storage in storages.values())
 

@@ -89,7 +89,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _bytes(func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> int:
-    name = _name(func)
+    name, kwargs = _name(func), {key: given for key, given in kwargs.items() if key != "out"}  # that is not read
     if name in _SHAPES:
         args = args[1:]
     elif name in _SHAPES_OF_SECOND:

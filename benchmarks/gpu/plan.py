@@ -64,7 +64,7 @@ def _a(scale: _Scale) -> Iterator[Stage]:
     sides = (FLOAT32, AUTOCAST, CAST, CACHED, KERNEL, FASTEST)
     small = [
         scale.stage(f"parity, {model}", "parity:parity", options={"model": model, "sides": sides}, prepares=True)
-        for model in scale.models(SMALL, 2)
+        for model in scale.models(SMALL)
     ]
     yield from small[:4]
     yield scale.stage("kernel facts", "facts:facts", options=scale.only(rows=64, samples=1))
