@@ -84,8 +84,11 @@ def _round(work: Work, device: str, repeats: int) -> dict[str, float]:
     return taken
 
 
-def timed(times: Times, baseline: str) -> dict[str, Row]:
-    """Return by side the medians in milliseconds, and quartiles of the ratios to ``baseline`` in the same round."""
+def timed(times: Times, baseline: str, called: str = "autocast") -> dict[str, Row]:
+    """Return by side the medians in milliseconds, and quartiles of the ratios to ``baseline`` in the same round.
+
+    ``called`` is the baseline's name in the row.
+    """
     rows: dict[str, Row] = {}
     for side, parts in times.found.items():
         if side in times.failed:
@@ -96,7 +99,7 @@ def timed(times: Times, baseline: str) -> dict[str, Row]:
         for part, spent in parts.items():
             rows[side][f"{part}_ms"] = round(median(spent), 4)
             rows[side][f"{part}_quartiles"] = [round(quartile, 4) for quartile in quantiles(spent, n=4)]
-            rows[side][f"{part}_to_autocast"] = ratios(spent, other.get(part))
+            rows[side][f"{part}_to_{called}"] = ratios(spent, other.get(part))
     return rows
 
 

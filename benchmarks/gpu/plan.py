@@ -96,6 +96,9 @@ def _c(scale: _Scale) -> Iterator[Stage]:
     classes = {"classes": (4096, 32_000, 50_257, 128_256), "positions": 8192, "rounds": 12}
     options = scale.only(classes=(64,), positions=16, rounds=2) or classes
     yield scale.stage("loss over a vocabulary", "vocabulary:vocabulary", options=options)
+    shapes = {"vocabularies": ((8192, 32_000), (8192, 50_257), (4096, 128_256)), "norms": ((8192, 768), (8192, 4096))}
+    few = {"vocabularies": ((16, 1024),), "norms": ((16, 64),), "sides": ("parts", "torch"), "rounds": FEW}
+    yield scale.stage("Triton kernels", "kernels:kernels", options=few if scale.is_tiny else shapes, seconds=120)
     options = scale.only(ops=("layer_norm", "softmax", "cholesky"), samples=1, processes=1)
     yield scale.stage("kernel facts, isolated", "isolated:isolated", options=options, seconds=240)
 
