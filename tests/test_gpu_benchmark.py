@@ -62,7 +62,7 @@ def test_every_stage_leaves_rows_or_says_why_not(call: str, tiny: Path) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_every_stage_on_a_gpu_can_be_called(call: str) -> None:
-    """What a machine without one can know of it."""
+    """The part that a machine without a GPU can test."""
     stages = plan(call, "cuda", is_tiny=False)
     assert len({stage.name for stage in stages}) == len(stages)
     for stage in stages:

@@ -20,7 +20,7 @@ ATTENTION = ("flash", "fmha", "cutlass", "efficient", "math", "attention", "soft
 
 @dataclass(frozen=True)
 class Work:
-    """What is timed of a side, by name; ``prepare`` and ``clear`` run before and after each, untimed."""
+    """Timed parts of a side, by name. Before each ``prepare`` runs, after it ``clear``; neither is timed."""
 
     parts: Mapping[str, Callable[[], object]]
     prepare: Callable[[], object] = lambda: None

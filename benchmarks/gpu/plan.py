@@ -28,7 +28,7 @@ TINY, FEW = ("ResNet tiny", "BERT tiny"), Rounds(2, 2, 1, 1)
 
 @dataclass(frozen=True)
 class _Scale:
-    """What a plan is made for."""
+    """The device and the size that a plan is made for."""
 
     device: str
     is_tiny: bool

@@ -39,7 +39,7 @@ PRELOADED = [
 
 @dataclass(frozen=True)
 class Settings:
-    """What all stages of a run share.
+    """Settings that all stages of a run share.
 
     Attributes:
         call: the letter of the call.

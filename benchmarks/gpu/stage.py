@@ -1,4 +1,4 @@
-"""What a stage is, and what it is given. Nothing here imports torch: the runner measures nothing itself."""
+"""Describe a stage, and the arguments of its function. Nothing here imports torch, for the runner measures nothing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Given:
-    """What every stage is given.
+    """The arguments that every stage gets.
 
     Attributes:
         device: "cuda" or "cpu".

@@ -85,7 +85,8 @@ def row_losses(scores: Tensor, target: Tensor, ignore_index: int) -> tuple[Tenso
     if rows:
         block = min(_BLOCK, triton.next_power_of_2(classes))
         given = scores, *scores.stride(), target.contiguous(), losses, logarithms, marks, ignore_index
-        _forward[(rows,)](*given, classes=classes, BLOCK=block, num_warps=8)
+        with torch.cuda.device_of(scores):  # Triton launches on the current device
+            _forward[(rows,)](*given, classes=classes, BLOCK=block, num_warps=8)
     return losses, logarithms, marks
 
 
@@ -107,5 +108,8 @@ def differentiate(gradient: Tensor, scores: Tensor, target: Tensor, logarithms: 
     if rows:
         block = min(_BLOCK, triton.next_power_of_2(classes))
         given = scores, *scores.stride(), target.contiguous(), logarithms, gradient, gradient.stride(0), made
-        _backward[(rows, triton.cdiv(classes, block))](*given, ignore_index, classes=classes, BLOCK=block, num_warps=8)
+        with torch.cuda.device_of(scores):
+            _backward[(rows, triton.cdiv(classes, block))](
+                *given, ignore_index, classes=classes, BLOCK=block, num_warps=8
+            )
     return made

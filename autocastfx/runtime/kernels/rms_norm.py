@@ -94,7 +94,8 @@ def normalize(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Ten
     made, rstds = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         given = x, None if weight is None else weight.contiguous(), made, rstds, eps
-        _forward[(rows,)](*given, width=width, WEIGHTED=weight is not None, **_sizes(width))
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            _forward[(rows,)](*given, width=width, WEIGHTED=weight is not None, **_sizes(width))
     return made, rstds
 
 
@@ -122,13 +123,15 @@ def differentiate(
     if rows:
         given = gradient, x, None if weight is None else weight.contiguous(), rstds, made, sums, rows
         named = {"WEIGHTED": weight is not None, "SUMMED": wanted is not None, "STEPS": steps}
-        _backward[(programs,)](*given, width=width, **named, **_sizes(width))
+        with torch.cuda.device_of(x):
+            _backward[(programs,)](*given, width=width, **named, **_sizes(width))
     if wanted is None:
         return made, None
     total = torch.zeros_like(wanted, memory_format=torch.contiguous_format)
     if rows:
         sizes = {"PROGRAMS": _PROGRAMS, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-        _add_up[(triton.cdiv(width, _COLUMNS),)](sums, total, programs, width=width, **sizes)
+        with torch.cuda.device_of(x):
+            _add_up[(triton.cdiv(width, _COLUMNS),)](sums, total, programs, width=width, **sizes)
     return made, total
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -61,6 +62,22 @@ def of_float32(x: Tensor, target: Tensor, reduction: int = 1, ignore_index: int 
 
 def of_float64(x: Tensor, weight: Tensor | None, eps: float | None = 1e-6) -> Tensor:
     return functional.rms_norm(x.double(), x.shape[-1:], None if weight is None else weight.double(), eps)
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
+    entered: list[Tensor] = []
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        entered.append(tensor)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    x, weight = scores(), torch.ones(40, requires_grad=True)
+    cross_entropy_loss(x, TARGET).backward()
+    rms_norm(x, [40], weight).sum().backward()
+    assert calls == ["row_losses", "differentiate", "normalize", "differentiate"]
+    assert [t is x or t.data_ptr() == x.data_ptr() for t in entered] == [True] * 5
 
 
 # ---- cross entropy --------------------------------------------------------------------------------------------------
