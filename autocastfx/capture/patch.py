@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-__all__ = ["CAPTURING", "patched_here"]
+from torch.fx import _symbolic_trace
+
+__all__ = ["CAPTURING", "patched_here", "tracing_here"]
 
 # Held during a capture. Re-entrant, because the model's own forward may call a converted model.
 CAPTURING = threading.RLock()
@@ -28,6 +30,23 @@ def patched_here(owner: Any, name: str, new: Any) -> Generator[None, None, None]
     old = inspect.getattr_static(owner, name)
     both = _InClass(old, new) if isinstance(owner, type) else _of_module(old, new)
     with mock.patch.object(owner, name, both):
+        yield
+
+
+@contextmanager
+def tracing_here() -> Generator[None, None, None]:
+    """While open, a trace of torch.fx records what the thread that opened it calls, and nothing that others call.
+
+    torch.fx patches ``nn.Module.__call__`` for the whole process: a module called by another thread meanwhile would be
+    taken for one of the traced model's, or refused.
+    """
+    patcher: Any = getattr(_symbolic_trace, "_Patcher")  # noqa: B009: a name that is private to torch
+    patch_method = patcher.patch_method
+
+    def patch_here(self: Any, cls: type, name: str, new: Any, deduplicate: bool = True) -> None:
+        patch_method(self, cls, name, _of_module(getattr(cls, name), new), deduplicate)
+
+    with patched_here(patcher, "patch_method", patch_here):
         yield
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch.fx import graph_module
 
-from autocastfx.capture.patch import CAPTURING, patched_here
+from autocastfx.capture.patch import CAPTURING, patched_here, tracing_here
 
 __all__ = ["capturing", "keep_source"]
 
@@ -25,7 +25,7 @@ def keep_source(function: types.FunctionType, source: str) -> None:
 
 @contextmanager
 def capturing() -> Generator[None, None, None]:
-    """While open, no other thread captures, and sources of new graph modules live as long as their code.
+    """While open, no other thread captures or is traced, and sources of new graph modules live as long as their code.
 
     torch itself never frees these sources.
     """
@@ -39,7 +39,7 @@ def capturing() -> Generator[None, None, None]:
         for function in (held for held in made if isinstance(held, types.FunctionType)):
             weakref.finalize(function.__code__, _forget, function.__code__.co_filename).atexit = False
 
-    with CAPTURING, patched_here(graph_module, "_exec_with_source", run_and_forget):
+    with CAPTURING, tracing_here(), patched_here(graph_module, "_exec_with_source", run_and_forget):
         yield
 
 

@@ -108,6 +108,31 @@ def test_a_first_call_in_several_threads() -> None:
     assert len(amp_model.variants) == 2
 
 
+class CalledBeside(nn.Module):
+    """While it is captured, something else happens."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self.linear, self.meanwhile = nn.Linear(8, 8), meanwhile
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meanwhile()
+        return torch.relu(self.linear(x))
+
+
+@pytest.mark.parametrize("inputs", [None, (torch.randn(3, 8),)], ids=["without inputs", "with inputs"])
+def test_modules_that_other_threads_call_meanwhile_are_no_part_of_the_trace(inputs: Any) -> None:
+    other, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(3, 8)
+    results: list[Any] = []
+    model = CalledBeside(lambda: results.extend(in_threads(lambda: other(x))))
+    amp_model = autocastfx.convert(model, inputs, dtype=torch.bfloat16)
+    assert results
+    for found in results:
+        assert isinstance(found, torch.Tensor), found
+        assert torch.equal(found, other(x))
+    assert [node.module for node in amp_model.plan.nodes] == ["linear", ""]
+
+
 def test_other_threads_call_what_was_there() -> None:
     """A training step with checkpoints and custom functions goes on while another thread converts."""
     model, x = Model(), torch.randn(3, 8)
