@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+import torch._dynamo.config
 from hypothesis import HealthCheck, settings
 
 from autocastfx.runtime.variant_table import VariantTable
@@ -18,7 +20,7 @@ settings.register_profile("new", settings.get_profile("same"), derandomize=False
 settings.load_profile("same")
 
 # Rooms whose tests look at one graph of a conversion: that of the mode in which the model is.
-ONE_MODE = ("capture", "graph", "numerics", "passes", "plan", "policy", "presets")
+ONE_MODE = ("capture", "cli", "graph", "numerics", "passes", "plan", "policy", "presets", "report", "training")
 _capture_modes = VariantTable.capture_modes
 
 
@@ -35,6 +37,14 @@ def _short_collections() -> None:
     """What is alive when a file begins, imported modules above all, is left out of the garbage collections in it."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # a capture makes many objects that live as long as it
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _abstract_results_not_cached() -> Iterator[None]:
+    """torch's cache of abstract results pays where layers repeat; in a capture of a small model it is a fifth of it."""
+    with cast("Any", torch._dynamo.config).patch(fake_tensor_cache_enabled=False):
+        yield
 
 
 @pytest.fixture(scope="module")

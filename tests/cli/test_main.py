@@ -113,6 +113,7 @@ def test_dump_prints_what_dump_returns(capsys: pytest.CaptureFixture[str]) -> No
     assert out == autocastfx.dump(autocastfx.convert(model(), (torch.ones(4, 32),)))
 
 
+@pytest.mark.usefixtures("both_modes")
 def test_dump_takes_dtype_lists_mode_and_format(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     options = ("--dtype", "bfloat16", "--op-list", "default", "used.yaml", "--mode", "eval", "--format", "json")

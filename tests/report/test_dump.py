@@ -43,6 +43,7 @@ def test_json_is_the_plan(name: str) -> None:
     assert Plan.from_json(autocastfx.dump(amp_model, format="json")) == amp_model.plan
 
 
+@pytest.mark.usefixtures("both_modes")
 def test_the_mode_chooses_the_variant() -> None:
     amp_model = CASES["encoder_layer"]()
     trained = autocastfx.dump(amp_model)

@@ -70,6 +70,7 @@ def hostile() -> autocastfx.AmpModule:
     return autocastfx.convert(nn.Linear(8, 8), (torch.ones(2, 8),), op_list=["default", mine])
 
 
+@pytest.mark.usefixtures("both_modes")
 def test_all_variants_are_there_and_the_present_one_is_shown_first() -> None:
     amp_model = CASES["encoder_layer"]()
     assert data(page(amp_model))["shown"] == 0

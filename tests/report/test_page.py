@@ -203,6 +203,7 @@ def test_operations_lead_to_their_nodes(page: Browser, shown: Callable[..., Show
     assert page.text("#panel h2") in {node.name for node in found.amp_model.plan.nodes}
 
 
+@pytest.mark.usefixtures("both_modes")
 def test_another_variant_can_be_chosen(page: Browser, shown: Callable[..., Shown]) -> None:
     page.open(shown(converted("encoder_layer")).path)
     for option, found in (("1", False), ("2", True)):

@@ -173,6 +173,7 @@ def both() -> tuple[View, View]:
     return view_of(amp_model), view_of(amp_model.eval())
 
 
+@pytest.mark.usefixtures("both_modes")
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("shown", [0, 1])
 def test_measured_numbers_go_to_the_variant_that_was_compared_which_is_shown_first(number: int, shown: int) -> None:
@@ -186,6 +187,7 @@ def test_measured_numbers_go_to_the_variant_that_was_compared_which_is_shown_fir
     assert nodes == {"softmax": {**none, "error": 0.25, "nan": 0.5, "zeros": 0.125}, "linear": {**none, "error": "inf"}}
 
 
+@pytest.mark.usefixtures("both_modes")
 def test_gradients_go_to_their_nodes_and_parameters_to_the_variant() -> None:
     views = both()
     node = replace(compared("softmax"), gradient=deviation(0.5))
@@ -211,6 +213,7 @@ def test_numbers_of_a_variant_that_is_not_there_are_refused(key: dict[str, str])
     assert next(iter(key.values())) in str(raised.value)
 
 
+@pytest.mark.usefixtures("both_modes")
 def test_a_comparison_that_compared_nothing_is_taken() -> None:
     views = both()
     assert page_data(views, 0, comparison(views[1]))["shown"] == 1

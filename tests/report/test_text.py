@@ -16,6 +16,7 @@ from tests.golden.models import CASES, comparable, converted, kept
 SOURCE = re.compile(r"\((op_lists/\w+\.yaml):(\d+):(\d+)\)$")
 
 
+@pytest.mark.usefixtures("both_modes")
 @pytest.mark.parametrize("name", CASES)
 def test_kept_dump(name: str) -> None:
     shown = comparable(autocastfx.dump(converted(name)))
@@ -65,6 +66,7 @@ def test_columns_are_aligned(name: str) -> None:
         assert heading == "dtype" or all(line[start + 2] != " " for line in whole)
 
 
+@pytest.mark.usefixtures("both_modes")
 def test_header_counts_what_the_table_shows() -> None:
     amp_model = converted("encoder_layer")
     header, rows = autocastfx.dump(amp_model).split("\n\n")[0].splitlines(), table(amp_model)

@@ -101,7 +101,7 @@ class Case:
         return self.name
 
     def model(self) -> nn.Module:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return self.build()
 
     def with_islands(self) -> nn.Module:
@@ -114,7 +114,7 @@ class Case:
         return model
 
     def call(self, size: int) -> Call:
-        torch.manual_seed(size + 1_000_003 * self.draw)
+        torch.default_generator.manual_seed(size + 1_000_003 * self.draw)
         inputs = self.inputs(size)
         if isinstance(inputs, Call):
             return inputs

@@ -17,6 +17,7 @@ finite.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,7 +131,7 @@ def _run(
             owner.load_state_dict(initial)
             given = _copied(case.call(size), dtype if dtype == torch.float64 else None)
             backward = mode == "train" and size == case.sizes[0]
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             with _context(dtype, autocast), nullcontext() if backward else torch.no_grad():
                 result = call(*given.args, **given.kwargs)
             found = dict(_leaves("output", result))
@@ -218,7 +219,13 @@ def _wants_gradient(leaf: Any) -> bool:
 def modes_of(model: nn.Module) -> Sequence[str]:
     """Both modes, or only training where no code of the model mentions it: there evaluation computes the same."""
     types = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
-    return MODES if any("training" in inspect.getsource(kind) for kind in types - {nn.Module}) else MODES[:1]
+    return MODES if any(map(_mentions_its_mode, types - {nn.Module})) else MODES[:1]
+
+
+@functools.cache
+def _mentions_its_mode(kind: type[nn.Module]) -> bool:
+    held = (getattr(member, "fget", member) for member in vars(kind).values())
+    return any("training" in inspect.getsource(member) for member in held if inspect.isfunction(member))
 
 
 def refer(case: Case, modes: Sequence[str] = MODES) -> Reference:
