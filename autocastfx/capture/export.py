@@ -15,19 +15,20 @@ from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature, CallStructure
+from autocastfx.capture.call_rules import CallRules
 from autocastfx.capture.constant_masks import drop_settled
-from autocastfx.capture.data_writes import DataWrites, detach_unwritten
+from autocastfx.capture.data_writes import data_rules, detach_unwritten
 from autocastfx.capture.failure import AgainError, asks_for_values, capture_error, quiet
 from autocastfx.capture.leave_intact import intact
-from autocastfx.capture.numbers import CarriedNumbers, NumberReads
-from autocastfx.capture.python_bools import Truth
+from autocastfx.capture.numbers import CarriedNumbers
+from autocastfx.capture.python_bools import COMPARISONS
 from autocastfx.capture.python_state import PythonState, StateGuard, watched_state
 from autocastfx.capture.rebound import buffers_written_back
 from autocastfx.capture.shape_guard import ShapeGuard, shape_guard
 from autocastfx.capture.sources import capturing
 from autocastfx.capture.tidy import tidy
-from autocastfx.capture.value_free import CumulativeNorms, masks_taken_as_given
-from autocastfx.capture.watch_casts import Watch
+from autocastfx.capture.value_free import CUMULATIVE_NORMS, masks_taken_as_given
+from autocastfx.capture.watch_casts import Casts
 from autocastfx.capture.whole_calls import whole_calls
 from autocastfx.errors import CaptureError
 from autocastfx.graph.op_name import op_name
@@ -159,19 +160,16 @@ def _export(
     flat: _FlatCall, tensors: tuple[torch.Tensor, ...], attempt: str, numbers: CarriedNumbers
 ) -> ExportedProgram:
     shapes = (tuple(_dynamic(t, attempt) for t in tensors),)
+    rules = {**Casts().rules(), **COMPARISONS, **data_rules(flat.module), **CUMULATIVE_NORMS, **numbers.rules()}
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())  # without gradients some modules take fused paths
         stack.enter_context(
             cast("Any", fx_config).patch(backed_size_oblivious=True)
         )  # do not specialize on a size of 1
         stack.enter_context(torch._C._DisableAutocast())
-        stack.enter_context(Watch(SLOW if attempt == "all" else float("inf")))
-        stack.enter_context(Truth())
-        stack.enter_context(DataWrites(flat.module))
         stack.enter_context(masks_taken_as_given())
-        stack.enter_context(CumulativeNorms())
         stack.enter_context(numbers.carried())
-        stack.enter_context(NumberReads(numbers))
+        stack.enter_context(CallRules(rules, SLOW if attempt == "all" else float("inf")))
         return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import logging
 import sys
@@ -16,7 +17,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from autocastfx.capture.watch_casts import TooSlowError
+from autocastfx.capture.call_rules import TooSlowError
 from autocastfx.errors import CaptureError
 
 __all__ = ["AgainError", "asks_for_values", "calling_frame", "capture_error", "place", "quiet"]
@@ -94,10 +95,9 @@ def _most_helpful(failures: Sequence[Exception]) -> Exception:
 
 def calling_frame() -> FrameType:
     """Return the frame of the call that a ``__torch_function__`` up the stack is handling."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back
-    return frame
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    handlers = itertools.dropwhile(lambda frame: frame.f_code.co_name != "__torch_function__", frames)
+    return next(itertools.dropwhile(lambda frame: frame.f_code.co_name == "__torch_function__", handlers))
 
 
 def place(filename: str, number: int) -> str:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.overrides import TorchFunctionMode
 
+from autocastfx.capture.call_rules import Rule
 from autocastfx.capture.failure import AgainError, calling_frame
 
-__all__ = ["CarriedNumbers", "NumberReads"]
+__all__ = ["CarriedNumbers"]
 
 _READS = {Tensor.__int__: "int", Tensor.__float__: "float"}
 
@@ -51,23 +52,14 @@ class CarriedNumbers:
         self.places[key] = table
         return True
 
+    def rules(self) -> Mapping[Any, Rule]:
+        """Return rules that add the places where ``int`` or ``float`` reads a tensor, and raise AgainError there."""
+        return {read: partial(self._read, read) for read in _READS}
 
-class NumberReads(TorchFunctionMode):
-    """Adds the places where ``int`` or ``float`` reads a tensor.
-
-    Raises:
-        AgainError: a new place was found.
-    """
-
-    def __init__(self, numbers: CarriedNumbers) -> None:
-        super().__init__()
-        self.numbers = numbers
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_traced = func in _READS and not torch.compiler.is_dynamo_compiling() and get_proxy_mode() is not None
-        if is_traced and self.numbers.add(calling_frame(), _READS[func]):
+    def _read(self, read: Any, x: Tensor) -> Any:
+        if get_proxy_mode() is not None and self.add(calling_frame(), _READS[read]):
             raise AgainError
-        return func(*args, **(kwargs or {}))
+        return read(x)
 
 
 def _compares(code: CodeType, name: str) -> bool:

@@ -7,7 +7,7 @@ import threading
 import types
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 from torch.fx import _symbolic_trace
@@ -40,7 +40,7 @@ def tracing_here() -> Generator[None, None, None]:
     torch.fx patches ``nn.Module.__call__`` for the whole process: a module called by another thread meanwhile would be
     taken for one of the traced model's, or refused.
     """
-    patcher: Any = getattr(_symbolic_trace, "_Patcher")  # noqa: B009: a name that is private to torch
+    patcher: Any = cast("Any", _symbolic_trace)._Patcher
     patch_method = patcher.patch_method
 
     def patch_here(self: Any, cls: type, name: str, new: Any, deduplicate: bool = True) -> None:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-__all__ = ["Truth"]
+from autocastfx.capture.call_rules import Rule
 
-
-class Truth(TorchFunctionMode):
-    """Rewrites ``torch.equal`` and ``torch.allclose`` as elementwise comparison, ``all`` and ``item``.
-
-    torch.export refuses these functions, because their result depends on values, but captures ``item`` as long as no
-    code branches on it.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        apart = None if torch.compiler.is_dynamo_compiling() else _APART.get(func)
-        return (apart or func)(*args, **kwargs)
+__all__ = ["COMPARISONS"]
 
 
 def _equal(input: Tensor, other: Tensor) -> Any:
@@ -37,7 +25,9 @@ def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1
     return input.isclose(other, rtol, atol, equal_nan).all().item()
 
 
-_APART: dict[Any, Callable[..., Any]] = {
+# torch.export refuses these functions, because their result depends on values, but captures elementwise comparison,
+# ``all`` and ``item`` as long as no code branches on the result.
+COMPARISONS: Mapping[Any, Rule] = {
     torch.equal: _equal,
     Tensor.equal: _equal,
     torch.allclose: _allclose,

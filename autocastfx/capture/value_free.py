@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules import transformer
-from torch.overrides import TorchFunctionMode
 
+from autocastfx.capture.call_rules import Rule
 from autocastfx.capture.patch import patched_here
 
-__all__ = ["CumulativeNorms", "masks_taken_as_given"]
+__all__ = ["CUMULATIVE_NORMS", "masks_taken_as_given"]
 
 
 @contextmanager
@@ -29,19 +29,6 @@ def masks_taken_as_given() -> Generator[None, None, None]:
 
 def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
     return is_causal is True
-
-
-class CumulativeNorms(TorchFunctionMode):
-    """Rewrites batch norms whose momentum is read from a tensor, because torch's operator takes a plain number.
-
-    This is the case with ``momentum=None``, where the momentum is one over the number of batches.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.batch_norm and not torch.compiler.is_dynamo_compiling():
-            return _batch_norm(*args, **kwargs)
-        return func(*args, **kwargs)
 
 
 def _batch_norm(
@@ -63,3 +50,8 @@ def _batch_norm(
         for average, of_batch in ((running_mean, mean), (running_var, var)):
             average.mul_(1 - factor).add_(of_batch * factor)
     return result
+
+
+# Batch norms whose momentum is read from a tensor, because torch's operator takes a plain number: with
+# ``momentum=None`` it is one over the number of batches.
+CUMULATIVE_NORMS: Mapping[Any, Rule] = {F.batch_norm: _batch_norm}

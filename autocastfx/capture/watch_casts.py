@@ -1,29 +1,28 @@
-"""Watch the model's Python calls during capture: casts whose meaning the traced graph would lose, and the time."""
+"""Rules for casts in the model's code whose meaning a traced graph would lose."""
 
 from __future__ import annotations
 
 import linecache
 import sys
-import time
+from collections.abc import Mapping
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-__all__ = ["Watch", "follows_dtype"]
+from autocastfx.capture.call_rules import Rule
+from autocastfx.capture.failure import calling_frame
+
+__all__ = ["Casts", "follows_dtype"]
 
 _DTYPE = cast("Any", torch.Tensor.dtype).__get__
 _CASTS = frozenset({torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as})
 _FACTORIES = frozenset({torch.zeros, torch.ones, torch.full, torch.arange, torch.linspace})
 
 
-class TooSlowError(Exception):
-    """The capture took longer than allowed."""
-
-
-class Watch(TorchFunctionMode):
-    """Ends a capture that takes too long, and records casts that change nothing in the float32 model.
+class Casts:
+    """Rules that keep casts which change nothing in the float32 model.
 
     ``x.float()`` of a float32 ``x`` returns ``x``, so the tracer would make later readers of ``x`` read the cast.
     Applied to an alias of ``x``, the cast stays in its place. ``x.to(y.dtype)`` and ``x.type_as(y)`` ask for the dtype
@@ -31,33 +30,36 @@ class Watch(TorchFunctionMode):
     unknown; so do tensors made with ``dtype=y.dtype``. ``tidy`` removes these nodes, unless dtypes are to be followed.
     """
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.end = time.thread_time() + seconds
+    def __init__(self) -> None:
         self.asked: torch.Tensor | None = None  # the tensor whose dtype was read last
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # it traces the bodies of cond and while_loop, and modes with them
-            return func(*args, **kwargs)
-        if time.thread_time() > self.end:
-            raise TooSlowError("capturing every size as dynamic takes too long")
-        if func == _DTYPE:
-            self.asked = args[0]
-        elif func in _CASTS and isinstance(args[0], torch.Tensor):
-            alias = torch.ops.aten.alias.default(args[0])
-            if _changes_nothing(func, args, kwargs) and _follows(func, args, kwargs):
-                other = self._followed(args, kwargs)
-                return alias if other is None else torch.ops.aten.type_as.default(alias, other)
-            args = (alias, *args[1:])
-        elif self._makes_alike(func, kwargs) and _follows(func, args, {}):
-            made = torch.ops.aten.alias.default(func(*args, **kwargs))
-            return torch.ops.aten.type_as.default(made, self.asked)
-        return func(*args, **kwargs)
+    def rules(self) -> Mapping[Any, Rule]:
+        """Return a rule for each function that casts or makes tensors, and for reading a dtype."""
+        return {
+            _DTYPE: self._dtype,
+            **{func: partial(self._cast, func) for func in _CASTS},
+            **{func: partial(self._made, func) for func in _FACTORIES},
+        }
 
-    def _makes_alike(self, func: Any, kwargs: dict[str, Any]) -> bool:
-        """True if the call makes a tensor of the dtype that was read last: ``zeros(n, dtype=x.dtype)``."""
-        return func in _FACTORIES and self.asked is not None and kwargs.get("dtype") == self.asked.dtype
+    def _dtype(self, x: torch.Tensor) -> torch.dtype:
+        self.asked = x
+        return x.dtype
+
+    def _cast(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(args[0], torch.Tensor):
+            return func(*args, **kwargs)
+        alias = torch.ops.aten.alias.default(args[0])
+        if _changes_nothing(func, args, kwargs) and _follows(func, args, kwargs):
+            other = self._followed(args, kwargs)
+            return alias if other is None else torch.ops.aten.type_as.default(alias, other)
+        return func(alias, *args[1:], **kwargs)
+
+    def _made(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """A tensor of the dtype that was read last, as in ``zeros(n, dtype=x.dtype)``, becomes a ``type_as``."""
+        made = func(*args, **kwargs)
+        if self.asked is None or kwargs.get("dtype") != self.asked.dtype or not _follows(func, args, {}):
+            return made
+        return torch.ops.aten.type_as.default(torch.ops.aten.alias.default(made), self.asked)
 
     def _followed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """Return the tensor whose dtype the cast asks for, if known."""
@@ -86,10 +88,7 @@ def _follows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         isinstance(a, others) for a in (*args[1:], *kwargs.values())
     ):
         return True
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name == "__torch_function__":  # torch.export has a mode too
-        frame = frame.f_back
-    return frame is not None and follows_dtype(frame)
+    return follows_dtype(calling_frame())
 
 
 def follows_dtype(frame: FrameType) -> bool:

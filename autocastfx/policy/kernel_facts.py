@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from torch import fx
 
@@ -86,7 +87,11 @@ def load_kernel_facts() -> KernelFacts:
     Raises:
         OpListError: the file is damaged.
     """
-    tree = parse_file(preset_folder() / "kernel_facts.yaml", shown="op_lists/kernel_facts.yaml", shipped=True)
+    return _read(parse_file(preset_folder() / "kernel_facts.yaml", shown="op_lists/kernel_facts.yaml", shipped=True))
+
+
+@lru_cache(maxsize=2)
+def _read(tree: Tree) -> KernelFacts:
     keys = ("computes_in_float32", "mixed_args", "takes_dtype", "no_kernel", "folds", "expands_range", "reduces")
     keys = (*keys, "float32_parameters", "joins", "folds_with_parameters", "same_operands", "whole_numbers")
     keys = (*keys, "triton_faster")
