@@ -245,9 +245,8 @@ class AmpModule(fx.GraphModule):
     def refresh_weights(self) -> None:
         """Make the 16-bit working copies of ``weights="cached"`` anew.
 
-        Needed after writes into ``parameter.data`` (``p.data.copy_(other)``), which torch does not count, and after
-        the replay of a CUDA graph that holds an optimizer's step. All other changes are seen without it, by the next
-        call; after this one, it finds nothing to do.
+        Needed after writes into ``parameter.data`` (``p.data.copy_(other)``), which torch does not count. All other
+        changes are seen without it, by the next call; after this one, it finds nothing to do.
         """
         self._autocastfx_copies.expire()
         self._autocastfx_copies.fresh()

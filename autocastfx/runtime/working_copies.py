@@ -115,7 +115,7 @@ class WorkingCopies:
 
     A change is noticed by the version counter, by the address of the memory, and by the step of any
     ``torch.optim.Optimizer``, because fused ones do not increase the counter. Writes into ``parameter.data`` are not
-    noticed.
+    noticed. Once a CUDA graph has captured a step, whose replay nobody sees, all copies are renewed in each call.
     """
 
     def __init__(self, owner: nn.Module) -> None:
@@ -123,6 +123,7 @@ class WorkingCopies:
         self._owner = weakref.ref(owner)
         self.held: dict[tuple[int, torch.dtype], _Copy] = {}
         self._watches = self._has_warned = False
+        self.are_replayed = False  # the weights may change by the replay of a CUDA graph
 
     def fresh(self) -> WorkingCopies | None:
         """Renew stale copies and return ``self``.
@@ -135,6 +136,8 @@ class WorkingCopies:
             return None
         if torch._C._is_tracing() or torch._C._are_functorch_transforms_active() or _is_abstract_or_traced():
             return None
+        if self.are_replayed:
+            self.expire()
         stale: list[tuple[_Copy, torch.Tensor]] = []
         kept: list[tuple[_Filled, torch.Tensor]] = []
         for held in list(self.held.values()):  # in each call, for each weight: only what must be
@@ -150,8 +153,7 @@ class WorkingCopies:
                 stale.append((held, master))
             elif held.filled is not None:
                 kept.append((held.filled, held.tensor))
-        on_cuda = kept or any(master.is_cuda for _, master in stale)
-        if on_cuda and torch.cuda.is_current_stream_capturing():
+        if self._is_captured(tensor for _, tensor in (*kept, *stale)):
             return None
         _renew(stale)
         for filled, tensor in kept:
@@ -166,9 +168,7 @@ class WorkingCopies:
         """
         if type(master) is not nn.Parameter or master.is_inference():
             return None
-        if master.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        return self._adopt(master, dtype)
+        return None if self._is_captured((master,)) else self._adopt(master, dtype)
 
     def expire(self, masters: Iterable[Any] | None = None) -> None:
         """Mark the copies of ``masters`` (all if None) as stale."""
@@ -176,6 +176,12 @@ class WorkingCopies:
         for (number, _), held in list(self.held.items()):
             if changed is None or number in changed:
                 held.mark = None
+
+    def _is_captured(self, read: Iterable[torch.Tensor]) -> bool:
+        """True while a CUDA graph is captured that reads these tensors. One with gradients may go on to a step."""
+        captured = is_capturing(read)
+        self.are_replayed = self.are_replayed or (captured and torch.is_grad_enabled())
+        return captured
 
     def _warn_of_compiler(self) -> None:
         """Warn once that compiled and exported graphs cast instead."""
@@ -221,6 +227,11 @@ class WorkingCopies:
             weakref.finalize(self, handle.remove)
 
 
+def is_capturing(tensors: Iterable[torch.Tensor]) -> bool:
+    """True while work of this thread on the device of one of ``tensors`` is being captured into a CUDA graph."""
+    return any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing()
+
+
 def _is_abstract_or_traced() -> bool:
     """True under a mode that makes tensors abstract or traces operations."""
     return any(
@@ -244,6 +255,8 @@ def _after_step(copies: weakref.ref[WorkingCopies]) -> Callable[..., None]:
     def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         found = copies() if not torch.compiler.is_compiling() else None
         if found is not None:
-            found.expire(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+            changed = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            found.expire(changed)
+            found.are_replayed = found.are_replayed or is_capturing(changed)
 
     return stepped

@@ -34,6 +34,7 @@ from autocastfx.plan.cause import Why
 from autocastfx.runtime import working_copies
 from autocastfx.runtime.working_copies import WorkingCopies, working_copy
 from tests.golden.models import CNN, EncoderLayer
+from tests.training.recorded import record
 
 LOW = torch.bfloat16
 
@@ -364,6 +365,50 @@ def test_another_stream_waits_until_copies_are_filled(monkeypatch: pytest.Monkey
             parameter.add_(1)
     amp_model(x)  # filled anew, on this stream
     assert log == []
+
+
+@pytest.mark.parametrize("captured", ["a training step", "the step of an optimizer", "a backward"])
+def test_weights_that_the_replay_of_a_graph_changes_are_followed(
+    captured: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA graphs are played here, by recorded operators that are run again: Python sees nothing of it."""
+    now = False
+    monkeypatch.setattr(working_copies, "is_capturing", lambda _: now)
+    model, x = nn.Linear(8, 4), torch.randn(3, 8)
+    amp_model = autocastfx.convert(model, (x,), dtype=LOW, weights="cached")
+    optimizer = torch.optim.SGD(amp_model.parameters(), 0.1, fused=True)
+
+    def backward() -> None:
+        amp_model(x).square().sum().backward()
+
+    def step() -> None:
+        backward()
+        optimizer.step()
+
+    step()
+    now = True
+    recorded = [record({"a training step": step, "a backward": backward}.get(captured, optimizer.step))]
+    if captured == "a backward":  # with a step of one's own, which no hook sees
+        parameters: Any = list(amp_model.parameters())
+        gradients: Any = [p.grad for p in parameters]
+        recorded.append(record(lambda: _step_by_hand(parameters, gradients)))
+    now = False
+    for _ in range(2):
+        amp_model(x)
+        before = model.weight.detach().clone()
+        for graph in recorded:
+            graph.replay()
+        assert not torch.equal(model.weight, before)
+        assert torch.equal(amp_model(x), F.linear(x.to(LOW), model.weight.to(LOW), model.bias.to(LOW)).float())
+
+
+def _step_by_hand(parameters: list[Tensor], gradients: list[Tensor]) -> None:
+    with torch.no_grad():
+        torch._fused_sgd_(
+            *(parameters, gradients, []),
+            **{"weight_decay": 0, "momentum": 0, "lr": 0.1, "dampening": 0, "nesterov": False, "maximize": False},
+            **{"is_first_step": True},
+        )
 
 
 def test_threads_that_read_at_once_see_whole_copies() -> None:
