@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ def test_passes_are_timed_beside_the_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(conversion_zoo, "REPEATS", 1)
+    monkeypatch.setattr(conversion_zoo, "LIMIT", math.inf)  # of times, and the machine may be busy
     path = tmp_path / "rows.json"
     arguments = ["--models", "tied-weights,branch-on-value", "--json", str(path)]
     assert conversion_zoo.main(arguments) == 0

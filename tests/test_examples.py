@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from autocastfx.runtime import working_copies
+from tests.training.recorded import record
+
 TRAINING = ("train_digits", "train_char_gpt", "train_gan", "finetune_minilm")
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -101,7 +104,7 @@ def test_the_demo_describes_a_plan(embed_sentences, train_digits, tmp_path, caps
     assert "conv2d" in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("script", ["embed_sentences", *TRAINING, "train_ddp", "resume"])
+@pytest.mark.parametrize("script", ["embed_sentences", *TRAINING, "train_ddp", "cuda_graph", "resume"])
 def test_help(script, monkeypatch, capsys):
     pytest.importorskip("transformers")
     module = importlib.import_module(script)
@@ -207,6 +210,48 @@ def test_ddp_started_with_torchrun():
     assert int(skipped.rstrip(",")) > 0
 
 
+@pytest.mark.parametrize(("dtype", "weights"), [(torch.float16, "cast"), (torch.bfloat16, "cached")])
+def test_replayed_steps_train_as_steps_one_by_one(cuda_graph, dtype, weights, monkeypatch):
+    """A graph is played here by recorded operators. A smaller batch between replays, and steps that skip, too."""
+    now = False
+    monkeypatch.setattr(working_copies, "is_capturing", lambda _: now)
+
+    def recorded(step, optimizer):
+        nonlocal now
+        cuda_graph.warm_up(step, optimizer)
+        now = True
+        graph = record(step)
+        now = False
+        return graph.replay
+
+    def as_many(step, optimizer):
+        cuda_graph.warm_up(step, optimizer)
+        step()
+        return step
+
+    runs = [cuda_graph.train(dtype, "cpu", weights, 1, repeated) for repeated in (recorded, as_many)]
+    (_, replayed, scale), (_, eager, same_scale) = runs
+    assert scale == same_scale
+    assert (scale < 2.0**24) == (dtype == torch.float16), "steps were skipped"
+    for a, b in zip(replayed.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_a_gpu_the_steps_run_one_by_one(cuda_graph, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["cuda_graph.py", "--dtype", "float16"])
+    assert cuda_graph.main() == 0
+    assert "no GPU here" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_graph_trains(cuda_graph, dtype, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["cuda_graph.py", "--dtype", dtype])
+    assert cuda_graph.main() == 0
+    assert "replayed from a CUDA graph: passed" in capsys.readouterr().out
+
+
 def test_ddp_says_how_to_start_it(monkeypatch, capsys):
     module = importlib.import_module("train_ddp")
     monkeypatch.delenv("RANK", raising=False)
@@ -214,6 +259,12 @@ def test_ddp_says_how_to_start_it(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         module.main()
     assert "start it with torchrun" in capsys.readouterr().err
+
+
+@pytest.fixture
+def cuda_graph(_importable: None):
+    pytest.importorskip("sklearn")
+    return importlib.import_module("cuda_graph")
 
 
 @pytest.fixture

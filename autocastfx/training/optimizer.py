@@ -16,7 +16,7 @@ from autocastfx.training.loss_scale import DynamicLossScale, LossScale
 from autocastfx.training.loss_scaler import LossScaler
 from autocastfx.training.masters import Masters
 from autocastfx.training.snapshot import Snapshot
-from autocastfx.training.step_result import GradientsOf, StepResult, exhausted
+from autocastfx.training.step_result import GradientsOf, StepResult, exhausted, overflowed
 from autocastfx.training.unscaled import Unscaled, unscale_
 from autocastfx.training.wrapping_optimizer import WrappingOptimizer, needs_closure, steps_to_make_state
 
@@ -229,7 +229,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         elif self._fused.decides(self.optimizer):
             result = self._fused.step(self.optimizer, found_inf)
         else:
-            skipped = bool(found_inf.item())
+            skipped = overflowed(found_inf)
             if not skipped:
                 result = self.optimizer.step()
                 self._fused.note(self.optimizer)

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from autocastfx.errors import LossScaleError
 from autocastfx.training import gradients
+from autocastfx.training.host_copy import is_capturing
 from autocastfx.training.unscaled import Unscaled
 
-__all__ = ["GradientsOf", "StepResult", "exhausted"]
+__all__ = ["GradientsOf", "StepResult", "exhausted", "overflowed"]
 
 
 @dataclass(frozen=True)
@@ -96,3 +99,18 @@ def exhausted(groups: Sequence[dict[str, Any]], scale: float) -> LossScaleError:
         "the cause. The step was skipped and no weight changed. Look for Inf or NaN in the data, the loss and these "
         "parameters, lower the learning rate, or use bfloat16."
     )
+
+
+def overflowed(found_inf: torch.Tensor) -> bool:
+    """Ask the device whether gradients overflowed: ``found_inf`` is a float32 scalar, above 0 if they did.
+
+    Raises:
+        LossScaleError: a CUDA graph is being captured, which cannot ask.
+    """
+    if is_capturing(found_inf):
+        raise LossScaleError(
+            "whether to skip this step would be decided by the host, which a CUDA graph cannot ask. Use a fused "
+            "optimizer (fused=True), and capture after a step that was not skipped (optimizer.last_step.skipped): the "
+            "optimizer makes its state in the first one."
+        )
+    return bool(found_inf.item())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx import DynamicLossScale, LossScaleError, LossScalingOptimizer
-from autocastfx.training import loss_scaler
+from autocastfx.training import loss_scaler, step_result
 from autocastfx.training.loss_scaler import LossScaler
 from tests.training.recorded import Recorded, record
 
@@ -74,6 +74,22 @@ def test_a_step_that_the_host_decides_on_cannot_be_recorded() -> None:
     training.step()
     with pytest.raises(RuntimeError, match="the host reads a number"):
         record(training.step)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_capture_that_would_ask_the_host_says_what_to_do(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fused optimizer too, while all steps were skipped: it has no state yet."""
+    training = Training()
+    adamw = torch.optim.AdamW(training.model.parameters(), 0.01, fused=fused)
+    training.optimizer = LossScalingOptimizer(adamw, DynamicLossScale())
+    training.overflows(fused)
+    training.step()
+    assert training.optimizer.last_step.skipped is fused
+    weights = [p.detach().clone() for p in training.model.parameters()]
+    monkeypatch.setattr(step_result, "is_capturing", lambda _: True)
+    with pytest.raises(LossScaleError, match=r"which a CUDA graph cannot ask\. Use a fused optimizer"):
+        training.step()
+    assert same(list(training.model.parameters()), weights)
 
 
 @pytest.fixture
