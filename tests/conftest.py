@@ -19,8 +19,11 @@ settings.register_profile("same", deadline=None, suppress_health_check=[HealthCh
 settings.register_profile("new", settings.get_profile("same"), derandomize=False)
 settings.load_profile("same")
 
-# Rooms whose tests look at one graph of a conversion: that of the mode in which the model is.
-ONE_MODE = ("capture", "cli", "graph", "numerics", "passes", "plan", "policy", "presets", "report", "training")
+# Rooms and files whose tests look at one graph of a conversion: that of the mode in which the model is.
+ONE_MODE = (
+    *("capture", "cli", "graph", "numerics", "passes", "plan", "policy", "presets", "report", "training"),
+    *("test_benchmarks.py", "test_calibration.py", "test_distributed.py", "test_zoo.py"),
+)
 _capture_modes = VariantTable.capture_modes
 
 

@@ -319,6 +319,7 @@ def test_modes() -> None:
     assert {r.mode for r in both.values} == {"train", "eval"}
 
 
+@pytest.mark.usefixtures("both_modes")
 def test_a_mode_that_was_not_measured_takes_the_ranges_of_the_other() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).eval()
     amp_model = convert(model, calibrate=[torch.full((2, 8), 1e5)])

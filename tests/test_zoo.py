@@ -230,6 +230,7 @@ def test_the_zoo_is_as_large_as_it_says() -> None:
     assert len(MODELS) == len(ZOO) + len(HAND)
 
 
+@pytest.mark.usefixtures("both_modes")
 @pytest.mark.parametrize("name", ["distilbert", "phi3", "vit"])
 def test_every_op_is_listed(name: str) -> None:
     model = MODELS[name]
