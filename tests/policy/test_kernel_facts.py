@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 import autocastfx
@@ -54,6 +55,15 @@ def test_in_place_ops_have_the_facts_of_their_base() -> None:
     assert not facts.runs("rrelu_", "float16", "cpu")
     assert facts.runs("rrelu", "bfloat16", "cpu")
     assert facts.runs("rrelu", "float16", "cuda")
+
+
+def test_only_a_product_of_a_value_with_itself_is_a_square() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    ops = torch.ops.aten
+    calls = [(ops.mul.Tensor, (x, x)), (ops.mul.Tensor, (x, y)), (ops.mul.Tensor, (x, 2)), (ops.add.Tensor, (x, x))]
+    facts = load_kernel_facts()
+    assert [facts.stands_for(graph.call_function(*call)) for call in calls] == ["square", None, None, None]
 
 
 def test_what_the_table_calls_missing_fails_on_this_device_and_is_placed_float32() -> None:
