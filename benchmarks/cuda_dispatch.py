@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.passes.torch_autocast.dispatch import asked
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.policy.rule import Category
+from autocastfx.runtime import working_copies
 from benchmarks.memory import cuda_dropout
 
 __all__ = ["cuda_autocast", "cuda_operators", "without_autocast"]
@@ -30,8 +32,9 @@ _KEY = DispatchKey.AutocastCUDA
 
 @contextmanager
 def cuda_operators() -> Iterator[None]:
-    """Run attention, softmax and dropout on the meta device as on a CUDA device."""
-    with cuda_dropout(), torch.library._scoped_library("aten", "IMPL") as library:
+    """Run attention, softmax, dropout and the casts of gradients on the meta device as on a CUDA device."""
+    together = mock.patch.object(working_copies, "casts_together", return_value=True)
+    with together, cuda_dropout(), torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
         for name, compute in (("softmax", aten._softmax), ("log_softmax", aten._log_softmax)):
             library.impl(f"{name}.int", _softmax(compute), "AutogradMeta")

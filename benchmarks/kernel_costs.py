@@ -34,7 +34,18 @@ FLOOR = 2e-6  # seconds
 
 _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 # Of these the first argument gives its shape alone, or is written over.
-_SHAPES = ("copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+_SHAPES = (
+    "copy_",
+    "_foreach_copy_",
+    "fill_",
+    "zero_",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+)
 # Of the first argument these read as many elements as they return, or as they have indices.
 _GATHERS = ("embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward")
 # Of these the second argument gives its shape alone.
@@ -59,7 +70,7 @@ class KernelCosts(Counter):
         kwargs = kwargs or {}
         with without_autocast():  # what computes an abstract result is no part of the step
             result = super().__torch_dispatch__(func, types, args, kwargs)
-        written = _tensors(result)
+        written = _tensors(args[0] if func is aten._foreach_copy_.default else result)
         if func.is_view or allocates(func) or not any(tensor.numel() for tensor in written):
             return result
         moved = _bytes(func, args, kwargs, written)

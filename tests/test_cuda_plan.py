@@ -63,7 +63,8 @@ def test_a_linear_layer_is_estimated_by_arithmetic(side: str) -> None:
     product = 2 * (AFTER + X + AFTER * BEFORE + Y) + 2 * (Y + X + AFTER * BEFORE) + 2 * (Y + AFTER)
     mean = (4 * Y + 4) + 4 + (4 + 4 * Y)
     saturates = side.startswith("fold=")  # the input, which is clamped; its cast then reads it once more
-    assert row.kernels == row.casts + 3 + 3 + (1 if saturates else 0)
+    spared = 2 if side.endswith(" cached") else 0  # weight and bias are cast by one kernel, and so are their gradients
+    assert row.kernels == row.casts - spared + 3 + 3 + (1 if saturates else 0)
     assert row.moved_bytes == row.cast_bytes + product + mean + (8 * X + 4 * X if saturates else 0)
     assert row.ms == pytest.approx(1e3 * FLOOR * row.kernels), "each kernel is small"
     assert row.ms == pytest.approx(sum(row.ms_of.values()))

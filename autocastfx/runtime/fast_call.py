@@ -56,6 +56,12 @@ QUICK: Mapping[Any, Callable[..., Any]] = {
     for names in lists
     for name in names
 } | {layer_norm: compute_layer_norm}  # the function that the dispatcher would call
+# A method that knows its dtype takes three quarters of the time of one that is told.
+_CASTS: Mapping[tuple[Any, ...], Callable[..., Any]] = {
+    (torch.float16,): torch.Tensor.half,
+    (torch.bfloat16,): torch.Tensor.bfloat16,
+    (torch.float32,): torch.Tensor.float,
+}
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,9 @@ def quick_graph(graph: fx.Graph, kept: Collection[str] = ()) -> tuple[fx.Graph, 
     for node in graph.nodes:
         if node not in made:
             copy = made[node] = quick.node_copy(node, made.__getitem__)
-            if copy.target in QUICK and _is_called_alike(copy):
+            if copy.target is torch.ops.aten.to.dtype and copy.args[1:] in _CASTS and not copy.kwargs:
+                copy.target, copy.args = _CASTS[copy.args[1:]], copy.args[:1]
+            elif copy.target in QUICK and _is_called_alike(copy):
                 copy.target = QUICK[copy.target]
     _read_together(quick)
     return quick, Reads.of([str(node.target) for node in read])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from autocastfx.training.tensor_mark import TensorMark
 __all__ = ["ATTRIBUTE", "WorkingCopies", "working_copies", "working_copy"]
 
 _expired: Callable[[int], bool] = cast("Any", torch.UntypedStorage)._expired
+_learns: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
 ATTRIBUTE = "_working_copies"  # the model's attribute through which its graphs read the copies
 
 
@@ -43,21 +45,15 @@ def working_copies(
     """
     if copies is None:
         return [master.to(dtype) for master in masters]
-    found: list[torch.Tensor] = []
-    learning: list[int] = []
-    learns = torch.is_grad_enabled()
-    for master in masters:
-        held = copies.held.get((id(master), dtype))
-        if held is None or held.master() is not master:
-            held = copies.adopted(master, dtype)
-        if held is None:
-            found.append(master.to(dtype))
-            continue
-        if learns and master.requires_grad:
-            learning.append(len(found))
-        found.append(held.tensor)
+    held = copies.groups.get((dtype, *map(id, masters))) or copies.of(masters, dtype)
+    found = [master.to(dtype) if one is None else one.tensor for one, master in zip(held, masters, strict=True)]
+    if not torch.is_grad_enabled():
+        return found
+    if None not in held and all(map(_learns, masters)):
+        return list(_read(found, *masters))
+    learning = [i for i, master in enumerate(masters) if held[i] is not None and master.requires_grad]
     if learning:
-        read = _Reading.apply([found[i] for i in learning], *[masters[i] for i in learning])
+        read = _read([found[i] for i in learning], *[masters[i] for i in learning])
         for i, copy in zip(learning, read, strict=True):
             found[i] = copy
     return found
@@ -73,7 +69,26 @@ class _Reading(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *[None if grad is None else grad.float() for grad in grads]
+        return None, *_in_float32(grads)
+
+
+# Function.apply unwraps each argument of transforms of torch.func, in Python; under these no copy is read.
+_read: Callable[..., tuple[torch.Tensor, ...]] = cast("Any", super(torch.autograd.Function, _Reading)).apply
+
+
+def _in_float32(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    low = [grad for grad in grads if grad is not None]
+    if torch.is_grad_enabled() or not low or not all(map(casts_together, low)):  # foreach has no second derivative
+        return [None if grad is None else grad.float() for grad in grads]
+    wide = [torch.empty_like(grad, dtype=torch.float32) for grad in low]
+    cast("Any", torch)._foreach_copy_(wide, low)
+    rest = iter(wide)
+    return [None if grad is None else next(rest) for grad in grads]
+
+
+def casts_together(grad: torch.Tensor) -> bool:
+    """True on CUDA, where one kernel casts several gradients. On a CPU that saves nothing."""
+    return grad.is_cuda
 
 
 class _Copy:
@@ -96,12 +111,11 @@ class _Filled:
     """Where on a CUDA device copies were filled, so that other streams can wait for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.current_stream(device)
+        self.device, self.stream = device, torch.cuda.current_stream(device)
         self.event = self.stream.record_event()
 
-    def wait(self, tensor: torch.Tensor) -> None:
-        """Let the current stream read ``tensor``, which stays allocated until it has."""
-        stream = torch.cuda.current_stream(tensor.device)
+    def wait(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Let ``stream``, the current one, read ``tensor``, which stays allocated until it has."""
         if stream != self.stream:
             stream.wait_event(self.event)
             tensor.record_stream(stream)
@@ -122,6 +136,7 @@ class WorkingCopies:
         torch.compiler.assume_constant_result(WorkingCopies._warn_of_compiler)  # not as a decorator: it imports dynamo
         self._owner = weakref.ref(owner)
         self.held: dict[tuple[int, torch.dtype], _Copy] = {}
+        self.groups: dict[tuple[Any, ...], list[_Copy | None]] = {}  # by dtype and masters, while all of them live
         self._watches = self._has_warned = False
         self.are_replayed = False  # the weights may change by the replay of a CUDA graph
 
@@ -153,19 +168,30 @@ class WorkingCopies:
                 stale.append((held, master))
             elif held.filled is not None:
                 kept.append((held.filled, held.tensor))
+        if not (stale or kept):
+            return self
         if self._is_captured(tensor for _, tensor in (*kept, *stale)):
             return None
         _renew(stale)
+        streams = {filled.device: torch.cuda.current_stream(filled.device) for filled in {one for one, _ in kept}}
         for filled, tensor in kept:
-            filled.wait(tensor)
+            filled.wait(tensor, streams[filled.device])
         return self
 
-    def adopted(self, master: torch.Tensor, dtype: torch.dtype) -> _Copy | None:
-        """Return a first copy of ``master``; None if it is not a plain parameter, or a CUDA graph is captured.
+    def of(self, masters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[_Copy | None]:
+        """Return the copy of each master, made if it is read first.
+
+        It is None of a tensor that is not a plain parameter, and while a CUDA graph is captured.
 
         Raises:
             UnsupportedError: the model is sharded.
         """
+        found = [self.held.get((id(master), dtype)) or self._adopted(master, dtype) for master in masters]
+        if None not in found:
+            self.groups[(dtype, *map(id, masters))] = found
+        return found
+
+    def _adopted(self, master: torch.Tensor, dtype: torch.dtype) -> _Copy | None:
         if type(master) is not nn.Parameter or master.is_inference():
             return None
         return None if self._is_captured((master,)) else self._adopt(master, dtype)
@@ -203,6 +229,7 @@ class WorkingCopies:
             copies = mine()
             if copies is not None and key in copies.held and copies.held[key].master is gone:
                 del copies.held[key]
+                copies.groups.clear()  # another parameter may get the number of this one
 
         held = _Copy(weakref.ref(master, forget), dtype)
         _renew([(held, master)])
@@ -234,7 +261,7 @@ def is_capturing(tensors: Iterable[torch.Tensor]) -> bool:
 
 def _is_abstract_or_traced() -> bool:
     """True under a mode that makes tensors abstract or traces operations."""
-    return any(
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
         isinstance(mode, (FakeTensorMode, ProxyTorchDispatchMode)) for mode in _get_current_dispatch_mode_stack()
     )
 

@@ -81,6 +81,12 @@ CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
     "contiguous.default": (((some(2, 3).t(),), {}), ((some(2, 3),), {"memory_format": torch.contiguous_format})),
     "add_.Tensor": (((lambda: computed(3), some(3)), {"alpha": 2}),),
 }
+CASTS = {
+    torch.float16: torch.Tensor.half,
+    torch.bfloat16: torch.Tensor.bfloat16,
+    torch.float32: torch.Tensor.float,
+    torch.float64: torch.Tensor.to,
+}
 NAMES = {f"{target._schema.name.removeprefix('aten::')}.{target._overloadname}": target for target in QUICK}
 
 
@@ -131,6 +137,23 @@ def test_it_does_what_the_overload_does(name: str) -> None:
         assert theirs[1:3] == ours[1:3]
         for a, b in zip(theirs[3], ours[3], strict=True):
             assert a is b or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("source", [torch.float16, torch.float32])
+def test_a_cast_is_the_method_of_its_dtype(source: torch.dtype, dtype: torch.dtype) -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.ops.aten.to.dtype, (graph.placeholder("x"), dtype)))
+    found = quick_graph(graph)
+    assert found is not None
+    (cast,) = found[0].find_nodes(op="call_function", target=CASTS[dtype])
+    assert len(cast.args) == (2 if dtype == torch.float64 else 1)
+    x = some(2, 3).to(source).detach().t().requires_grad_()
+    theirs, ours = (run(fx.GraphModule(nn.Module(), each), (x,), {}) for each in (graph, found[0]))
+    assert torch.equal(theirs[0], ours[0])
+    assert theirs[0].dtype == ours[0].dtype == dtype
+    assert theirs[1:3] == ours[1:3]
+    assert all(map(torch.equal, theirs[3], ours[3]))
 
 
 class Nested(nn.Module):

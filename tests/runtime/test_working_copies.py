@@ -304,6 +304,31 @@ def test_a_tied_parameter_has_one_copy_in_all_variants() -> None:
     assert len(low) == len(copies.held) == len({c.parameter for c in amp_model.plan.copies})
 
 
+def test_a_copy_is_read_as_soon_as_it_is_made(copied: list[int]) -> None:
+    model = nn.Linear(8, 4)
+    copies = WorkingCopies(model).fresh()
+    for masters in ([model.weight], [model.weight, model.bias], [model.weight, model.bias]):
+        read = working_copies.working_copies(copies, masters, LOW)
+        assert copies is not None
+        held = [copies.held[id(master), LOW].tensor for master in masters]
+        assert [t.data_ptr() for t in read] == [t.data_ptr() for t in held]
+    assert copied == [1, 1]
+
+
+def test_another_parameter_with_the_number_of_one_that_is_gone_is_not_taken_for_it() -> None:
+    owner = nn.Linear(2, 2)
+    copies = WorkingCopies(owner).fresh()
+    numbers = set[int]()
+    for value in range(50):  # CPython gives memory that is free again
+        master = nn.Parameter(torch.full((2,), float(value)))
+        again = id(master) in numbers
+        numbers.add(id(master))
+        (read,) = working_copies.working_copies(copies, [master], LOW)
+        assert torch.equal(read.float(), master)
+        del master, read
+    assert again
+
+
 def test_copies_do_not_outlive_the_model_nor_keep_parameters() -> None:
     _, amp_model = pair()
     step(amp_model, *inputs(Language))
@@ -556,6 +581,62 @@ def test_second_gradients() -> None:
         (grad,) = torch.autograd.grad(model.eval()(x).square().mean(), model.fc.weight, create_graph=True)
         found += torch.autograd.grad(grad.square().sum(), model.fc.weight)
     assert torch.equal(*found)
+
+
+class Three(nn.Module):
+    """Three weights that are read together, in two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.other = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x @ self.a + x @ self.b).sum(), x @ self.other
+
+
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_gradients_that_are_cast_by_one_kernel_are_the_same(
+    keeps_graph: bool, monkeypatch: pytest.MonkeyPatch, copied: list[int]
+) -> None:
+    torch.manual_seed(0)
+    model, x = Three(), torch.randn(8, 8)
+    amp_model = autocastfx.convert(model, (x,), dtype=LOW, weights="cached")
+    found: list[list[Tensor | None]] = []
+    amp_model(x)
+    for together in (False, True):
+        monkeypatch.setattr("autocastfx.runtime.working_copies.casts_together", lambda grad, held=together: held)
+        copied.clear()
+        used, _ = amp_model(x)
+        parameters = list(amp_model.parameters())
+        grads = torch.autograd.grad(used, parameters, create_graph=keeps_graph, allow_unused=True)
+        assert copied == ([2] if together and not keeps_graph else [])
+        found.append(list(grads))
+    assert [grad is None for grad in found[0]] == [False, False, True]
+    for one, other in zip(*found, strict=True):
+        assert one is None or (torch.equal(one, other) and one.dtype == other.dtype == torch.float32)
+
+
+class Nothing(torch.autograd.Function):
+    """Passes no gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_backward_that_brings_no_gradient_leaves_none(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autocastfx.runtime.working_copies.casts_together", lambda _: together)
+    model = nn.Linear(4, 4)
+    copies = WorkingCopies(model).fresh()
+    parameters = list(model.parameters())
+    read = working_copies.working_copies(copies, parameters, LOW)
+    grads = torch.autograd.grad([Nothing.apply(t).sum() for t in read], parameters, allow_unused=True)
+    assert grads == (None, None)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
