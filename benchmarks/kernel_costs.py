@@ -32,6 +32,7 @@ BANDWIDTH = 4.8e12  # bytes a second
 TENSOR_CORES, TF32, FLOAT32 = 989e12, 494e12, 67e12  # operations a second
 FLOOR = 2e-6  # seconds
 
+_FOREACH = (aten._foreach_copy_.default, aten._foreach_add_.Scalar)
 _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 # Of these the first argument gives its shape alone, or is written over.
 _SHAPES = (
@@ -70,7 +71,7 @@ class KernelCosts(Counter):
         kwargs = kwargs or {}
         with without_autocast():  # what computes an abstract result is no part of the step
             result = super().__torch_dispatch__(func, types, args, kwargs)
-        written = _tensors(args[0] if func is aten._foreach_copy_.default else result)
+        written = _tensors(args[0] if func in _FOREACH else result)
         if func.is_view or allocates(func) or not any(tensor.numel() for tensor in written):
             return result
         moved = _bytes(func, args, kwargs, written)

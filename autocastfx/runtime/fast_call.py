@@ -4,6 +4,7 @@ Calling an operator's overload (``torch.ops.aten.add.Tensor``) takes about a mic
 calling an operator written in Python some ten. Each attribute in ``self.encoder.layers.weight`` costs a Python call of
 ``nn.Module``. On a GPU the kernels often take less time than that. The quick graph therefore calls torch's own
 functions, and takes the parameters and buffers as inputs, read from the modules' dictionaries before its first op.
+Working copies are read some at a time, and the batches that batch norms count are counted at once.
 
 A graph with opaque code, which may change its parameters, runs unchanged. So does any graph while a tensor that it
 reads is not a plain parameter or buffer, but is computed by a parametrization, for example.
@@ -15,7 +16,7 @@ import itertools
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -24,7 +25,7 @@ from autocastfx.graph.black_box import is_opaque
 from autocastfx.runtime.operators.layer_norm import compute_layer_norm, layer_norm
 from autocastfx.runtime.working_copies import working_copies, working_copy
 
-__all__ = ["QUICK", "Reads", "quick_graph"]
+__all__ = ["QUICK", "Reads", "add_one", "quick_graph"]
 
 _TORCH: Any = torch
 # Overloads that torch's functions and methods of the same name call when given the same positional arguments: all that
@@ -133,6 +134,7 @@ def quick_graph(graph: fx.Graph, kept: Collection[str] = ()) -> tuple[fx.Graph, 
             elif copy.target in QUICK and _is_called_alike(copy):
                 copy.target = QUICK[copy.target]
     _read_together(quick)
+    _count_together(quick)
     return quick, Reads.of([str(node.target) for node in read])
 
 
@@ -148,6 +150,32 @@ def _read_together(quick: fx.Graph) -> None:
             for node, copy in zip(some, each, strict=True):
                 node.replace_all_uses_with(copy)
                 quick.erase_node(node)
+
+
+def _count_together(quick: fx.Graph) -> None:
+    """Count the batches of all batch norms by one call, which is one kernel on a GPU."""
+    adds = quick.find_nodes(op="call_function", target=torch.Tensor.add_)
+    counts = [node for node in adds if node.args[1:] == (1,) and not node.kwargs and _is_read_alone(node)]
+    if len(counts) > 1:
+        with quick.inserting_before(counts[0]):
+            quick.call_function(add_one, ([node.args[0] for node in counts],))
+        for node in counts:
+            quick.erase_node(node)
+
+
+def _is_read_alone(add: fx.Node) -> bool:
+    """True if ``add`` writes into an input that nothing else reads, and nothing reads its result."""
+    (written, *_) = add.args
+    return isinstance(written, fx.Node) and _is_input(written) and len(written.users) == 1 and not add.users
+
+
+def add_one(counters: list[torch.Tensor]) -> None:
+    """Add 1 to each tensor, in place. A tensor that is listed twice gets 2."""
+    if len(set(map(id, counters))) < len(counters) or torch._C._are_functorch_transforms_active():
+        for counter in counters:
+            counter.add_(1)
+    else:
+        cast("Any", torch)._foreach_add_(counters, 1)
 
 
 def _is_input(argument: Any) -> bool:

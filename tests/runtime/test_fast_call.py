@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autocastfx
-from autocastfx.runtime.fast_call import QUICK, Reads, quick_graph
+from autocastfx.runtime.fast_call import QUICK, Reads, add_one, quick_graph
 
 
 def some(*sizes: int) -> Tensor:
@@ -154,6 +155,52 @@ def test_a_cast_is_the_method_of_its_dtype(source: torch.dtype, dtype: torch.dty
     assert theirs[0].dtype == ours[0].dtype == dtype
     assert theirs[1:3] == ours[1:3]
     assert all(map(torch.equal, theirs[3], ours[3]))
+
+
+COUNTED = {"first": 1, "second": 1, "twice": 2, "read": 1}
+
+
+class Counting(nn.Module):
+    """Batch norms, of which one is called twice and one has its count read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.twice, self.read = (nn.BatchNorm1d(4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.read(self.twice(self.twice(self.second(self.first(x)))))
+        count = self.read.num_batches_tracked
+        assert count is not None
+        return x / count.float()
+
+
+def test_batches_are_counted_at_once() -> None:
+    original, x = Counting(), torch.randn(6, 4)
+    amp_model = autocastfx.convert(copy.deepcopy(original), (x,), dtype=torch.bfloat16)
+    found = quick_graph(amp_model.train().graph)
+    assert found is not None
+    (add,) = found[0].find_nodes(op="call_function", target=add_one)
+    assert [node.name for node in add.args[0]] == ["first_num_batches_tracked", "second_num_batches_tracked"]
+    assert len(found[0].find_nodes(op="call_function", target=Tensor.add_)) == 3
+    for step in (1, 2):
+        assert torch.equal(amp_model(x), original(x))
+        counts = {name: int(held) for name, held in amp_model.named_buffers() if name.endswith("tracked")}
+        assert counts == {f"{name}.num_batches_tracked": step * n for name, n in COUNTED.items()}
+
+
+def test_a_counter_that_is_listed_twice_gets_two() -> None:
+    one, two = torch.zeros((), dtype=torch.long), torch.ones((), dtype=torch.long)
+    with Called() as called:
+        add_one([one, two, one])
+    assert (int(one), int(two)) == (2, 2)
+    assert called.functions == [Tensor.add_] * 3, "on a GPU one kernel would write both results into one place"
+    with Called() as called:
+        add_one([one, two])
+    assert called.functions == [torch._foreach_add_]  # pyright: ignore
+    assert (int(one), int(two), one._version) == (3, 3, 3)
+    stacked = torch.zeros(3, dtype=torch.long)
+    torch.vmap(lambda count: add_one([count, count.clone()]) or count)(stacked)
+    assert stacked.tolist() == [1, 1, 1]
 
 
 class Nested(nn.Module):
