@@ -17,12 +17,14 @@ from autocastfx.errors import (
     OpListError,
     PlanError,
     StateWarning,
+    UncapturedGraphWarning,
     UnmatchedPlanWarning,
     UnmatchedRuleWarning,
     UnsupportedError,
     VariantError,
     VerifyError,
 )
+from autocastfx.integrations.compile_backend import CompileBackend, CompiledGraph
 from autocastfx.numerics.bisect import Bisection, Place, bisect
 from autocastfx.numerics.compare import compare
 from autocastfx.numerics.exponent_counts import Exponents, Shares
@@ -78,6 +80,8 @@ __all__ = [
     "ComparedParameter",
     "ComparedVariant",
     "Comparison",
+    "CompileBackend",
+    "CompiledGraph",
     "Decision",
     "Deviation",
     "Difference",
@@ -121,6 +125,7 @@ __all__ = [
     "StaticLossScale",
     "StepResult",
     "Total",
+    "UncapturedGraphWarning",
     "UnmatchedPlanWarning",
     "UnmatchedRuleWarning",
     "UnsupportedError",

@@ -34,7 +34,7 @@ from autocastfx.report.conversion_warnings import (
 )
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["convert", "convert_again"]
+__all__ = ["check_arguments", "convert", "convert_again"]
 
 
 def convert(
@@ -108,7 +108,7 @@ def convert(
         ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
-    _check_arguments(dtype, weights, fold, headroom)
+    check_arguments(dtype, fold, weights, headroom)
     lists = load_op_list(op_list, default=dtype_name(dtype))
     edited = None if plan is None else read_plan(plan)
     patterns = chosen(recompose)
@@ -220,7 +220,12 @@ def _check_parameters(model: nn.Module) -> None:
             )
 
 
-def _check_arguments(dtype: torch.dtype, weights: str, fold: str, headroom: float) -> None:
+def check_arguments(dtype: torch.dtype, fold: str, weights: str = "cast", headroom: float = 1.0) -> None:
+    """Check arguments of a conversion.
+
+    Raises:
+        ValueError: one has no such value.
+    """
     if dtype not in LOW_DTYPES:
         raise ValueError(f"dtype is torch.float16 or torch.bfloat16, not {dtype!r}")
     if not 1 <= headroom <= sys.float_info.max:

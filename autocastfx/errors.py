@@ -128,6 +128,10 @@ class StateWarning(UserWarning):
     """The model's forward changes attributes that the converted model does not change."""
 
 
+class UncapturedGraphWarning(UserWarning):
+    """A graph that torch.compile found could not be converted, and runs otherwise."""
+
+
 class CaptureError(AutocastFXError, RuntimeError):
     """A model cannot be turned into a graph."""
 

@@ -26,6 +26,7 @@ LAYERS = (
     ("calibration",),
     ("conversion", "testing"),
     ("numerics",),
+    ("integrations",),
     ("cli",),
     ("__init__", "__main__"),
 )

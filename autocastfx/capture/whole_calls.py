@@ -27,7 +27,16 @@ from autocastfx.capture.patch import patched_here
 from autocastfx.errors import CaptureError
 from autocastfx.graph.op_name import located
 
-__all__ = ["CHECKPOINT", "LEAF", "AutogradCall", "places", "refuse_checkpoint", "restore_leaves", "whole_calls"]
+__all__ = [
+    "CHECKPOINT",
+    "LEAF",
+    "AutogradCall",
+    "places",
+    "record_call",
+    "refuse_checkpoint",
+    "restore_leaves",
+    "whole_calls",
+]
 
 
 class _Leaf(HigherOrderOperator):
@@ -85,7 +94,7 @@ def whole_calls(functions: Iterable[str]) -> Generator[list[Callable[..., Any]],
         inside_torch = cls.__module__.split(".")[0] == "torch"
         call = AutogradCall(cls)
         original: Any = found.__get__(None, cls)
-        return _record(call, lambda: original(*args, **kwargs), args, kwargs, called, trace=inside_torch)
+        return record_call(call, lambda: original(*args, **kwargs), args, kwargs, called, trace=inside_torch)
 
     with ExitStack() as stack:
         stack.enter_context(patched_here(torch.autograd.Function, "apply", classmethod(apply)))
@@ -121,12 +130,12 @@ def places(paths: Iterable[str]) -> list[tuple[Any, str, Any]]:
 
 def _whole(function: Callable[..., Any], called: list[Callable[..., Any]]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _record(function, lambda: function(*args, **kwargs), args, kwargs, called, trace=False)
+        return record_call(function, lambda: function(*args, **kwargs), args, kwargs, called, trace=False)
 
     return call
 
 
-def _record(
+def record_call(
     function: Callable[..., Any],
     run: Callable[[], Any],
     args: tuple[Any, ...],
@@ -135,6 +144,10 @@ def _record(
     *,
     trace: bool,
 ) -> Any:
+    """Record a call of ``function`` as one node of the graph being traced, unless ``trace``; ``run`` computes it.
+
+    ``function`` is added to ``called``. :func:`restore_leaves` puts it into the graph.
+    """
     mode = get_proxy_mode()
     if trace or mode is None:
         return run()

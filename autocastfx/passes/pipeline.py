@@ -35,7 +35,7 @@ from autocastfx.plan.plan import Plan, PlannedCast, PlannedNode, Recomposed, Tra
 from autocastfx.plan.ranges import Key, key_of, mode_of
 from autocastfx.runtime.variant import Variant
 
-__all__ = ["FOLLOW_PIPELINE", "PIPELINE", "Converter"]
+__all__ = ["FOLLOW_PIPELINE", "PIPELINE", "ConvertedGraph", "Converter"]
 
 PIPELINE: tuple[type[Pass], ...] = (
     *(Recompose, WriteOutAttention, RecomputeAttention, MergeRepeated, DropLossCasts),
@@ -66,21 +66,14 @@ class Converter(Policy):
             PlanError: the plan given asks for what cannot be.
             VerifyError: the rewritten graph is not what was planned.
         """
-        draft, follows = captured.guesses is not None, self.op_list.placement == "follow"
-        policy = replace(self, device=device.type, op_list=self.op_list.lenient() if draft else self.op_list)
-        known = self.ranges.magnitudes(mode_of(captured.training)) if self.ranges is not None else {}
-        made = _converted(policy, captured.graph, captured.attributes, tensors, known, captured.guesses)
+        follows, mode = self.op_list.placement == "follow", mode_of(captured.training)
+        graph, attributes = captured.graph, captured.attributes
+        made = self.convert_graph(graph, attributes, tensors, device, mode=mode, guesses=captured.guesses)
         inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
         return Variant(
             graph=made.graph,
             attributes=made.attributes,
-            plan=Plan(
-                *(self.low_name, device.type, self.op_list.name),
-                *(tuple(made.nodes), tuple(made.casts), made.traffic),
-                unverified=draft,
-                recomposed=tuple(made.recomposed),
-                copies=tuple(planned_copies(made.graph)),
-            ),
+            plan=made.plan,
             out_spec=captured.out_spec,
             structure=captured.structure,
             guard=shape_guard(inputs) if follows else captured.guard,  # parts may pin sizes
@@ -89,6 +82,51 @@ class Converter(Policy):
             state=captured.state,
             captured=captured,
         )
+
+    def convert_graph(
+        self,
+        graph: fx.Graph,
+        attributes: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
+        *,
+        mode: str,
+        guesses: frozenset[str] | None = None,
+    ) -> ConvertedGraph:
+        """Convert a copy of ``graph``.
+
+        Args:
+            graph: of ATen operators with abstract values; ``get_attr`` nodes read ``tensors`` and ``attributes``.
+            attributes: constants and sub-graphs by target.
+            tensors: parameters and buffers by target.
+            device: where the graph will run.
+            mode: of the ranges that hold, ``"train"`` or ``"eval"``.
+            guesses: of a draft, as in :class:`Captured`.
+
+        Raises:
+            BannedOpError, PlanError, VerifyError: as for a call of the converter.
+        """
+        draft = guesses is not None
+        policy = replace(self, device=device.type, op_list=self.op_list.lenient() if draft else self.op_list)
+        known = self.ranges.magnitudes(mode) if self.ranges is not None else {}
+        made = _converted(policy, graph, attributes, tensors, known, guesses)
+        plan = Plan(
+            *(self.low_name, device.type, self.op_list.name),
+            *(tuple(made.nodes), tuple(made.casts), made.traffic),
+            unverified=draft,
+            recomposed=tuple(made.recomposed),
+            copies=tuple(planned_copies(made.graph)),
+        )
+        return ConvertedGraph(made.graph, made.attributes, plan)
+
+
+@dataclass(frozen=True)
+class ConvertedGraph:
+    """A converted graph, the values of its ``get_attr`` nodes but parameters and buffers, and the plan."""
+
+    graph: fx.Graph
+    attributes: Mapping[str, Any]
+    plan: Plan
 
 
 @dataclass

@@ -1,0 +1,200 @@
+"""Turn a graph of Dynamo, as a compiler backend gets it, into the kind of graph that the passes take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._export.passes.replace_autocast_with_hop_pass import replace_autocast_with_hop_pass
+from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+
+from autocastfx.capture.constant_masks import drop_settled
+from autocastfx.capture.tidy import tidy
+from autocastfx.capture.whole_calls import record_call
+
+__all__ = ["DynamoGraph", "WholeCall", "aten_graph", "run_as_dynamo"]
+
+# Operators with graphs of their own that are called whole: tracing into them would lose a custom backward, or the
+# recomputation. Of the latter the graph is converted by itself.
+_RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
+_WHOLE = ("autograd_function_apply", *_RECOMPUTED)
+
+
+@dataclass(frozen=True)
+class DynamoGraph:
+    """A graph of ATen operators for one graph of Dynamo.
+
+    Attributes:
+        graph: takes Dynamo's inputs, except parameters, which ``get_attr`` nodes read; returns a flat tuple.
+        attributes: constants and sub-graphs, by ``get_attr`` target.
+        parameters: by ``get_attr`` target.
+        places: the number of each input of Dynamo's graph, by the name of its placeholder or its ``get_attr`` target.
+    """
+
+    graph: fx.Graph
+    attributes: Mapping[str, Any]
+    parameters: Mapping[str, nn.Parameter]
+    places: Mapping[str, int]
+
+
+def aten_graph(module: fx.GraphModule, inputs: Sequence[Any] | None = None, whole: Collection[Any] = ()) -> DynamoGraph:
+    """Trace Dynamo's graph to ATen operators, on the abstract tensors that Dynamo made it with.
+
+    Args:
+        module: calls functions and methods of torch; sizes may be among its inputs. It stays as it is.
+        inputs: what Dynamo gives a backend: parameters, and examples of the other inputs. For a graph inside another,
+            None: its placeholders hold examples.
+        whole: functions that stay whole, as far as Dynamo has left them so.
+    """
+    given = [node for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = [node.meta["example_value"] for node in given] if inputs is None else inputs
+    traced, called = _traced(module, given, inputs, whole)
+    names = _names(given)
+    attributes: dict[str, Any] = {}
+    for node in traced.graph.nodes:
+        _name_modules(node)
+    graph = tidy(traced, set(), called, attributes, names)
+    drop_settled(graph, attributes)
+    parameters = {name: held for name, held in zip(names, inputs, strict=True) if isinstance(held, nn.Parameter)}
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.target in parameters:
+            node.op = "get_attr"
+    return DynamoGraph(graph, attributes, parameters, {name: i for i, name in enumerate(names)})
+
+
+def run_as_dynamo(found: DynamoGraph, graph: fx.Graph, attributes: Mapping[str, Any]) -> fx.GraphModule:
+    """Return a module that takes Dynamo's inputs in Dynamo's order.
+
+    Args:
+        found: what was captured.
+        graph: a rewritten copy of ``found.graph``, which reads parameters by ``get_attr``.
+        attributes: the values of its other ``get_attr`` nodes.
+    """
+    lifted = fx.Graph()
+    inputs = {name: lifted.create_node("placeholder", name, name=name.replace(".", "_")) for name in found.places}
+    for node in inputs.values():
+        node.target = node.name  # an argument of Python, and no path
+    made: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" or (node.op == "get_attr" and node.target in found.parameters):
+            made[node] = inputs[str(node.target)]
+            made[node].meta.update(node.meta)
+        else:
+            made[node] = lifted.node_copy(node, made.__getitem__)
+    lifted.lint()
+    return fx.GraphModule(dict(attributes), lifted)
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def _names(given: Sequence[fx.Node]) -> list[str]:
+    """Name the inputs as the model does, by where Dynamo found them."""
+    names: list[str] = []
+    for node in given:
+        argument = node.meta.get("grapharg")
+        source = getattr(argument, "source", None)
+        name = _path(source.name) if source is not None else ""
+        name = re.sub(r"\W", "_", name) if not re.fullmatch(r"[\w.]+", name) else name
+        name = name or node.name
+        while name in names:
+            name += "_"
+        names.append(name)
+    return names
+
+
+def _name_modules(node: fx.Node) -> None:
+    """Let the module paths of ``node`` be those of ``named_modules`` of the compiled module."""
+    stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+    if stack:
+        node.meta["nn_module_stack"] = {key: (_path(path), kind) for key, (path, kind) in stack.items()}
+
+
+def _path(source: str) -> str:
+    """Turn an expression of Dynamo, as ``L['self']._modules['fc']._parameters['weight']``, into ``fc.weight``."""
+    path: str = re.sub(r"\.?_(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
+    path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
+    return re.sub(r"^L\.((self|fn)(?=\.|$))?\.?", "", path)
+
+
+# ---- tracing ---------------------------------------------------------------------------------------------------------
+
+
+class WholeCall:
+    """A higher-order operator and its graphs as one callable of tensors."""
+
+    def __init__(self, operator: HigherOrderOperator, arguments: Sequence[Any]) -> None:
+        self.operator = operator
+        self.arguments = [None if isinstance(one, (torch.Tensor, torch.SymInt)) else (one,) for one in arguments]
+        self.__name__ = self.__qualname__ = operator.name()
+
+    @property
+    def recomputed(self) -> fx.GraphModule | None:
+        """The graph that runs again in backward, of activation checkpointing."""
+        found = self.arguments[0] if self.operator.name() in _RECOMPUTED else None
+        return found[0] if found is not None and isinstance(found[0], fx.GraphModule) else None
+
+    def with_recomputed(self, module: fx.GraphModule) -> WholeCall:
+        """The same call, of another graph that takes the same inputs."""
+        found = WholeCall(self.operator, ())
+        found.arguments = [(module,), *self.arguments[1:]]
+        return found
+
+    def __call__(self, *tensors: Any, **kwargs: Any) -> Any:
+        """Call the operator with ``tensors`` among its other arguments."""
+        rest = iter(tensors)
+        return self.operator(*[next(rest) if one is None else one[0] for one in self.arguments], **kwargs)
+
+
+class _Tracer(fx.Interpreter):
+    """Runs Dynamo's graph, and records some operators whole."""
+
+    def __init__(self, module: fx.GraphModule, called: list[Callable[..., Any]], whole: Collection[Any]) -> None:
+        super().__init__(module)
+        self.called, self.whole = called, whole
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, HigherOrderOperator) and target.name() in _WHOLE:
+            whole = WholeCall(target, args)
+            tensors = tuple(one for one, held in zip(args, whole.arguments, strict=True) if held is None)
+            return self._record(whole, tensors, kwargs, partial(target, *args, **kwargs))
+        if target in self.whole:
+            return self._record(target, args, kwargs, partial(target, *args, **kwargs))
+        return super().call_function(target, args, kwargs)
+
+    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        return record_call(function, run, args, kwargs, self.called, trace=False)
+
+
+def _traced(
+    module: fx.GraphModule, given: Sequence[fx.Node], inputs: Sequence[Any], whole: Collection[Any]
+) -> tuple[fx.GraphModule, list[Callable[..., Any]]]:
+    values = [node.meta.get("example_value", held) for node, held in zip(given, inputs, strict=True)]
+    called: list[Callable[..., Any]] = []
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        with preserve_node_meta():
+            found: Any = _Tracer(module, called, whole).run(*args)
+        return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+    modes = (cast("Any", value).fake_mode for value in values if isinstance(value, FakeTensor))
+    mode: FakeTensorMode = next(modes, None) or FakeTensorMode()
+    allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), torch.random.fork_rng(devices=[]):
+            traced: fx.GraphModule = cast("Any", make_fx)(run, pre_dispatch=True)(*values)
+    finally:
+        mode.allow_non_fake_inputs = allowed
+    for regions in (replace_set_grad_with_hop_pass, replace_autocast_with_hop_pass):
+        traced, _ = regions(traced, None)
+    return traced, called

@@ -1,0 +1,1 @@
+"""Conversion inside what people already use: compilers and trainers."""

@@ -1,0 +1,206 @@
+"""A backend of ``torch.compile`` that converts each of Dynamo's graphs, and hands it on to another backend."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import fx
+
+from autocastfx.capture.whole_calls import places
+from autocastfx.conversion import check_arguments
+from autocastfx.dtypes import dtype_name
+from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
+from autocastfx.passes.patterns.patterns import chosen
+from autocastfx.passes.pipeline import Converter
+from autocastfx.plan.plan import Plan
+from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.op_list import OpListLike, load_op_list
+
+__all__ = ["CompileBackend", "CompiledGraph", "compile_graph"]
+
+_UNCAPTURED = ("autocast", "float32", "error")
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """What became of one of Dynamo's graphs.
+
+    Attributes:
+        plan: the decisions and casts; None if the graph could not be converted.
+        code: the Python code that the next backend got.
+        failure: why the graph could not be converted, else empty.
+    """
+
+    plan: Plan | None
+    code: str
+    failure: str = ""
+
+
+class CompileBackend:
+    """Converts graphs: ``model.compile(backend=autocastfx.CompileBackend(dtype=torch.bfloat16))``.
+
+    The model keeps its class, its modules and its methods, and Dynamo's guards and dynamic sizes hold. Parameters stay
+    float32, and are cast in the graph. ``torch.compile(model, backend="autocastfx", options={"dtype": ...})`` does the
+    same with the arguments below as options.
+
+    Attributes:
+        graphs: the graphs compiled so far, in order.
+    """
+
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype = torch.float16,
+        op_list: OpListLike = "default",
+        fold: str = "exact",
+        recompose: bool | Sequence[str] = True,
+        inner: str | Callable[..., Any] = "inductor",
+        uncaptured: str = "autocast",
+        report: Callable[[CompiledGraph], object] | None = None,
+    ) -> None:
+        """Choose how to convert.
+
+        Args:
+            dtype: as in :func:`convert`.
+            op_list: as in :func:`convert`. Rules by module read the paths in the compiled module. Python functions that
+                a list names cannot be kept whole, because Dynamo has traced through them.
+            fold: as in :func:`convert`.
+            recompose: as in :func:`convert`.
+            inner: the backend that compiles what was converted: a name that ``torch.compile`` knows, such as
+                ``"inductor"``, ``"aot_eager"`` or ``"eager"``, or a callable.
+            uncaptured: how a graph runs that cannot be converted: under ``torch.autocast`` with the same dtype, in
+                ``"float32"``, or not at all (``"error"``). The first two warn.
+            report: called with each graph.
+
+        Raises:
+            OpListError: a list is wrong.
+            ValueError: an argument has no such choice.
+            UnsupportedError: the list names Python functions.
+        """
+        check_arguments(dtype, fold)
+        if uncaptured not in _UNCAPTURED:
+            raise ValueError(f"uncaptured is one of {', '.join(map(repr, _UNCAPTURED))}, not {uncaptured!r}")
+        lists = load_op_list(op_list, default=dtype_name(dtype))
+        self._whole = {function for _, _, function in places(lists.functions())}
+        for function in self._whole:
+            if not function.__module__.startswith("torch."):
+                raise UnsupportedError(
+                    f"the op list {lists.name} names the Python function {function.__module__}."
+                    f"{function.__qualname__}, which torch.compile traces through: name the operators that it calls, "
+                    "or make it an operator by torch.library.custom_op."
+                )
+        self.graphs: list[CompiledGraph] = []
+        self.inner, self.uncaptured, self.report = inner, uncaptured, report
+        self._converter = Converter(lists, load_kernel_facts(), dtype, fold=fold, recompose=chosen(recompose))
+
+    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Convert and compile a graph; Dynamo calls this.
+
+        Raises:
+            BannedOpError: the list bans an op.
+            CaptureError: the graph cannot be converted, with ``uncaptured="error"``.
+            VerifyError: a defect of this package.
+        """
+        device = next((one.device for one in inputs if isinstance(one, torch.Tensor)), torch.device("cpu"))
+        found: list[CompiledGraph] = []
+        try:
+            converted = self._converted(module, inputs, device, found)
+        except AutocastFXError:
+            raise
+        except Exception as error:  # whatever an operator or a tracer raises: it is told
+            return self._compile_unconverted(module, inputs, device, error)
+        for graph in found:
+            self._add(graph)
+        return self._compile(converted, inputs, device)
+
+    def _converted(
+        self, module: fx.GraphModule, inputs: list[Any] | None, device: torch.device, found: list[CompiledGraph]
+    ) -> fx.GraphModule:
+        """Convert a graph, and those that it recomputes; adds to ``found``."""
+        from autocastfx.capture.dynamo_graph import WholeCall, aten_graph, run_as_dynamo
+
+        captured = aten_graph(module, inputs, self._whole)
+        made = self._converter.convert_graph(
+            captured.graph, captured.attributes, captured.parameters, device, mode="train"
+        )
+        converted = run_as_dynamo(captured, made.graph, made.attributes)
+        for node in converted.graph.nodes:
+            if isinstance(node.target, WholeCall) and (inside := node.target.recomputed) is not None:
+                node.target = node.target.with_recomputed(self._converted(inside, None, device, found))
+        converted.recompile()
+        found.append(CompiledGraph(made.plan, converted.code))
+        return converted
+
+    def _compile_unconverted(
+        self, module: fx.GraphModule, inputs: list[Any], device: torch.device, error: Exception
+    ) -> Callable[..., Any]:
+        """Compile a graph that cannot be converted as ``uncaptured`` says."""
+        failure = f"{type(error).__name__}: {error}"
+        if self.uncaptured == "error":
+            raise CaptureError(f"a graph of torch.compile cannot be converted: {failure}") from error
+        low = dtype_name(self._converter.low)
+        runs = f"under torch.autocast, in {low}" if self.uncaptured == "autocast" else "in float32"
+        warnings.warn(
+            f"a graph of torch.compile cannot be converted and runs {runs}: {failure}",
+            UncapturedGraphWarning,
+            stacklevel=2,
+        )
+        if self.uncaptured == "autocast":
+            module = _in_autocast(module, device.type, self._converter.low)
+        self._add(CompiledGraph(None, module.code, failure))
+        return self._compile(module, inputs, device)
+
+    def _compile(self, module: fx.GraphModule, inputs: list[Any], device: torch.device) -> Callable[..., Any]:
+        from torch._dynamo.backends.registry import lookup_backend
+
+        inner = lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner
+        with torch._C._DisableAutocast():
+            return _outside_autocast(inner(module, inputs), device.type)
+
+    def _add(self, graph: CompiledGraph) -> None:
+        self.graphs.append(graph)
+        if self.report is not None:
+            self.report(graph)
+
+
+def compile_graph(
+    module: fx.GraphModule, inputs: list[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Convert and compile a graph: the backend named ``"autocastfx"``.
+
+    Raises:
+        TypeError: an option is none of :class:`CompileBackend`'s arguments.
+    """
+    return CompileBackend(**(options or {}))(module, inputs)
+
+
+def _outside_autocast(run: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """Run without torch.autocast: what runs in which precision is decided."""
+
+    @wraps(run)
+    def call(*inputs: Any) -> Any:
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return run(*inputs)
+        return run(*inputs)
+
+    return call
+
+
+def _in_autocast(module: fx.GraphModule, kind: str, low: torch.dtype) -> fx.GraphModule:
+    """Return a copy of ``module`` whose nodes run in a region of torch.autocast."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    region: fx.Node | None = None
+    for node in module.graph.nodes:
+        if region is None and node.op not in ("placeholder", "get_attr"):
+            region = graph.call_function(torch.amp.autocast_mode._enter_autocast, (kind, low, True, None))
+        if node.op == "output":
+            graph.call_function(torch.amp.autocast_mode._exit_autocast, (region,))
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(module, graph)

@@ -1,0 +1,371 @@
+"""The backend converts what Dynamo captures: the same numbers as ``convert``, in the user's own model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autocastfx
+from autocastfx import CompileBackend, UncapturedGraphWarning
+from autocastfx.plan.plan import Precision
+from tests.helpers import op_list, saved_bytes
+
+LOW = torch.bfloat16
+INNER = ("eager", "aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        # Dynamo reads deprecated attributes of modules while it guards them
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        # and ``grad`` of results, from which it hides its own warning, unless warnings are errors
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        yield
+    torch._dynamo.reset()
+
+
+class Layers(nn.Module):
+    """Layers in a list, a batch norm, a region without gradients, dropout, a buffer and a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.norm, self.dropout = nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.register_buffer("scale", torch.full((8,), 3.0))
+        self.plain = torch.ones(8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        with torch.no_grad():
+            still = x * 2
+        return self.dropout(self.norm(x)) + still * self.scale + self.plain, x.shape[0]
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.norm(self.embedding(tokens)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Cube(torch.autograd.Function):
+    """Its backward is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Tensor:
+        return gradients[0] * 100 * ctx.saved_tensors[0]
+
+
+class WithCube(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Cube.apply(self.first(x)))
+
+
+def tokens(batch: int = 2) -> tuple[Tensor, Tensor]:
+    ids = torch.arange(batch * 6).reshape(batch, 6) % 16
+    return ids, ids
+
+
+MODELS: dict[str, tuple[type[nn.Module], Callable[[int], tuple[Tensor, ...]]]] = {
+    "layers": (Layers, lambda n: (torch.randn(n, 8, generator=torch.Generator().manual_seed(n)),)),
+    "tied": (Tied, tokens),
+    "autograd function": (WithCube, lambda n: (torch.ones(n, 8),)),
+}
+
+
+def step(model: nn.Module, called: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Results, gradients and buffers of a training step."""
+    torch.manual_seed(0)
+    model.zero_grad()
+    results = [t for t in torch.utils._pytree.tree_leaves(called(*inputs)) if isinstance(t, Tensor)]
+    sum(t.sum() for t in results if t.requires_grad).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*(t.detach() for t in results), *grads, *(b.clone() for b in model.buffers())]
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_the_one_of_convert_to_the_bit_for_any_size(name: str, inner: str) -> None:
+    kind, inputs = MODELS[name]
+    torch.manual_seed(0)
+    ours = kind().train()
+    theirs = copy.deepcopy(ours)
+    amp_model = autocastfx.convert(theirs, inputs(2), dtype=LOW)
+    backend = CompileBackend(dtype=LOW, inner=inner)
+    compiled = torch.compile(ours, backend=backend)
+    for size in (3, 5, 4):
+        found, wanted = step(ours, compiled, inputs(size)), step(theirs, amp_model, inputs(size))
+        assert len(found) == len(wanted)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert len(backend.graphs) == 2, "one for the first size, one for all"
+    assert all(graph.plan is not None and not graph.failure for graph in backend.graphs)
+
+
+def test_evaluation_is_a_graph_of_its_own_and_the_model_keeps_its_class() -> None:
+    model, x = Layers(), torch.randn(3, 8)
+    amp_model = autocastfx.convert(copy.deepcopy(model), (x,), dtype=LOW).eval()
+    backend = CompileBackend(dtype=LOW, inner="eager")
+    state = list(model.state_dict())
+    model.eval().compile(backend=backend)
+    with torch.no_grad():
+        assert torch.equal(model(x)[0], amp_model(x)[0])
+    assert type(model) is Layers
+    assert list(model.state_dict()) == state
+    model.train()(x)
+    assert len(backend.graphs) == 2
+
+
+def placements(backend: CompileBackend) -> dict[str, Precision]:
+    plans = [graph.plan for graph in backend.graphs]
+    return {node.name: node.placement.run for plan in plans if plan is not None for node in plan.nodes}
+
+
+def test_rules_by_module_hold(tmp_path: Any) -> None:
+    text = "modules:\n  - {path: layers.1, category: float32, ops: [linear]}\n"
+    backend = CompileBackend(dtype=LOW, op_list=["bfloat16", op_list(tmp_path, text)], inner="eager")
+    torch.compile(Layers(), backend=backend)(torch.randn(3, 8))
+    found = placements(backend)
+    assert (found["linear"], found["linear_1"]) == (Precision.LOW, Precision.FLOAT32)
+
+
+def test_a_region_of_torch_autocast_around_the_call_decides_nothing() -> None:
+    model, x = Layers().eval(), torch.randn(3, 8)
+    backend = CompileBackend(dtype=LOW, inner="aot_eager")
+    compiled = torch.compile(model, backend=backend)
+    alone = compiled(x)[0]
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(compiled(x)[0], alone)
+
+
+# ---- graphs that cannot be converted ---------------------------------------------------------------------------------
+
+
+def refuse(*_: Any) -> None:
+    raise RuntimeError("no graph of this")
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("uncaptured", ["autocast", "float32"])
+def test_a_graph_that_cannot_be_converted_runs_otherwise_and_is_told(
+    uncaptured: str, inner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autocastfx.capture.dynamo_graph.make_fx", lambda *_, **__: refuse)
+    model, x = WithCube(), torch.ones(3, 8)
+    other = copy.deepcopy(model)
+    seen: list[autocastfx.CompiledGraph] = []
+    backend = CompileBackend(dtype=LOW, inner=inner, uncaptured=uncaptured, report=seen.append)
+    runs = {"autocast": "under torch.autocast, in bfloat16", "float32": "in float32"}[uncaptured]
+    with pytest.warns(UncapturedGraphWarning, match=f"cannot be converted and runs {runs}: RuntimeError: no graph of"):
+        found = step(model, torch.compile(model, backend=backend), (x,))
+    with torch.autocast("cpu", LOW, enabled=uncaptured == "autocast"):
+        wanted = other(x)
+    wanted.sum().backward()
+    assert torch.equal(found[0], wanted)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert seen == backend.graphs
+    assert [(graph.plan, graph.failure) for graph in seen] == [(None, "RuntimeError: no graph of this")]
+
+
+def test_it_can_be_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autocastfx.capture.dynamo_graph.make_fx", lambda *_, **__: refuse)
+    compiled = torch.compile(WithCube(), backend=CompileBackend(dtype=LOW, inner="eager", uncaptured="error"))
+    with pytest.raises(Exception, match=r"CaptureError: a graph of torch\.compile cannot be converted: RuntimeError"):
+        compiled(torch.ones(3, 8))
+
+
+def test_a_banned_op_is_refused(tmp_path: Any) -> None:
+    lists = ["bfloat16", op_list(tmp_path, "ban:\n  - {ops: [linear], reason: not here}\n")]
+    compiled = torch.compile(WithCube(), backend=CompileBackend(dtype=LOW, op_list=lists, inner="eager"))
+    with pytest.raises(Exception, match=r"BannedOpError: .*not here"):
+        compiled(torch.ones(3, 8))
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": torch.float32}, "dtype is torch.float16 or torch.bfloat16"),
+        ({"fold": "always"}, "fold is one of"),
+        ({"uncaptured": "quietly"}, "uncaptured is one of 'autocast', 'float32', 'error', not 'quietly'"),
+        ({"recompose": ["gelu"]}, "gelu"),
+    ],
+)
+def test_a_wrong_argument_is_said(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CompileBackend(**options)
+
+
+def mine(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_a_python_function_that_a_list_names_is_refused(tmp_path: Any) -> None:
+    lists = op_list(tmp_path, f"deny:\n  - {mine.__module__}.mine\n")
+    with pytest.raises(
+        autocastfx.UnsupportedError, match=r"the Python function \S+\.mine, which torch\.compile traces"
+    ):
+        CompileBackend(dtype=LOW, op_list=["bfloat16", lists])
+
+
+class Normalized(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(x @ x.t())
+
+
+def test_a_function_of_torch_that_a_list_names_stays_whole() -> None:
+    backend = CompileBackend(dtype=LOW, op_list=["apex_o1"], inner="eager")
+    torch.compile(Normalized(), backend=backend)(torch.randn(4, 4))
+    (graph,) = backend.graphs
+    assert "torch.nn.functional.normalize(" in graph.code
+
+
+def test_it_has_a_name_and_takes_its_arguments_as_options() -> None:
+    model, x, seen = Layers().eval(), torch.randn(3, 8), list[autocastfx.CompiledGraph]()
+    options = {"dtype": LOW, "inner": "eager", "report": seen.append}
+    found = torch.compile(model, backend="autocastfx", options=options)(x)[0]
+    assert torch.equal(found, autocastfx.convert(model, (x,), dtype=LOW)(x)[0])
+    assert len(seen) == 1
+    with pytest.raises(Exception, match="unexpected keyword argument 'dtpye'"):
+        torch.compile(Tied(), backend="autocastfx", options={"dtpye": LOW})(*tokens())
+
+
+# ---- recomputation ---------------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.use_reentrant = nn.Linear(8, 8), nn.Linear(8, 8), use_reentrant
+
+    def block(self, x: Tensor) -> Tensor:
+        return torch.relu(self.second(torch.relu(self.first(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_block_is_converted(use_reentrant: bool, inner: str) -> None:
+    torch.manual_seed(0)
+    model, x = Checkpointed(use_reentrant), torch.randn(3, 8, requires_grad=True)
+    backend = CompileBackend(dtype=LOW, inner=inner)
+    found = step(model, torch.compile(model, backend=backend), (x,))
+    with torch.autocast("cpu", LOW):
+        wanted = step(model, model, (x,))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    inside, outside = (graph.plan for graph in backend.graphs)
+    assert inside is not None
+    assert outside is not None
+    assert {node.op: node.placement.run for node in inside.nodes}["linear"] is Precision.LOW
+    assert outside.nodes[0].op.endswith("tag_activation_checkpoint")
+
+
+def test_a_checkpointed_block_keeps_its_input_alone_for_backward() -> None:
+    blocks, x = nn.Sequential(*(Checkpointed(False) for _ in range(4))), torch.randn(512, 8)
+    compiled = torch.compile(blocks, backend=CompileBackend(dtype=LOW, inner="aot_eager"))
+    compiled(x)
+    kept, inputs = saved_bytes(lambda: compiled(x)), 4 * x.nbytes
+    low_weights = sum(2 * p.numel() for p in blocks.parameters())
+    assert inputs <= kept <= inputs + 2 * low_weights < 2 * inputs
+
+
+# ---- transformers ----------------------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+SMALL: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+DECODERS: dict[str, Callable[[], nn.Module]] = {
+    "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)),
+    "Qwen3": lambda: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8)
+    ),
+    "Mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+    ),
+    "GPT-2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**SMALL, bos_token_id=1, eos_token_id=None, loss_type="ForCausalLM")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_generation_with_a_cache_gives_the_tokens_of_autocast(name: str) -> None:
+    torch.manual_seed(0)
+    model: Any = DECODERS[name]().eval()
+    ids = torch.randint(1, 64, (2, 8))
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
+    with torch.autocast("cpu", LOW):
+        wanted = model.generate(ids, **options)
+    backend = CompileBackend(dtype=LOW, inner="eager")
+    model.compile(backend=backend)
+    found = model.generate(ids, **options)
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert len(backend.graphs) <= 3
+    assert all(graph.plan is not None for graph in backend.graphs)
+    cached = [layer.keys for layer in found.past_key_values.layers]
+    assert all(type(keys) is Tensor and keys.shape[2] == 31 for keys in cached)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_training_step_is_as_near_to_float32_as_under_autocast(name: str) -> None:
+    torch.manual_seed(0)
+    model: Any = DECODERS[name]().train()
+    ids = torch.randint(1, 64, (2, 8))
+
+    def gradients(called: Any, low: bool = False) -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(0)
+        with torch.autocast("cpu", LOW, enabled=low):
+            loss = called(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    exact, autocast = gradients(model), gradients(model, low=True)
+    backend = CompileBackend(dtype=LOW, inner="aot_eager")
+    found = gradients(torch.compile(model, backend=backend))
+    assert all(graph.plan is not None for graph in backend.graphs)
+    scale = torch.stack([g.norm() for g in exact]).norm()
+    ours, theirs = (
+        float(torch.stack([(a - b).norm() for a, b in zip(one, exact, strict=True)]).norm() / scale)
+        for one in (found, autocast)
+    )
+    assert 0 < ours <= 1.2 * theirs
