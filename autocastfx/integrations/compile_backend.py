@@ -6,15 +6,25 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autocastfx.capture.whole_calls import places
 from autocastfx.conversion import check_arguments
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
+from autocastfx.integrations.skipped_code import (
+    SkippedCode,
+    modules_of,
+    now,
+    run_in_autocast,
+    skipped_since,
+    tried,
+    whole,
+)
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
@@ -42,14 +52,15 @@ class CompiledGraph:
 
 
 class CompileBackend:
-    """Converts graphs: ``model.compile(backend=autocastfx.CompileBackend(dtype=torch.bfloat16))``.
+    """Converts graphs: ``autocastfx.CompileBackend(dtype=torch.bfloat16).compile(model)``.
 
     The model keeps its class, its modules and its methods, and Dynamo's guards and dynamic sizes hold. Parameters stay
     float32, and are cast in the graph. ``torch.compile(model, backend="autocastfx", options={"dtype": ...})`` does the
-    same with the arguments below as options.
+    same with the arguments below as options; but what Dynamo cannot capture then runs in float32, unknown to a backend.
 
     Attributes:
         graphs: the graphs compiled so far, in order.
+        skipped: the code of models given to :meth:`compile` that Dynamo could not capture.
     """
 
     def __init__(
@@ -73,8 +84,9 @@ class CompileBackend:
             recompose: as in :func:`convert`.
             inner: the backend that compiles what was converted: a name that ``torch.compile`` knows, such as
                 ``"inductor"``, ``"aot_eager"`` or ``"eager"``, or a callable.
-            uncaptured: how a graph runs that cannot be converted: under ``torch.autocast`` with the same dtype, in
-                ``"float32"``, or not at all (``"error"``). The first two warn.
+            uncaptured: how a graph runs that cannot be converted, and code that Dynamo cannot capture: under
+                ``torch.autocast`` with the same dtype, in ``"float32"``, or not at all (``"error"``). The first two
+                warn.
             report: called with each graph.
 
         Raises:
@@ -95,6 +107,7 @@ class CompileBackend:
                     "or make it an operator by torch.library.custom_op."
                 )
         self.graphs: list[CompiledGraph] = []
+        self.skipped: list[SkippedCode] = []
         self.inner, self.uncaptured, self.report = inner, uncaptured, report
         self._converter = Converter(lists, load_kernel_facts(), dtype, fold=fold, recompose=chosen(recompose))
 
@@ -117,6 +130,54 @@ class CompileBackend:
         for graph in found:
             self._add(graph)
         return self._compile(converted, inputs, device)
+
+    def compile(self, model: nn.Module, **options: Any) -> nn.Module:
+        """Compile ``model`` in place, and see to the code that Dynamo skips, which a backend cannot see.
+
+        The modules whose code Dynamo cannot capture run as ``uncaptured`` says from the next call on, with a warning;
+        in the call that finds them they have run in float32.
+
+        Args:
+            model: the model; its class, modules and parameters stay.
+            options: of ``torch.compile``, as ``dynamic=True``.
+
+        Returns:
+            The same model.
+
+        Raises:
+            CaptureError: Dynamo skips code, with ``uncaptured="error"``; in a call of the model.
+        """
+        compiled: Any = torch.compile(MethodType(_called, model), backend=self, **options)
+
+        @wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, moment = tried(), now()
+            result = compiled(*args, **kwargs)
+            if tried() != before:
+                self._see_to(model, skipped_since(moment))
+            if not (self.graphs or self.skipped):
+                self._see_to(model, [whole(model)])
+            return result
+
+        model._compiled_call_impl = call
+        return model
+
+    def _see_to(self, model: nn.Module, skipped: Sequence[SkippedCode]) -> None:
+        """Decide how skipped code runs from now on, and say so."""
+        for one in skipped:
+            self.skipped.append(one)
+            told = f"torch.compile cannot capture {one}"
+            if self.uncaptured == "error":
+                raise CaptureError(f"{told}.")
+            holders = modules_of(model, one) or [model]
+            runs = "It runs in float32."
+            if self.uncaptured == "autocast":
+                device = next((p.device for p in model.parameters()), torch.device("cpu"))
+                run_in_autocast(holders, device.type, self._converter.low)
+                paths = [name or "(the model)" for name, module in model.named_modules() if module in holders]
+                low = dtype_name(self._converter.low)
+                runs = f"It has run in float32; from now on {', '.join(paths)} runs under torch.autocast, in {low}."
+            warnings.warn(f"{told}. {runs}", UncapturedGraphWarning, stacklevel=4)
 
     def _converted(
         self, module: fx.GraphModule, inputs: list[Any] | None, device: torch.device, found: list[CompiledGraph]
@@ -177,6 +238,11 @@ def compile_graph(
         TypeError: an option is none of :class:`CompileBackend`'s arguments.
     """
     return CompileBackend(**(options or {}))(module, inputs)
+
+
+def _called(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a module. Dynamo captures it through this function, even if the module's own code is torch's."""
+    return self._call_impl(*args, **kwargs)
 
 
 def _outside_autocast(run: Callable[..., Any], kind: str) -> Callable[..., Any]:

@@ -1,0 +1,199 @@
+"""What Dynamo cannot capture is found, told, and run as asked for; nothing runs in float32 in silence."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from autocastfx import CaptureError, CompileBackend, UncapturedGraphWarning
+from tests.helpers import relative_error
+
+LOW = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        yield
+    torch._dynamo.reset()
+
+
+class Experts(nn.Module):
+    """Each row goes through the expert that a gate chooses for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 3), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, found = self.gate(x).argmax(-1), torch.zeros_like(x, dtype=torch.float32)
+        for i, expert in enumerate(self.experts):
+            rows = torch.where(chosen == i)[0]
+            if rows.numel() == 0:
+                continue
+            found = found.index_add(0, rows, expert(x[rows]).float())
+        return found
+
+
+class Shrink(nn.Module):
+    """Repeats a layer until the values are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, most: int = 3) -> Tensor:
+        while x.norm() > 1 and most:
+            x, most = self.layer(x), most - 1
+        return x
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x[None].expand(2, -1, -1), torch.tensor([5, 3]), batch_first=True)
+        found, _ = self.lstm(packed)
+        return self.head(pad_packed_sequence(found, batch_first=True)[0])
+
+
+class Printing(nn.Module):
+    """Breaks the graph between two layers, which are captured all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        scale = float(x.detach().float().abs().max().numpy())
+        return self.last(x / scale)
+
+
+class Whole(nn.Module):
+    """A captured layer before and after a module."""
+
+    def __init__(self, inner: nn.Module, after: int = 8) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(8, 8), inner, nn.Linear(after, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.inner(self.before(x)))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "experts": (lambda: Whole(Experts()), "inner"),
+    "while": (lambda: Whole(Shrink()), "inner"),
+    "packed": (lambda: Whole(Tagger(), 4), "inner"),
+    "root": (Experts, r"\(the model\)"),
+}
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_skipped_code_runs_under_autocast_from_the_second_call_on(name: str, inner: str) -> None:
+    torch.manual_seed(0)
+    made, path = MODELS[name]
+    model, x = made(), torch.randn(5, 8)
+    other = copy.deepcopy(model)
+    backend = CompileBackend(dtype=LOW, inner=inner)
+    assert backend.compile(model) is model
+    told = r"torch\.compile cannot capture \w+ at \S+test_skipped_code\.py:\d+ \(.+\)\. It has run in float32; from"
+    then = rf"now on {path}.* runs under torch\.autocast, in bfloat16\."
+    with pytest.warns(UncapturedGraphWarning, match=f"{told} {then}"):
+        model(x)
+    assert backend.skipped
+    for _ in range(2):
+        model.zero_grad()
+        found = model(x)
+        found.sum().backward()
+    with torch.autocast("cpu", LOW):
+        wanted = other(x)
+    wanted.sum().backward()
+    assert found.dtype == torch.float32
+    ours, theirs = dict(model.named_parameters()), dict(other.named_parameters())
+    grads = [(ours[key].grad, p.grad) for key, p in theirs.items() if p.grad is not None]
+    if name == "packed":  # torch.autocast leaves an LSTM to the dtype of its input, which is float32 here
+        assert relative_error(found.detach(), wanted.detach()) < 4 * torch.finfo(LOW).eps
+    else:
+        assert torch.equal(found, wanted.float())
+        assert all(torch.equal(*pair) for pair in grads)
+
+
+def test_in_float32_it_is_told_and_left() -> None:
+    model, x = Whole(Experts()), torch.randn(5, 8)
+    CompileBackend(dtype=LOW, inner="eager", uncaptured="float32").compile(model)
+    with pytest.warns(UncapturedGraphWarning, match=r"cannot capture forward at .*\. It runs in float32\."):
+        model(x)
+    assert "forward" not in model.inner.__dict__
+    model(x)  # told once
+
+
+def test_it_can_be_an_error() -> None:
+    model = Whole(Experts())
+    CompileBackend(dtype=LOW, inner="eager", uncaptured="error").compile(model)
+    with pytest.raises(CaptureError, match=r"torch\.compile cannot capture forward at .*Dynamic shape operator"):
+        model(torch.randn(5, 8))
+
+
+def test_a_break_of_the_graph_leaves_nothing_out() -> None:
+    torch.manual_seed(0)
+    model, x = Printing(), torch.randn(5, 8)
+    exact = model(x).detach()
+    backend = CompileBackend(dtype=LOW, inner="eager")
+    backend.compile(model)
+    assert 0 < relative_error(model(x).detach(), exact) < 4 * torch.finfo(LOW).eps
+    assert backend.skipped == []
+    assert sum(node.op == "linear" for graph in backend.graphs if graph.plan for node in graph.plan.nodes) == 2
+
+
+def test_a_captured_model_is_no_concern() -> None:
+    backend = CompileBackend(dtype=LOW, inner="eager")
+    model = backend.compile(nn.Sequential(nn.Linear(8, 8)), dynamic=True)
+    model(torch.randn(5, 8))
+    model(torch.randn(4, 8))
+    assert (len(backend.graphs), backend.skipped) == (1, [])
+
+
+def test_a_module_in_autocast_keeps_its_signature_and_is_copied_and_pickled() -> None:
+    model, x = Whole(Shrink()), 9 * torch.ones(5, 8)
+    CompileBackend(dtype=LOW, inner="eager").compile(model)
+    with pytest.warns(UncapturedGraphWarning):
+        model(x)
+    assert list(inspect.signature(model.inner.forward).parameters) == ["x", "most"]
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        inner: Any = twin.inner
+        assert inner.forward.module is inner
+        assert inner(x).dtype == torch.float32
+        assert torch.equal(inner(x, most=1), inner.layer.to(LOW)(x.to(LOW)).float())
+    assert list(model.state_dict()) == list(Whole(Shrink()).state_dict())
+
+
+class Disabled(nn.Module):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.t()
+
+
+def test_a_model_of_which_nothing_is_captured_is_told() -> None:
+    model, x = Disabled(), torch.randn(5, 8)
+    with torch.autocast("cpu", LOW):
+        wanted = model(x).float()
+    CompileBackend(dtype=LOW, inner="eager").compile(model)
+    with pytest.warns(UncapturedGraphWarning, match=r"torch\.compile cannot capture forward at .* \(there is nothing"):
+        model(x)
+    assert torch.equal(model(x), wanted)
