@@ -11,6 +11,7 @@ from tests.golden.decoders import attentions
 from tests.golden.models import CASES, LINTS, comparable, kept, kept_lint
 from tests.golden.readme import (
     HOW_TO,
+    INTEGRATIONS,
     LINT,
     NUMERICS,
     OP_LISTS,
@@ -38,7 +39,19 @@ def main() -> None:
     print(DECODERS)
     PAGE.write_text(yaml_reference(), encoding="utf-8")
     print(PAGE)
-    for page in (README, OP_LISTS, WEIGHTS, REASONS, NUMERICS, LINT, TUTORIAL, HOW_TO, WHEN_NOT, PLACEMENT):
+    for page in (
+        README,
+        OP_LISTS,
+        WEIGHTS,
+        REASONS,
+        NUMERICS,
+        LINT,
+        TUTORIAL,
+        HOW_TO,
+        WHEN_NOT,
+        PLACEMENT,
+        INTEGRATIONS,
+    ):
         text = page.read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as folder:
             page.write_text(updated(text, run(text, Path(folder))), encoding="utf-8")

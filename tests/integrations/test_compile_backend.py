@@ -88,6 +88,36 @@ class WithCube(nn.Module):
         return self.last(Cube.apply(self.first(x)))
 
 
+class Island(nn.Module):
+    """A layer in a region that switches torch.autocast off, and one of two branches by a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.yes, self.no = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.yes(x.float())
+        return torch.cond(x.sum() > 0, lambda y: self.yes(y), lambda y: self.no(y) * 2, (x,))
+
+
+class Average(nn.Module):
+    """Writes into a buffer that it then reads, and returns a value without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(y.mean(0), alpha=0.1)
+            still = self.layer(y)
+        return y + self.average, still
+
+
 def tokens(batch: int = 2) -> tuple[Tensor, Tensor]:
     ids = torch.arange(batch * 6).reshape(batch, 6) % 16
     return ids, ids
@@ -96,6 +126,8 @@ def tokens(batch: int = 2) -> tuple[Tensor, Tensor]:
 MODELS: dict[str, tuple[type[nn.Module], Callable[[int], tuple[Tensor, ...]]]] = {
     "layers": (Layers, lambda n: (torch.randn(n, 8, generator=torch.Generator().manual_seed(n)),)),
     "tied": (Tied, tokens),
+    "regions": (Island, lambda n: (torch.ones(n, 8),)),
+    "buffer": (Average, lambda n: (torch.ones(n, 8),)),
     "autograd function": (WithCube, lambda n: (torch.ones(n, 8),)),
 }
 
@@ -343,6 +375,31 @@ def test_generation_with_a_cache_gives_the_tokens_of_autocast(name: str) -> None
     assert all(graph.plan is not None for graph in backend.graphs)
     cached = [layer.keys for layer in found.past_key_values.layers]
     assert all(type(keys) is Tensor and keys.shape[2] == 31 for keys in cached)
+    assert {keys.dtype for keys in cached} == {torch.float32}
+
+
+def test_a_model_of_transformers_is_saved_as_it_is_and_recomputes_its_blocks(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model: Any = DECODERS["Llama"]().train()
+    ids = torch.randint(1, 64, (2, 32))
+    other: Any = copy.deepcopy(model)
+    other.activation_checkpointing_enable()
+    saved: dict[bool, int] = {}
+    grads: dict[bool, list[Tensor]] = {}
+    for recomputes, one in ((False, model), (True, other)):
+        backend = CompileBackend(dtype=LOW, inner="aot_eager")
+        backend.compile(one)
+        one(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        assert backend.skipped == []
+        grads[recomputes] = [p.grad for p in one.parameters()]
+        saved[recomputes] = saved_bytes(lambda one=one: one(input_ids=ids, labels=ids, use_cache=False).loss)
+    assert saved[True] < 0.7 * saved[False]
+    for a, b in zip(grads[True], grads[False], strict=True):
+        assert float((a - b).norm()) <= 4 * torch.finfo(LOW).eps * float(b.norm())
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert all(torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", DECODERS)
