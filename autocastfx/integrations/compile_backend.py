@@ -15,7 +15,7 @@ from torch import fx, nn
 from autocastfx.capture.whole_calls import places
 from autocastfx.conversion import check_arguments
 from autocastfx.dtypes import dtype_name
-from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
+from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError, VariantError
 from autocastfx.integrations.skipped_code import (
     SkippedCode,
     modules_of,
@@ -30,6 +30,8 @@ from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import OpListLike, load_op_list
+from autocastfx.report.dump import render
+from autocastfx.report.view import view_of_graph
 
 __all__ = ["CompileBackend", "CompiledGraph", "compile_graph"]
 
@@ -41,14 +43,28 @@ class CompiledGraph:
     """What became of one of Dynamo's graphs.
 
     Attributes:
+        module: what the next backend got.
         plan: the decisions and casts; None if the graph could not be converted.
-        code: the Python code that the next backend got.
         failure: why the graph could not be converted, else empty.
     """
 
+    module: fx.GraphModule
     plan: Plan | None
-    code: str
     failure: str = ""
+
+    def dump(self, format: str = "text") -> str:
+        """Show every node with its precision and the reason, and every cast, as :func:`dump` does.
+
+        Args:
+            format: as in :func:`dump`, but for the page.
+
+        Raises:
+            ValueError: the format is unknown.
+            VariantError: the graph could not be converted.
+        """
+        if self.plan is None:
+            raise VariantError(f"there is no plan of a graph that could not be converted: {self.failure}")
+        return render(view_of_graph(self.module, self.plan, "a graph of torch.compile"), format)
 
 
 class CompileBackend:
@@ -194,7 +210,7 @@ class CompileBackend:
             if isinstance(node.target, WholeCall) and (inside := node.target.recomputed) is not None:
                 node.target = node.target.with_recomputed(self._converted(inside, None, device, found))
         converted.recompile()
-        found.append(CompiledGraph(made.plan, converted.code))
+        found.append(CompiledGraph(converted, made.plan))
         return converted
 
     def _compile_unconverted(
@@ -213,7 +229,7 @@ class CompileBackend:
         )
         if self.uncaptured == "autocast":
             module = _in_autocast(module, device.type, self._converter.low)
-        self._add(CompiledGraph(None, module.code, failure))
+        self._add(CompiledGraph(module, None, failure))
         return self._compile(module, inputs, device)
 
     def _compile(self, module: fx.GraphModule, inputs: list[Any], device: torch.device) -> Callable[..., Any]:

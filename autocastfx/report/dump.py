@@ -16,7 +16,7 @@ from autocastfx.report.text import render_text
 from autocastfx.report.view import View, view
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["FORMATS", "dump", "view_of"]
+__all__ = ["FORMATS", "dump", "render", "view_of"]
 
 
 def _render_json(view: View) -> str:
@@ -81,11 +81,22 @@ def dump(
         views = [_view(amp_model, number) for number in range(len(amp_model._shown))]
         text = render_html(views, _shown(amp_model), comparison)
     else:
-        text = _OF_ONE_VARIANT[format](view_of(amp_model))
+        text = render(view_of(amp_model), format)
     if path is not None:
         check_writable(Path(path))
         write_whole(Path(path), text)
     return text
+
+
+def render(view: View, format: str) -> str:
+    """Write one graph in a format of :func:`dump`.
+
+    Raises:
+        ValueError: the format is none of one graph.
+    """
+    if format not in _OF_ONE_VARIANT:
+        raise ValueError(f"format is {', '.join(map(repr, _OF_ONE_VARIANT))}, not {format!r}")
+    return _OF_ONE_VARIANT[format](view)
 
 
 def view_of(amp_model: AmpModule) -> View:

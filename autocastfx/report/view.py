@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from autocastfx.dtypes import dtype_name
-from autocastfx.graph.node import attributes_of, origin, stack_trace, subgraphs
+from autocastfx.graph.node import attributes_of, dtypes, origin, stack_trace, subgraphs
 from autocastfx.graph.op_name import op_name
 from autocastfx.plan.plan import Plan, PlannedNode
 from autocastfx.report.row import Row
@@ -19,7 +19,7 @@ from autocastfx.report.source_line import source_line
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.working_copies import ATTRIBUTE
 
-__all__ = ["View", "view"]
+__all__ = ["View", "view", "view_of_graph"]
 
 _MOUNTED = re.compile(r"^_variants_*\.\d+\.")  # where an AmpModule keeps the constants and sub-graphs of a variant
 
@@ -59,10 +59,24 @@ def view(owner: nn.Module, variant: Variant, words: str) -> View:
     return View(plan, words, rows, variant.mode, str(variant.structure), str(variant.guard), join.codes)
 
 
+def view_of_graph(module: fx.GraphModule, plan: Plan, words: str) -> View:
+    """Join a converted graph that belongs to no model with its plan.
+
+    Args:
+        module: the graph with all that it reads; parameters are among its inputs.
+        plan: its plan.
+        words: a description of it.
+    """
+    inputs = [next(iter(dtypes(node)), None) for node in module.graph.nodes if node.op == "placeholder"]
+    join = _Join(plan, inputs)
+    rows = tuple(_with_removed(tuple(join.rows(module, module.graph, module.code, "")), plan))
+    return View(plan, words, rows, codes=join.codes)
+
+
 class _Join:
     """Makes rows, and collects the code of each graph."""
 
-    def __init__(self, plan: Plan, inputs: Sequence[torch.dtype]) -> None:
+    def __init__(self, plan: Plan, inputs: Sequence[torch.dtype | None]) -> None:
         self.low = plan.low
         self.nodes = {n.name: n for n in plan.nodes}
         self.casts = {c.name: c for c in plan.casts}

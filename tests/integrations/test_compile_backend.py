@@ -179,6 +179,25 @@ def placements(backend: CompileBackend) -> dict[str, Precision]:
     return {node.name: node.placement.run for plan in plans if plan is not None for node in plan.nodes}
 
 
+def test_each_graph_can_be_shown() -> None:
+    backend = CompileBackend(dtype=LOW, inner="eager")
+    compiled = torch.compile(Layers(), backend=backend)
+    for size in (3, 4):
+        compiled(torch.randn(size, 8))
+    text = backend.graphs[-1].dump()
+    assert "variant: a graph of torch.compile" in text
+    assert "casts: " in text
+    (row,) = [" ".join(line.split()) for line in text.splitlines() if line.startswith("  linear_1 ")]
+    assert row.startswith("linear_1 linear layers.1 float32 → bfloat16 low allow ")
+    (cast,) = [" ".join(line.split()) for line in text.splitlines() if "of layers_1_weight" in line]
+    assert cast == "+ layers_1_weight_bfloat16 cast float32 → bfloat16 of layers_1_weight for linear_1"
+    assert autocastfx.Plan.from_json(backend.graphs[-1].dump("json")) == backend.graphs[-1].plan
+    for format in ("dot", "graphml", "python"):
+        assert "linear_1" in backend.graphs[-1].dump(format)
+    with pytest.raises(ValueError, match="format is 'text', 'json', 'dot', 'graphml', 'python', not 'html'"):
+        backend.graphs[-1].dump("html")
+
+
 def test_rules_by_module_hold(tmp_path: Any) -> None:
     text = "modules:\n  - {path: layers.1, category: float32, ops: [linear]}\n"
     backend = CompileBackend(dtype=LOW, op_list=["bfloat16", op_list(tmp_path, text)], inner="eager")
@@ -223,6 +242,8 @@ def test_a_graph_that_cannot_be_converted_runs_otherwise_and_is_told(
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     assert seen == backend.graphs
     assert [(graph.plan, graph.failure) for graph in seen] == [(None, "RuntimeError: no graph of this")]
+    with pytest.raises(autocastfx.VariantError, match="no plan of a graph that could not be converted: RuntimeError"):
+        seen[0].dump()
 
 
 def test_it_can_be_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +298,7 @@ def test_a_function_of_torch_that_a_list_names_stays_whole() -> None:
     backend = CompileBackend(dtype=LOW, op_list=["apex_o1"], inner="eager")
     torch.compile(Normalized(), backend=backend)(torch.randn(4, 4))
     (graph,) = backend.graphs
-    assert "torch.nn.functional.normalize(" in graph.code
+    assert "torch.nn.functional.normalize(" in graph.module.code
 
 
 def test_it_has_a_name_and_takes_its_arguments_as_options() -> None:
