@@ -154,7 +154,7 @@ class CompileBackend:
         in the call that finds them they have run in float32.
 
         Args:
-            model: the model; its class, modules and parameters stay.
+            model: the model; its class, modules and parameters stay. Copies of it are not compiled.
             options: of ``torch.compile``, as ``dynamic=True``.
 
         Returns:
