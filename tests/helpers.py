@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,13 @@ SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", tor
 def examples(few: int, many: int) -> settings:
     """How many examples hypothesis draws: ``few`` in `make test`, ``many`` in `make test-all`."""
     return settings(max_examples=few if settings.get_current_profile_name() == "same" else many)
+
+
+def sampled(cases: Iterable[Any], kept: Callable[[int, Any], bool]) -> list[Any]:
+    """The cases for a parametrized test: those not ``kept``, by number or by name, run in `make test-all` alone."""
+    return [
+        case if kept(number, case) else pytest.param(case, marks=pytest.mark.slow) for number, case in enumerate(cases)
+    ]
 
 
 class Function(nn.Module):

@@ -32,9 +32,9 @@ MODELS = {model.name: model for model in (*ZOO, *HAND)}
     ("name", "dtype", "folds"),
     [
         ("bert-eager", "float16", ["exact"]),
-        ("bert", "bfloat16", ["kernel"]),
+        pytest.param("bert", "bfloat16", ["kernel"], marks=pytest.mark.slow),
         ("gpt2", "bfloat16", ["exact", "kernel"]),
-        ("llama", "bfloat16", ["exact"]),
+        pytest.param("llama", "bfloat16", ["exact"], marks=pytest.mark.slow),
         ("resnet", "bfloat16", ["exact"]),
     ],
 )

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import autocastfx
 from autocastfx import CompileBackend, UncapturedGraphWarning
 from autocastfx.plan.plan import Precision
-from tests.helpers import op_list, saved_bytes
+from tests.helpers import op_list, sampled, saved_bytes
 
 LOW = torch.bfloat16
 INNER = ("eager", "aot_eager")
@@ -380,7 +380,7 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", sampled(DECODERS, lambda _, name: name in ("Llama", "GPT-2")))
 def test_generation_with_a_cache_gives_the_tokens_of_autocast(name: str) -> None:
     torch.manual_seed(0)
     model: Any = DECODERS[name]().eval()
@@ -423,7 +423,7 @@ def test_a_model_of_transformers_is_saved_as_it_is_and_recomputes_its_blocks(tmp
     assert all(torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", sampled(DECODERS, lambda _, name: name in ("Mixtral", "GPT-2")))
 def test_a_training_step_is_as_near_to_float32_as_under_autocast(name: str) -> None:
     torch.manual_seed(0)
     model: Any = DECODERS[name]().train()
