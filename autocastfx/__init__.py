@@ -16,6 +16,7 @@ from autocastfx.errors import (
     NotCapturedError,
     OpListError,
     PlanError,
+    ScaledGradientsWarning,
     StateWarning,
     UncapturedGraphWarning,
     UnmatchedPlanWarning,
@@ -58,6 +59,7 @@ from autocastfx.report.lint.lint import lint
 from autocastfx.report.lint.odd_size import OddSize
 from autocastfx.report.lint.roofline import Total
 from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.training.grad_scaler import GradScaler
 from autocastfx.training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
 from autocastfx.training.loss_scaler import LossScaler
 from autocastfx.training.optimizer import LossScalingOptimizer
@@ -91,6 +93,7 @@ __all__ = [
     "Forced",
     "Gpu",
     "GpuError",
+    "GradScaler",
     "GradientHistogram",
     "InputRange",
     "Lint",
@@ -120,6 +123,7 @@ __all__ = [
     "Ranges",
     "Recomposed",
     "Rule",
+    "ScaledGradientsWarning",
     "Shares",
     "StateWarning",
     "StaticLossScale",

@@ -19,8 +19,10 @@ __all__ = [
     "OpListError",
     "Place",
     "PlanError",
+    "ScaledGradientsWarning",
     "Source",
     "StateWarning",
+    "UncapturedGraphWarning",
     "UnmatchedPlanWarning",
     "UnmatchedRuleWarning",
     "UnsupportedError",
@@ -114,6 +116,10 @@ class BisectError(AutocastFXError, RuntimeError):
 
 class GpuError(AutocastFXError, ValueError):
     """A GPU is unknown, its rates are not positive numbers, or its tensor cores lack the dtype."""
+
+
+class ScaledGradientsWarning(UserWarning):
+    """Gradients were changed while they were multiplied by the loss scale."""
 
 
 class UnmatchedRuleWarning(UserWarning):

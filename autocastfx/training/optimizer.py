@@ -15,6 +15,7 @@ from autocastfx.training.fused_step import FusedStep
 from autocastfx.training.loss_scale import DynamicLossScale, LossScale
 from autocastfx.training.loss_scaler import LossScaler
 from autocastfx.training.masters import Masters
+from autocastfx.training.scaled_change import ScaledChange
 from autocastfx.training.snapshot import Snapshot
 from autocastfx.training.step_result import GradientsOf, StepResult, exhausted, overflowed
 from autocastfx.training.unscaled import Unscaled, unscale_
@@ -85,6 +86,7 @@ class LossScalingOptimizer(WrappingOptimizer):
 
     def _set_up(self) -> None:
         self.loss_scaler.rounds.join(self)
+        self.change = ScaledChange(self.model_parameters())
         self._searches = needs_closure(self.optimizer)
         self._fused = FusedStep()
         self._unscaled: Unscaled | None = None  # None while the gradients are scaled

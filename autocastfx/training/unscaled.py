@@ -41,6 +41,7 @@ def unscale_(optimizer: Any, groups: list[dict[str, Any]], scaler: LossScaler, p
     """
     if not scaler.rule.is_checked:
         return Unscaled(_ZERO, _ONE)
+    optimizer.change.warn("call optimizer.clip_grad_norm_, or optimizer.unscale_() before you clip")
     grads = gradients.present(groups)
     if grads:
         scaler.rounds.check(optimizer)
