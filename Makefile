@@ -18,6 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 TRITON := .triton/.installed
+TRAINERS := .integrations/.installed
 WHEEL_BIN := .wheel-venv/bin
 WHEEL_VENV := .wheel-venv/.created
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
@@ -26,10 +27,10 @@ EXTRAS := dev,docs,demo,plot
 # $(call step,what it does) { commands; } prints what it does and then how long it took.
 step = @echo "==> $(1)"; TIMEFORMAT="    %1R s"; time
 
-.PHONY: help test test-all demo env lint types browser unit kernels other-torch docs wheel format clean distclean
+.PHONY: help test test-all demo env lint types browser unit kernels integrations other-torch docs wheel format clean distclean
 
 help:
-	@echo "make test    everything that continuous integration checks: lint, types, unit, kernels, docs, wheel"
+	@echo "make test    everything that continuous integration checks: lint, types, unit, kernels, integrations, docs, wheel"
 	@echo "make test-all the same with the slow tests too, and with new random examples in each run"
 	@echo "make demo    run examples/demo.py"
 	@echo "make env     only create .venv with the pinned environment"
@@ -38,18 +39,19 @@ help:
 	@echo "make browser install Debian's chromium for the tests of the HTML page, as root where apt-get exists"
 	@echo "make unit    pytest; options go in PYTEST_ARGS, for example PYTEST_ARGS='-k place -x'"
 	@echo "make kernels pytest on the Triton kernels by Triton's interpreter, which needs no GPU; Triton goes into .triton"
+	@echo "make integrations pytest with Accelerate, Lightning and PEFT, which go into .integrations"
 	@echo "make other-torch TORCH=2.11.0: pytest with another torch, in an environment of its own (several gigabytes)"
 	@echo "make docs    the documentation, into docs/_build/html; a warning is an error"
 	@echo "make wheel   build the sdist and the wheel, install the wheel in a clean environment, use it there"
 	@echo "make format  apply ruff's fixes and formatting"
-	@echo "make clean   remove what was built; distclean also removes .venv, .triton and .torch-*"
+	@echo "make clean   remove what was built; distclean also removes .venv, .triton, .integrations and .torch-*"
 
-test: lint types unit kernels docs wheel
+test: lint types unit kernels integrations docs wheel
 	@echo "==> make $@: every step passed"
 
 # The later -m wins over the one of pyproject.toml.
 test-all: SLOW := -m 'slow or not slow' --hypothesis-profile=new
-test-all: lint types unit kernels docs wheel
+test-all: lint types unit kernels integrations docs wheel
 	@echo "==> make $@: every step passed"
 
 env: $(INSTALLED)
@@ -71,7 +73,7 @@ lint: $(INSTALLED)
 	  $(BIN)/ruff format --check .; \
 	}
 
-types: $(INSTALLED)
+types: $(INSTALLED) $(TRAINERS)
 	$(call step,types: basedpyright) { $(BIN)/basedpyright; }
 
 # Never fails: without a browser the tests of the page are skipped.
@@ -105,6 +107,21 @@ $(TRITON): constraints.txt
 kernels: $(INSTALLED) $(TRITON)
 	$(call step,kernels: pytest by Triton's interpreter) { \
 	  PYTHONPATH=.triton TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) tests/runtime/kernels; \
+	}
+
+# They stay out of .venv, so that all else is tested as it is for those who have none of them.
+$(TRAINERS): constraints.txt
+	@rm -rf .integrations
+	$(call step,integrations: install Accelerate, Lightning and PEFT into .integrations) { \
+	  $(BIN)/python -m pip install -q --no-deps --target .integrations -c constraints.txt \
+	    accelerate lightning lightning-utilities peft psutil torchmetrics; \
+	  touch $@; \
+	}
+
+integrations: $(INSTALLED) $(TRAINERS)
+	$(call step,integrations: pytest with trainers) { \
+	  PYTHONPATH=.integrations $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) $(SLOW) \
+	    $(addprefix tests/integrations/test_,accelerate.py lightning.py peft.py trainers_page.py); \
 	}
 
 # Not a part of `make test`: torch comes with the libraries of its GPU build, several gigabytes. Each version of torch asks
@@ -151,7 +168,7 @@ format: $(INSTALLED)
 
 clean:
 	@rm -rf build dist docs/_build .wheel-venv .pytest_cache .ruff_cache .hypothesis
-	@find . -path ./.venv -prune -o -path ./.triton -prune -o -path "./.torch-*" -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . -path ./.venv -prune -o -path ./.triton -prune -o -path ./.integrations -prune -o -path "./.torch-*" -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	@rm -rf .venv .triton .torch-*
+	@rm -rf .venv .triton .integrations .torch-*

@@ -163,7 +163,7 @@ class CompileBackend:
         Raises:
             CaptureError: Dynamo skips code, with ``uncaptured="error"``; in a call of the model.
         """
-        compiled: Any = torch.compile(MethodType(_called, model), backend=self, **options)
+        compiled: Any = torch.compile(_caller(model), backend=self, **options)
 
         @wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -256,9 +256,17 @@ def compile_graph(
     return CompileBackend(**(options or {}))(module, inputs)
 
 
-def _called(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a module. Dynamo captures it through this function, even if the module's own code is torch's."""
-    return self._call_impl(*args, **kwargs)
+def _caller(model: nn.Module) -> MethodType:
+    """Return a method that calls ``model``, through which Dynamo captures it, even if the module's own code is torch's.
+
+    Each has code of its own, because Dynamo limits the graphs for one piece of code: models would share the limit.
+    """
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._call_impl(*args, **kwargs)
+
+    called.__code__ = called.__code__.replace()
+    return MethodType(called, model)
 
 
 def _outside_autocast(run: Callable[..., Any], kind: str) -> Callable[..., Any]:

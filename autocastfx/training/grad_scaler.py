@@ -36,6 +36,10 @@ class GradScaler(torch.amp.GradScaler):
     - ``step`` without a scaled loss since the last update is an error, and ``step`` takes a closure;
     - ``skipped_steps`` counts, ``step_was_skipped`` tells of the last step, ``culprits`` names parameters;
     - processes that hold parts of the same parameters skip the same steps.
+
+    Attributes:
+        is_host_asked: True: the host asks at each step, and calls a fused optimizer's ``step`` only if it is made, for
+            trainers that tell a skipped step by that. False: a fused optimizer decides on the device.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._left = self._rule.overflows_to_floor(init_scale)  # from the last known scale, less the steps since
         self._is_scaled = False  # since the last update
+        self.is_host_asked = False
         self._found: torch.Tensor | None = None  # by the last step
         self._skips: torch.Tensor | int = 0
         self._changes: WeakKeyDictionary[Optimizer, ScaledChange] = WeakKeyDictionary()
@@ -134,12 +139,16 @@ class GradScaler(torch.amp.GradScaler):
                 loss = closure()
         self._check(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
-        divides = getattr(optimizer, "_step_supports_amp_scaling", False)
+        divides = getattr(optimizer, "_step_supports_amp_scaling", False) and not self.is_host_asked
         if state["stage"] is OptState.READY and not divides:
             super().unscale_(optimizer)
         if not divides and not state["found_inf_per_device"]:
             raise _without_gradients()
-        result = super().step(optimizer, *args, **kwargs)
+        if self.is_host_asked and state["stage"] is OptState.UNSCALED:
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+            state["stage"] = OptState.STEPPED
+        else:
+            result = super().step(optimizer, *args, **kwargs)
         self._note(optimizer, state["found_inf_per_device"])
         return result if closure is None else loss
 

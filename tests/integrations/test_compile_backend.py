@@ -222,6 +222,15 @@ def refuse(*_: Any) -> None:
     raise RuntimeError("no graph of this")
 
 
+def test_models_do_not_share_a_limit_of_graphs() -> None:
+    """Dynamo compiles one piece of code 8 times at most."""
+    for size in range(1, 13):
+        backend = CompileBackend(dtype=LOW, inner="eager")
+        backend.compile(nn.Linear(8, size))(torch.ones(3, 8))
+        assert len(backend.graphs) == 1
+        assert not backend.skipped
+
+
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("uncaptured", ["autocast", "float32"])
 def test_a_graph_that_cannot_be_converted_runs_otherwise_and_is_told(

@@ -92,6 +92,33 @@ def test_a_skipped_step_changes_nothing_and_is_counted(fused: bool) -> None:
     assert (scaler.step_was_skipped, scaler.skipped_steps) == (False, 1)
 
 
+def test_the_host_can_be_asked_for_a_fused_optimizer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler, model, made_steps = made(), net(), []
+    scaler.is_host_asked = True
+    optimizer = adam(model, fused=True)
+    step = optimizer.step
+    monkeypatch.setattr(optimizer, "step", lambda *a, **k: made_steps.append(1) or step(*a, **k))
+    for factor in (1.0, math.inf, 1.0):
+        stepped(scaler, model, optimizer, factor)
+    assert len(made_steps) == 2
+    assert scaler.skipped_steps == 1
+    other, torchs = net(), torch.amp.GradScaler("cpu")
+    optimizer = adam(other, fused=True)
+    for factor in (1.0, math.inf, 1.0):
+        stepped(torchs, other, optimizer, factor)
+    for ours, theirs in zip(weights(model), weights(other), strict=True):
+        torch.testing.assert_close(ours, theirs)  # unscaled before the fused kernel, or in it
+    with pytest.raises(RuntimeError, match="already been called"):
+        _step_twice(scaler, model)
+
+
+def _step_twice(scaler: GradScaler, model: nn.Module) -> None:
+    optimizer = adam(model, fused=True)
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.step(optimizer)
+
+
 @FUSED
 @pytest.mark.parametrize("floor", [1.0, 2.0**-3])
 def test_an_overflow_at_the_floor_is_an_error_that_names_the_parameters(fused: bool, floor: float) -> None:
