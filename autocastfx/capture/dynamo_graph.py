@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -19,13 +19,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from autocastfx.capture.constant_masks import drop_settled
+from autocastfx.capture.data_attribute import data
+from autocastfx.capture.flatten_vmap import flatten_vmap
 from autocastfx.capture.tidy import tidy
 from autocastfx.capture.whole_calls import record_call
+from autocastfx.errors import CaptureError
+from autocastfx.graph.node import attribute
+from autocastfx.graph.op_name import op_name
 
 __all__ = ["DynamoGraph", "WholeCall", "aten_graph", "run_as_dynamo"]
 
 # Operators with graphs of their own that are called whole: tracing into them would lose a custom backward, or the
 # recomputation. Of the latter the graph is converted by itself.
+_DATA = torch._C._autograd._get_data_attr  # pyright: ignore[reportAttributeAccessIssue]; Dynamo writes it for x.data
 _RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _WHOLE = ("autograd_function_apply", *_RECOMPUTED)
 
@@ -64,7 +70,11 @@ def aten_graph(module: fx.GraphModule, inputs: Sequence[Any] | None = None, whol
     for node in traced.graph.nodes:
         _name_modules(node)
     graph = tidy(traced, set(), called, attributes, names)
+    for node in reversed(graph.nodes):  # Dynamo has read numbers that are known while it captured
+        if op_name(node) == "item" and not node.users:
+            graph.erase_node(node)
     drop_settled(graph, attributes)
+    _check_constants(attributes)
     parameters = {name: held for name, held in zip(names, inputs, strict=True) if isinstance(held, nn.Parameter)}
     for node in graph.nodes:
         if node.op == "placeholder" and node.target in parameters:
@@ -93,6 +103,23 @@ def run_as_dynamo(found: DynamoGraph, graph: fx.Graph, attributes: Mapping[str, 
             made[node] = lifted.node_copy(node, made.__getitem__)
     lifted.lint()
     return fx.GraphModule(dict(attributes), lifted)
+
+
+def _check_constants(attributes: Mapping[str, Any]) -> None:
+    """Refuse a graph with constants that have no values: what made them was not recorded.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    for held in attributes.values():
+        if isinstance(held, FakeTensor):
+            raise CaptureError(f"the values of a tensor of size {list(held.shape)} come from code that is not recorded")
+        if isinstance(held, fx.GraphModule):
+            _check_constants({name: attribute(held, name) for name in _constants(held)})
+
+
+def _constants(module: fx.GraphModule) -> Iterator[str]:
+    return (str(node.target) for node in module.graph.nodes if node.op == "get_attr")
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -168,6 +195,8 @@ class _Tracer(fx.Interpreter):
             whole = WholeCall(target, args)
             tensors = tuple(one for one, held in zip(args, whole.arguments, strict=True) if held is None)
             return self._record(whole, tensors, kwargs, partial(target, *args, **kwargs))
+        if target is _DATA:  # what the tracer does not see
+            return data(*args)
         if target in self.whole:
             return self._record(target, args, kwargs, partial(target, *args, **kwargs))
         return super().call_function(target, args, kwargs)
@@ -184,12 +213,13 @@ def _traced(
 
     def run(*args: Any) -> tuple[Any, ...]:
         with preserve_node_meta():
-            found: Any = _Tracer(module, called, whole).run(*args)
+            found: Any = _Tracer(flat, called, whole).run(*args)
         return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
     modes = (cast("Any", value).fake_mode for value in values if isinstance(value, FakeTensor))
     mode: FakeTensorMode = next(modes, None) or FakeTensorMode()
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    flat = flatten_vmap(module, mode)
     try:
         with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), torch.random.fork_rng(devices=[]):
             traced: fx.GraphModule = cast("Any", make_fx)(run, pre_dispatch=True)(*values)

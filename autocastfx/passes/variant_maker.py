@@ -11,6 +11,7 @@ from torch import nn
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.draft.draft import capture_symbolically
 from autocastfx.capture.export import Captured, capture
+from autocastfx.capture.saved_tensors import no_saved_tensors_hooks
 from autocastfx.errors import CaptureError
 from autocastfx.passes.pipeline import Converter
 from autocastfx.runtime.variant import Variant
@@ -47,17 +48,18 @@ class VariantMaker:
         """
         if self.model is None:
             raise CaptureError(_WITHOUT_MODEL[self.weights == "low"])
-        found = capture(
-            self.model,
-            self.signature,
-            call,
-            training=modes,
-            held=held,
-            leaves=self.leaves,
-            sizes=sizes,
-            follows=self.converter.op_list.placement == "follow",
-        )
-        return self.rebuild(found, held, self.device or found.device)
+        with no_saved_tensors_hooks():
+            found = capture(
+                self.model,
+                self.signature,
+                call,
+                training=modes,
+                held=held,
+                leaves=self.leaves,
+                sizes=sizes,
+                follows=self.converter.op_list.placement == "follow",
+            )
+            return self.rebuild(found, held, self.device or found.device)
 
     def draft(self, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> Variant:
         """Capture the model without inputs, and convert the graph.

@@ -1,0 +1,94 @@
+"""Batched code of torch.vmap in a graph of Dynamo's is converted as code on whole tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autocastfx
+from autocastfx import UncapturedGraphWarning
+from tests.helpers import relative_error
+
+LOW = torch.bfloat16
+EPS = torch.finfo(LOW).eps
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        yield
+    torch._dynamo.reset()
+
+
+class Batched(nn.Module):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(8, 8), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.vmap(self.function, in_dims=(0, None))(self.layer(x), self.layer.weight)
+        return y.tanh()
+
+
+def nested(a: Tensor, weight: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row @ weight + torch.ones(8).cumsum(0))(a)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda a, weight: a @ weight.mT,
+    "softmax": lambda a, weight: torch.softmax(a @ weight, -1) @ weight,
+    "nested": nested,
+    "linear": lambda a, weight: nn.functional.linear(a, weight).relu(),
+    "detached": lambda a, weight: (a @ weight) / (a @ weight).detach().abs().amax(),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Batched(FUNCTIONS[name]), torch.randn(3, 4, 8)
+    other = Batched(FUNCTIONS[name])
+    other.load_state_dict(model.state_dict())
+    backend = autocastfx.CompileBackend(dtype=LOW, inner="eager")
+    backend.compile(model)
+    for size in (4, 5):
+        x = torch.randn(3, size, 8)
+        model.zero_grad()
+        other.zero_grad()
+        found, exact = model(x), other(x)
+        found.square().sum().backward()
+        exact.square().sum().backward()
+        assert 0 < relative_error(found.detach(), exact.detach()) < 8 * EPS
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert relative_error(ours.grad, theirs.grad) < 16 * EPS
+    low = [node.op for graph in backend.graphs if graph.plan for node in graph.plan.nodes if graph.plan]
+    assert backend.skipped == []
+    assert all(graph.failure == "" for graph in backend.graphs)
+    assert {"mm", "bmm", "matmul"} & set(low)
+
+
+def test_code_that_switches_gradients_in_vmap_is_told() -> None:
+    def switching(a: Tensor, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            b = a @ weight
+        return a @ weight + b
+
+    torch.manual_seed(0)
+    model, x = Batched(switching), torch.randn(3, 4, 8)
+    autocastfx.enable(model, dtype=LOW)
+    with pytest.warns(UncapturedGraphWarning, match="cannot be converted and runs under torch.autocast"):
+        model(x).sum().backward()
+    theirs: Any = Batched(switching)
+    theirs.load_state_dict(model.state_dict())
+    with torch.autocast("cpu", LOW):
+        theirs(x).sum().backward()
+    assert torch.equal(model.layer.weight.grad, theirs.layer.weight.grad)  # type: ignore[arg-type]
