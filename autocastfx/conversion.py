@@ -34,7 +34,7 @@ from autocastfx.report.conversion_warnings import (
 )
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["check_arguments", "convert", "convert_again"]
+__all__ = ["check_arguments", "conversion_is_off", "convert", "convert_again"]
 
 
 def convert(
@@ -110,6 +110,8 @@ def convert(
     """
     check_arguments(dtype, fold, weights, headroom)
     lists = load_op_list(op_list, default=dtype_name(dtype))
+    if conversion_is_off():
+        lists, calibrate, plan, recompose = load_op_list("float32"), None, None, False
     edited = None if plan is None else read_plan(plan)
     patterns = chosen(recompose)
     facts = load_kernel_facts()
@@ -218,6 +220,20 @@ def _check_parameters(model: nn.Module) -> None:
                 "FSDP2 convert first, and give fully_shard the converted model; leave a tensor-parallel model to "
                 "torch.autocast, with a LossScalingOptimizer all the same."
             )
+
+
+def conversion_is_off() -> bool:
+    """True, and told, if the environment has ``AUTOCASTFX_DISABLE=1``: everything runs in float32, to compare runs.
+
+    Raises:
+        ValueError: the variable has another value than 0 or 1.
+    """
+    said = os.environ.get("AUTOCASTFX_DISABLE", "") or "0"
+    if said not in ("0", "1"):
+        raise ValueError(f"AUTOCASTFX_DISABLE is 0 or 1, not {said!r}")
+    if said == "1":
+        warnings.warn("AUTOCASTFX_DISABLE=1 is set: nothing is converted, and all runs in float32.", stacklevel=3)
+    return said == "1"
 
 
 def check_arguments(dtype: torch.dtype, fold: str, weights: str = "cast", headroom: float = 1.0) -> None:
