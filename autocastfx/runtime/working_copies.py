@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autocastfx.errors import UnsupportedError
-from autocastfx.training.tensor_mark import TensorMark
+from autocastfx.runtime.copy_group import CopyGroup, Filled, WorkingCopy, read_copies
 
 __all__ = ["ATTRIBUTE", "WorkingCopies", "working_copies", "working_copy"]
 
@@ -45,80 +45,17 @@ def working_copies(
     """
     if copies is None:
         return [master.to(dtype) for master in masters]
-    held = copies.groups.get((dtype, *map(id, masters))) or copies.of(masters, dtype)
+    group = copies.groups.get((dtype, *map(id, masters)))
+    if group is not None and all(map(_learns, masters)) and torch.is_grad_enabled():
+        return group.read(masters)
+    held = copies.of(masters, dtype) if group is None else group.copies
     found = [master.to(dtype) if one is None else one.tensor for one, master in zip(held, masters, strict=True)]
-    if not torch.is_grad_enabled():
-        return found
-    if None not in held and all(map(_learns, masters)):
-        return list(_read(found, *masters))
     learning = [i for i, master in enumerate(masters) if held[i] is not None and master.requires_grad]
-    if learning:
-        read = _read([found[i] for i in learning], *[masters[i] for i in learning])
+    if learning and torch.is_grad_enabled():
+        read = read_copies([found[i] for i in learning], *[masters[i] for i in learning])
         for i, copy in zip(learning, read, strict=True):
             found[i] = copy
     return found
-
-
-class _Reading(torch.autograd.Function):
-    """Returns copies in forward; its backward is that of casts."""
-
-    @staticmethod
-    def forward(ctx: Any, copies: list[torch.Tensor], *masters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple([copy.detach() for copy in copies])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *_in_float32(grads)
-
-
-# Function.apply unwraps each argument of transforms of torch.func, in Python; under these no copy is read.
-_read: Callable[..., tuple[torch.Tensor, ...]] = cast("Any", super(torch.autograd.Function, _Reading)).apply
-
-
-def _in_float32(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    low = [grad for grad in grads if grad is not None]
-    if torch.is_grad_enabled() or not low or not all(map(casts_together, low)):  # foreach has no second derivative
-        return [None if grad is None else grad.float() for grad in grads]
-    wide = [torch.empty_like(grad, dtype=torch.float32) for grad in low]
-    cast("Any", torch)._foreach_copy_(wide, low)
-    rest = iter(wide)
-    return [None if grad is None else next(rest) for grad in grads]
-
-
-def casts_together(grad: torch.Tensor) -> bool:
-    """True on CUDA, where one kernel casts several gradients. On a CPU that saves nothing."""
-    return grad.is_cuda
-
-
-class _Copy:
-    """A working copy, with a mark of its master at the time of copying."""
-
-    __slots__ = ("dtype", "filled", "mark", "master", "tensor")
-
-    def __init__(self, master: weakref.ref[torch.Tensor], dtype: torch.dtype) -> None:
-        self.master, self.dtype = master, dtype
-        self.tensor = torch.empty(0, dtype=dtype)
-        self.mark: TensorMark | None = None
-        self.filled: _Filled | None = None
-
-    def become(self, tensor: torch.Tensor, master: torch.Tensor, filled: _Filled | None) -> None:
-        """Hold ``tensor``, a copy of the present ``master``. Graphs that read the previous copy keep it."""
-        self.tensor, self.mark, self.filled = tensor, TensorMark(master), filled
-
-
-class _Filled:
-    """Where on a CUDA device copies were filled, so that other streams can wait for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.current_stream(device)
-        self.event = self.stream.record_event()
-
-    def wait(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Let ``stream``, the current one, read ``tensor``, which stays allocated until it has."""
-        if stream != self.stream:
-            stream.wait_event(self.event)
-            tensor.record_stream(stream)
 
 
 class WorkingCopies:
@@ -135,8 +72,8 @@ class WorkingCopies:
     def __init__(self, owner: nn.Module) -> None:
         torch.compiler.assume_constant_result(WorkingCopies._warn_of_compiler)  # not as a decorator: it imports dynamo
         self._owner = weakref.ref(owner)
-        self.held: dict[tuple[int, torch.dtype], _Copy] = {}
-        self.groups: dict[tuple[Any, ...], list[_Copy | None]] = {}  # by dtype and masters, while all of them live
+        self.held: dict[tuple[int, torch.dtype], WorkingCopy] = {}
+        self.groups: dict[tuple[Any, ...], CopyGroup] = {}  # by dtype and masters
         self._watches = self._has_warned = False
         self.are_replayed = False  # the weights may change by the replay of a CUDA graph
 
@@ -153,8 +90,8 @@ class WorkingCopies:
             return None
         if self.are_replayed:
             self.expire()
-        stale: list[tuple[_Copy, torch.Tensor]] = []
-        kept: list[tuple[_Filled, torch.Tensor]] = []
+        stale: list[tuple[WorkingCopy, torch.Tensor]] = []
+        kept: list[tuple[Filled, torch.Tensor]] = []
         for held in list(self.held.values()):  # in each call, for each weight: only what must be
             master, mark = held.master(), held.mark
             if master is None:
@@ -171,14 +108,15 @@ class WorkingCopies:
         if not (stale or kept):
             return self
         if self._is_captured(tensor for _, tensor in (*kept, *stale)):
+            self._forget_groups()  # with their nodes, which run on the stream that they were made on
             return None
-        _renew(stale)
+        self._renew(stale)
         streams = {filled.device: torch.cuda.current_stream(filled.device) for filled in {one for one, _ in kept}}
         for filled, tensor in kept:
             filled.wait(tensor, streams[filled.device])
         return self
 
-    def of(self, masters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[_Copy | None]:
+    def of(self, masters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[WorkingCopy | None]:
         """Return the copy of each master, made if it is read first.
 
         It is None of a tensor that is not a plain parameter, and while a CUDA graph is captured.
@@ -187,14 +125,47 @@ class WorkingCopies:
             UnsupportedError: the model is sharded.
         """
         found = [self.held.get((id(master), dtype)) or self._adopted(master, dtype) for master in masters]
-        if None not in found:
-            self.groups[(dtype, *map(id, masters))] = found
+        owner = self._owner()
+        present = {id(parameter) for parameter in owner.parameters()} if owner is not None else set[int]()
+        if any(not present.issuperset(key[1:]) for key in self.groups):
+            self._forget_groups()  # autograd's nodes keep the parameters that they give gradients
+        copies = [copy for copy in found if copy is not None]
+        if len(copies) == len(found):
+            self.groups[(dtype, *map(id, masters))] = CopyGroup(copies)
         return found
 
-    def _adopted(self, master: torch.Tensor, dtype: torch.dtype) -> _Copy | None:
+    def _forget_groups(self) -> None:
+        for group in self.groups.values():
+            for copy in group.copies:
+                copy.aliases = 0
+        self.groups.clear()
+
+    def _adopted(self, master: torch.Tensor, dtype: torch.dtype) -> WorkingCopy | None:
         if type(master) is not nn.Parameter or master.is_inference():
             return None
         return None if self._is_captured((master,)) else self._adopt(master, dtype)
+
+    def _renew(self, stale: list[tuple[WorkingCopy, torch.Tensor]]) -> None:
+        """Renew each copy from its master, in place where no graph of autograd waits to read what is there.
+
+        Other threads never see a copy before it is filled.
+        """
+        if not stale:
+            return
+        waiting = {id(copy) for group in self.groups.values() if group.is_held for copy in group.copies}
+        with torch.inference_mode(False), torch.no_grad():  # backward cannot use tensors made in inference mode
+            tensors = [
+                held.tensor
+                if id(held) not in waiting and held.takes(master)
+                else torch.empty_like(master, dtype=held.dtype)
+                for held, master in stale
+            ]
+            cast("Any", torch)._foreach_copy_(tensors, [master for _, master in stale])
+        filled = {tensor.device: Filled(tensor.device) for tensor in tensors if tensor.is_cuda}
+        if any(held.aliases and tensor is not held.tensor for (held, _), tensor in zip(stale, tensors, strict=True)):
+            self._forget_groups()
+        for (held, master), tensor in zip(stale, tensors, strict=True):
+            held.become(tensor, master, filled.get(tensor.device))
 
     def expire(self, masters: Iterable[Any] | None = None) -> None:
         """Mark the copies of ``masters`` (all if None) as stale."""
@@ -219,7 +190,7 @@ class WorkingCopies:
                 stacklevel=2,
             )
 
-    def _adopt(self, master: torch.Tensor, dtype: torch.dtype) -> _Copy:
+    def _adopt(self, master: torch.Tensor, dtype: torch.dtype) -> WorkingCopy:
         self._refuse_sharded()
         self._watch_optimizers()
         key = (id(master), dtype)
@@ -229,10 +200,10 @@ class WorkingCopies:
             copies = mine()
             if copies is not None and key in copies.held and copies.held[key].master is gone:
                 del copies.held[key]
-                copies.groups.clear()  # another parameter may get the number of this one
+                copies._forget_groups()  # another parameter may get the number of this one
 
-        held = _Copy(weakref.ref(master, forget), dtype)
-        _renew([(held, master)])
+        held = WorkingCopy(weakref.ref(master, forget), dtype)
+        self._renew([(held, master)])
         self.held[key] = held  # filled: another thread may read it at once
         return held
 
@@ -264,18 +235,6 @@ def _is_abstract_or_traced() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 and any(
         isinstance(mode, (FakeTensorMode, ProxyTorchDispatchMode)) for mode in _get_current_dispatch_mode_stack()
     )
-
-
-def _renew(stale: list[tuple[_Copy, torch.Tensor]]) -> None:
-    """Renew each copy from its master. Other threads never see a copy before it is filled."""
-    if not stale:
-        return
-    with torch.inference_mode(False), torch.no_grad():  # backward cannot use tensors made in inference mode
-        copies = [torch.empty_like(master, dtype=held.dtype) for held, master in stale]
-        cast("Any", torch)._foreach_copy_(copies, [master for _, master in stale])
-    filled = {copy.device: _Filled(copy.device) for copy in copies if copy.is_cuda}
-    for (held, master), copy in zip(stale, copies, strict=True):
-        held.become(copy, master, filled.get(copy.device))
 
 
 def _after_step(copies: weakref.ref[WorkingCopies]) -> Callable[..., None]:
