@@ -26,6 +26,7 @@ from autocastfx.errors import (
     VerifyError,
 )
 from autocastfx.integrations.compile_backend import CompileBackend, CompiledGraph
+from autocastfx.integrations.in_place import backend_of, disable, enable
 from autocastfx.numerics.bisect import Bisection, Place, bisect
 from autocastfx.numerics.compare import compare
 from autocastfx.numerics.exponent_counts import Exponents, Shares
@@ -137,12 +138,15 @@ __all__ = [
     "VerifyError",
     "Why",
     "__version__",
+    "backend_of",
     "bisect",
     "calibrate",
     "compare",
     "convert",
     "diff",
+    "disable",
     "dump",
+    "enable",
     "explain",
     "find_overflow",
     "gradient_histogram",

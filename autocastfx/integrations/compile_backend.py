@@ -6,25 +6,18 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from autocastfx.capture.saved_tensors import no_saved_tensors_hooks
 from autocastfx.capture.whole_calls import places
-from autocastfx.conversion import check_arguments
+from autocastfx.conversion import check_arguments, conversion_is_off
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError, VariantError
-from autocastfx.integrations.skipped_code import (
-    SkippedCode,
-    modules_of,
-    now,
-    run_in_autocast,
-    skipped_since,
-    tried,
-    whole,
-)
+from autocastfx.integrations.compiled_call import CompiledCall
+from autocastfx.integrations.skipped_code import SkippedCode
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
@@ -33,9 +26,9 @@ from autocastfx.policy.op_list import OpListLike, load_op_list
 from autocastfx.report.dump import render
 from autocastfx.report.view import view_of_graph
 
-__all__ = ["CompileBackend", "CompiledGraph", "compile_graph"]
+__all__ = ["UNCAPTURED", "CompileBackend", "CompiledGraph", "compile_graph"]
 
-_UNCAPTURED = ("autocast", "float32", "error")
+UNCAPTURED = ("autocast", "float32", "error")
 
 
 @dataclass(frozen=True)
@@ -111,8 +104,8 @@ class CompileBackend:
             UnsupportedError: the list names Python functions.
         """
         check_arguments(dtype, fold)
-        if uncaptured not in _UNCAPTURED:
-            raise ValueError(f"uncaptured is one of {', '.join(map(repr, _UNCAPTURED))}, not {uncaptured!r}")
+        if uncaptured not in UNCAPTURED:
+            raise ValueError(f"uncaptured is one of {', '.join(map(repr, UNCAPTURED))}, not {uncaptured!r}")
         lists = load_op_list(op_list, default=dtype_name(dtype))
         self._whole = {function for _, _, function in places(lists.functions())}
         for function in self._whole:
@@ -124,11 +117,11 @@ class CompileBackend:
                 )
         self.graphs: list[CompiledGraph] = []
         self.skipped: list[SkippedCode] = []
-        self.inner, self.uncaptured, self.report = inner, uncaptured, report
+        self.low, self.inner, self.uncaptured, self.report = dtype, inner, uncaptured, report
         self._converter = Converter(lists, load_kernel_facts(), dtype, fold=fold, recompose=chosen(recompose))
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Convert and compile a graph; Dynamo calls this.
+        """Convert and compile a graph; Dynamo calls this. With ``AUTOCASTFX_DISABLE=1`` it is compiled as it is.
 
         Raises:
             BannedOpError: the list bans an op.
@@ -137,11 +130,14 @@ class CompileBackend:
         """
         device = next((one.device for one in inputs if isinstance(one, torch.Tensor)), torch.device("cpu"))
         found: list[CompiledGraph] = []
+        if conversion_is_off():
+            return self._compile(module, inputs, device)
         try:
-            converted = self._converted(module, inputs, device, found)
-        except AutocastFXError:
-            raise
+            with no_saved_tensors_hooks():
+                converted = self._converted(module, inputs, device, found)
         except Exception as error:  # whatever an operator or a tracer raises: it is told
+            if isinstance(error, AutocastFXError) and not isinstance(error, CaptureError):
+                raise
             return self._compile_unconverted(module, inputs, device, error)
         for graph in found:
             self._add(graph)
@@ -163,37 +159,9 @@ class CompileBackend:
         Raises:
             CaptureError: Dynamo skips code, with ``uncaptured="error"``; in a call of the model.
         """
-        compiled: Any = torch.compile(_caller(model), backend=self, **options)
-
-        @wraps(compiled)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before, moment = tried(), now()
-            result = compiled(*args, **kwargs)
-            if tried() != before:
-                self._see_to(model, skipped_since(moment))
-            if not (self.graphs or self.skipped):
-                self._see_to(model, [whole(model)])
-            return result
-
-        model._compiled_call_impl = call
+        if not conversion_is_off():
+            model._compiled_call_impl = CompiledCall(model, self, options)
         return model
-
-    def _see_to(self, model: nn.Module, skipped: Sequence[SkippedCode]) -> None:
-        """Decide how skipped code runs from now on, and say so."""
-        for one in skipped:
-            self.skipped.append(one)
-            told = f"torch.compile cannot capture {one}"
-            if self.uncaptured == "error":
-                raise CaptureError(f"{told}.")
-            holders = modules_of(model, one) or [model]
-            runs = "It runs in float32."
-            if self.uncaptured == "autocast":
-                device = next((p.device for p in model.parameters()), torch.device("cpu"))
-                run_in_autocast(holders, device.type, self._converter.low)
-                paths = [name or "(the model)" for name, module in model.named_modules() if module in holders]
-                low = dtype_name(self._converter.low)
-                runs = f"It has run in float32; from now on {', '.join(paths)} runs under torch.autocast, in {low}."
-            warnings.warn(f"{told}. {runs}", UncapturedGraphWarning, stacklevel=4)
 
     def _converted(
         self, module: fx.GraphModule, inputs: list[Any] | None, device: torch.device, found: list[CompiledGraph]
@@ -220,7 +188,7 @@ class CompileBackend:
         failure = f"{type(error).__name__}: {error}"
         if self.uncaptured == "error":
             raise CaptureError(f"a graph of torch.compile cannot be converted: {failure}") from error
-        low = dtype_name(self._converter.low)
+        low = dtype_name(self.low)
         runs = f"under torch.autocast, in {low}" if self.uncaptured == "autocast" else "in float32"
         warnings.warn(
             f"a graph of torch.compile cannot be converted and runs {runs}: {failure}",
@@ -228,7 +196,7 @@ class CompileBackend:
             stacklevel=2,
         )
         if self.uncaptured == "autocast":
-            module = _in_autocast(module, device.type, self._converter.low)
+            module = _in_autocast(module, device.type, self.low)
         self._add(CompiledGraph(module, None, failure))
         return self._compile(module, inputs, device)
 
@@ -254,19 +222,6 @@ def compile_graph(
         TypeError: an option is none of :class:`CompileBackend`'s arguments.
     """
     return CompileBackend(**(options or {}))(module, inputs)
-
-
-def _caller(model: nn.Module) -> MethodType:
-    """Return a method that calls ``model``, through which Dynamo captures it, even if the module's own code is torch's.
-
-    Each has code of its own, because Dynamo limits the graphs for one piece of code: models would share the limit.
-    """
-
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._call_impl(*args, **kwargs)
-
-    called.__code__ = called.__code__.replace()
-    return MethodType(called, model)
 
 
 def _outside_autocast(run: Callable[..., Any], kind: str) -> Callable[..., Any]:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["SkippedCode", "modules_of", "now", "run_in_autocast", "skipped_since", "tried", "whole"]
+__all__ = [
+    "InAutocast",
+    "SkippedCode",
+    "modules_of",
+    "no_call",
+    "now",
+    "skipped_since",
+    "tried",
+    "whole",
+]
 
 _RESUMED = "torch_dynamo_resume_in_"  # the rest of a function after a graph break
+_LIMIT = (
+    ": a value that the code reads differs in each call, and Dynamo's log says which; torch._dynamo.config."
+    "recompile_limit allows more graphs"
+)
 
 
 @dataclass(frozen=True)
@@ -25,12 +37,14 @@ class SkippedCode:
     Attributes:
         name, file, line: the function, and where it or the rest begins.
         reason: Dynamo's own, its first line.
+        is_in_parts: True if the modules in it are captured one by one, and only what it computes besides is not.
     """
 
     name: str
     file: str
     line: int
     reason: str
+    is_in_parts: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} at {self.file}:{self.line} ({self.reason})"
@@ -48,79 +62,99 @@ def now() -> int:
     return time.time_ns() // 1000
 
 
-def whole(model: nn.Module) -> SkippedCode:
-    """Return all the code of ``model``, for where Dynamo has captured none of it."""
-    code = getattr(type(model).forward, "__code__", None)
+def whole(model: nn.Module, reason: str = "there is nothing that it captures") -> SkippedCode:
+    """Return all the code of ``model``, for where Dynamo has captured none of it, or does not say which."""
+    code = forward_code(model)
     file, line = (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
-    return SkippedCode("forward", file, line, "there is nothing that it captures")
+    return SkippedCode("forward", file, line, reason)
 
 
-def skipped_since(moment: int) -> list[SkippedCode]:
-    """Return what Dynamo has skipped since ``moment``, a result of :func:`now`."""
+def forward_code(module: nn.Module) -> CodeType | None:
+    """Return the code of the class's ``forward``; None if it is no Python function."""
+    return getattr(type(module).forward, "__code__", None)
+
+
+def caller(module: nn.Module, otherwise: Callable[..., Any] | None = None) -> MethodType:
+    """Return a method that calls ``module``, through which Dynamo captures it, even if the module's code is torch's.
+
+    Each has code of its own, because Dynamo limits the graphs for one piece of code: modules would share the limit. A
+    call that Dynamo does not capture goes to ``otherwise``, if given, with the module as the first argument.
+    """
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if otherwise is None or torch.compiler.is_compiling():
+            return self._call_impl(*args, **kwargs)
+        return otherwise(self, *args, **kwargs)
+
+    called.__code__ = called.__code__.replace(co_name=type(module).__name__)
+    return MethodType(called, module)
+
+
+CALLER = caller.__code__.co_filename
+
+
+def no_call() -> None:
+    """Return what a module without a call of its own has."""
+
+
+def is_caller(call: object) -> bool:
+    """True for a result of :func:`caller`."""
+    return isinstance(call, MethodType) and call.__func__.__code__.co_filename == CALLER
+
+
+def skipped_since(moment: int, model: nn.Module) -> list[SkippedCode]:
+    """Return what Dynamo has skipped in a call of ``model`` since ``moment``, a result of :func:`now`."""
     from torch._dynamo.utils import get_compilation_metrics
 
-    return [
-        SkippedCode(
-            str(one.co_name).removeprefix(_RESUMED).partition("_at_")[0],
-            str(one.co_filename),
-            int(one.co_firstlineno or 0),
-            str(one.fail_reason).partition("\n")[0],
-        )
-        for one in get_compilation_metrics()
-        if one.fail_type is not None and (one.start_time_us or 0) >= moment
-    ]
+    failed = [one for one in get_compilation_metrics() if one.fail_type is not None]
+    return [_skipped(one, model) for one in failed if (one.start_time_us or 0) >= moment]
+
+
+def _skipped(record: Any, model: nn.Module) -> SkippedCode:
+    reason = str(record.fail_reason).partition("\n")[0]
+    name = str(record.co_name).removeprefix(_RESUMED).partition("_at_")[0]
+    if record.co_filename is None:  # the limit of graphs: Dynamo names no code, as it has looked at none
+        return whole(model, f"{reason}{_LIMIT}" if "recompile limit" in reason else reason)
+    if record.co_filename == CALLER:
+        return whole(next((m for m in model.modules() if type(m).__name__ == name), model), reason)
+    return SkippedCode(name, str(record.co_filename), int(record.co_firstlineno or 0), reason)
 
 
 def modules_of(model: nn.Module, skipped: SkippedCode) -> list[nn.Module]:
     """Return the modules of ``model`` whose ``forward`` is the skipped code or holds it."""
-    return [module for module in model.modules() if _holds(cast("Any", type(module).forward), skipped)]
+    return [module for module in model.modules() if _holds(forward_code(module), skipped)]
 
 
-def _holds(forward: Any, skipped: SkippedCode) -> bool:
-    code = getattr(forward, "__code__", None)
+def _holds(code: CodeType | None, skipped: SkippedCode) -> bool:
     if code is None or code.co_filename != skipped.file:
         return False
     lines = [line for _, _, line in code.co_lines() if line is not None]
     return code.co_firstlineno <= skipped.line <= max(lines)
 
 
-def run_in_autocast(modules: Iterable[nn.Module], kind: str, low: torch.dtype) -> None:
-    """Let the forward of each module, and of those in it, run under torch.autocast, uncaptured, from now on.
+class InAutocast:
+    """The call of a module, and of those in it, in a region of torch.autocast, which Dynamo leaves alone.
 
-    It returns float32 where it returned 16 bits, so that it fits what is around it.
+    It returns float32 where it returned 16 bits, to fit what is around it. Copies and pickles of the module lack it.
     """
-    for module in modules:
-        module.forward = _InAutocast(module, kind, low)
-
-
-class _InAutocast:
-    """The forward of a module in a region of torch.autocast, which Dynamo leaves alone. Pickles and copies."""
 
     def __init__(self, module: nn.Module, kind: str, low: torch.dtype) -> None:
-        self.module, self.inner, self.kind, self.low = module, module.__dict__.get("forward"), kind, low
-        self._prepare()
-
-    def _prepare(self) -> None:
+        self.module, self.kind, self.low = module, kind, low
         self._uncaptured = torch.compiler.disable(self._run)
-        self.__signature__ = inspect.signature(self.inner or MethodType(type(self.module).forward, self.module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self._uncaptured(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave it out of copies of modules that copy all their attributes, as nn.LSTM does."""
+        return no_call, ()
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.inner or MethodType(cast("Any", type(self.module).forward), self.module)
+        call: Any = cast("Any", self.module)._call_impl
         with torch.autocast(self.kind, self.low):
-            found = forward(*args, **kwargs)
+            found = call(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, self._in_float32, found)
 
     def _in_float32(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if tensor.dtype == self.low else tensor
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward."""
-        return self._uncaptured(*args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        made = ("_uncaptured", "__signature__")
-        return {name: held for name, held in self.__dict__.items() if name not in made}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._prepare()

@@ -62,7 +62,7 @@ class WorkingCopies:
     """The working copies of a converted model: one per parameter and dtype, shared by its names and its graphs.
 
     A copy is made when first read. When a graph begins to run, all copies whose masters have changed are renewed at
-    once. Copies do not keep masters alive.
+    once. Copies do not keep masters alive; the node of a group does, until copies of other parameters are read.
 
     A change is noticed by the version counter, by the address of the memory, and by the step of any
     ``torch.optim.Optimizer``, because fused ones do not increase the counter. Writes into ``parameter.data`` are not

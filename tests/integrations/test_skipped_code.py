@@ -6,15 +6,19 @@ import copy
 import inspect
 import pickle
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+import autocastfx
 from autocastfx import CaptureError, CompileBackend, UncapturedGraphWarning
+from autocastfx.integrations.skipped_code import InAutocast
 from tests.helpers import relative_error
 
 LOW = torch.bfloat16
@@ -139,7 +143,7 @@ def test_in_float32_it_is_told_and_left() -> None:
     CompileBackend(dtype=LOW, inner="eager", uncaptured="float32").compile(model)
     with pytest.warns(UncapturedGraphWarning, match=r"cannot capture forward at .*\. It runs in float32\."):
         model(x)
-    assert "forward" not in model.inner.__dict__
+    assert not isinstance(model.inner.__dict__["_compiled_call_impl"], InAutocast)
     model(x)  # told once
 
 
@@ -169,18 +173,36 @@ def test_a_captured_model_is_no_concern() -> None:
     assert (len(backend.graphs), backend.skipped) == (1, [])
 
 
-def test_a_module_in_autocast_keeps_its_signature_and_is_copied_and_pickled() -> None:
+def test_a_module_in_autocast_is_copied_and_saved_without_it(tmp_path: Path) -> None:
     model, x = Whole(Shrink()), 9 * torch.ones(5, 8)
-    CompileBackend(dtype=LOW, inner="eager").compile(model)
+    autocastfx.enable(model, dtype=LOW)
     with pytest.warns(UncapturedGraphWarning):
         model(x)
     assert list(inspect.signature(model.inner.forward).parameters) == ["x", "most"]
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        inner: Any = twin.inner
-        assert inner.forward.module is inner
-        assert inner(x).dtype == torch.float32
-        assert torch.equal(inner(x, most=1), inner.layer.to(LOW)(x.to(LOW)).float())
+    assert torch.equal(model.inner(x, most=1), model.inner.layer.to(LOW)(x.to(LOW)).float())
+    model.inner.layer.float()
+    torch.save(model, tmp_path / "model.pt")
+    known = [Whole, Shrink, nn.Linear]
+    with torch.serialization.safe_globals(known):
+        saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    plain = Shrink()
+    plain.load_state_dict(model.inner.state_dict())
+    exact = plain(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved):
+        assert torch.equal(twin.inner(x), exact)
     assert list(model.state_dict()) == list(Whole(Shrink()).state_dict())
+
+
+def test_an_enabled_lstm_is_copied_and_saved() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 8)
+    for model in (Whole(Tagger(), 4), nn.LSTM(8, 8)):
+        autocastfx.enable(model, dtype=LOW)
+        with pytest.warns(UncapturedGraphWarning):
+            model(x)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert all(module.__dict__.get("_compiled_call_impl") is None for module in twin.modules())
+            twin(x)
 
 
 class Disabled(nn.Module):
@@ -195,5 +217,87 @@ def test_a_model_of_which_nothing_is_captured_is_told() -> None:
         wanted = model(x).float()
     CompileBackend(dtype=LOW, inner="eager").compile(model)
     with pytest.warns(UncapturedGraphWarning, match=r"torch\.compile cannot capture forward at .* \(there is nothing"):
+        model(x)
+    assert torch.equal(model(x), wanted)
+
+
+class Public(nn.Module):
+    """torch's own encoder with a causal mask that it compares with one of its own: the graph breaks inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.log(torch.tril(torch.ones(len(x), len(x))))
+        return self.head(self.encoder(x, mask=mask))
+
+
+def test_a_break_inside_a_module_of_torchs_leaves_its_modules_converted() -> None:
+    torch.manual_seed(0)
+    model, x = Public(), torch.randn(5, 3, 16)
+    exact = model(x).detach()
+    autocastfx.enable(model, dtype=LOW)
+    backend = autocastfx.backend_of(model)
+    assert backend is not None
+    told = r"transformer\.py:\d+ \(.*item.*\)\. Its modules are converted one by one; what it computes besides runs in"
+    with pytest.warns(UncapturedGraphWarning, match=told):
+        found = model(x)
+    assert 0 < relative_error(found.detach(), exact) < 8 * torch.finfo(LOW).eps
+    low = Counter(n.op for g in backend.graphs if g.plan for n in g.plan.nodes if str(n.placement.run) == "low")
+    assert low["linear"] == 2 * 4 + 1
+    assert low["scaled_dot_product_attention"] == 2
+    assert [one.is_in_parts for one in backend.skipped] == [True]
+    assert torch.equal(model(x), found)  # and nothing more is told
+    autocastfx.disable(model)
+    assert torch.equal(model(x), exact)
+    assert all(module.__dict__.get("_compiled_call_impl") is None for module in model.modules())
+
+
+def test_a_module_of_torchs_that_came_later_is_captured_too() -> None:
+    torch.manual_seed(0)
+    model, x = Public(), torch.randn(5, 3, 16)
+    autocastfx.enable(model, dtype=LOW)
+    with pytest.warns(UncapturedGraphWarning):
+        model(x)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)
+    model.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    exact = copy.deepcopy(model)(x).detach()
+    assert 0 < relative_error(model(x).detach(), exact) < 8 * torch.finfo(LOW).eps
+
+
+class Inherited(nn.TransformerEncoder):
+    """Its forward calls torch's as a function, which breaks the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, mask=torch.log(torch.tril(torch.ones(len(x), len(x)))))
+
+
+class Asks(nn.Module):
+    """Its forward calls a function of torch that breaks the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        mask = torch.log(torch.tril(torch.ones(len(x), len(x))))
+        return x + x if _detect_is_causal_mask(mask, None, len(x)) else x @ x.mT
+
+
+@pytest.mark.parametrize("name", ["forward", "_detect_is_causal_mask"])
+def test_a_function_of_torchs_in_which_the_graph_breaks_is_told(name: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)
+    model = Asks() if name != "forward" else Inherited(layer, 2, enable_nested_tensor=False)
+    x = torch.randn(5, 3, 16)
+    with torch.autocast("cpu", LOW):
+        wanted = model(x).float()
+    autocastfx.enable(model, dtype=LOW)
+    told = rf"cannot capture forward at .*test_skipped_code\.py:\d+ \(in {name}: .*from now on \(the model\) runs under"
+    with pytest.warns(UncapturedGraphWarning, match=told):
         model(x)
     assert torch.equal(model(x), wanted)

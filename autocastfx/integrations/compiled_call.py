@@ -1,0 +1,159 @@
+"""The call of a model that is compiled in place: nothing of it runs in float32 without being told."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+from torch._C._dynamo import eval_frame
+
+from autocastfx.dtypes import dtype_name
+from autocastfx.errors import CaptureError, UncapturedGraphWarning
+from autocastfx.integrations.graph_break import breaks, is_torchs, left_since
+from autocastfx.integrations.skipped_code import (
+    InAutocast,
+    SkippedCode,
+    caller,
+    forward_code,
+    is_caller,
+    modules_of,
+    no_call,
+    now,
+    skipped_since,
+    tried,
+    whole,
+)
+
+__all__ = ["CompiledCall"]
+
+
+class _Backend(Protocol):
+    """What a compiled call asks of its backend."""
+
+    low: torch.dtype
+    uncaptured: str
+    graphs: list[Any]
+    skipped: list[SkippedCode]
+
+    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]: ...
+
+
+class CompiledCall:
+    """The call of a model, captured by Dynamo and converted; also of a part of it, if that is called by itself."""
+
+    def __init__(self, model: nn.Module, backend: _Backend, options: Mapping[str, Any]) -> None:
+        from torch._dynamo.eval_frame import skip_code
+
+        self.model, self.backend, self.options = model, backend, options
+        self.call: Callable[..., Any] = torch.compile(caller(model), backend=backend, **options)
+        self._is_broken = False  # code runs between graphs, and modules that it calls may be new
+        self._parts: dict[nn.Module, CompiledCall] = {}
+        self._thread = threading.local()
+        for function in (self._call_part, PartCall.__call__):  # Dynamo looks at what they call
+            skip_code(function.__code__)
+        self._take_parts()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, and see to the code that Dynamo has not captured in this call."""
+        before, moment, broken = tried(), now(), breaks()
+        if self._is_broken:
+            self._take_parts()
+        was_inside, self._thread.is_inside = getattr(self._thread, "is_inside", False), True
+        try:
+            result = self.call(*args, **kwargs)
+        finally:
+            self._thread.is_inside = was_inside
+        if tried() != before:
+            self._see_to([*skipped_since(moment, self.model), *left_since(broken, self.model)])
+            self._is_broken |= breaks() != broken
+        if not (self.backend.graphs or self.backend.skipped):
+            self._see_to([whole(self.model)])
+        return result
+
+    def _take_parts(self) -> None:
+        """Take the calls of the modules in the model, which are converted as well if they are called by themselves.
+
+        Dynamo looks at the functions that Python calls between graphs, but not at torch's: a :func:`caller` is none of
+        these. RNN, GRU and LSTM are left out, because their copies copy all attributes.
+        """
+        for module in self.model.modules():
+            code = forward_code(module)
+            is_free = module is not self.model and module.__dict__.get("_compiled_call_impl") is None
+            if is_free and code is not None and type(module).__getstate__ is nn.Module.__getstate__:
+                part = PartCall(module, self._call_part)
+                module._compiled_call_impl = caller(module, self._call_part) if is_torchs(code.co_filename) else part
+
+    def _call_part(self, part: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a part: as it is if the model calls it, or a tracer or autograd, else converted."""
+        if (
+            getattr(self._thread, "is_inside", False)
+            or eval_frame.get_eval_frame_callback() not in (None, False)  # between graphs
+            or torch._C._current_graph_task_id() != -1
+            or torch._C._get_tracing_state() is not None  # pyright: ignore[reportUnnecessaryComparison]
+        ):
+            return part._call_impl(*args, **kwargs)
+        if part not in self._parts:
+            self._parts[part] = CompiledCall(part, self.backend, self.options)
+        return self._parts[part](*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave it out of copies of modules that copy all their attributes."""
+        return no_call, ()
+
+    def undo(self) -> None:
+        """Give the model's own call back, and those of the modules in it."""
+        for module in self.model.modules():
+            call = module.__dict__.get("_compiled_call_impl")
+            if isinstance(call, (CompiledCall, InAutocast, PartCall)) or is_caller(call):
+                module._compiled_call_impl = None
+
+    def _in_autocast(self) -> set[nn.Module]:
+        """Return the modules that run in regions of torch.autocast."""
+        calls = ((m, self.call if m is self.model else m._compiled_call_impl) for m in self.model.modules())
+        return {inner for module, call in calls if isinstance(call, InAutocast) for inner in module.modules()}
+
+    def _see_to(self, skipped: Sequence[SkippedCode]) -> None:
+        """Decide how skipped code runs from now on, and say so."""
+        backend, low = self.backend, self.backend.low
+        for one in skipped:
+            holders = modules_of(self.model, one) or [self.model]
+            if one in backend.skipped or set(holders) <= self._in_autocast():
+                continue
+            backend.skipped.append(one)
+            told = f"torch.compile cannot capture {one}"
+            if backend.uncaptured == "error":
+                raise CaptureError(f"{told}.")
+            runs = "It runs in float32."
+            if one.is_in_parts:
+                runs = "Its modules are converted one by one; what it computes besides runs in float32."
+            elif backend.uncaptured == "autocast":
+                device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+                for module in holders:
+                    in_autocast = InAutocast(module, device.type, low)
+                    if module is self.model:
+                        self.call = in_autocast
+                    else:
+                        module._compiled_call_impl = in_autocast
+                paths = [name or "(the model)" for name, module in self.model.named_modules() if module in holders]
+                runs = (
+                    f"It has run in float32; from now on {', '.join(paths)} runs under torch.autocast, in "
+                    f"{dtype_name(low)}."
+                )
+            warnings.warn(f"{told}. {runs}", UncapturedGraphWarning, stacklevel=4)
+
+
+class PartCall:
+    """The call of a module whose own code Dynamo looks at by itself."""
+
+    def __init__(self, module: Any, call: Callable[..., Any]) -> None:
+        self.module, self.call = module, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        if torch.compiler.is_compiling():
+            return self.module._call_impl(*args, **kwargs)
+        return self.call(self.module, *args, **kwargs)

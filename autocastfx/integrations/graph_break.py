@@ -1,0 +1,72 @@
+"""What a break of Dynamo's graph leaves to Python: code of torch, at which Dynamo does not look again.
+
+Where a graph breaks in a user's function, Dynamo captures what follows. Where it breaks inside a function of torch, the
+call of that function runs in Python as a whole, with all that it calls: only what is compiled by itself is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from traceback import FrameSummary
+from typing import Any, cast
+
+from torch import nn
+
+from autocastfx.integrations.skipped_code import CALLER, SkippedCode, modules_of
+
+__all__ = ["breaks", "is_torchs", "left_since"]
+
+_RECURRENT = "RNN, GRU, or LSTM"  # what Dynamo names where it does not capture one
+_MODULE = cast("Any", nn.Module)._call_impl.__code__.co_filename
+
+
+def breaks() -> int:
+    """Return how often a graph has broken in this process."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    return len(graph_break_reasons)
+
+
+def left_since(count: int, model: nn.Module) -> Iterator[SkippedCode]:
+    """Yield what the breaks in a call of ``model`` since :func:`breaks` was ``count`` leave to Python, uncaptured.
+
+    A module of torch is captured by itself then, through its :func:`caller`. If the graph breaks in it again, the
+    modules in it are, and what it computes besides is left.
+    """
+    from torch._dynamo.utils import graph_break_reasons
+
+    for one in graph_break_reasons[count:]:
+        stack = [frame for frame in one.user_stack if not _calls_modules(frame.filename)]
+        reason = one.reason.partition("\n")[0]
+        inner = next((i for i, frame in enumerate(stack) if is_torchs(frame.filename)), None)
+        if inner is None:
+            if _RECURRENT in reason:
+                yield _code(stack[-1], reason)
+            continue
+        left = _code(stack[inner], reason)
+        holders = modules_of(model, left)
+        is_new = any(module.__dict__.get("_compiled_call_impl") is None for module in holders)
+        if holders and all(type(module).forward is nn.Sequential.forward for module in holders) and not is_new:
+            continue  # it calls its modules, and does nothing besides
+        if inner == 0 or is_new:
+            inside = (part for holder in holders for part in holder.modules())
+            yield replace(left, is_in_parts=not any(isinstance(part, nn.RNNBase) for part in inside))
+        elif not holders:
+            yield _code(stack[inner - 1], f"in {left.name}: {reason}")
+
+
+def _code(frame: FrameSummary, reason: str) -> SkippedCode:
+    return SkippedCode(frame.name, frame.filename, frame.lineno or 0, reason)
+
+
+def is_torchs(file: str) -> bool:
+    """True for files whose functions Dynamo captures only as part of what calls them."""
+    from torch._dynamo.trace_rules import check_file
+
+    return bool(check_file(file).skipped)
+
+
+def _calls_modules(file: str) -> bool:
+    """True for the code between a module's call and its forward."""
+    return file in (_MODULE, CALLER)

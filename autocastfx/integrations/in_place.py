@@ -1,0 +1,67 @@
+"""``enable`` and ``disable``: convert a model that stays the object it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from autocastfx.errors import UnsupportedError
+from autocastfx.integrations.compile_backend import CompileBackend
+from autocastfx.integrations.compiled_call import CompiledCall
+from autocastfx.runtime.amp_module import AmpModule
+
+__all__ = ["backend_of", "disable", "enable"]
+
+
+def enable(model: nn.Module, *, inner: Any = "eager", **arguments: Any) -> nn.Module:
+    """Convert ``model`` in place: its calls run partly in 16 bits from now on, and all else of it stays.
+
+    Class, modules, hooks, parameters, ``state_dict`` and methods such as ``generate`` and ``save_pretrained`` are the
+    model's own. Dynamo captures it at its calls, and again when what its code reads has changed: a module, a hook, an
+    adapter, an attribute, ``training``. A module in it that is called by itself is converted, too; so
+    ``model.forward(...)`` converts the modules one by one. Copies of the model are not enabled.
+
+    Args:
+        model: the model, or a part of one.
+        inner: as in :class:`CompileBackend`, but by default ``"eager"``, which needs no compiler.
+        arguments: of :class:`CompileBackend`, such as ``dtype`` and ``op_list``.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedError: the model is enabled already, compiled by ``torch.compile``, or what ``convert`` returned.
+        OpListError: a list is wrong.
+        ValueError: an argument has no such choice.
+    """
+    name = type(model).__name__
+    if isinstance(model, AmpModule):
+        raise UnsupportedError("the model is converted already: enable the original.")
+    if backend_of(model) is not None:
+        raise UnsupportedError(
+            f"this {name} is enabled already: call disable first, to enable it with other arguments."
+        )
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise UnsupportedError(
+            f"this {name} is compiled already: enable it instead, with inner= the backend that it was compiled by."
+        )
+    return CompileBackend(inner=inner, **arguments).compile(model)
+
+
+def disable(model: nn.Module) -> nn.Module:
+    """Undo :func:`enable`: the model's calls run its own code again. A model that is not enabled stays as it is.
+
+    Returns:
+        The same model.
+    """
+    if isinstance(call := model.__dict__.get("_compiled_call_impl"), CompiledCall):
+        call.undo()
+    return model
+
+
+def backend_of(model: nn.Module) -> CompileBackend | None:
+    """Return what converts an enabled model, with its graphs and their plans; None if the model is not enabled."""
+    call = model.__dict__.get("_compiled_call_impl")
+    backend = call.backend if isinstance(call, CompiledCall) else None
+    return backend if isinstance(backend, CompileBackend) else None
