@@ -10,11 +10,11 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from autocastfx.cli import commands
+from autocastfx.cli import commands, run_script
 from autocastfx.cli import lint as lint_command
 from autocastfx.cli import numerics as numerics_command
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
@@ -58,9 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # characters such as arrows must not end a command
     try:
         with _current_directory_importable(), _warnings_in_one_line(), _quiet_torch(not options.traceback):
-            code: int = options.run(options)
+            found: int | Callable[[], int] = options.run(options)
             sys.stdout.flush()
-            return code
     except KeyboardInterrupt:
         print("autocastfx: interrupted", file=sys.stderr)
         return 130
@@ -73,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"autocastfx: error: {_brief(error)}", file=sys.stderr)
         return _code(error)
+    return found() if callable(found) else found  # a script: its errors and warnings are shown as without us
 
 
 def _code(error: Exception) -> int:
@@ -179,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.set_defaults(run=commands.convert_model)
 
     lint_command.add_to(add, [data, inputs, lists], _MODEL)
+    run_script.add_to(add, common)
     doctor = add("doctor", parents=[data], help="versions, devices, and what these cannot run in 16 bits")
     doctor.set_defaults(run=commands.doctor)
     _add_lists(add("lists", help="look at op lists"), data, common, dtype, inputs)

@@ -1,0 +1,236 @@
+"""Enable each model that a script calls, at its first call, while the script knows nothing of it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._C._dynamo import eval_frame
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autocastfx.integrations.compile_backend import CompileBackend
+from autocastfx.integrations.compiled_call import CompiledCall
+from autocastfx.integrations.run_report import LeftAlone, RanModel, RunReport, ran_model
+from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.training.grad_scaler import GradScaler
+
+__all__ = ["ScriptRun"]
+
+_OURS, _TORCH = Path(__file__).resolve().parents[1], Path(torch.__file__).resolve().parent
+
+
+class ScriptRun:
+    """Converts what a script runs, between entering and leaving :meth:`active`.
+
+    A model is a module with float32 parameters that the script calls while no other module runs. The calls that the
+    script makes in its own ``torch.autocast`` stay as they are, and so does what it compiles itself; both are counted.
+    """
+
+    def __init__(self, low: torch.dtype, make: Callable[[], CompileBackend]) -> None:
+        """Prepare to convert.
+
+        Args:
+            low: the 16-bit dtype.
+            make: makes what converts one model.
+        """
+        self.low, self.make = low, make
+        self._enabled: list[tuple[nn.Module, CompileBackend, str]] = []
+        self._left: Counter[tuple[str, str, str]] = Counter()
+        self._scalers: list[GradScaler] = []
+        self._steps = self._unscaled = 0
+        self._thread = threading.local()
+
+    @contextmanager
+    def active(self) -> Generator[None]:
+        """Enable models at their first calls, and let ``torch.amp.GradScaler`` be this package's."""
+        from torch._dynamo.eval_frame import skip_code
+
+        for function in (_FirstCall.__get__, ScriptRun.takes):  # Dynamo is not to look at these between graphs
+            skip_code(function.__code__)
+        scaler, cuda_scaler = _scalers(self._scalers)
+        with ExitStack() as stack:
+            for module, kind in ((torch.amp, scaler), (torch.cuda.amp, cuda_scaler)):
+                stack.enter_context(patch.object(module, "GradScaler", kind))
+                stack.enter_context(patch.object(module.grad_scaler, "GradScaler", kind))
+            stack.enter_context(patch.object(torch, "compile", self._noting(torch.compile)))
+            # What nn.Module.__call__ runs in place of the module's own code, if it is not None: a model has one of its
+            # own from its first call on.
+            stack.enter_context(patch.object(nn.Module, "_compiled_call_impl", _FirstCall(self)))
+            stack.callback(register_optimizer_step_pre_hook(self._count_step).remove)
+            yield
+
+    def report(self) -> RunReport:
+        """Tell what became of the models so far."""
+        skips = sum(scaler.skipped_steps for scaler in self._scalers)
+        models: list[RanModel] = [ran_model(*one) for one in self._enabled]
+        left = [LeftAlone(*key, calls) for key, calls in self._left.items()]
+        return RunReport(str(self.low).removeprefix("torch."), models, left, self._steps, self._unscaled, skips)
+
+    def takes(self, module: nn.Module) -> bool:
+        """True if ``module`` is called by the script: not by another module, a tracer, compiled code or in backward."""
+        return not (
+            torch.compiler.is_compiling()
+            or eval_frame.get_eval_frame_callback() not in (None, False)  # between graphs of what Dynamo compiles
+            or getattr(self._thread, "is_inside", False)
+            or torch._C._current_graph_task_id() != -1
+            or torch._C._get_tracing_state() is not None  # pyright: ignore[reportUnnecessaryComparison]
+            or isinstance(module, torch.jit.ScriptModule)
+        )
+
+    @contextmanager
+    def inside(self) -> Generator[None]:
+        """Leave alone the modules that are called in this thread."""
+        before = getattr(self._thread, "is_inside", False)
+        self._thread.is_inside = True
+        try:
+            yield
+        finally:
+            self._thread.is_inside = before
+
+    def first_call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a module that is not enabled, after enabling it if it is a model."""
+        if _is_wrapper(module):  # the model is what it holds
+            return module._call_impl(*args, **kwargs)
+        reason = self._why_not(module)
+        if reason is None and any(p.dtype == torch.float32 for p in module.parameters()):
+            backend = self.make()
+            backend.compile(module)
+            if isinstance(call := module.__dict__.get("_compiled_call_impl"), CompiledCall):
+                self._enabled.append((module, backend, _caller()))
+                module._compiled_call_impl = _ScriptCall(self, call)
+                return module(*args, **kwargs)
+        elif reason:
+            self._left[_name(module), _caller(), reason] += 1
+        with self.inside():
+            return module._call_impl(*args, **kwargs)
+
+    def _why_not(self, module: nn.Module) -> str | None:
+        """Return why a module with parameters is left alone; None if it is not."""
+        first = next(module.parameters(), None)
+        if first is None:
+            return None
+        if isinstance(module, AmpModule):
+            return "the script converts it"
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            return "the script compiles it"
+        if isinstance(module, nn.DataParallel):
+            return "nn.DataParallel copies it in each call"
+        if torch.is_autocast_enabled(first.device.type):
+            return "called in the script's own torch.autocast"
+        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+            return "its parameters are DTensors"
+        if all(parameter.dtype != torch.float32 for parameter in module.parameters()):
+            return f"its parameters are {first.dtype}"
+        return None
+
+    def _noting(self, compile_it: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``torch.compile``, to count what the script compiles itself."""
+
+        @wraps(compile_it)
+        def noted(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if model is None:
+                return lambda function: noted(function, *args, **kwargs)  # pyright: ignore[reportUnknownLambdaType]
+            if not isinstance(kwargs.get("backend"), CompileBackend):
+                self._left[_name(model), _caller(), "the script compiles it"] += 0
+            return compile_it(model, *args, **kwargs)
+
+        return noted
+
+    def _count_step(self, optimizer: Any, *_: object) -> None:
+        self._steps += 1
+        if self.low == torch.float16 and self._enabled and not any(scaler.is_enabled() for scaler in self._scalers):
+            self._unscaled += 1
+            if self._unscaled == 1:
+                warnings.warn(
+                    f"{type(optimizer).__name__} steps by gradients of an unscaled float16 loss, of which small ones "
+                    "are 0: run the script in bfloat16, or give it a torch.amp.GradScaler.",
+                    stacklevel=3,
+                )
+
+
+class _FirstCall:
+    """The call of a module that is not enabled: None leaves it to ``nn.Module``."""
+
+    def __init__(self, run: ScriptRun) -> None:
+        self.run = run
+
+    def __get__(self, module: Any, owner: type) -> Callable[..., Any] | None:
+        """Return what ``nn.Module.__call__`` is to run."""
+        return partial(self.run.first_call, module) if module is not None and self.run.takes(module) else None
+
+
+class _ScriptCall(CompiledCall):
+    """The call of an enabled model, in which no other is enabled. In torch.autocast of the script it is as before."""
+
+    def __init__(self, run: ScriptRun, call: CompiledCall) -> None:
+        super().__init__(call.model, call.backend, call.options)
+        self.run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        if not self.run.takes(self.model):
+            return super().__call__(*args, **kwargs)
+        if _in_autocast(self.model):
+            return self.run.first_call(self.model, *args, **kwargs)
+        with self.run.inside():
+            return super().__call__(*args, **kwargs)
+
+
+def _name(model: Any) -> str:
+    """Return the class of a module, compiled or not, or the name of a function."""
+    module = getattr(model, "_orig_mod", getattr(model, "__self__", model))
+    return type(module).__name__ if isinstance(module, nn.Module) else getattr(model, "__qualname__", repr(model))
+
+
+def _in_autocast(module: nn.Module) -> bool:
+    first = next(module.parameters(), None)
+    return first is not None and torch.is_autocast_enabled(first.device.type)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """True for what calls the model that it holds, in each process of several."""
+    is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+    return is_ddp or type(module).__name__ == "FullyShardedDataParallel"
+
+
+def _scalers(made: list[GradScaler]) -> tuple[type[GradScaler], type[GradScaler]]:
+    """Return what stands for ``torch.amp.GradScaler`` and ``torch.cuda.amp.GradScaler``; both add to ``made``."""
+
+    class NotedScaler(GradScaler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    class CudaScaler(NotedScaler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__("cuda", *args, **kwargs)
+
+    return NotedScaler, CudaScaler
+
+
+def _caller() -> str:
+    """Return file and line of the innermost code that is neither torch's nor this package's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_inside(file: str) -> bool:
+    """True for torch's and this package's code, and the standard library's context managers and wrappers."""
+    path = Path(file)
+    return (
+        any(path.is_relative_to(folder) for folder in (_OURS, _TORCH))
+        or path.suffix != ".py"
+        or path.name in ("contextlib.py", "functools.py")
+    )
