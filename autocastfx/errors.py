@@ -12,6 +12,7 @@ __all__ = [
     "EvaluationsError",
     "GpuError",
     "KeyPath",
+    "ManyVariantsWarning",
     "MissingExtraError",
     "ModelSpecError",
     "NodeError",
@@ -132,6 +133,10 @@ class UnmatchedPlanWarning(UserWarning):
 
 class StateWarning(UserWarning):
     """The model's forward changes attributes that the converted model does not change."""
+
+
+class ManyVariantsWarning(UserWarning):
+    """A converted model is captured again and again for one call structure."""
 
 
 class UncapturedGraphWarning(UserWarning):

@@ -31,6 +31,7 @@ from autocastfx.capture.value_free import CUMULATIVE_NORMS, masks_taken_as_given
 from autocastfx.capture.watch_casts import Casts
 from autocastfx.capture.whole_calls import whole_calls
 from autocastfx.errors import CaptureError
+from autocastfx.graph.any_size import any_size
 from autocastfx.graph.op_name import op_name
 
 __all__ = ["Captured", "capture"]
@@ -168,6 +169,7 @@ def _export(
         )  # do not specialize on a size of 1
         stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(masks_taken_as_given())
+        stack.enter_context(any_size())
         stack.enter_context(numbers.carried())
         stack.enter_context(CallRules(rules, SLOW if attempt == "all" else float("inf")))
         return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)

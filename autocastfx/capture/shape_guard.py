@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from traceback import FrameSummary
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
+from autocastfx.capture.failure import place
 from autocastfx.graph.sizes import example
 
 if TYPE_CHECKING:
@@ -32,10 +34,12 @@ class ShapeGuard:
     Attributes:
         symbols: (name, input, dimension) for each symbol of the conditions.
         conditions: Python expressions over the symbols and ``sizes[input][dimension]``.
+        lines: the line of code that made a condition, where it is known, by condition.
     """
 
     symbols: tuple[tuple[str, int, int], ...] = ()
     conditions: tuple[str, ...] = ()
+    lines: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_holds", _compile(self.symbols, self.conditions))
@@ -44,22 +48,32 @@ class ShapeGuard:
         """True if the graph holds for inputs of these sizes."""
         return bool(self._holds(sizes))  # pyright: ignore[reportAttributeAccessIssue]
 
-    def broken(self, sizes: Sizes) -> str | None:
-        """Return the first condition that does not hold, with the values of its symbols; None if all hold."""
+    def broken(self, sizes: Sizes, names: Sequence[str]) -> str | None:
+        """Return the first condition that does not hold, with the sizes in it and the line of code that made it.
+
+        Args:
+            sizes: those of each input.
+            names: the inputs' names.
+
+        Returns:
+            None if all conditions hold.
+        """
+        places = {name: f"{names[i]}.shape[{d}]" for name, i, d in self.symbols}
         for condition in self.conditions:
             if not _compile(self.symbols, (condition,))(sizes):
-                words = set(re.findall(r"\w+", condition))
-                read = [f"{name}={sizes[i][d]}" for name, i, d in self.symbols if name in words]
-                for i, d in dict.fromkeys(re.findall(r"sizes\[(\d+)\]\[(\d+)\]", condition)):
-                    read.append(f"sizes[{i}][{d}]={sizes[int(i)][int(d)]}")
-                return f"{condition} with {', '.join(read)}"
+                named = re.sub(r"\w+", lambda word: places.get(word[0], word[0]), condition)
+                named = re.sub(r"sizes\[(\d+)\]\[(\d+)\]", lambda at: f"{names[int(at[1])]}.shape[{at[2]}]", named)
+                numbers = ((names[i], i, d) for i, shape in enumerate(sizes) for d in range(len(shape)))
+                read = [f"{name}.shape[{d}]={sizes[i][d]}" for name, i, d in numbers if f"{name}.shape[{d}]" in named]
+                line = f" ({self.lines[condition]})" if condition in self.lines else ""
+                return f"{named} with {', '.join(read)}{line}"
         return None
 
     def __str__(self) -> str:
         return " and ".join(self.conditions)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (ShapeGuard, (self.symbols, self.conditions))
+        return (ShapeGuard, (self.symbols, self.conditions, self.lines))
 
 
 def _compile(symbols: Sequence[tuple[str, int, int]], conditions: Sequence[str]) -> Callable[[Sizes], bool]:
@@ -85,6 +99,7 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
     conditions: dict[str, None] = {}
     equal: list[tuple[int, int, sympy.Basic]] = []
     environments: list[Any] = []
+    lines: dict[str, str] = {}
     for i, node in enumerate(inputs):
         for d, size in enumerate(node.meta["val"].shape):
             if not isinstance(size, torch.SymInt):
@@ -115,8 +130,34 @@ def shape_guard(inputs: Sequence[fx.Node]) -> ShapeGuard:
         if expression != sympy.true and names and names <= symbols.keys():
             condition = _python(expression)
             pinned = {f"{name} == {captured[i][d]}": None for name, i, d in symbols.values() if name in names}
-            conditions.update({condition: None} if holds_when_captured(condition) else pinned)
-    return ShapeGuard(tuple(symbols.values()), tuple(conditions))
+            made = {condition: None} if holds_when_captured(condition) else pinned
+            conditions.update(made)
+            lines.update(dict.fromkeys(made, _line(guard)))
+    for i, d, line in _fixed_by_code(captured, symbols.values(), environments):
+        lines[f"sizes[{i}][{d}] == {captured[i][d]}"] = line
+    known = {condition: lines[condition] for condition in conditions if lines.get(condition)}
+    return ShapeGuard(tuple(symbols.values()), tuple(conditions), known)
+
+
+def _fixed_by_code(
+    captured: Sizes, symbols: Collection[tuple[str, int, int]], environments: Sequence[Any]
+) -> Iterator[tuple[int, int, str]]:
+    """Yield each size that the model's code made a plain number, with the line, where it is the only one so large."""
+    lines: dict[int, set[str]] = {}
+    for guard in (guard for environment in environments for guard in environment.guards):
+        if guard.expr.is_Equality and guard.expr.rhs.is_Integer and guard.expr.lhs.is_Symbol:
+            lines.setdefault(int(guard.expr.rhs), set()).add(_line(guard))
+    dynamic = {(i, d) for _, i, d in symbols}
+    fixed = [(i, d, size) for i, sizes in enumerate(captured) for d, size in enumerate(sizes) if (i, d) not in dynamic]
+    for i, d, size in fixed:
+        if len(found := lines.get(size, set[str]())) == 1:
+            yield i, d, next(iter(found))
+
+
+def _line(guard: Any) -> str:
+    """Return the line of code, the model's or a library's, that made a guard of torch's; empty if torch knows none."""
+    frame = guard.sloc.framework_loc
+    return place(frame.filename, frame.lineno or 0) if isinstance(frame, FrameSummary) else ""
 
 
 def _python(expression: sympy.Basic) -> str:

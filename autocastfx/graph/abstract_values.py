@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
+from autocastfx.graph.any_size import RECURRENT
 from autocastfx.graph.node import value
 from autocastfx.graph.sizes import example
 
@@ -67,7 +68,7 @@ def abstract_call(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if mode is None:
         return target(*args, **kwargs)
     with mode, torch._C._DisableAutocast(), enable_python_dispatcher(), torch.no_grad():  # it knows symbolic sizes
-        return target(*args, **kwargs)
+        return RECURRENT.get(target, target)(*args, **kwargs)
 
 
 def _of_example_sizes(abstract: FakeTensor, mode: FakeTensorMode) -> FakeTensor:

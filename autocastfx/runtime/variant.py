@@ -32,15 +32,17 @@ _numbers = itertools.count()
 class _CallCode(CodeGen):
     """Lets ``fx.Interpreter``, and so torch.export, call a flat graph with the model's nested inputs and outputs."""
 
-    def __init__(self, out_spec: pytree.TreeSpec, guard: ShapeGuard) -> None:
+    def __init__(self, out_spec: pytree.TreeSpec, guard: ShapeGuard, names: list[str]) -> None:
         super().__init__()
-        self.out_spec, self.guard = out_spec, guard
+        self.out_spec, self.guard, self.names = out_spec, guard, names
 
     def process_inputs(self, *args: Any) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         sizes = [t.shape for t in tensors]
         if not self.guard.holds(sizes):
-            raise VariantError(f"the graph does not fit these sizes: {self.guard.broken(sizes)} does not hold")
+            raise VariantError(
+                f"the graph does not fit these sizes: {self.guard.broken(sizes, self.names)} does not hold"
+            )
         return tensors
 
     def process_outputs(self, outputs: Any) -> Any:
@@ -84,7 +86,7 @@ class Variant(nn.Module):
         self.state, self.captured = state, captured
         self.first_broken: Callable[[], Read | None] = state.unchanged
         self.autocast = device.type if torch.amp.is_autocast_available(device.type) else None
-        graph.set_codegen(_CallCode(out_spec, guard))
+        graph.set_codegen(_CallCode(out_spec, guard, structure.tensor_names()))
         self.prefix = ""
         self.code = ""
         self.function: Callable[..., tuple[Any, ...]] = _not_mounted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -12,13 +13,16 @@ from torch import nn
 
 from autocastfx.capture.call import Call
 from autocastfx.capture.sources import capturing
-from autocastfx.errors import CaptureError, StateWarning, UnsupportedError, VariantError, shown
+from autocastfx.errors import CaptureError, ManyVariantsWarning, StateWarning, UnsupportedError, VariantError, shown
 from autocastfx.graph.node import uses
 from autocastfx.plan.plan import Precision
 from autocastfx.policy.kernel_facts import PARAMETERS, load_kernel_facts
 from autocastfx.runtime.variant import Variant
 
 __all__ = ["VariantTable", "up_to_date"]
+
+MANY = 8  # variants for one call structure, which are captured without a warning
+_LOG = logging.getLogger("autocastfx")
 
 Held = Mapping[str, torch.Tensor]  # parameters and buffers by the original's names
 Modes = tuple[bool, ...]  # the training flag of each module of the original
@@ -97,11 +101,22 @@ class VariantTable(nn.ModuleList):
         Raises:
             VariantError: the model cannot be captured with this call.
         """
+        why = self._why_none_fits(call, modes)
+        _LOG.info("capturing variant %d: %s", len(self.captured) + 1, why)
         try:
-            return self.capture(call, modes, held)
+            made = self.capture(call, modes, held)
         except CaptureError as error:
-            why = self._why_none_fits(call, modes)
             raise VariantError(f"{why}; a further one cannot be captured: {error}") from error
+        alike = sum(v.modes == modes and v.structure == call.structure for v in self.captured)
+        if alike == MANY + 1:
+            warnings.warn(
+                f"more than {MANY} variants were captured for the call ({call.structure}), each in seconds. The last "
+                f"one, because {why}. Give the model fewer sizes or values, as by padding to a few lengths, or write "
+                "that code so that one graph serves all; the logger autocastfx tells the reason of each capture.",
+                ManyVariantsWarning,
+                stacklevel=2,
+            )
+        return made
 
     def _why_none_fits(self, call: Call, modes: Modes) -> str:
         same_mode = [v for v in self.captured if v.modes == modes]
@@ -117,7 +132,7 @@ class VariantTable(nn.ModuleList):
             if now is not None:
                 was = next(r.value for r in variant.state.reads if r.path == now.path)
                 return f"no variant holds attribute {now.path!r} as it is: it was {shown(was)}, and is {now.word}"
-        broken = same_call[0].guard.broken(sizes)
+        broken = same_call[0].guard.broken(sizes, call.structure.tensor_names())
         return f"no variant fits these sizes: {broken} does not hold"
 
     def capture(self, call: Call, modes: Modes, held: Held) -> Variant:
