@@ -11,6 +11,7 @@ from autocastfx.errors import (
     EvaluationsError,
     GpuError,
     LossScaleError,
+    ManyVariantsWarning,
     MissingExtraError,
     NodeError,
     NotCapturedError,
@@ -25,7 +26,7 @@ from autocastfx.errors import (
     VariantError,
     VerifyError,
 )
-from autocastfx.integrations.compile_backend import CompileBackend, CompiledGraph
+from autocastfx.integrations.compile_backend import CompileBackend
 from autocastfx.integrations.in_place import backend_of, disable, enable
 from autocastfx.numerics.bisect import Bisection, Place, bisect
 from autocastfx.numerics.compare import compare
@@ -51,6 +52,7 @@ from autocastfx.policy.op_list import OpList, load_op_list
 from autocastfx.policy.presets import presets
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 from autocastfx.report.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
+from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.deviation import Deviation
 from autocastfx.report.dump import dump
 from autocastfx.report.explain import explain
@@ -101,6 +103,7 @@ __all__ = [
     "LossScaleError",
     "LossScaler",
     "LossScalingOptimizer",
+    "ManyVariantsWarning",
     "MissingExtraError",
     "ModuleRule",
     "NoLossScale",

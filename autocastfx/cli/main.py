@@ -19,7 +19,7 @@ from autocastfx.cli import lint as lint_command
 from autocastfx.cli import numerics as numerics_command
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import AutocastFXError, EvaluationsError, ModelSpecError, NodeError, OpListError, PlanError
-from autocastfx.report.dump import FORMATS
+from autocastfx.report.render import FORMATS
 
 __all__ = ["main"]
 

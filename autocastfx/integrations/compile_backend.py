@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -15,49 +14,18 @@ from autocastfx.capture.saved_tensors import no_saved_tensors_hooks
 from autocastfx.capture.whole_calls import places
 from autocastfx.conversion import check_arguments, conversion_is_off
 from autocastfx.dtypes import dtype_name
-from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError, VariantError
+from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.integrations.compiled_call import CompiledCall
 from autocastfx.integrations.skipped_code import SkippedCode
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
-from autocastfx.plan.plan import Plan
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import OpListLike, load_op_list
-from autocastfx.report.dump import render
-from autocastfx.report.view import view_of_graph
+from autocastfx.report.compiled_graph import CompiledGraph
 
-__all__ = ["UNCAPTURED", "CompileBackend", "CompiledGraph", "compile_graph"]
+__all__ = ["UNCAPTURED", "CompileBackend", "compile_graph"]
 
 UNCAPTURED = ("autocast", "float32", "error")
-
-
-@dataclass(frozen=True)
-class CompiledGraph:
-    """What became of one of Dynamo's graphs.
-
-    Attributes:
-        module: what the next backend got.
-        plan: the decisions and casts; None if the graph could not be converted.
-        failure: why the graph could not be converted, else empty.
-    """
-
-    module: fx.GraphModule
-    plan: Plan | None
-    failure: str = ""
-
-    def dump(self, format: str = "text") -> str:
-        """Show every node with its precision and the reason, and every cast, as :func:`dump` does.
-
-        Args:
-            format: as in :func:`dump`, but for the page.
-
-        Raises:
-            ValueError: the format is unknown.
-            VariantError: the graph could not be converted.
-        """
-        if self.plan is None:
-            raise VariantError(f"there is no plan of a graph that could not be converted: {self.failure}")
-        return render(view_of_graph(self.module, self.plan, "a graph of torch.compile"), format)
 
 
 class CompileBackend:

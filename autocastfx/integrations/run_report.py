@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
-from autocastfx.integrations.compile_backend import CompileBackend, CompiledGraph
+from autocastfx.integrations.compile_backend import CompileBackend
+from autocastfx.report.compiled_graph import CompiledGraph
 
 __all__ = ["LeftAlone", "RanGraph", "RanModel", "RunReport", "ran_model"]
 

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
+
+from torch import nn
 
 from autocastfx.files import check_writable, write_whole
 from autocastfx.report.compared import Compared
-from autocastfx.report.dot import render_dot
-from autocastfx.report.graphml import render_graphml
+from autocastfx.report.compiled_graph import graphs_of, views_of_graphs
 from autocastfx.report.html import render_html
-from autocastfx.report.python import render_python
-from autocastfx.report.text import render_text
+from autocastfx.report.render import FORMATS, render
 from autocastfx.report.view import View, view
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["FORMATS", "dump", "render", "view_of"]
-
-
-def _render_json(view: View) -> str:
-    return view.plan.to_json() + "\n"
-
-
-_OF_ONE_VARIANT: dict[str, Callable[[View], str]] = {
-    "text": render_text,
-    "json": _render_json,
-    "dot": render_dot,
-    "graphml": render_graphml,
-    "python": render_python,
-}
-FORMATS = (*_OF_ONE_VARIANT, "html")
+__all__ = ["dump", "view_of", "views_of"]
 
 
 def dump(
-    amp_model: AmpModule,
+    amp_model: nn.Module,
     path: str | os.PathLike[str] | None = None,
     format: str = "text",
     *,
@@ -44,10 +29,10 @@ def dump(
 
     Shows the variant of ``amp_model.graph`` and ``amp_model.plan``, the first captured for the model's present mode.
     ``"html"`` holds all variants, and shows this one or the compared one first. The text has no sizes or values, and is
-    the same on every machine.
+    the same on every machine. Of an enabled model all graphs captured so far are shown, one after the other.
 
     Args:
-        amp_model: a converted model, unpickled or not.
+        amp_model: a converted model, unpickled or not, or an enabled one.
         path: also write the text to this file, as UTF-8. An existing file is replaced when the text is complete.
         format: ``"text"``, an aligned table; ``"json"``, the plan, which :meth:`Plan.from_json` reads back; ``"dot"``,
             for Graphviz; ``"graphml"``, for graph tools; ``"python"``, the generated code with dtypes and precision
@@ -60,8 +45,9 @@ def dump(
 
     Raises:
         ValueError: the format is unknown; or ``comparison`` is given with a format other than ``"html"``; or it is of
-            another model, or of a variant that this model lacks.
-        TypeError: ``amp_model`` is not a converted model, or ``comparison`` is not a comparison.
+            another model, or of a variant that this model lacks; or an enabled model has several graphs, of which the
+            format holds one.
+        TypeError: ``amp_model`` is neither converted nor enabled, or ``comparison`` is not a comparison.
         VariantError: nothing is captured yet.
         FileNotFoundError: the folder of ``path`` does not exist.
         IsADirectoryError: ``path`` is a folder.
@@ -69,34 +55,49 @@ def dump(
     """
     if format not in FORMATS:
         raise ValueError(f"format is {', '.join(map(repr, FORMATS))}, not {format!r}")
-    if not isinstance(amp_model, AmpModule):
-        raise TypeError(
-            f"dump shows what convert() returned, not a {type(amp_model).__name__}: convert the model first"
-        )
     if comparison is not None and not isinstance(comparison, Compared):
         raise TypeError(f"comparison= takes what compare() returned, not a {type(comparison).__name__}")
     if comparison is not None and format != "html":
         raise ValueError(f"comparison= goes into format='html', not {format!r}: leave it away, or print it by itself")
+    views, shown = views_of(amp_model, "dump shows")
     if format == "html":
-        views = [_view(amp_model, number) for number in range(len(amp_model._shown))]
-        text = render_html(views, _shown(amp_model), comparison)
+        text = render_html(views, shown, comparison)
+    elif isinstance(amp_model, AmpModule):
+        text = render(views[shown], format)
+    elif format == "text":
+        text = "\n".join(render(one, format) for one in views)
+    elif len(views) == 1:
+        text = render(views[0], format)
     else:
-        text = render(view_of(amp_model), format)
+        raise ValueError(
+            f"this model has {len(views)} graphs, and {format!r} holds one: take 'text' or 'html', or dump one of "
+            "autocastfx.backend_of(model).graphs"
+        )
     if path is not None:
         check_writable(Path(path))
         write_whole(Path(path), text)
     return text
 
 
-def render(view: View, format: str) -> str:
-    """Write one graph in a format of :func:`dump`.
+def views_of(model: object, does: str) -> tuple[list[View], int]:
+    """Return views of all graphs of a converted or enabled model, and the position of the one to show first.
+
+    Args:
+        model: what the user gave.
+        does: what cannot be done with another model, for the error.
 
     Raises:
-        ValueError: the format is none of one graph.
+        TypeError: the model is neither.
+        VariantError: nothing is captured yet.
     """
-    if format not in _OF_ONE_VARIANT:
-        raise ValueError(f"format is {', '.join(map(repr, _OF_ONE_VARIANT))}, not {format!r}")
-    return _OF_ONE_VARIANT[format](view)
+    if isinstance(model, AmpModule):
+        return [_view(model, number) for number in range(len(model._shown))], _shown(model)
+    if (graphs := graphs_of(model)) is not None:
+        return views_of_graphs(graphs), 0
+    raise TypeError(
+        f"{does} what convert() returned, or what enable() was given, not a {type(model).__name__}: convert or enable "
+        "the model first"
+    )
 
 
 def view_of(amp_model: AmpModule) -> View:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import nn
+
 from autocastfx.plan.plan import PlannedNode, Recomposed
 from autocastfx.plan.select_nodes import select
-from autocastfx.report.dump import view_of
+from autocastfx.report.dump import views_of
 from autocastfx.report.reason import Reason, Reasons
+from autocastfx.report.view import View
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["explain"]
 
 
-def explain(amp_model: AmpModule, what: str) -> str:
+def explain(amp_model: nn.Module, what: str) -> str:
     """Explain why the nodes that ``what`` names run in their precision, and what would change it.
 
     Args:
-        amp_model: a converted model. The variant of its ``plan`` is explained.
+        amp_model: a converted model, of which the variant of its ``plan`` is explained; or an enabled one, of which all
+            graphs are, each explanation once.
         what: a node, an op, a module, or an op inside a module; paths may be patterns (``layers.*.attn.softmax``).
 
     Returns:
@@ -25,21 +29,29 @@ def explain(amp_model: AmpModule, what: str) -> str:
 
     Raises:
         KeyError: nothing in the plan has this name; the message suggests the nearest.
-        TypeError: ``amp_model`` is not a converted model, or ``what`` is not text.
+        TypeError: ``amp_model`` is neither converted nor enabled, or ``what`` is not text.
         VariantError: nothing is captured yet.
     """
-    if not isinstance(amp_model, AmpModule):
-        raise TypeError(
-            f"explain takes what convert() returned, not a {type(amp_model).__name__}: convert the model first"
-        )
+    views, first = views_of(amp_model, "explain takes")
     if not isinstance(what, str):
         raise TypeError(f"explain takes the name of a node, op or module, such as 'softmax', not {what!r}")
-    shown = view_of(amp_model)
+    chosen = [views[first]] if isinstance(amp_model, AmpModule) else views
+    found, unknown = dict[str, None](), list[KeyError]()
+    for one in chosen:
+        try:
+            found.update(dict.fromkeys(_paragraphs(one, what)))
+        except KeyError as error:
+            unknown.append(error)
+    if not found:
+        raise unknown[0]
+    return "\n".join(part for paragraph in found for part in (paragraph, ""))
+
+
+def _paragraphs(shown: View, what: str) -> Iterator[str]:
     reasons = Reasons(shown.rows)
     recomposed = {one.node: one for one in shown.plan.recomposed}
-    found = select(shown.plan, what)
-    paragraphs = ("\n".join(_lines(node, reasons.of(node), recomposed.get(node.name))) for node in found)
-    return "\n".join(part for paragraph in paragraphs for part in (paragraph, ""))
+    for node in select(shown.plan, what):
+        yield "\n".join(_lines(node, reasons.of(node), recomposed.get(node.name)))
 
 
 def _lines(node: PlannedNode, reason: Reason, recomposed: Recomposed | None) -> Iterator[str]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autocastfx
-from autocastfx import AmpModule, UncapturedGraphWarning, UnsupportedError
+from autocastfx import AmpModule, UncapturedGraphWarning, UnsupportedError, VariantError
 from tests.helpers import relative_error
 
 LOW = torch.bfloat16
@@ -220,6 +220,46 @@ def test_more_graphs_than_dynamo_makes_are_told_with_the_remedy() -> None:
         warnings.simplefilter("error")
         exact = nn.functional.linear(x, model.layer.weight, model.layer.bias).detach() * 4
         assert 0 < relative_error(model(x, "more").detach(), exact) < 4 * EPS
+
+
+def test_an_enabled_model_is_dumped_and_explained() -> None:
+    model, x = made()
+    for call in (autocastfx.dump, lambda m: autocastfx.explain(m, "tanh")):
+        with pytest.raises(TypeError, match=r"not a Scaled: convert or enable the model first$"):
+            call(model)
+    autocastfx.enable(model, dtype=LOW)
+    with pytest.raises(VariantError, match="nothing is captured yet: call the enabled model once"):
+        autocastfx.dump(model)
+    model(x)
+    text = autocastfx.dump(model)
+    assert "variant: graph 1 of 1, captured by torch.compile" in text
+    assert autocastfx.Plan.from_json(autocastfx.dump(model, format="json")).low == "bfloat16"
+    why = autocastfx.explain(model, "tanh")
+    assert why.startswith("tanh (tanh) in module")
+    with pytest.raises(KeyError, match="tahn"):
+        autocastfx.explain(model, "tahn")
+    model.scale = 2.0
+    model(x)
+    text = autocastfx.dump(model)
+    assert [f"graph {number} of 2, captured by torch.compile" in text for number in (1, 2)] == [True, True]
+    assert "graph 2 of 2" in autocastfx.dump(model, format="html")
+    assert autocastfx.explain(model, "tanh") == why, "the same of both graphs is said once"
+    with pytest.raises(ValueError, match=r"has 2 graphs, and 'json' holds one: take 'text' or 'html', or dump one of"):
+        autocastfx.dump(model, format="json")
+
+
+def test_graphs_that_could_not_be_converted_have_no_dump(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = made()
+    autocastfx.enable(model, dtype=LOW)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("autocastfx.capture.dynamo_graph.aten_graph", fail)
+    with pytest.warns(UncapturedGraphWarning):
+        model(x)
+    with pytest.raises(VariantError, match="no graph of the enabled model could be converted: RuntimeError: no such"):
+        autocastfx.dump(model)
 
 
 def test_what_cannot_be_enabled_is_refused_and_left() -> None:

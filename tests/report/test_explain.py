@@ -100,7 +100,7 @@ def test_unknown_names_are_errors_with_the_nearest() -> None:
         KeyError, match=r"no node, op or module of the plan is called 'sofmax' \(did you mean 'softmax'"
     ):
         explained("sofmax")
-    with pytest.raises(TypeError, match="convert the model first"):
+    with pytest.raises(TypeError, match="convert or enable the model first"):
         autocastfx.explain(Model(), "mul")  # type: ignore[arg-type]
 
 

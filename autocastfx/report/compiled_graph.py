@@ -1,0 +1,70 @@
+"""A graph that the backend of ``torch.compile`` has converted, and the graphs of an enabled model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from autocastfx.errors import VariantError
+from autocastfx.plan.plan import Plan
+from autocastfx.report.render import render
+from autocastfx.report.view import View, view_of_graph
+
+__all__ = ["CompiledGraph", "graphs_of", "views_of_graphs"]
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """What became of one of Dynamo's graphs.
+
+    Attributes:
+        module: what the next backend got.
+        plan: the decisions and casts; None if the graph could not be converted.
+        failure: why the graph could not be converted, else empty.
+    """
+
+    module: fx.GraphModule
+    plan: Plan | None
+    failure: str = ""
+
+    def dump(self, format: str = "text") -> str:
+        """Show every node with its precision and the reason, and every cast, as :func:`dump` does.
+
+        Args:
+            format: as in :func:`dump`, but for the page.
+
+        Raises:
+            ValueError: the format is unknown.
+            VariantError: the graph could not be converted.
+        """
+        if self.plan is None:
+            raise VariantError(f"there is no plan of a graph that could not be converted: {self.failure}")
+        return render(view_of_graph(self.module, self.plan, "a graph of torch.compile"), format)
+
+
+def graphs_of(model: object) -> Sequence[CompiledGraph] | None:
+    """Return the graphs that an enabled model has so far; None if it is not enabled."""
+    call = model.__dict__.get("_compiled_call_impl") if isinstance(model, nn.Module) else None
+    graphs: Any = getattr(getattr(call, "backend", None), "graphs", None)
+    return graphs if isinstance(graphs, list) else None
+
+
+def views_of_graphs(graphs: Sequence[CompiledGraph]) -> list[View]:
+    """Return a view of each graph that could be converted.
+
+    Raises:
+        VariantError: there is none.
+    """
+    if not graphs:
+        raise VariantError("nothing is captured yet: call the enabled model once.")
+    found = [
+        view_of_graph(graph.module, graph.plan, f"graph {number} of {len(graphs)}, captured by torch.compile")
+        for number, graph in enumerate(graphs, 1)
+        if graph.plan is not None
+    ]
+    if not found:
+        raise VariantError(f"no graph of the enabled model could be converted: {graphs[0].failure}")
+    return found
