@@ -53,7 +53,12 @@ class DynamoGraph:
     places: Mapping[str, int]
 
 
-def aten_graph(module: fx.GraphModule, inputs: Sequence[Any] | None = None, whole: Collection[Any] = ()) -> DynamoGraph:
+def aten_graph(
+    module: fx.GraphModule,
+    inputs: Sequence[Any] | None = None,
+    whole: Collection[Any] = (),
+    paths: Mapping[int, str] | None = None,
+) -> DynamoGraph:
     """Trace Dynamo's graph to ATen operators, on the abstract tensors that Dynamo made it with.
 
     Args:
@@ -61,14 +66,18 @@ def aten_graph(module: fx.GraphModule, inputs: Sequence[Any] | None = None, whol
         inputs: what Dynamo gives a backend: parameters, and examples of the other inputs. For a graph inside another,
             None: its placeholders hold examples.
         whole: functions that stay whole, as far as Dynamo has left them so.
+        paths: of modules and parameters of the model, by their ``id``. Dynamo knows others by where it found them,
+            which is no path behind a break of the graph.
     """
+    paths = paths or {}
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [node.meta["example_value"] for node in given] if inputs is None else inputs
     traced, called = _traced(module, given, inputs, whole)
-    names = _names(given)
+    names = _names(given, inputs, paths)
     attributes: dict[str, Any] = {}
+    root = _root(given, inputs, paths)
     for node in traced.graph.nodes:
-        _name_modules(node)
+        _name_modules(node, paths, root)
     graph = tidy(traced, set(), called, attributes, names)
     for node in reversed(graph.nodes):  # Dynamo has read numbers that are known while it captured
         if op_name(node) == "item" and not node.users:
@@ -125,13 +134,13 @@ def _constants(module: fx.GraphModule) -> Iterator[str]:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _names(given: Sequence[fx.Node]) -> list[str]:
-    """Name the inputs as the model does, by where Dynamo found them."""
+def _names(given: Sequence[fx.Node], inputs: Sequence[Any], paths: Mapping[int, str]) -> list[str]:
+    """Name the inputs as the model does, or by where Dynamo found them."""
     names: list[str] = []
-    for node in given:
+    for node, held in zip(given, inputs, strict=True):
         argument = node.meta.get("grapharg")
         source = getattr(argument, "source", None)
-        name = _path(source.name) if source is not None else ""
+        name = paths.get(id(held)) or (_path(source.name) if source is not None else "")
         name = re.sub(r"\W", "_", name) if not re.fullmatch(r"[\w.]+", name) else name
         name = name or node.name
         while name in names:
@@ -140,11 +149,30 @@ def _names(given: Sequence[fx.Node]) -> list[str]:
     return names
 
 
-def _name_modules(node: fx.Node) -> None:
+def _root(given: Sequence[fx.Node], inputs: Sequence[Any], paths: Mapping[int, str]) -> str:
+    """Return the path of the module whose code Dynamo has captured, if that was called by itself; else empty."""
+    for node, held in zip(given, inputs, strict=True):
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        if source is not None and source.name.startswith("L['self']"):
+            known, found = paths.get(id(held), ""), _path(source.name)
+            if known.endswith(f".{found}"):
+                return known.removesuffix(f".{found}")
+    return ""
+
+
+def _name_modules(node: fx.Node, paths: Mapping[int, str], root: str) -> None:
     """Let the module paths of ``node`` be those of ``named_modules`` of the compiled module."""
-    stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+    stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or ({"": (root, nn.Module)} if root else {})
     if stack:
-        node.meta["nn_module_stack"] = {key: (_path(path), kind) for key, (path, kind) in stack.items()}
+        node.meta["nn_module_stack"] = {
+            key: (paths.get(_module_id(key), _path(path)), kind) for key, (path, kind) in stack.items()
+        }
+
+
+def _module_id(key: str) -> int:
+    """Return the ``id`` of a module in Dynamo's stack of modules; -1 if its key there is another."""
+    number = key.partition("@")[0]  # a second call of the module has a number of its own
+    return int(number) if number.isdecimal() else -1
 
 
 def _path(source: str) -> str:

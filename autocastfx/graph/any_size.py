@@ -6,14 +6,16 @@ contiguous, which a size of 1 decides. A graph captured so holds for that length
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-__all__ = ["RECURRENT", "any_size"]
+__all__ = ["RECURRENT", "any_size", "own_sizes"]
 
 _aten: Any = torch.ops.aten
 
@@ -90,22 +92,75 @@ RECURRENT: Mapping[Any, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
-_ANY_SIZE = {**RECURRENT, _aten.linear.default: _linear}
+_KEYS = tuple(
+    getattr(cast("Any", torch._C).DispatchKey, name) for name in ("Autograd", "CompositeImplicitAutograd", "Meta")
+)
 
 
-@contextmanager
-def any_size() -> Generator[None, None, None]:
-    """While open, torch's Python dispatcher, which only tracers use, takes these results."""
-    key = cast("Any", torch._C).DispatchKey
-    keys = (key.Autograd, key.CompositeImplicitAutograd, key.Meta)
-    before = [(op, dict(op.py_kernels)) for op in _ANY_SIZE]
-    try:
-        for op, rule in _ANY_SIZE.items():
-            op.py_kernels.update(dict.fromkeys(keys, rule))
+class _Kernels:
+    """torch's Python kernels of these operators, which only tracers call, replaced while a thread asks for it.
+
+    Other threads get torch's own, and so does a tracer that would record what a rule does.
+    """
+
+    def __init__(self, rules: Mapping[Any, Callable[..., Any]]) -> None:
+        self.rules = rules
+        self._lock, self._opened = threading.Lock(), 0
+        self._thread = threading.local()
+        self._own: dict[Any, dict[Any, Any]] = {}
+
+    @contextmanager
+    def asked(self, answer: bool) -> Generator[None, None, None]:
+        """Ask for the rules in this thread, or for torch's own kernels, for as long as it is open."""
+        before, self._thread.is_asked = self._is_asked(), answer
+        with self._lock:
+            self._opened += 1
+            if self._opened == 1:
+                self._install()
+        try:
+            yield
+        finally:
+            self._thread.is_asked = before
+            with self._lock:
+                self._opened -= 1
+                if self._opened == 0:
+                    self._remove()
+
+    def _is_asked(self) -> bool:
+        return getattr(self._thread, "is_asked", False)
+
+    def _install(self) -> None:
+        for op, rule in self.rules.items():
+            self._own[op] = dict(op.py_kernels)
+            op.py_kernels.update({key: self._either(op, key, rule, self._own[op].get(key)) for key in _KEYS})
             op._dispatch_cache.clear()
-        yield
-    finally:
-        for op, kernels in before:
+
+    def _remove(self) -> None:
+        for op, kernels in self._own.items():
             op.py_kernels.clear()
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
+        self._own.clear()
+
+    def _either(
+        self, op: Any, key: Any, rule: Callable[..., Any], own: Callable[..., Any] | None
+    ) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_asked() and get_proxy_mode() is None:
+                return rule(*args, **kwargs)
+            return op._op_dk(key, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+        return call
+
+
+_RULES = _Kernels({**RECURRENT, _aten.linear.default: _linear})
+
+
+def any_size() -> AbstractContextManager[None]:
+    """While open, a tracer in this thread takes these results for those of the operators."""
+    return _RULES.asked(True)
+
+
+def own_sizes() -> AbstractContextManager[None]:
+    """While open inside :func:`any_size`, torch's own kernels make the results, whose loops a compiler needs."""
+    return _RULES.asked(False)

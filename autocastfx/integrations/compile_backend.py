@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
@@ -15,6 +16,7 @@ from autocastfx.capture.whole_calls import places
 from autocastfx.conversion import check_arguments, conversion_is_off
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
+from autocastfx.graph.any_size import own_sizes
 from autocastfx.integrations.compiled_call import CompiledCall
 from autocastfx.integrations.skipped_code import SkippedCode
 from autocastfx.passes.patterns.patterns import chosen
@@ -85,8 +87,14 @@ class CompileBackend:
                 )
         self.graphs: list[CompiledGraph] = []
         self.skipped: list[SkippedCode] = []
+        self._models = weakref.WeakSet[nn.Module]()
         self.low, self.inner, self.uncaptured, self.report = dtype, inner, uncaptured, report
         self._converter = Converter(lists, load_kernel_facts(), dtype, fold=fold, recompose=chosen(recompose))
+
+    @property
+    def takes_recurrent_layers(self) -> bool:
+        """True if graphs may hold RNN, GRU and LSTM: compilers unroll them, for each length anew."""
+        return self.inner == "eager"
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Convert and compile a graph; Dynamo calls this. With ``AUTOCASTFX_DISABLE=1`` it is compiled as it is.
@@ -128,8 +136,14 @@ class CompileBackend:
             CaptureError: Dynamo skips code, with ``uncaptured="error"``; in a call of the model.
         """
         if not conversion_is_off():
+            self._models.add(model)
             model._compiled_call_impl = CompiledCall(model, self, options)
         return model
+
+    def _paths(self) -> dict[int, str]:
+        """Return the paths of modules and parameters of the compiled models, by their ``id``."""
+        named = (one for model in self._models for one in (*model.named_modules(), *model.named_parameters()))
+        return {id(held): name for name, held in named}
 
     def _converted(
         self, module: fx.GraphModule, inputs: list[Any] | None, device: torch.device, found: list[CompiledGraph]
@@ -137,7 +151,7 @@ class CompileBackend:
         """Convert a graph, and those that it recomputes; adds to ``found``."""
         from autocastfx.capture.dynamo_graph import WholeCall, aten_graph, run_as_dynamo
 
-        captured = aten_graph(module, inputs, self._whole)
+        captured = aten_graph(module, inputs, self._whole, self._paths())
         made = self._converter.convert_graph(
             captured.graph, captured.attributes, captured.parameters, device, mode="train"
         )
@@ -172,7 +186,7 @@ class CompileBackend:
         from torch._dynamo.backends.registry import lookup_backend
 
         inner = lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner
-        with torch._C._DisableAutocast():
+        with own_sizes(), torch._C._DisableAutocast():
             return _outside_autocast(inner(module, inputs), device.type)
 
     def _add(self, graph: CompiledGraph) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch._C._dynamo import eval_frame
 
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
+from autocastfx.graph.any_size import any_size
 from autocastfx.integrations.graph_break import breaks, is_torchs, left_since
 from autocastfx.integrations.skipped_code import (
     InAutocast,
@@ -39,6 +41,9 @@ class _Backend(Protocol):
     graphs: list[Any]
     skipped: list[SkippedCode]
 
+    @property
+    def takes_recurrent_layers(self) -> bool: ...
+
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]: ...
 
 
@@ -51,6 +56,7 @@ class CompiledCall:
         self.model, self.backend, self.options = model, backend, options
         self.call: Callable[..., Any] = torch.compile(caller(model), backend=backend, **options)
         self._is_broken = False  # code runs between graphs, and modules that it calls may be new
+        self._is_recurrent = False
         self._parts: dict[nn.Module, CompiledCall] = {}
         self._thread = threading.local()
         for function in (self._call_part, PartCall.__call__):  # Dynamo looks at what they call
@@ -64,7 +70,8 @@ class CompiledCall:
             self._take_parts()
         was_inside, self._thread.is_inside = getattr(self._thread, "is_inside", False), True
         try:
-            result = self.call(*args, **kwargs)
+            with _recurrent_layers_captured() if self._is_recurrent else nullcontext():
+                result = self.call(*args, **kwargs)
         finally:
             self._thread.is_inside = was_inside
         if tried() != before:
@@ -80,7 +87,9 @@ class CompiledCall:
         Dynamo looks at the functions that Python calls between graphs, but not at torch's: a :func:`caller` is none of
         these. RNN, GRU and LSTM are left out, because their copies copy all attributes.
         """
-        for module in self.model.modules():
+        found = list(self.model.modules())
+        self._is_recurrent = self.backend.takes_recurrent_layers and any(isinstance(m, nn.RNNBase) for m in found)
+        for module in found:
             code = forward_code(module)
             is_free = module is not self.model and module.__dict__.get("_compiled_call_impl") is None
             if is_free and code is not None and type(module).__getstate__ is nn.Module.__getstate__:
@@ -144,6 +153,13 @@ class CompiledCall:
                     f"{dtype_name(low)}."
                 )
             warnings.warn(f"{told}. {runs}", UncapturedGraphWarning, stacklevel=4)
+
+
+@contextmanager
+def _recurrent_layers_captured() -> Generator[None]:
+    """Let Dynamo capture RNN, GRU and LSTM, which it leaves out by default, for any length."""
+    with torch._dynamo.config.patch(allow_rnn=True), any_size():
+        yield
 
 
 class PartCall:

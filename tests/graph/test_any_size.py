@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import autocastfx
-from autocastfx.graph.any_size import RECURRENT, any_size
+from autocastfx.graph.any_size import RECURRENT, any_size, own_sizes
 from tests.helpers import relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -134,3 +136,37 @@ def test_one_graph_serves_all_batch_sizes_and_lengths(kind: str, options: dict[s
         flat = [torch.cat([g.flatten() for g in grad]) for grad in grads]
         assert relative_error(*flat) < 4 * torch.finfo(LOW).eps
     assert amp_model.variants == before
+
+
+def test_a_tracer_that_records_gets_what_the_kernels_do() -> None:
+    """A rule's result has no values: recorded, it would be wrong numbers."""
+    torch.manual_seed(0)
+    layer, x = nn.LSTM(4, 5), torch.randn(6, 7, 4)
+    linear = nn.Linear(4, 5)
+    for call in (lambda x: layer(x)[0], linear, torch.vmap(linear)):
+        with any_size(), torch.no_grad():
+            traced = make_fx(call)(x)
+        assert relative_error(traced(x).detach(), call(x).detach()) < 1e-5
+
+
+def test_other_threads_and_compilers_inside_get_torchs_own() -> None:
+    op = torch.ops.aten.linear.default
+
+    def refusal() -> str:
+        with FakeTensorMode() as mode, enable_python_dispatcher():
+            args = [mode.from_tensor(t) for t in (torch.randn(2, 4), torch.randn(5, 3))]
+            with pytest.raises(RuntimeError) as error:
+                op(*args)
+        return str(error.value)
+
+    ours = "does not fit a weight of size"
+    assert ours not in refusal()
+    with any_size(), ThreadPoolExecutor(1) as other:
+        assert ours in refusal()
+        assert ours not in other.submit(refusal).result()
+        with own_sizes():
+            assert ours not in refusal()
+            with any_size():
+                assert ours in refusal()
+        assert ours in refusal()
+    assert ours not in refusal()

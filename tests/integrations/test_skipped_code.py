@@ -116,8 +116,8 @@ def test_skipped_code_runs_under_autocast_from_the_second_call_on(name: str, inn
     other = copy.deepcopy(model)
     backend = CompileBackend(dtype=LOW, inner=inner)
     assert backend.compile(model) is model
-    told = r"torch\.compile cannot capture \w+ at \S+test_skipped_code\.py:\d+ \(.+\)\. It has run in float32; from"
-    then = rf"now on {path}.* runs under torch\.autocast, in bfloat16\."
+    told = r"torch\.compile cannot capture \w+ at \S+(?:test_skipped_code|rnn)\.py:\d+ \(.+\)\. It has run in float32;"
+    then = rf"from now on {path}.* runs under torch\.autocast, in bfloat16\."
     with pytest.warns(UncapturedGraphWarning, match=f"{told} {then}"):
         model(x)
     assert backend.skipped
@@ -197,12 +197,71 @@ def test_an_enabled_lstm_is_copied_and_saved() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 8)
     for model in (Whole(Tagger(), 4), nn.LSTM(8, 8)):
-        autocastfx.enable(model, dtype=LOW)
+        autocastfx.enable(model, dtype=LOW, inner="aot_eager")
         with pytest.warns(UncapturedGraphWarning):
             model(x)
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert all(module.__dict__.get("_compiled_call_impl") is None for module in twin.modules())
             twin(x)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_captured_for_any_length(kind: Callable[..., nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind(8, 8)
+    other = copy.deepcopy(model)
+    autocastfx.enable(model, dtype=LOW)
+    for length in (5, 6, 9, 30, 100):
+        x = torch.randn(length, 2, 8)
+        found, wanted = model(x)[0], other(x)[0]
+        found.sum().backward()
+        wanted.sum().backward()
+        assert 0 < relative_error(found.detach(), wanted.detach()) < 4 * torch.finfo(LOW).eps
+    grads = [torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (model, other)]
+    assert relative_error(*grads) < 4 * torch.finfo(LOW).eps
+    backend = autocastfx.backend_of(model)
+    assert backend is not None
+    assert not backend.skipped
+    assert len(backend.graphs) <= 3
+    ops = [{node.op for node in graph.plan.nodes} for graph in backend.graphs if graph.plan is not None]
+    assert all(found & {"lstm", "gru", "rnn_tanh"} for found in ops)
+
+
+def test_only_the_packed_layer_is_left_uncaptured() -> None:
+    torch.manual_seed(0)
+    model, x = Whole(Tagger(), 4), torch.randn(5, 8)
+    autocastfx.enable(model, dtype=LOW)
+    with pytest.warns(UncapturedGraphWarning, match=r"from now on inner\.lstm runs under torch\.autocast"):
+        model(x)
+    backend = autocastfx.backend_of(model)
+    assert backend is not None
+    assert len(backend.skipped) == 1
+    plans = [graph.plan for graph in backend.graphs if graph.plan is not None]
+    low = [node.op for plan in plans for node in plan.nodes if str(node.placement.run) == "low"]
+    assert low.count("linear") == 2, "the last is too narrow for 16 bits"
+
+
+def _runs(model: nn.Module) -> dict[str, str]:
+    """The precision of each module's linear layer."""
+    backend = autocastfx.backend_of(model)
+    assert backend is not None
+    plans = [graph.plan for graph in backend.graphs if graph.plan is not None]
+    return {node.module: str(node.placement.run) for plan in plans for node in plan.nodes if node.op == "linear"}
+
+
+def test_modules_have_their_paths_behind_a_break_and_in_a_part_called_by_itself(tmp_path: Path) -> None:
+    rules = tmp_path / "mine.yaml"
+    rules.write_text("modules:\n  - {path: '**.last', category: float32, ops: [linear]}\n")
+    model, x = nn.Sequential(nn.Linear(8, 8), Printing()), torch.randn(4, 8)
+    expected = {"0": "low", "1.first": "low", "1.last": "float32"}
+    autocastfx.enable(model, dtype=LOW, op_list=["bfloat16", rules])
+    model(x)
+    assert _runs(model) == expected
+    autocastfx.disable(model)
+    autocastfx.enable(model, dtype=LOW, op_list=["bfloat16", rules])
+    model[1](x)
+    assert _runs(model) == {name: expected[name] for name in ("1.first", "1.last")}
+    assert "1_last_weight" in autocastfx.dump(model)
 
 
 class Disabled(nn.Module):

@@ -83,5 +83,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_converted_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"dump shows what convert\(\) returned, or what enable\(\) was given, not a Linear"):
+    with pytest.raises(
+        TypeError, match=r"dump shows what convert\(\) returned, or what enable\(\) was given, not a Linear"
+    ):
         autocastfx.dump(nn.Linear(2, 2))  # type: ignore[arg-type]
