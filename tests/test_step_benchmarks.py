@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from benchmarks import inference, memory, report, step_table, timing, train_step, training
+from benchmarks import compiled_step, inference, memory, report, step_table, timing, train_step, training
 from benchmarks.memory import AUTOCAST, FLOAT32, HALF, KERNEL
 from benchmarks.models import TRAINED, FullModel
 from benchmarks.small_models import SMALL
@@ -344,3 +344,33 @@ def test_the_readme_gives_the_times_that_were_measured() -> None:
         f"forward and backward take {geometric_mean(times):.2f} of torch.autocast's time in the geometric mean "
         f"({min(times):.2f} to {max(times):.2f}), whole steps {geometric_mean(steps):.2f}." in readme
     )
+
+
+# ---- compiled -------------------------------------------------------------------------------------------------------
+
+
+def _compiled(ratio: float, apart: float) -> compiled_step.Row:
+    return compiled_step.Row(
+        "tiny", 2.0, 2 * ratio, [ratio - 0.1, ratio, ratio + 0.1], 1e-3, apart, 1, ["forward at x"]
+    )
+
+
+def test_a_compiled_step_is_judged_by_its_time_and_its_distance() -> None:
+    fine = [_compiled(0.8, 1e-3), _compiled(1.2, 1.1e-3)]
+    assert compiled_step.missed(fine) == []
+    assert "geometric mean of the ratios: 0.980" in compiled_step.table(fine)
+    assert "  not converted: forward at x" in compiled_step.table(fine)
+    assert compiled_step.missed([_compiled(1.1, 2e-3)]) == [
+        "the geometric mean is 1.100, above 1",
+        "tiny: gradients are 2.00 times as far off",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_step_is_measured(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_step, "MODELS", {tiny: FullModel(Perceptron, _inputs)})
+    row = compiled_step.measured(tiny, 2)
+    assert row.graphs == 1
+    assert row.told == []
+    assert 0 < row.backend_distance <= row.autocast_distance

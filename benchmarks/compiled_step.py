@@ -1,0 +1,223 @@
+"""Time a training step compiled by Inductor: converted by the backend, beside torch.compile under torch.autocast.
+
+    python -m benchmarks.compiled_step [--models "BERT 4x256"] [--rounds 15] [--json PATH]
+
+Forward and backward in bfloat16 on the CPU, without dropout. The two sides take turns in one process, and each round
+starts with the other; times are CPU time of the one thread, ratios those of a round: medians, with quartiles. Each side
+takes half a minute and more to compile, which no figure holds. Distances are those of all gradients as one vector from
+float32's, by its length.
+
+The exit status is 1 if the geometric mean of the ratios is above 1, or a model's gradients are more than 1.2 times as
+far from float32 as torch.autocast's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import math
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import autocastfx
+from benchmarks.models import FullModel, ResNet
+from benchmarks.store import Store
+from benchmarks.timing import milliseconds, ratios, turns
+from benchmarks.zoo_judge import distance
+
+__all__ = ["MODELS", "Row", "main", "measured"]
+
+LOW = torch.bfloat16
+AUTOCAST, BACKEND = "torch.autocast", "backend"
+SIDES = (AUTOCAST, BACKEND)
+FARTHER = 1.2
+BATCH, TOKENS, VOCABULARY, CLASSES = 8, 128, 4096, 100
+_WIDTH: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+_FEW: dict[str, Any] = {"vocab_size": VOCABULARY, "use_cache": False}
+
+
+class Tagger(nn.Module):
+    """Two bidirectional LSTM layers and a class for each token."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.LSTM(width, width, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(2 * width, CLASSES)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.layers(self.table(input_ids))[0])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten() % CLASSES), logits
+
+
+def _bert() -> nn.Module:
+    off: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**_WIDTH, **off, intermediate_size=1024, vocab_size=VOCABULARY)
+    )
+
+
+def _gpt2() -> nn.Module:
+    off: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes: dict[str, Any] = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": TOKENS}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off, **_FEW))
+
+
+def _llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_WIDTH, **_FEW, intermediate_size=688))
+
+
+def _tokens() -> dict[str, Tensor]:
+    ids = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _images() -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    pixels = torch.randn(BATCH, 3, 112, 112, generator=random)
+    return {"pixel_values": pixels, "labels": torch.randint(CLASSES, (BATCH,), generator=random)}
+
+
+MODELS: dict[str, FullModel] = {
+    "BERT 4x256": FullModel(_bert, _tokens),
+    "GPT-2 4x256": FullModel(_gpt2, _tokens),
+    "Llama 4x256": FullModel(_llama, _tokens),
+    "ResNet-18 112": FullModel(lambda: ResNet((2, 2, 2, 2), classes=CLASSES), _images),
+    "LSTM tagger 2x128": FullModel(Tagger, _tokens),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model: milliseconds of each side, quartiles of the ratio, and distances of the gradients from float32's.
+
+    Attributes:
+        graphs: of the backend.
+        told: code that the backend's model does not run converted.
+    """
+
+    model: str
+    autocast_ms: float
+    backend_ms: float
+    ratio: Sequence[float]
+    autocast_distance: float
+    backend_distance: float
+    graphs: int
+    told: Sequence[str]
+
+
+def measured(name: str, rounds: int) -> Row:
+    """Measure a model in this process."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    full = MODELS[name]
+    model, inputs = full.build().train(), full.inputs()
+    exact = _gradients(model, lambda: model(**inputs), under_autocast=False)
+    theirs, ours = copy.deepcopy(model), copy.deepcopy(model)
+    compiled = torch.compile(theirs)
+    backend = autocastfx.CompileBackend(dtype=LOW)
+    backend.compile(ours)
+    steps: dict[str, Callable[[], Tensor]] = {
+        AUTOCAST: lambda: _gradients(theirs, lambda: compiled(**inputs), under_autocast=True),
+        BACKEND: lambda: _gradients(ours, lambda: ours(**inputs), under_autocast=False),
+    }
+    for step in (*steps.values(), steps[BACKEND]):  # code that is skipped runs otherwise from the second call on
+        step()
+    apart = {side: distance(step(), exact) for side, step in steps.items()}
+    times: dict[str, list[float]] = {side: [] for side in SIDES}
+    for is_counted, side in turns(SIDES, rounds):
+        taken = milliseconds(steps[side], "cpu")
+        if is_counted:
+            times[side].append(taken)
+    told = [*map(str, backend.skipped), *(graph.failure for graph in backend.graphs if graph.failure)]
+    return Row(
+        name,
+        round(median(times[AUTOCAST]), 2),
+        round(median(times[BACKEND]), 2),
+        ratios(times[BACKEND], times[AUTOCAST]),
+        apart[AUTOCAST],
+        apart[BACKEND],
+        len(backend.graphs),
+        told,
+    )
+
+
+def _gradients(model: nn.Module, call: Callable[[], Any], *, under_autocast: bool) -> Tensor:
+    """Run forward and backward; the gradients as one vector share no memory with those of the next step."""
+    model.zero_grad()
+    with torch.autocast("cpu", LOW) if under_autocast else contextlib.nullcontext():
+        loss = call()[0]
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def _in_process(name: str, rounds: int) -> Row:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measured, (name, rounds))
+
+
+def mean(rows: Sequence[Row]) -> float:
+    """Return the geometric mean of the ratios."""
+    return math.exp(sum(math.log(row.ratio[1]) for row in rows) / len(rows))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each model, and the geometric mean."""
+    lines = ["model              autocast ms  backend ms  ratio (quartiles)         gradients off: autocast, backend"]
+    for row in rows:
+        low, middle, high = row.ratio
+        lines.append(
+            f"{row.model:18} {row.autocast_ms:11.1f} {row.backend_ms:11.1f}  {middle:.3f} ({low:.3f} to {high:.3f})"
+            f"    {row.autocast_distance:.2e}, {row.backend_distance:.2e}"
+        )
+        lines += [f"  not converted: {one}" for one in row.told]
+    return "\n".join([*lines, f"geometric mean of the ratios: {mean(rows):.3f}"])
+
+
+def missed(rows: Sequence[Row]) -> list[str]:
+    """Return what is above a limit, with the figures."""
+    found = [
+        f"{row.model}: gradients are {row.backend_distance / row.autocast_distance:.2f} times as far off"
+        for row in rows
+        if row.backend_distance > FARTHER * row.autocast_distance
+    ]
+    return found if mean(rows) <= 1 else [f"the geometric mean is {mean(rows):.3f}, above 1", *found]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the models asked for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compiled_step", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--models", default=",".join(MODELS), help="separated by commas")
+    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--json", type=Path, help="the store of rows")
+    options = parser.parse_args(arguments)
+    names = options.models.split(",")
+    if unknown := [name for name in names if name not in MODELS]:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(MODELS)}")
+    if options.rounds < 2:
+        parser.error("--rounds: quartiles need two or more")
+    store = Store(options.json, Row, {"rounds": options.rounds})
+    held = {row.model for row in store.rows}
+    for name in (name for name in names if name not in held):
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        store.extend([_in_process(name, options.rounds)])
+    print(table(store.rows))
+    above = missed(store.rows)
+    print("\n".join(above) or "All limits are kept.")
+    return int(bool(above))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
