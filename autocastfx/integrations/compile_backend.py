@@ -27,6 +27,8 @@ from autocastfx.report.compiled_graph import CompiledGraph
 
 __all__ = ["UNCAPTURED", "CompileBackend", "compile_graph"]
 
+# torch's attention layers in evaluation, as one operator.
+_FUSED = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
 UNCAPTURED = ("autocast", "float32", "error")
 
 
@@ -116,6 +118,7 @@ class CompileBackend:
                 raise
             return self._compile_unconverted(module, inputs, device, error)
         for graph in found:
+            _warn_of_fused_layers(graph)
             self._add(graph)
         return self._compile(converted, inputs, device)
 
@@ -204,6 +207,16 @@ def compile_graph(
         TypeError: an option is none of :class:`CompileBackend`'s arguments.
     """
     return CompileBackend(**(options or {}))(module, inputs)
+
+
+def _warn_of_fused_layers(graph: CompiledGraph) -> None:
+    if graph.plan is not None and (fused := _FUSED & {node.op for node in graph.plan.nodes}):
+        warnings.warn(
+            f"a layer of torch's runs as one operator in float32 ({', '.join(sorted(fused))}). To convert it, use "
+            "autocastfx.enable(model), or call torch.backends.mha.set_fastpath_enabled(False) before the model.",
+            UncapturedGraphWarning,
+            stacklevel=3,
+        )
 
 
 def _outside_autocast(run: Callable[..., Any], kind: str) -> Callable[..., Any]:

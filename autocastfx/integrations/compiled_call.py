@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -56,7 +56,7 @@ class CompiledCall:
         self.model, self.backend, self.options = model, backend, options
         self.call: Callable[..., Any] = torch.compile(caller(model), backend=backend, **options)
         self._is_broken = False  # code runs between graphs, and modules that it calls may be new
-        self._is_recurrent = False
+        self._around: list[Callable[[], AbstractContextManager[None]]] = []
         self._parts: dict[nn.Module, CompiledCall] = {}
         self._thread = threading.local()
         for function in (self._call_part, PartCall.__call__):  # Dynamo looks at what they call
@@ -70,7 +70,9 @@ class CompiledCall:
             self._take_parts()
         was_inside, self._thread.is_inside = getattr(self._thread, "is_inside", False), True
         try:
-            with _recurrent_layers_captured() if self._is_recurrent else nullcontext():
+            with ExitStack() as stack:
+                for around in self._around:
+                    stack.enter_context(around())
                 result = self.call(*args, **kwargs)
         finally:
             self._thread.is_inside = was_inside
@@ -88,7 +90,9 @@ class CompiledCall:
         these. RNN, GRU and LSTM are left out, because their copies copy all attributes.
         """
         found = list(self.model.modules())
-        self._is_recurrent = self.backend.takes_recurrent_layers and any(isinstance(m, nn.RNNBase) for m in found)
+        self._around = [_attention_written_out] if any(isinstance(m, _FUSED) for m in found) else []
+        if self.backend.takes_recurrent_layers and any(isinstance(m, nn.RNNBase) for m in found):
+            self._around.append(_recurrent_layers_captured)
         for module in found:
             code = forward_code(module)
             is_free = module is not self.model and module.__dict__.get("_compiled_call_impl") is None
@@ -153,6 +157,21 @@ class CompiledCall:
                     f"{dtype_name(low)}."
                 )
             warnings.warn(f"{told}. {runs}", UncapturedGraphWarning, stacklevel=4)
+
+
+# In evaluation they run as one operator, which is float32 as its inputs are; under torch.autocast torch avoids it, too.
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
+@contextmanager
+def _attention_written_out() -> Generator[None]:
+    """Let torch's attention layers call the operators that lists know."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

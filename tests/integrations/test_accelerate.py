@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+import autocastfx
 from autocastfx import CompileBackend, GradScaler, UnsupportedError
 from tests.helpers import sampled
 from tests.integrations.trained import CASES, HALF, OVERFLOWS, STEPS, let_overflow, made, same_weights
@@ -80,6 +81,29 @@ def test_the_trainer(case: tuple[torch.dtype, str], tmp_path: Path) -> None:
         assert resumed.scaler.state_dict() == run.scaler.state_dict()
     run.trainer.save_model(str(tmp_path / "saved"))
     assert same_weights(type(run.model).from_pretrained(str(tmp_path / "saved")), run.model)  # type: ignore[attr-defined]
+
+
+def test_the_trainer_recomputes_blocks_and_loads_the_best_model(tmp_path: Path) -> None:
+    losses: list[float] = []
+    for recomputes in (False, True):
+        model, data = made("char GPT")
+        autocastfx.enable(model, dtype=torch.bfloat16)
+        arguments = _t.TrainingArguments(
+            **{"output_dir": str(tmp_path / str(recomputes)), "max_steps": 10, "save_steps": 5, "logging_steps": 5},
+            **{"eval_strategy": "steps", "eval_steps": 5, "load_best_model_at_end": True, "learning_rate": 3e-3},
+            **{"activation_checkpointing": recomputes, "report_to": [], "use_cpu": True, "disable_tqdm": True},
+        )
+        few = torch.utils.data.Subset(data, range(16))
+        trainer = _t.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=few)
+        trainer.remove_callback(_t.PrinterCallback)
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+        assert losses[-1] == trainer.state.best_metric
+        backend = autocastfx.backend_of(model)
+        assert backend is not None
+        assert not backend.skipped
+        assert all(graph.plan is not None for graph in backend.graphs)
+    assert abs(losses[0] - losses[1]) < 4 * torch.finfo(torch.bfloat16).eps * losses[0]
 
 
 class Loop:

@@ -215,6 +215,43 @@ def test_a_region_of_torch_autocast_around_the_call_decides_nothing() -> None:
         assert torch.equal(compiled(x)[0], alone)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which the float32 model makes
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", ["encoder", "attention"])
+def test_attention_of_torchs_own_is_converted_in_evaluation(kind: str, masked: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2) if kind == "encoder" else nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(3, 5, 16)
+    mask = torch.arange(5)[None] >= torch.tensor([5, 3, 4])[:, None] if masked else None
+    model.eval()
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            return model(x, src_key_padding_mask=mask) if kind == "encoder" else model(x, x, x, mask)[0]
+
+    exact = call()
+    autocastfx.enable(model, dtype=LOW)
+    found = call()
+    kept = slice(None) if mask is None else ~mask
+    assert 0 < relative_error(found[kept], exact[kept]) < 4 * torch.finfo(LOW).eps
+    assert torch.backends.mha.get_fastpath_enabled()
+    backend = autocastfx.backend_of(model)
+    assert backend is not None
+    assert not backend.skipped
+    runs = {(node.op, str(node.placement.run)) for g in backend.graphs if g.plan is not None for node in g.plan.nodes}
+    assert ("linear", "low") in runs
+    assert {op for op, _ in runs} & {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm"}
+
+
+def test_a_layer_that_runs_as_one_operator_is_warned_of() -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    compiled = torch.compile(model, backend=CompileBackend(dtype=LOW, inner="eager"))
+    told = r"runs as one operator in float32 \(_transformer_encoder_layer_fwd\)\. To convert it, use autocastfx\.enable"
+    with torch.no_grad(), pytest.warns(UncapturedGraphWarning, match=told):
+        compiled(torch.randn(3, 5, 16))
+
+
 # ---- graphs that cannot be converted ---------------------------------------------------------------------------------
 
 
