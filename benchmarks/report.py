@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import (
     accuracy,
+    compiled_step,
     conversion,
     conversion_zoo,
     cuda_plan,
@@ -29,6 +30,7 @@ from benchmarks import (
     pictures,
     placement,
     principles,
+    reach,
     short_attention,
     step_table,
     vocabulary,
@@ -57,6 +59,8 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "train-step-compiled-cpu.json": lambda held: step_table.compiled_table(
         [step_table.Row(**row) for row in held["rows"]]
     ),
+    "compiled-step-cpu.json": lambda held: compiled_step.table([compiled_step.Row(**row) for row in held["rows"]]),
+    "reach-cpu.json": lambda held: reach.table([reach.Row(**row) for row in held["rows"]]),
     "vocabulary-cpu.json": lambda held: vocabulary.table([vocabulary.Row(**row) for row in held["rows"]]),
     "short-attention-cpu.json": lambda held: short_attention.table(
         [short_attention.Row(**row) for row in held["rows"]]

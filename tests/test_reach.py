@@ -1,0 +1,102 @@
+"""The benchmark of reach judges what runs right, what is told, and what is silent."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import reach
+from benchmarks.zoo_case import ZooModel, generator
+from benchmarks.zoo_hand import HAND
+from tests.integrations.test_skipped_code import Experts
+
+CLASSIFIED = next(case for case in HAND if case.name == "classified")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("way", reach.WAYS)
+def test_a_model_that_runs_right(way: str) -> None:
+    row = reach.measure(CLASSIFIED, "hand", way)
+    assert row is not None
+    assert (row.verdict, row.reason, row.graphs) == ("right", "", 2)
+    assert 0 < row.ours <= 2 * row.autocast + torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("way", reach.WAYS)
+def test_float32_that_nobody_told_is_found(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOCASTFX_DISABLE", "1")
+    row = reach.measure(CLASSIFIED, "hand", way)
+    assert row is not None
+    assert row.verdict == "silent"
+
+
+def test_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, calls = reach._ran, list[tuple[object, ...]]()
+
+    def wrong(*args: object) -> reach._Ran:
+        calls.append(args)
+        found = ran(*args)  # type: ignore[arg-type]
+        is_ours = len(calls) % 3 == 0  # after float32's and torch.autocast's
+        return found if not is_ours else reach._Ran(found.outputs, 1.1 * found.gradients, found.products)
+
+    monkeypatch.setattr(reach, "_ran", wrong)
+    row = reach.measure(CLASSIFIED, "hand", "convert")
+    assert row is not None
+    assert row.verdict == "apart"
+
+
+def _experts() -> nn.Module:
+    torch.manual_seed(0)
+    return Experts()
+
+
+def _inputs(batch: int, size: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(batch * size, 8, generator=generator(batch, size))}
+
+
+def test_code_that_is_not_captured_is_told() -> None:
+    row = reach.measure(ZooModel("experts", _experts, _inputs), "hand", "backend")
+    assert row is not None
+    assert row.verdict == "partly"
+    assert "forward at " in row.reason
+
+
+def test_what_float32_does_not_run_is_left_out_and_errors_are_told() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ArithmeticError("no")
+
+    assert reach.measure(ZooModel("fails", Fails, _inputs), "hand", "convert") is None
+    row = reach.measure(ZooModel("experts", _experts, _inputs), "hand", "convert")
+    assert row is not None
+    assert row.verdict == "refused"
+    assert "cannot be captured" in row.reason
+
+
+def test_the_command_keeps_rows_and_fails_for_a_silent_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = torch.get_num_threads()
+    arguments = ["--kind", "hand", "--cases", "classified", "--json", str(tmp_path / "rows.json")]
+    try:
+        assert reach.main([*arguments, "--ways", "convert"]) == 0
+        monkeypatch.setenv("AUTOCASTFX_DISABLE", "1")
+        assert reach.main(arguments) == 1
+    finally:
+        torch.set_num_threads(threads)
+    text = capsys.readouterr().out
+    assert "classified               backend  silent" in text
+    assert "classified               convert" not in text, "it is known from before"
