@@ -6,7 +6,9 @@ import copy
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
@@ -15,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.sources import capturing
-from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError
+from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError, VariantError
 from autocastfx.plan.plan import Plan
 from autocastfx.runtime.forwarded_attributes import forwarded, set_on_original, signed_forward
 from autocastfx.runtime.module_tree import mirror
@@ -27,6 +29,8 @@ from autocastfx.runtime.working_copies import WorkingCopies
 
 __all__ = ["AmpModule", "Variant"]
 
+_KINDS: WeakKeyDictionary[type[nn.Module], type[AmpModule]] = WeakKeyDictionary()  # by the original's class
+
 
 class AmpModule(fx.GraphModule):
     """A converted model. Called like the original, with the same parameters, buffers and ``state_dict`` keys.
@@ -36,6 +40,15 @@ class AmpModule(fx.GraphModule):
 
     Of a model converted without inputs they show a draft, until the first call captures the variants that run.
     """
+
+    def __new__(cls, model: nn.Module, signature: CallSignature, maker: Maker) -> AmpModule:
+        """GraphModule makes a class for each instance; ``stack_module_state`` asks for one for all that it stacks."""
+        if maker.model is None:
+            return super().__new__(cls, model, signature, maker)
+        original = type(maker.model)
+        if original not in _KINDS:
+            _KINDS[original] = type("AmpModule", (AmpModule,), {"__module__": __name__})
+        return object.__new__(_KINDS[original])
 
     def __init__(self, model: nn.Module, signature: CallSignature, maker: Maker) -> None:
         super().__init__(nn.Module(), fx.Graph())
@@ -51,7 +64,7 @@ class AmpModule(fx.GraphModule):
             self._table += "_"
         self.add_module(self._table, VariantTable(self._table, maker))
         self._ddp_params_and_buffers_to_ignore = self._mounted.constants  # the same on every rank
-        type(self).forward = signed_forward(signature)  # GraphModule gives each instance a class of its own
+        self.forward = MethodType(signed_forward(signature), self)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the variant that fits the call. If none does, capture one while the original is at hand.
@@ -118,6 +131,11 @@ class AmpModule(fx.GraphModule):
         return cast("Any", torch.compiler).disable(self._capture_for)(call)
 
     def _capture_for(self, call: Call) -> Variant:
+        if torch._C._is_tracing() or not all(isinstance(p, nn.Parameter) for p in self.parameters()):
+            raise VariantError(
+                "no variant fits this call, and none can be captured inside torch.jit.trace or with the tensors of "
+                "torch.func.functional_call: call the converted model once with such inputs before."
+            )
         with capturing():
             modes = self._modes()
             if not self.variants:
