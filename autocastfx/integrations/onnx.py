@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -66,15 +67,19 @@ def export(
         raise UnsupportedError("the model is in training mode: call amp_model.eval() before you export it.")
     if "f" in options:
         raise TypeError("export() takes path=..., not f=...")
-    given = dict(kwargs or {})
+    try:
+        for package in ("onnx", "onnxscript"):
+            importlib.import_module(package)
+    except ImportError as error:
+        raise MissingExtraError("this needs onnx and onnxscript: pip install onnx onnxscript") from error
+    # torch.export passes keyword arguments to a graph by position.
+    order = {parameter.name: place for place, parameter in enumerate(amp_model._signature.parameters)}
+    given = dict(sorted((kwargs or {}).items(), key=lambda item: order.get(item[0], len(order))))
     amp_model._variant_for(args, given)  # where there is none yet, it is captured now, and not inside torch's export
     optimize, external_data = options.pop("optimize", True), options.pop("external_data", True)
     options = {"opset_version": _OPSET, "verbose": False} | options
     exported = _exported(amp_model, args, given, options.get("dynamic_shapes"))
-    try:
-        program: Any = torch.onnx.export(exported, optimize=False, **options)
-    except ImportError as error:
-        raise MissingExtraError("this needs onnx and onnxscript: pip install onnx onnxscript") from error
+    program: Any = torch.onnx.export(exported, optimize=False, **options)
     widen(program.model)
     if optimize:
         program.optimize()

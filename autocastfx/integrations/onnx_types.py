@@ -71,7 +71,7 @@ def _typed(node: Any, values: Iterable[ir.Value | None], formals: Iterable[Any])
         formal = declared[min(index, len(declared) - 1)]  # the last may stand for several
         if value is not None and formal.is_homogeneous and not isinstance(value.type, ir.SequenceType):
             name: str = formal.type_str
-            yield value, one_dtype[name] if name in one_dtype else name
+            yield value, one_dtype.get(name, name)
 
 
 def _made_dtype(node: ir.Node, read: set[ir.DataType]) -> ir.DataType | None:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
@@ -20,7 +19,8 @@ from autocastfx.capture.sources import capturing
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError, VariantError
 from autocastfx.plan.plan import Plan
 from autocastfx.runtime.forwarded_attributes import forwarded, set_on_original, signed_forward
-from autocastfx.runtime.module_tree import mirror
+from autocastfx.runtime.jit_trace import untraced, warn_of_sizes
+from autocastfx.runtime.module_tree import class_of_converted, mirror
 from autocastfx.runtime.observe import Observer, run_observed
 from autocastfx.runtime.stored_low import own_tensors, refuse_gradients, refuse_training, stored_low
 from autocastfx.runtime.variant import Variant
@@ -28,8 +28,6 @@ from autocastfx.runtime.variant_table import Maker, VariantTable, up_to_date
 from autocastfx.runtime.working_copies import WorkingCopies
 
 __all__ = ["AmpModule", "Variant"]
-
-_KINDS: WeakKeyDictionary[type[nn.Module], type[AmpModule]] = WeakKeyDictionary()  # by the original's class
 
 
 class AmpModule(fx.GraphModule):
@@ -42,13 +40,10 @@ class AmpModule(fx.GraphModule):
     """
 
     def __new__(cls, model: nn.Module, signature: CallSignature, maker: Maker) -> AmpModule:
-        """GraphModule makes a class for each instance; ``stack_module_state`` asks for one for all that it stacks."""
+        """GraphModule makes a class for each instance; here models of one class share one, so that they can stack."""
         if maker.model is None:
             return super().__new__(cls, model, signature, maker)
-        original = type(maker.model)
-        if original not in _KINDS:
-            _KINDS[original] = type("AmpModule", (AmpModule,), {"__module__": __name__})
-        return object.__new__(_KINDS[original])
+        return object.__new__(class_of_converted(type(maker.model), AmpModule))
 
     def __init__(self, model: nn.Module, signature: CallSignature, maker: Maker) -> None:
         super().__init__(nn.Module(), fx.Graph())
@@ -125,16 +120,24 @@ class AmpModule(fx.GraphModule):
         return self._variant_of(self._signature.bind(args, kwargs))
 
     def _variant_of(self, call: Call) -> Variant:
+        if cast("Any", torch._C)._get_tracing_state() is not None:  # Dynamo follows this, and not is_tracing()
+            return self._variant_of_trace(call)
         return self._mounted.fitting(call, self._modes()) or self._further(call)
+
+    def _variant_of_trace(self, call: Call) -> Variant:
+        with untraced():
+            variant = self._mounted.fitting(call, self._modes()) or self._further(call)
+            warn_of_sizes(variant.guard)
+            return variant
 
     def _further(self, call: Call) -> Variant:
         return cast("Any", torch.compiler).disable(self._capture_for)(call)
 
     def _capture_for(self, call: Call) -> Variant:
-        if torch._C._is_tracing() or not all(isinstance(p, nn.Parameter) for p in self.parameters()):
+        if not all(isinstance(p, nn.Parameter) for p in self.parameters()):
             raise VariantError(
-                "no variant fits this call, and none can be captured inside torch.jit.trace or with the tensors of "
-                "torch.func.functional_call: call the converted model once with such inputs before."
+                "no variant fits this call, and none can be captured while other tensors take the place of the "
+                "parameters, as in torch.func.functional_call: call the converted model once with such inputs before."
             )
         with capturing():
             modes = self._modes()

@@ -38,9 +38,15 @@ class _CallCode(CodeGen):
         self.signature = signature
 
     def process_inputs(self, *args: Any) -> Any:
-        flat = tuple(("tensor", a.dtype, a.ndim) for a in args if isinstance(a, torch.Tensor))
-        if len(flat) == len(args) and flat == tuple(leaf for leaf in self.structure.leaves if leaf[0] == "tensor"):
-            return self._fitting(args)  # torch.export calls its interpreter with the tensors alone
+        leaves = self.structure.leaves
+        flat = [one for one in args if isinstance(one, torch.Tensor)]
+        values = [one for one in args if not isinstance(one, torch.Tensor)]
+        if [("tensor", t.dtype, t.ndim) for t in flat] == [
+            leaf for leaf in leaves if leaf[0] == "tensor"
+        ] and values == [
+            leaf[2] for leaf in leaves if leaf[0] == "value"
+        ]:  # torch.export calls its interpreter with the leaves of the call
+            return self._fitting(flat)
         return self.tensors_of(*args)
 
     def tensors_of(self, *args: Any, **kwargs: Any) -> Sequence[torch.Tensor]:
