@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
+from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.fx.experimental._config as fx_config
-from torch import fx
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autocastfx.errors import MissingExtraError, UnsupportedError
 from autocastfx.integrations.onnx_types import widen
 from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.forwarded_attributes import signed_forward
 from autocastfx.runtime.operators.short_attention import short_attention
 
 if TYPE_CHECKING:
@@ -72,9 +74,7 @@ def export(
             importlib.import_module(package)
     except ImportError as error:
         raise MissingExtraError("this needs onnx and onnxscript: pip install onnx onnxscript") from error
-    # torch.export passes keyword arguments to a graph by position.
-    order = {parameter.name: place for place, parameter in enumerate(amp_model._signature.parameters)}
-    given = dict(sorted((kwargs or {}).items(), key=lambda item: order.get(item[0], len(order))))
+    given = dict(kwargs or {})
     amp_model._variant_for(args, given)  # where there is none yet, it is captured now, and not inside torch's export
     optimize, external_data = options.pop("optimize", True), options.pop("external_data", True)
     options = {"opset_version": _OPSET, "verbose": False} | options
@@ -90,6 +90,23 @@ def export(
     return program
 
 
+class _Called(nn.Module):
+    """The model as a plain module. Of a GraphModule, torch.export runs the shown graph, with arguments by position."""
+
+    called: AmpModule
+
+    def __init__(self, amp_model: AmpModule) -> None:
+        super().__init__()
+        self.__dict__["called"] = amp_model
+        for held in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+            self.__dict__[held] = amp_model.__dict__[held]
+        self.training = amp_model.training
+        self.forward = MethodType(signed_forward(amp_model._signature), self)
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self.called._run(args, kwargs)
+
+
 def _exported(amp_model: AmpModule, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> ExportedProgram:
     """Export the model with the results of fused attention copied, which ONNX does not show.
 
@@ -97,7 +114,7 @@ def _exported(amp_model: AmpModule, args: tuple[Any, ...], kwargs: dict[str, Any
     """
     sizes = pytree.tree_map_only(str, lambda _: torch.export.Dim.DYNAMIC, shapes)  # torch.onnx names them afterwards
     with cast("Any", fx_config).patch(backed_size_oblivious=True):  # a size of 1 stays dynamic
-        program = torch.export.export(amp_model, args, kwargs, dynamic_shapes=sizes, strict=False)
+        program = torch.export.export(_Called(amp_model), args, kwargs, dynamic_shapes=sizes, strict=False)
     for graph in (module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)):
         for node in (found for target in _ATTENTION for found in graph.find_nodes(op="call_function", target=target)):
             with graph.inserting_after(node):

@@ -216,6 +216,20 @@ def test_keyword_arguments_come_in_any_order(tmp_path: Path) -> None:
     assert torch.equal(in_onnxruntime(tmp_path / "model.onnx", (), given)[0], amp_model(**given))
 
 
+def test_each_call_is_exported_with_its_own_graph(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None, *, twice: bool = False) -> Tensor:
+            y = torch.relu(x) if mask is None else torch.relu(x) * mask
+            return 2 * y if twice else y
+
+    x, mask = torch.randn(2, 4), torch.rand(2, 4)
+    amp_model = autocastfx.convert(Masked().eval(), (x,), dtype=HALF)
+    for given in ({"x": x}, {"x": x, "mask": mask}, {"mask": mask, "x": x, "twice": True}):
+        export(amp_model, path=tmp_path / "model.onnx", kwargs=given)
+        (theirs,) = in_onnxruntime(tmp_path / "model.onnx", (), given)
+        assert torch.equal(theirs, amp_model(**given))
+
+
 def test_a_call_that_was_not_captured_is_captured_first() -> None:
     amp_model = autocastfx.convert(nn.Linear(4, 4).eval(), dtype=HALF)
     export(amp_model, (torch.ones(2, 4),))
