@@ -39,7 +39,7 @@ help:
 	@echo "make browser install Debian's chromium for the tests of the HTML page, as root where apt-get exists"
 	@echo "make unit    pytest; options go in PYTEST_ARGS, for example PYTEST_ARGS='-k place -x'"
 	@echo "make kernels pytest on the Triton kernels by Triton's interpreter, which needs no GPU; Triton goes into .triton"
-	@echo "make integrations pytest with Accelerate, Lightning and PEFT, which go into .integrations"
+	@echo "make integrations pytest with Accelerate, Lightning, PEFT and ONNX Runtime, which go into .integrations"
 	@echo "make other-torch TORCH=2.11.0: pytest with another torch, in an environment of its own (several gigabytes)"
 	@echo "make docs    the documentation, into docs/_build/html; a warning is an error"
 	@echo "make wheel   build the sdist and the wheel, install the wheel in a clean environment, use it there"
@@ -112,16 +112,17 @@ kernels: $(INSTALLED) $(TRITON)
 # They stay out of .venv, so that all else is tested as it is for those who have none of them.
 $(TRAINERS): constraints.txt
 	@rm -rf .integrations
-	$(call step,integrations: install Accelerate, Lightning and PEFT into .integrations) { \
+	$(call step,integrations: install trainers and ONNX Runtime into .integrations) { \
 	  $(BIN)/python -m pip install -q --no-deps --target .integrations -c constraints.txt \
-	    accelerate lightning lightning-utilities peft psutil torchmetrics; \
+	    accelerate lightning lightning-utilities peft psutil torchmetrics \
+	    onnx onnxruntime onnxscript onnx-ir flatbuffers ml_dtypes protobuf; \
 	  touch $@; \
 	}
 
 integrations: $(INSTALLED) $(TRAINERS)
-	$(call step,integrations: pytest with trainers) { \
+	$(call step,integrations: pytest with trainers and ONNX Runtime) { \
 	  PYTHONPATH=.integrations $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) $(SLOW) \
-	    $(addprefix tests/integrations/test_,accelerate.py lightning.py peft.py trainers_page.py); \
+	    $(addprefix tests/integrations/test_,accelerate.py lightning.py onnx.py peft.py trainers_page.py); \
 	}
 
 # Not a part of `make test`: torch comes with the libraries of its GPU build, several gigabytes. Each version of torch asks

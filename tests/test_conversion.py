@@ -414,7 +414,7 @@ def test_what_was_captured_stays_as_it_is(x: Tensor) -> None:
     before = str(captured.graph)
     assert not any(origin(n) for n in captured.graph.nodes)
     rebuilt = amp_model._maker.rebuild(captured, amp_model._held(), torch.device("cpu"))
-    rebuilt.mount("_variants.0")
+    rebuilt.mount("_variants.0", amp_model._maker.signature)
     assert str(captured.graph) == before
     assert rebuilt.code == amp_model.variants[0].code
 

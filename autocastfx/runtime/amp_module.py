@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -15,10 +16,11 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.sources import capturing
-from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError
+from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError, VariantError
 from autocastfx.plan.plan import Plan
 from autocastfx.runtime.forwarded_attributes import forwarded, set_on_original, signed_forward
-from autocastfx.runtime.module_tree import mirror
+from autocastfx.runtime.jit_trace import untraced, warn_of_sizes
+from autocastfx.runtime.module_tree import class_of_converted, mirror
 from autocastfx.runtime.observe import Observer, run_observed
 from autocastfx.runtime.stored_low import own_tensors, refuse_gradients, refuse_training, stored_low
 from autocastfx.runtime.variant import Variant
@@ -37,6 +39,12 @@ class AmpModule(fx.GraphModule):
     Of a model converted without inputs they show a draft, until the first call captures the variants that run.
     """
 
+    def __new__(cls, model: nn.Module, signature: CallSignature, maker: Maker) -> AmpModule:
+        """GraphModule makes a class for each instance; here models of one class share one, so that they can stack."""
+        if maker.model is None:
+            return super().__new__(cls, model, signature, maker)
+        return object.__new__(class_of_converted(type(maker.model), AmpModule))
+
     def __init__(self, model: nn.Module, signature: CallSignature, maker: Maker) -> None:
         super().__init__(nn.Module(), fx.Graph())
         self._lineno_map: dict[int, int | None] = {}  # Dynamo reads it; this class's forward is not a graph's code
@@ -51,7 +59,7 @@ class AmpModule(fx.GraphModule):
             self._table += "_"
         self.add_module(self._table, VariantTable(self._table, maker))
         self._ddp_params_and_buffers_to_ignore = self._mounted.constants  # the same on every rank
-        type(self).forward = signed_forward(signature)  # GraphModule gives each instance a class of its own
+        self.forward = MethodType(signed_forward(signature), self)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the variant that fits the call. If none does, capture one while the original is at hand.
@@ -112,12 +120,25 @@ class AmpModule(fx.GraphModule):
         return self._variant_of(self._signature.bind(args, kwargs))
 
     def _variant_of(self, call: Call) -> Variant:
+        if cast("Any", torch._C)._get_tracing_state() is not None:  # Dynamo follows this, and not is_tracing()
+            return self._variant_of_trace(call)
         return self._mounted.fitting(call, self._modes()) or self._further(call)
+
+    def _variant_of_trace(self, call: Call) -> Variant:
+        with untraced():
+            variant = self._mounted.fitting(call, self._modes()) or self._further(call)
+            warn_of_sizes(variant.guard)
+            return variant
 
     def _further(self, call: Call) -> Variant:
         return cast("Any", torch.compiler).disable(self._capture_for)(call)
 
     def _capture_for(self, call: Call) -> Variant:
+        if not all(isinstance(p, nn.Parameter) for p in self.parameters()):
+            raise VariantError(
+                "no variant fits this call, and none can be captured while other tensors take the place of the "
+                "parameters, as in torch.func.functional_call: call the converted model once with such inputs before."
+            )
         with capturing():
             modes = self._modes()
             if not self.variants:

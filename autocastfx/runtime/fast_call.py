@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.graph.black_box import is_opaque
 from autocastfx.runtime.operators.layer_norm import compute_layer_norm, layer_norm
 from autocastfx.runtime.working_copies import working_copies, working_copy
@@ -33,13 +34,20 @@ _TORCH: Any = torch
 _NEURAL = ["linear.default", "gelu.default", "silu.default", "scaled_dot_product_attention.default"]
 _ARITHMETIC = ["add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "neg.default", "where.self", "softmax.int"]
 _LAYERS = ["matmul.default", "bmm.default", "addmm.default", "conv1d.default", "conv2d.default", "embedding.default"]
-_NORMS = ["layer_norm.default", "group_norm.default", "batch_norm.default", "dropout.default", "relu.default"]
+_NORMS = ["layer_norm.default", "group_norm.default", "dropout.default", "relu.default"]
 _VIEWS = ["transpose.int", "permute.default", "unsqueeze.default", "reshape.default", "flatten.using_ints"]
 _REST = ["cat.default", "relu_.default"]
 _METHODS = ["to.dtype", "view.default", "expand.default", "contiguous.default", "add_.Tensor"]
 # Working copies read at a time: more would keep more 16-bit gradients until all of them are there.
 _COPIES = 16
 _MOST_POSITIONAL = {torch.ops.aten.to.dtype: 4}  # where Python's method does not take all arguments by position
+
+
+def _batch_norm(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """``torch.batch_norm``, which takes no float32 parameters beside 16-bit values under ``torch.vmap``."""
+    if x.dtype in LOW_DTYPES and torch._C._are_functorch_transforms_active():
+        return torch.batch_norm(x.float(), *rest).to(x.dtype)
+    return torch.batch_norm(x, *rest)
 
 
 def _overload(name: str) -> Any:
@@ -56,7 +64,10 @@ QUICK: Mapping[Any, Callable[..., Any]] = {
     )
     for names in lists
     for name in names
-} | {layer_norm: compute_layer_norm}  # the function that the dispatcher would call
+} | {
+    _overload("batch_norm.default"): _batch_norm,
+    layer_norm: compute_layer_norm,  # the function that the dispatcher would call
+}
 # A method that knows its dtype takes three quarters of the time of one that is told.
 _CASTS: Mapping[tuple[Any, ...], Callable[..., Any]] = {
     (torch.float16,): torch.Tensor.half,
@@ -133,9 +144,19 @@ def quick_graph(graph: fx.Graph, kept: Collection[str] = ()) -> tuple[fx.Graph, 
                 copy.target, copy.args = _CASTS[copy.args[1:]], copy.args[:1]
             elif copy.target in QUICK and _is_called_alike(copy):
                 copy.target = QUICK[copy.target]
+    _copy_constants(quick)
     _read_together(quick)
     _count_together(quick)
     return quick, Reads.of([str(node.target) for node in read])
+
+
+def _copy_constants(quick: fx.Graph) -> None:
+    """Copy a constant of the code (``torch.tensor``) by ``clone`` alone, which ``torch.vmap`` can do."""
+    for copy in quick.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default):
+        copy.target = torch.clone
+        for node in [user for user in copy.users if user.target is torch.ops.aten.detach_.default]:
+            node.replace_all_uses_with(copy)
+            quick.erase_node(node)
 
 
 def _read_together(quick: fx.Graph) -> None:

@@ -1,12 +1,18 @@
-"""Copy the module tree of a model without its code."""
+"""Copy the module tree of a model without its code, and give its copies a class."""
 
 from __future__ import annotations
+
+from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from autocastfx.errors import CaptureError
 
-__all__ = ["mirror"]
+__all__ = ["class_of_converted", "mirror"]
+
+Kind = TypeVar("Kind", bound=nn.Module)
+_KINDS: WeakKeyDictionary[type[nn.Module], type[nn.Module]] = WeakKeyDictionary()
 
 _STATE_HOOKS = (
     "_state_dict_hooks",
@@ -42,3 +48,16 @@ def mirror(model: nn.Module, image: nn.Module, made: dict[int, nn.Module]) -> No
             made[id(child)] = nn.Module()
             mirror(child, made[id(child)], made)
         image._modules[name] = made[id(child)] if child is not None else None
+
+
+def class_of_converted(original: type[nn.Module], base: type[Kind]) -> type[Kind]:
+    """Return the class of converted models whose originals are of class ``original``, a subclass of ``base``.
+
+    ``torch.func.stack_module_state`` stacks models of one class alone.
+    """
+    if original not in _KINDS:
+        _KINDS[original] = type(base.__name__, (base,), {"__module__": base.__module__})
+    kind = _KINDS[original]
+    if not issubclass(kind, base):
+        raise TypeError(f"{kind.__name__} is no {base.__name__}")
+    return kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import CallStructure, pack_spec, unpack_spec
+from autocastfx.capture.call import CallSignature, CallStructure, pack_spec, unpack_spec
 from autocastfx.capture.python_state import Read, StateGuard
 from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.capture.sources import keep_source
@@ -30,23 +30,51 @@ _numbers = itertools.count()
 
 
 class _CallCode(CodeGen):
-    """Lets ``fx.Interpreter``, and so torch.export, call a flat graph with the model's nested inputs and outputs."""
+    """Lets what torch.fx makes of a flat graph (code, an interpreter) take the model's call and give its outputs."""
 
-    def __init__(self, out_spec: pytree.TreeSpec, guard: ShapeGuard, names: list[str]) -> None:
+    def __init__(self, variant: Variant, signature: CallSignature) -> None:
         super().__init__()
-        self.out_spec, self.guard, self.names = out_spec, guard, names
+        self.out_spec, self.structure, self.guard = variant.out_spec, variant.structure, variant.guard
+        self.signature = signature
 
     def process_inputs(self, *args: Any) -> Any:
-        tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        leaves = self.structure.leaves
+        flat = [one for one in args if isinstance(one, torch.Tensor)]
+        values = [one for one in args if not isinstance(one, torch.Tensor)]
+        if [("tensor", t.dtype, t.ndim) for t in flat] == [
+            leaf for leaf in leaves if leaf[0] == "tensor"
+        ] and values == [
+            leaf[2] for leaf in leaves if leaf[0] == "value"
+        ]:  # torch.export calls its interpreter with the leaves of the call
+            return self._fitting(flat)
+        return self.tensors_of(*args)
+
+    def tensors_of(self, *args: Any, **kwargs: Any) -> Sequence[torch.Tensor]:
+        call = self.signature.bind(args, kwargs)
+        if call.structure != self.structure:
+            raise VariantError(f"the graph is that of the call ({self.structure}), not of ({call.structure})")
+        return self._fitting(call.tensors)
+
+    def _fitting(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         sizes = [t.shape for t in tensors]
         if not self.guard.holds(sizes):
-            raise VariantError(
-                f"the graph does not fit these sizes: {self.guard.broken(sizes, self.names)} does not hold"
-            )
+            broken = self.guard.broken(sizes, self.structure.tensor_names())
+            raise VariantError(f"the graph does not fit these sizes: {broken} does not hold")
         return tensors
 
     def process_outputs(self, outputs: Any) -> Any:
         return pytree.tree_unflatten(outputs, self.out_spec)
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = "".join(f"{name.partition(':')[0]}, " for name in free_vars)
+        read = f"{names}= " if names else ""
+        return f"def forward(self, *args, **kwargs):\n    {read}_tensors_of(*args, **kwargs)"
+
+    def generate_output(self, output_args: Any, *, repr_fn: Callable[[Any], str] | None = None, **_: Any) -> str:
+        return f"return _outputs_of({(repr_fn or repr)(output_args)})"
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        return [("_tensors_of", self.tensors_of), ("_outputs_of", self.process_outputs)]
 
 
 def _not_mounted(*_: Any) -> tuple[Any, ...]:
@@ -86,7 +114,6 @@ class Variant(nn.Module):
         self.state, self.captured = state, captured
         self.first_broken: Callable[[], Read | None] = state.unchanged
         self.autocast = device.type if torch.amp.is_autocast_available(device.type) else None
-        graph.set_codegen(_CallCode(out_spec, guard, structure.tensor_names()))
         self.prefix = ""
         self.code = ""
         self.function: Callable[..., tuple[Any, ...]] = _not_mounted
@@ -108,8 +135,14 @@ class Variant(nn.Module):
         """``"train"`` or ``"eval"``; ``"mixed"`` if modules are in different modes."""
         return "train" if all(self.modes) else "mixed" if any(self.modes) else "eval"
 
-    def mount(self, prefix: str) -> None:
-        """Read constants and sub-graphs from ``prefix``, the path of this variant in its owner, and compile."""
+    def mount(self, prefix: str, signature: CallSignature) -> None:
+        """Read constants and sub-graphs from ``prefix``, the path of this variant in its owner, and compile.
+
+        Args:
+            prefix: where the constants are.
+            signature: of the owner's calls.
+        """
+        self.graph.set_codegen(_CallCode(self, signature))
         paths = {(f"{self.prefix}.{name}" if self.prefix else target): name for target, name in self._held.items()}
         for node in self.graph.nodes:
             if node.op == "get_attr" and node.target in paths:
@@ -160,8 +193,13 @@ class Variant(nn.Module):
 
 
 def _compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
-    """Generate the code of ``graph`` and its function; tracebacks show the source."""
-    code = graph.python_code("self")
+    """Generate the code of ``graph`` and its flat function; tracebacks show the source."""
+    for_others = graph._codegen
+    graph.set_codegen(CodeGen())
+    try:
+        code = graph.python_code("self")
+    finally:
+        graph.set_codegen(for_others)
     filename = f"<autocastfx graph {next(_numbers)}>"
     namespace = dict(code.globals)
     exec(compile(code.src, filename, "exec"), namespace)

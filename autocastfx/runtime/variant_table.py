@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from autocastfx.capture.call import Call
+from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.sources import capturing
 from autocastfx.errors import CaptureError, ManyVariantsWarning, StateWarning, UnsupportedError, VariantError, shown
 from autocastfx.graph.node import uses
@@ -33,6 +33,9 @@ class Maker(Protocol):
 
     @property
     def model(self) -> nn.Module | None: ...
+
+    @property
+    def signature(self) -> CallSignature: ...
 
     @property
     def baked(self) -> bool: ...
@@ -193,7 +196,7 @@ class VariantTable(nn.ModuleList):
         return self._mount(len(self), variant)
 
     def _mount(self, index: int, variant: Variant) -> Variant:
-        variant.mount(f"{self.path}.{index}")
+        variant.mount(f"{self.path}.{index}", self.maker.signature)
         variant.watch(self.maker.model)
         if index == len(self):
             self.append(variant)

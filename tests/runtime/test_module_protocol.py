@@ -7,6 +7,7 @@ import io
 import pickle
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from torch import fx, nn
 
 import autocastfx
-from autocastfx import UnsupportedError
+from autocastfx import UnsupportedError, VariantError
 from autocastfx.plan.plan import Plan
+from tests.helpers import relative_error
 
 
 class Net(nn.Module):
@@ -174,6 +176,143 @@ def test_the_interpreter_runs_it_as_the_model(amp_model: autocastfx.AmpModule, x
     assert torch.equal(fx.Interpreter(amp_model).run(x), amp_model(x))
 
 
+class Nested(nn.Module):
+    """Takes and gives nested values; its graph takes and gives tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(
+        self, batch: dict[str, torch.Tensor], scale: float = 1.0, mask: torch.Tensor | None = None
+    ) -> dict[str, Any]:
+        hidden = self.norm(self.fc(batch["x"] + batch["y"])) * scale + torch.tensor([0.5] * 8)
+        hidden = hidden if mask is None else hidden * mask
+        return {"hidden": hidden, "parts": (hidden.sum(), [hidden.mean()])}
+
+
+@pytest.fixture
+def nested(x: torch.Tensor) -> tuple[autocastfx.AmpModule, dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    batch = {"x": x, "y": torch.ones(8)}
+    return autocastfx.convert(Nested().eval(), (batch, 2.0), dtype=torch.bfloat16), batch
+
+
+@pytest.mark.parametrize("weights", ["cast", "cached"])
+def test_a_transformer_and_an_interpreter_give_the_models_own_outputs(nested: Any, weights: str) -> None:
+    amp_model, batch = nested
+    if weights == "cached":
+        amp_model = autocastfx.convert(Nested().eval(), (batch, 2.0), dtype=torch.bfloat16, weights="cached")
+    expected = amp_model(batch, 2.0)
+    transformed = fx.Transformer(amp_model).transform()
+    for outputs in (
+        transformed(batch, 2.0),
+        transformed(batch=batch, scale=2.0),
+        transformed(batch, 2.0, mask=None),
+        fx.Interpreter(amp_model).run(batch, 2.0),
+        fx.Interpreter(transformed).run(batch, 2.0),
+    ):
+        torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
+    assert isinstance(amp_model.variants[0].function(amp_model, *batch.values()), tuple)
+
+
+def test_a_transformer_changes_what_it_is_asked_to(nested: Any) -> None:
+    amp_model, batch = nested
+
+    class Doubled(fx.Transformer):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            made = super().call_function(target, args, kwargs)
+            return made * 2 if target is torch.ops.aten.sum.default else made
+
+    assert torch.equal(Doubled(amp_model).transform()(batch, 2.0)["parts"][0], 2 * amp_model(batch, 2.0)["parts"][0])
+
+
+def test_a_transformed_graph_refuses_calls_of_other_graphs(nested: Any) -> None:
+    amp_model, batch = nested
+    for run in (fx.Transformer(amp_model).transform(), fx.Interpreter(amp_model).run):
+        with pytest.raises(
+            VariantError, match=r"the graph is that of the call \(batch=.*, scale=2.0\), not of \(batch="
+        ):
+            run(batch)
+        with pytest.raises(VariantError, match=r"the graph is that of the call .*, not of \(.* mask=float32\[2d\]\)"):
+            run(batch, 2.0, torch.ones(3, 8))
+        with pytest.raises(TypeError, match="too many positional arguments"):
+            run(batch, 2.0, None, 1)
+
+
+class Outputs(nn.Module):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind, self.body = kind, nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.body(x)
+        return {"y": y, "twice": 2 * y} if self.kind is dict else (y, 2 * y) if self.kind is tuple else y
+
+
+_trace: Any = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch itself advises against it
+
+
+@_trace
+@pytest.mark.filterwarnings("ignore:the trace runs the graph for sizes where:torch.jit.TracerWarning")
+@pytest.mark.parametrize("weights", ["cast", "cached", "low"])
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.Tensor, tuple, dict])
+def test_its_trace_gives_the_same(kind: type, low: torch.dtype, weights: Any, x: torch.Tensor) -> None:
+    amp_model = autocastfx.convert(Outputs(kind).eval(), (x,), dtype=low, weights=weights)
+    traced: Any = torch.jit.trace(amp_model, (x,), strict=kind is not dict)
+    for inputs in (x, torch.randn(5, 8)):
+        torch.testing.assert_close(traced(inputs), amp_model(inputs), rtol=0, atol=0)
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    file.seek(0)
+    torch.testing.assert_close(torch.jit.load(file)(x), amp_model(x), rtol=0, atol=0)
+
+
+@_trace
+def test_a_trace_captures_first_and_says_for_which_sizes_it_holds(x: torch.Tensor) -> None:
+    amp_model = autocastfx.convert(Outputs(tuple).eval(), dtype=torch.bfloat16)
+    with pytest.warns(
+        torch.jit.TracerWarning, match=r"the graph for sizes where .*sizes\[0\]\[1\] == 8.* does not check"
+    ):
+        traced: Any = torch.jit.trace(amp_model, (x,))
+    torch.testing.assert_close(traced(x), amp_model(x), rtol=0, atol=0)
+    assert len(amp_model.variants) == 2
+
+
+def test_a_functional_call_captures_nothing(x: torch.Tensor) -> None:
+    amp_model = autocastfx.convert(Outputs(tuple).eval(), dtype=torch.bfloat16)
+    others = {name: value.detach() for name, value in amp_model.named_parameters()}
+    with pytest.raises(
+        VariantError, match=r"none can be captured while other tensors .*: call the converted model once"
+    ):
+        torch.func.functional_call(amp_model, others, (x,))
+    amp_model(x)
+    torch.testing.assert_close(torch.func.functional_call(amp_model, others, (x,)), amp_model(x))
+
+
+@pytest.mark.parametrize("weights", ["cast", "cached"])
+def test_an_ensemble_is_stacked_and_mapped(nested: Any, weights: Any) -> None:
+    """The recipe of torch.func: batch norm takes float32 parameters, and a constant is copied, under vmap too."""
+    _, batch = nested
+    ensemble = [Nested().eval() for _ in range(3)]
+    for model in ensemble:
+        model.norm.running_mean.normal_()
+    members = [autocastfx.convert(one, (batch, 2.0), dtype=torch.bfloat16, weights=weights) for one in ensemble]
+    parameters, buffers = torch.func.stack_module_state(members)
+
+    def call(parameters: Any, buffers: Any, batch: Any) -> Any:
+        return torch.func.functional_call(members[0], (parameters, buffers), (batch, 2.0))
+
+    found = torch.vmap(call, in_dims=(0, 0, None))(parameters, buffers, batch)["hidden"]
+    for mine, member in zip(found, members, strict=True):
+        assert relative_error(mine.detach(), member(batch, 2.0)["hidden"].detach()) <= torch.finfo(torch.bfloat16).eps
+    found.sum().backward()
+    assert parameters["fc.weight"].grad.shape == (3, 8, 8)
+    with pytest.raises(RuntimeError, match="all models to be of the same class"):
+        torch.func.stack_module_state([members[0], autocastfx.convert(Net().eval(), (batch["x"],))])
+
+
 def test_an_edited_graph_runs_after_recompile(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
     before = amp_model(x)
     output = amp_model.graph.output_node()
@@ -291,7 +430,7 @@ def test_an_extra_state_is_refused(x: torch.Tensor) -> None:
 
 def test_compiling_one_model_says_nothing_of_another() -> None:
     """Dynamo keeps what it found of a function by its code object, and may give up on it for the whole process."""
-    codes = [type(autocastfx.convert(nn.Linear(2, 2), (torch.ones(1, 2),))).forward.__code__ for _ in range(2)]
+    codes = [autocastfx.convert(nn.Linear(2, 2), (torch.ones(1, 2),)).forward.__code__ for _ in range(2)]
     assert codes[0] is not codes[1]
 
 
