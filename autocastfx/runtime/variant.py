@@ -38,15 +38,12 @@ class _CallCode(CodeGen):
         self.signature = signature
 
     def process_inputs(self, *args: Any) -> Any:
-        leaves = self.structure.leaves
-        flat = [one for one in args if isinstance(one, torch.Tensor)]
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
         values = [one for one in args if not isinstance(one, torch.Tensor)]
-        if [("tensor", t.dtype, t.ndim) for t in flat] == [
-            leaf for leaf in leaves if leaf[0] == "tensor"
-        ] and values == [
-            leaf[2] for leaf in leaves if leaf[0] == "value"
-        ]:  # torch.export calls its interpreter with the leaves of the call
-            return self._fitting(flat)
+        leaves = self.structure.leaves
+        are_alike = [("tensor", t.dtype, t.ndim) for t in tensors] == [leaf for leaf in leaves if leaf[0] == "tensor"]
+        if are_alike and values == [leaf[2] for leaf in leaves if leaf[0] == "value"]:
+            return self._fitting(tensors)  # torch.export calls its interpreter with the leaves of the call
         return self.tensors_of(*args)
 
     def tensors_of(self, *args: Any, **kwargs: Any) -> Sequence[torch.Tensor]:
