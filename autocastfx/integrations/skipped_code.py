@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from autocastfx.integrations.in_float32 import in_float32
 
 __all__ = [
     "InAutocast",
@@ -154,7 +155,4 @@ class InAutocast:
         call: Any = cast("Any", self.module)._call_impl
         with torch.autocast(self.kind, self.low):
             found = call(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, self._in_float32, found)
-
-    def _in_float32(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.float() if tensor.dtype == self.low else tensor
+        return in_float32(found, self.low, (args, kwargs))

@@ -8,7 +8,9 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +138,71 @@ def test_skipped_code_runs_under_autocast_from_the_second_call_on(name: str, inn
     else:
         assert torch.equal(found, wanted.float())
         assert all(torch.equal(*pair) for pair in grads)
+
+
+class Answer:
+    """A class that torch's pytrees do not know."""
+
+    def __init__(self, logits: Tensor, hidden: list[Tensor]) -> None:
+        self.logits, self.hidden = logits, hidden
+
+
+@dataclass(frozen=True)
+class Frozen:
+    logits: Tensor
+    hidden: list[Tensor]
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("hidden", "logits")
+    logits: Tensor
+    hidden: list[Tensor]
+
+
+class ByName(dict[str, Any]):
+    """Its items are attributes as well."""
+
+    def __init__(self, logits: Tensor, hidden: list[Tensor]) -> None:
+        super().__init__(logits=logits, hidden=hidden)
+        self.__dict__ = self
+
+
+class Answering(nn.Module):
+    """Gives its result, and a list of its values, in an object of a class of its own."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        super().__init__()
+        self.shrink, self.kind = Shrink(), kind
+
+    def forward(self, x: Tensor, store: Any = None) -> Any:
+        found = self.shrink.layer(x)
+        for _ in range(2):
+            if found.norm() < 1e-3:
+                continue
+            found = self.shrink.layer(found)
+        if store is not None:
+            store.logits = found.to(LOW)
+            return store
+        return self.kind(found, [found])
+
+
+@pytest.mark.parametrize("kind", [Answer, Frozen, Slotted, ByName])
+def test_an_object_that_skipped_code_gives_holds_float32_too(kind: type[Any]) -> None:
+    torch.manual_seed(0)
+    model, x = Answering(kind), torch.randn(5, 8)
+    autocastfx.enable(model, dtype=LOW)
+    with pytest.warns(UncapturedGraphWarning, match="from now on"):
+        model(x)
+    found = model(x)
+    assert type(found) is kind
+    for values in (found.logits, *found.hidden, *(found.values() if isinstance(found, dict) else ())):
+        assert (values[0] if isinstance(values, list) else values).dtype == torch.float32
+    found.logits.sum().backward()
+    assert model.shrink.layer.weight.grad is not None
+    store = Answer(x, [])
+    assert model(x, store) is store
+    assert store.logits.dtype == LOW
 
 
 def test_in_float32_it_is_told_and_left() -> None:
