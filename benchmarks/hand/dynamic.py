@@ -157,7 +157,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def checkpointed(self: Any, x: Tensor) -> Tensor:
+def checkpointed_blocks(self: Any, x: Tensor) -> Tensor:
     for block in self.blocks:
         x = checkpoint(block, x, use_reentrant=False) if self.training else block(x)
     return self.a(x)
@@ -199,7 +199,7 @@ CASES = (
     case(experts_by_where, linears("a", "b", experts=partial(SparseExperts, False))),
     case(experts_by_nonzero, linears("a", "b", experts=partial(SparseExperts, True))),
     case(packed_lstm, linears("a", "b", lstm=_LSTM), _lengths),
-    case(checkpointed, linears("a", blocks=_blocks)),
+    case(checkpointed_blocks, linears("a", blocks=_blocks)),
     case(checkpointed_reentrant, linears("a", "b", blocks=_blocks)),
     case(checkpointed_experts, linears("a", "b", experts=partial(SparseExperts, False))),
 )
