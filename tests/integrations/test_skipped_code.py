@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 import autocastfx
 from autocastfx import CaptureError, CompileBackend, UncapturedGraphWarning
@@ -138,6 +139,73 @@ def test_skipped_code_runs_under_autocast_from_the_second_call_on(name: str, inn
     else:
         assert torch.equal(found, wanted.float())
         assert all(torch.equal(*pair) for pair in grads)
+
+
+class Measured(nn.Module):
+    """Reads a number in the middle, which breaks the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x / max(x.detach().abs().max().item(), 1.0))
+
+
+class Recomputed(nn.Module):
+    """A block under activation checkpointing, in one of the ways in which people write it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.block, self.head, self.way = Measured(), nn.Linear(8, 8), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "function":
+            x = checkpoint(lambda x: self.block(x) * 2, x, use_reentrant=False)
+        elif self.way == "disabled":
+            x = self.disabled(x)
+        else:
+            x = checkpoint(self.block, x, use_reentrant=self.way == "reentrant")
+        return self.head(x)
+
+    @torch.compiler.disable
+    def disabled(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+@pytest.mark.parametrize("way", ["module", "reentrant", "function"])
+def test_what_a_checkpoint_calls_and_the_graph_breaks_in_is_told(way: str) -> None:
+    """Dynamo leaves the call of the checkpoint to Python, and looks at nothing in it."""
+    torch.manual_seed(0)
+    model, x = Whole(Recomputed(way)), torch.randn(5, 8)
+    other = copy.deepcopy(model)
+    autocastfx.enable(model, dtype=LOW)
+    told = (
+        r"cannot capture forward at .*test_skipped_code\.py:\d+ \(the graph breaks in what checkpoint calls\)\. It has"
+    )
+    with pytest.warns(UncapturedGraphWarning, match=f"{told} run in float32; from now on inner runs under") as found:
+        model(x).sum().backward()  # recomputes in float32, as it was
+    assert len(found) == 1
+    model.zero_grad()
+    result = model(x)
+    result.sum().backward()
+    with torch.autocast("cpu", LOW):
+        wanted = other(x)
+    wanted.sum().backward()
+    assert torch.equal(result, wanted.float())
+    ours = dict(model.named_parameters())
+    assert all(torch.equal(ours[name].grad, p.grad) for name, p in other.named_parameters())  # type: ignore[arg-type]
+
+
+def test_what_the_user_switches_dynamo_off_for_is_left_alone() -> None:
+    torch.manual_seed(0)
+    model, x = Whole(Recomputed("disabled")), torch.randn(5, 8)
+    inside = model.inner.block
+    autocastfx.enable(model, dtype=LOW)
+    model(x)
+    assert autocastfx.backend_of(model).skipped == []  # type: ignore[union-attr]
+    assert not isinstance(inside.__dict__["_compiled_call_impl"], InAutocast)
 
 
 class Answer:
