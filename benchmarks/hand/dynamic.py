@@ -175,6 +175,18 @@ def checkpointed_experts(self: Any, x: Tensor) -> Tensor:
     return self.b(checkpoint(self.experts, y, use_reentrant=False) if self.training else self.experts(y))
 
 
+class ScaledBlock(Block):
+    """Divides by a number that it reads, which breaks the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / max(x.detach().abs().max().item(), 1.0))
+
+
+def checkpointed_numbers(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x)
+    return self.b(checkpoint(self.block, y, use_reentrant=False) if self.training else self.block(y))
+
+
 def _blocks() -> nn.ModuleList:
     return nn.ModuleList(Block() for _ in range(2))
 
@@ -201,5 +213,6 @@ CASES = (
     case(packed_lstm, linears("a", "b", lstm=_LSTM), _lengths),
     case(checkpointed_blocks, linears("a", blocks=_blocks)),
     case(checkpointed_reentrant, linears("a", "b", blocks=_blocks)),
+    case(checkpointed_numbers, linears("a", "b", block=ScaledBlock)),
     case(checkpointed_experts, linears("a", "b", experts=partial(SparseExperts, False))),
 )

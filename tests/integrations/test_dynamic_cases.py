@@ -23,7 +23,7 @@ BY_BOTH = ("as-many-as-needed", "k-from-a-tensor")  # a size that is read from a
 # Code that Dynamo skips: a loop that it breaks in, an LSTM, what a checkpoint calls, a number that is put into a text.
 TOLD = (
     *("own-class-inside", "experts-by-where", "experts-by-nonzero", "packed-lstm"),
-    *("checkpointed-experts", "prints-its-loss"),
+    *("checkpointed-numbers", "checkpointed-experts", "prints-its-loss"),
 )
 
 
