@@ -132,7 +132,7 @@ class UnmatchedPlanWarning(UserWarning):
 
 
 class StateWarning(UserWarning):
-    """The model's forward changes attributes that the converted model does not change."""
+    """Python code of the model does not run in calls: its forward changes attributes, or its modules have hooks."""
 
 
 class ManyVariantsWarning(UserWarning):

@@ -195,7 +195,7 @@ CANNOT: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "loop": (lambda x: [x for _ in range(int(x.sum()))], "control flow depends on tensor values"),
     "object": (lambda x: Custom(x), "returns an object that is not a tensor"),
     "object inside": (lambda x: {"a": [Custom(x)]}, r"register_pytree_node"),
-    "numpy": (lambda x: torch.from_numpy(x.numpy() + 1), r"convert submodules apart|no tensor, number"),
+    "numpy": (lambda x: torch.from_numpy(x.numpy() + 1), r"or convert in place, with autocastfx\.enable"),
 }
 
 

@@ -147,8 +147,11 @@ class CallSignature:
         optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return all(p.name in arguments or p.default is not _EMPTY or p.kind in optional for p in self.parameters)
 
-    def split(self, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Turn bound arguments into ``(args, kwargs)``, by keyword wherever Python allows it."""
+    def split(self, arguments: Mapping[str, Any], *, in_order: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Turn bound arguments into ``(args, kwargs)``, by keyword wherever Python allows it.
+
+        With ``in_order`` the leading ones are passed by position, where hooks on the model's call look for them.
+        """
         has_rest = any(p.kind is p.VAR_POSITIONAL and p.name in arguments for p in self.parameters)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -158,7 +161,10 @@ class CallSignature:
             elif p.kind is p.VAR_KEYWORD:
                 kwargs.update(arguments.get(p.name, {}))
             elif (
-                p.kind is p.POSITIONAL_ONLY or (has_rest and p.kind is p.POSITIONAL_OR_KEYWORD) or i < self.by_position
+                p.kind is p.POSITIONAL_ONLY
+                or (has_rest and p.kind is p.POSITIONAL_OR_KEYWORD)
+                or i < self.by_position
+                or (in_order and p.kind is p.POSITIONAL_OR_KEYWORD and p.name in arguments and len(args) == i)
             ):
                 args.append(arguments.get(p.name, p.default))
             elif p.name in arguments:

@@ -20,6 +20,7 @@ from autocastfx.capture.constant_masks import drop_settled
 from autocastfx.capture.data_writes import data_rules, detach_unwritten
 from autocastfx.capture.failure import AgainError, asks_for_values, capture_error, quiet
 from autocastfx.capture.leave_intact import intact
+from autocastfx.capture.module_hooks import refuse_backward_hooks, unfollowed
 from autocastfx.capture.numbers import CarriedNumbers
 from autocastfx.capture.python_bools import COMPARISONS
 from autocastfx.capture.python_state import PythonState, StateGuard, watched_state
@@ -88,7 +89,7 @@ class _FlatCall(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> Any:
         arguments = self._structure.arguments(tensors)
         given = {name: pytree.tree_flatten(held) for name, held in arguments.items()}
-        args, kwargs = self._signature.split(arguments)
+        args, kwargs = self._signature.split(arguments, in_order=unfollowed(self.module))
         with buffers_written_back(self.module, self.rebound), watched_state(self.state):
             result = self.module(*args, **kwargs)
         changed = [name for name, held in arguments.items() if not _is_as_given(held, *given[name])]
@@ -125,8 +126,10 @@ def capture(
         follows: keep casts to the dtype of another value (``x.to(y.dtype)``) that change nothing in the present model.
 
     Raises:
-        CaptureError: torch.export cannot capture the model; the message says why and what would help.
+        CaptureError: torch.export cannot capture the model, or it has backward hooks; the message says why and what
+            would help.
     """
+    refuse_backward_hooks(model)
     failures: list[Exception] = []
     numbers, rebound = CarriedNumbers(), set[str]()
     attempts = list(_ATTEMPTS[_ATTEMPTS.index(sizes) :])

@@ -118,14 +118,16 @@ def _advice(error: Exception) -> str:
     if "data-dependent" in text or "GuardOnDataDependent" in text or "item()" in text:
         return (
             "Its control flow depends on tensor values, or Python code needs one of them as a number. Use torch.where, "
-            "torch.cond or torch's own functions there, or convert the submodules apart."
+            "torch.cond or torch's own functions there, convert the submodules apart, or convert in place, with "
+            "autocastfx.enable, which goes on behind such code."
         )
     if "pytree" in text or "unsupported type" in text.lower() or ("output" in text and "type" in text):
         return (
             "It returns an object that is not a tensor, number, dict, list or tuple. Return tensors (transformers: "
-            "use_cache=False), or register the class with torch.utils._pytree.register_pytree_node."
+            "use_cache=False), register the class with torch.utils._pytree.register_pytree_node, or convert in place, "
+            "with autocastfx.enable."
         )
     return (
-        "Try torch.export.export(model, args, kwargs, strict=False) alone to see the full error, or convert submodules "
-        "apart."
+        "Try torch.export.export(model, args, kwargs, strict=False) alone to see the full error, convert submodules "
+        "apart, or convert in place, with autocastfx.enable, which needs no single graph."
     )

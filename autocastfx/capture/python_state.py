@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from autocastfx.capture.leave_intact import same_content
+from autocastfx.capture.module_hooks import derived_by_hooks
 from autocastfx.capture.patch import patched_here
 from autocastfx.capture.plain_value import is_plain, is_same, plain_parts
 from autocastfx.errors import CaptureError, shown
@@ -157,7 +158,12 @@ def watched_state(found: PythonState) -> Generator[None, None, None]:
 
     with patched_here(nn.Module, "__getattribute__", note):
         yield
-    changed = [(path, name) for path, m, table in before.values() for name in _changed(table, m.__dict__)]
+    changed = [
+        (path, name)
+        for path, m, table in before.values()
+        for name in _changed(table, m.__dict__)
+        if name not in derived_by_hooks(m)
+    ]
     for path, name in changed:
         read = found.reads.get((path, name))
         if read is not None and isinstance(read.value, (int, float)) and (path, name) in found.lines:

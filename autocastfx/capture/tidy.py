@@ -48,7 +48,7 @@ def tidy(
                 attributes[target] = _attribute(attribute(module, held), called, follows)
             copied = graph.create_node("get_attr", target, name=target.replace(".", "_"))
         elif node.op == "placeholder":
-            name = next(input_names, re.sub(r"^[a-z]_(module_)?", "", node.name))
+            name = next(input_names, None) or _as_argument(re.sub(r"^[a-z]_(module_)?", "", node.name))
             copied = graph.create_node("placeholder", name, name=name)
         elif callable(node.target) and node.name.startswith(LEAF.name()):
             args, kwargs = map_arg((node.args, node.kwargs), copy)
@@ -70,6 +70,11 @@ def tidy(
             source = no_op_source(node, follows=follows)
             copies[node] = copy(source) if source is not None else copy(node)
     return graph
+
+
+def _as_argument(name: str) -> str:
+    """Return a name that generated code can give an argument: that of a tensor in module ``0`` begins with a digit."""
+    return name if name.isidentifier() else f"_{name}"
 
 
 def _attribute(held: Any, called: list[Any], follows: bool) -> Any:

@@ -164,7 +164,8 @@ def refuse_checkpoint(*_: Any, **__: Any) -> Any:
     """Refuse activation checkpointing; replaces its function."""
     raise CaptureError(
         "the model uses activation checkpointing (torch.utils.checkpoint), whose recomputation a captured graph cannot "
-        "hold. Turn it off for the conversion (transformers: model.gradient_checkpointing_disable())."
+        "hold. Turn it off for the conversion (transformers: model.gradient_checkpointing_disable()), or convert in "
+        "place, with autocastfx.enable, which keeps it."
     )
 
 

@@ -18,6 +18,7 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.any_size import own_sizes
 from autocastfx.integrations.compiled_call import CompiledCall
+from autocastfx.integrations.hook_guards import guard_hooks
 from autocastfx.integrations.skipped_code import SkippedCode
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
@@ -108,6 +109,7 @@ class CompileBackend:
         """
         device = next((one.device for one in inputs if isinstance(one, torch.Tensor)), torch.device("cpu"))
         found: list[CompiledGraph] = []
+        guard_hooks()
         if conversion_is_off():
             return self._compile(module, inputs, device)
         try:
@@ -175,11 +177,8 @@ class CompileBackend:
             raise CaptureError(f"a graph of torch.compile cannot be converted: {failure}") from error
         low = dtype_name(self.low)
         runs = f"under torch.autocast, in {low}" if self.uncaptured == "autocast" else "in float32"
-        warnings.warn(
-            f"a graph of torch.compile cannot be converted and runs {runs}: {failure}",
-            UncapturedGraphWarning,
-            stacklevel=2,
-        )
+        told = f"a graph of torch.compile cannot be converted and runs {runs}: {failure}"
+        warnings.warn(told, UncapturedGraphWarning, stacklevel=2)
         if self.uncaptured == "autocast":
             module = _in_autocast(module, device.type, self.low)
         self._add(CompiledGraph(module, None, failure))

@@ -15,7 +15,7 @@ from torch._C._dynamo import eval_frame
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from autocastfx.graph.any_size import any_size
-from autocastfx.integrations.graph_break import breaks, is_torchs, left_since
+from autocastfx.integrations.graph_break import breaks, is_torchs, left_by_torch, left_since
 from autocastfx.integrations.skipped_code import (
     InAutocast,
     SkippedCode,
@@ -58,6 +58,8 @@ class CompiledCall:
         self._is_broken = False  # code runs between graphs, and modules that it calls may be new
         self._around: list[Callable[[], AbstractContextManager[None]]] = []
         self._parts: dict[nn.Module, CompiledCall] = {}
+        self._looked: set[nn.Module] = set()  # parts that have been called where Dynamo captures nothing
+        self._left: list[SkippedCode] = []
         self._thread = threading.local()
         for function in (self._call_part, PartCall.__call__):  # Dynamo looks at what they call
             skip_code(function.__code__)
@@ -79,6 +81,9 @@ class CompiledCall:
         if tried() != before:
             self._see_to([*skipped_since(moment, self.model), *left_since(broken, self.model)])
             self._is_broken |= breaks() != broken
+        if self._left:
+            left, self._left = self._left, []
+            self._see_to(left)
         if not (self.backend.graphs or self.backend.skipped):
             self._see_to([whole(self.model)])
         return result
@@ -102,9 +107,13 @@ class CompiledCall:
 
     def _call_part(self, part: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a part: as it is if the model calls it, or a tracer or autograd, else converted."""
+        if getattr(self._thread, "is_inside", False):
+            if eval_frame.get_eval_frame_callback() is None and part not in self._looked:
+                self._looked.add(part)
+                self._left += filter(None, [left_by_torch()])
+            return part._call_impl(*args, **kwargs)
         if (
-            getattr(self._thread, "is_inside", False)
-            or eval_frame.get_eval_frame_callback() not in (None, False)  # between graphs
+            eval_frame.get_eval_frame_callback() not in (None, False)  # between graphs
             or torch._C._current_graph_task_id() != -1
             or torch._C._get_tracing_state() is not None  # pyright: ignore[reportUnnecessaryComparison]
         ):

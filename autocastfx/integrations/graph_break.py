@@ -6,18 +6,24 @@ call of that function runs in Python as a whole, with all that it calls: only wh
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from traceback import FrameSummary
+from types import FrameType
 from typing import Any, cast
 
+import torch
 from torch import nn
 
-from autocastfx.integrations.skipped_code import CALLER, SkippedCode, modules_of
+from autocastfx.integrations.skipped_code import CALLER, SkippedCode, modules_of, plain_name
 
-__all__ = ["breaks", "is_torchs", "left_since"]
+__all__ = ["breaks", "is_torchs", "left_by_torch", "left_since"]
 
 _RECURRENT = "RNN, GRU, or LSTM"  # what Dynamo names where it does not capture one
+_TORCH = str(Path(torch.__file__).parent)
+_SWITCH = str(Path(_TORCH, "_dynamo", "eval_frame.py"))  # whose wrappers switch Dynamo off
 _MODULE = cast("Any", nn.Module)._call_impl.__code__.co_filename
 
 
@@ -54,6 +60,26 @@ def left_since(count: int, model: nn.Module) -> Iterator[SkippedCode]:
             yield replace(left, is_in_parts=not any(isinstance(part, nn.RNNBase) for part in inside))
         elif not holders:
             yield _code(stack[inner - 1], f"in {left.name}: {reason}")
+
+
+def left_by_torch() -> SkippedCode | None:
+    """Return the code that has called a function of torch's that is running, and in which Dynamo captures nothing.
+
+    Activation checkpointing is one, where the graph breaks in what it calls: records name that place alone. None if the
+    function in which Dynamo is switched off is another's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    inner = None
+    while frame is not None and frame.f_code.co_filename != _SWITCH:
+        frame, inner = frame.f_back, frame
+    if inner is None or not inner.f_code.co_filename.startswith(_TORCH):
+        return None
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    name, reason = plain_name(frame.f_code.co_name), f"the graph breaks in what {inner.f_code.co_name} calls"
+    return SkippedCode(name, frame.f_code.co_filename, frame.f_lineno, reason)
 
 
 def _code(frame: FrameSummary, reason: str) -> SkippedCode:

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from autocastfx.integrations.in_float32 import in_float32
 
 __all__ = [
     "InAutocast",
@@ -18,6 +19,7 @@ __all__ = [
     "modules_of",
     "no_call",
     "now",
+    "plain_name",
     "skipped_since",
     "tried",
     "whole",
@@ -112,12 +114,17 @@ def skipped_since(moment: int, model: nn.Module) -> list[SkippedCode]:
 
 def _skipped(record: Any, model: nn.Module) -> SkippedCode:
     reason = str(record.fail_reason).partition("\n")[0]
-    name = str(record.co_name).removeprefix(_RESUMED).partition("_at_")[0]
+    name = plain_name(str(record.co_name))
     if record.co_filename is None:  # the limit of graphs: Dynamo names no code, as it has looked at none
         return whole(model, f"{reason}{_LIMIT}" if "recompile limit" in reason else reason)
     if record.co_filename == CALLER:
         return whole(next((m for m in model.modules() if type(m).__name__ == name), model), reason)
     return SkippedCode(name, str(record.co_filename), int(record.co_firstlineno or 0), reason)
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a function; of what Dynamo makes of the rest of one, the function's."""
+    return name.removeprefix(_RESUMED).partition("_at_")[0] if name.startswith(_RESUMED) else name
 
 
 def modules_of(model: nn.Module, skipped: SkippedCode) -> list[nn.Module]:
@@ -154,7 +161,4 @@ class InAutocast:
         call: Any = cast("Any", self.module)._call_impl
         with torch.autocast(self.kind, self.low):
             found = call(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, self._in_float32, found)
-
-    def _in_float32(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.float() if tensor.dtype == self.low else tensor
+        return in_float32(found, self.low, (args, kwargs))

@@ -70,6 +70,8 @@ class AmpModule(fx.GraphModule):
             UnsupportedError: a gradient is asked of weights that are stored in 16 bits, or a parameter is a DTensor.
         """
         call = self._signature.bind(args, kwargs)
+        if not torch.compiler.is_compiling() and (hooks := self._mounted.hooks).is_due:
+            hooks.tell_late(self, self._own_modules, self._maker.model if self.variants else None)
         variant = self._variant_of(call)
         kind = variant.autocast
         function = variant.function

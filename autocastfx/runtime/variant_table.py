@@ -17,6 +17,7 @@ from autocastfx.errors import CaptureError, ManyVariantsWarning, StateWarning, U
 from autocastfx.graph.node import uses
 from autocastfx.plan.plan import Precision
 from autocastfx.policy.kernel_facts import PARAMETERS, load_kernel_facts
+from autocastfx.runtime.hook_watch import HookWatch
 from autocastfx.runtime.variant import Variant
 
 __all__ = ["VariantTable", "up_to_date"]
@@ -64,12 +65,14 @@ class VariantTable(nn.ModuleList):
         path: the table's path in its owner.
         maker: makes further variants.
         constants: names, in the owner, of the tensors that variants own.
+        hooks: tells of hooks that do not run.
     """
 
     def __init__(self, path: str, maker: Maker) -> None:
         super().__init__()
         self.path, self.maker = path, maker
         self.constants: list[str] = []
+        self.hooks = HookWatch()
 
     @property
     def shown(self) -> tuple[Variant, ...]:
@@ -149,6 +152,7 @@ class VariantTable(nn.ModuleList):
             sizes = known.sizes if known is not None else "all"  # do not repeat an attempt that was too slow
             variant = self.maker.capture(call, modes, held, sizes)
             self._warn_of_changes(variant)
+            self.hooks.tell_captured(self.maker.model)
             return self.add(variant)
 
     def _warn_of_changes(self, variant: Variant) -> None:

@@ -168,8 +168,9 @@ def test_an_object_that_forward_changes_is_said_and_not_watched() -> None:
         module.config.kind = module.config.kind or "linear"
 
     model.register_forward_pre_hook(counted)
-    with pytest.warns(autocastfx.StateWarning, match=r"config\.calls"):
+    with pytest.warns(autocastfx.StateWarning, match=r"config\.calls|hooks on the model ran") as told:
         amp_model = converted(model)
+    assert [("config.calls" in str(one.message)) for one in told] == [True, False]
     count = len(amp_model.variants)
     model.config.calls = 9
     assert_agrees(amp_model, model)

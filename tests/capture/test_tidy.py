@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import autocastfx
 from autocastfx.graph.op_name import op_name
@@ -44,3 +45,19 @@ def test_what_is_written_into_a_slice_of_everything_is_written() -> None:
     found = ops(function)
     assert "slice" not in found
     assert {"mul_", "add_"} <= set(found)
+
+
+def test_the_name_of_a_module_may_begin_with_a_digit() -> None:
+    """What runs without gradients is a graph of its own, whose arguments are named after tensors of the model."""
+    torch.manual_seed(0)
+    normed = parametrizations.spectral_norm(nn.Linear(4, 4))
+    sequence = nn.Sequential(normed, nn.Linear(4, 2))
+    amp_model = autocastfx.convert(sequence, X)
+    estimates = [buffer.clone() for buffer in sequence.buffers()]
+    sequence(X)
+    wanted = [buffer.clone() for buffer in sequence.buffers()]
+    for buffer, estimate in zip(sequence.buffers(), estimates, strict=True):
+        buffer.copy_(estimate)
+    amp_model(X)
+    assert all(torch.equal(buffer, one) for buffer, one in zip(sequence.buffers(), wanted, strict=True))
+    assert not torch.equal(wanted[0], estimates[0])

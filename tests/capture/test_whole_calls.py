@@ -377,7 +377,8 @@ class InSequence(nn.Module):
 
 MESSAGE = (
     "the model uses activation checkpointing (torch.utils.checkpoint), whose recomputation a captured graph cannot "
-    "hold. Turn it off for the conversion (transformers: model.gradient_checkpointing_disable())."
+    "hold. Turn it off for the conversion (transformers: model.gradient_checkpointing_disable()), or convert in "
+    "place, with autocastfx.enable, which keeps it."
 )
 
 

@@ -6,7 +6,8 @@ import copy
 import inspect
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,71 @@ def test_hooks_run_wherever_they_are_registered() -> None:
     model.register_forward_hook(lambda *_: seen.append("the whole"))
     assert is_low(model, x)
     assert seen.count("the whole") == 2
+
+
+def doubling(kind: str, runs: list[str]) -> Callable[..., Any]:
+    """A hook of this kind that doubles what it is given."""
+
+    def hook(_: nn.Module, values: Any, *results: Any) -> Any:
+        runs.append(kind)
+        found = results[0] if kind == "forward" else values  # backward hooks may change gradients of the inputs
+        return tuple(2 * t for t in found) if isinstance(found, tuple) else 2 * found
+
+    return hook
+
+
+REGISTER = {
+    "forward": nn.Module.register_forward_hook,
+    "forward_pre": nn.Module.register_forward_pre_hook,
+    "backward": nn.Module.register_full_backward_hook,
+    "backward_pre": nn.Module.register_full_backward_pre_hook,
+}
+
+
+@pytest.mark.parametrize("way", ["enable", "torch.compile"])
+@pytest.mark.parametrize("path", ["", "head"])
+@pytest.mark.parametrize("kind", REGISTER)
+def test_the_first_hook_is_followed_and_so_is_its_end(kind: str, path: str, way: str) -> None:
+    """By default torch.compile goes on as if the module had none."""
+    model, x = made()
+    x.requires_grad_()
+    if way == "enable":
+        called: Any = autocastfx.enable(model, dtype=LOW)
+    else:
+        called = torch.compile(model, backend=autocastfx.CompileBackend(dtype=LOW, inner="eager"))
+    twin, (runs, others) = copy.deepcopy(model), (list[str](), list[str]())
+
+    def agree() -> None:
+        results: list[Tensor] = []
+        for module, function in ((model, called), (twin, twin)):
+            module.zero_grad()
+            found = function(x)
+            found.sum().backward()
+            results.append(torch.cat([found.detach().flatten(), *(p.grad.flatten() for p in module.parameters())]))  # type: ignore[union-attr]
+        assert 0 < relative_error(*results) < 16 * EPS
+
+    agree()
+    handles = [REGISTER[kind](m.get_submodule(path), doubling(kind, r)) for m, r in ((model, runs), (twin, others))]
+    for _ in range(2):
+        agree()
+    assert len(runs) >= 2  # Dynamo may run a hook once more while it captures
+    for handle in handles:
+        handle.remove()
+    runs.clear()
+    agree()
+    assert runs == []
+    assert torch._dynamo.config.skip_nnmodule_hook_guards
+
+
+def test_hooks_of_what_others_compile_are_left_to_torch() -> None:
+    model, x = made()
+    autocastfx.enable(model, dtype=LOW)(x)
+    other, runs = made()[0], list[str]()
+    other.compile(backend="eager")
+    other(x)
+    other.head.register_forward_hook(doubling("forward", runs))
+    other(x)
+    assert runs == []
 
 
 def test_checkpointing_that_is_switched_on_later_saves_memory() -> None:

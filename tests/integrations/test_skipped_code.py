@@ -8,13 +8,16 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 import autocastfx
 from autocastfx import CaptureError, CompileBackend, UncapturedGraphWarning
@@ -136,6 +139,138 @@ def test_skipped_code_runs_under_autocast_from_the_second_call_on(name: str, inn
     else:
         assert torch.equal(found, wanted.float())
         assert all(torch.equal(*pair) for pair in grads)
+
+
+class Measured(nn.Module):
+    """Reads a number in the middle, which breaks the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x / max(x.detach().abs().max().item(), 1.0))
+
+
+class Recomputed(nn.Module):
+    """A block under activation checkpointing, in one of the ways in which people write it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.block, self.head, self.way = Measured(), nn.Linear(8, 8), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "function":
+            x = checkpoint(lambda x: self.block(x) * 2, x, use_reentrant=False)
+        elif self.way == "disabled":
+            x = self.disabled(x)
+        else:
+            x = checkpoint(self.block, x, use_reentrant=self.way == "reentrant")
+        return self.head(x)
+
+    @torch.compiler.disable
+    def disabled(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+@pytest.mark.parametrize("way", ["module", "reentrant", "function"])
+def test_what_a_checkpoint_calls_and_the_graph_breaks_in_is_told(way: str) -> None:
+    """Dynamo leaves the call of the checkpoint to Python, and looks at nothing in it."""
+    torch.manual_seed(0)
+    model, x = Whole(Recomputed(way)), torch.randn(5, 8)
+    other = copy.deepcopy(model)
+    autocastfx.enable(model, dtype=LOW)
+    told = (
+        r"cannot capture forward at .*test_skipped_code\.py:\d+ \(the graph breaks in what checkpoint calls\)\. It has"
+    )
+    with pytest.warns(UncapturedGraphWarning, match=f"{told} run in float32; from now on inner runs under") as found:
+        model(x).sum().backward()  # recomputes in float32, as it was
+    assert len(found) == 1
+    model.zero_grad()
+    result = model(x)
+    result.sum().backward()
+    with torch.autocast("cpu", LOW):
+        wanted = other(x)
+    wanted.sum().backward()
+    assert torch.equal(result, wanted.float())
+    ours = dict(model.named_parameters())
+    assert all(torch.equal(ours[name].grad, p.grad) for name, p in other.named_parameters())  # type: ignore[arg-type]
+
+
+def test_what_the_user_switches_dynamo_off_for_is_left_alone() -> None:
+    torch.manual_seed(0)
+    model, x = Whole(Recomputed("disabled")), torch.randn(5, 8)
+    inside = model.inner.block
+    autocastfx.enable(model, dtype=LOW)
+    model(x)
+    assert autocastfx.backend_of(model).skipped == []  # type: ignore[union-attr]
+    assert not isinstance(inside.__dict__["_compiled_call_impl"], InAutocast)
+
+
+class Answer:
+    """A class that torch's pytrees do not know."""
+
+    def __init__(self, logits: Tensor, hidden: list[Tensor]) -> None:
+        self.logits, self.hidden = logits, hidden
+
+
+@dataclass(frozen=True)
+class Frozen:
+    logits: Tensor
+    hidden: list[Tensor]
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("hidden", "logits")
+    logits: Tensor
+    hidden: list[Tensor]
+
+
+class ByName(dict[str, Any]):
+    """Its items are attributes as well."""
+
+    def __init__(self, logits: Tensor, hidden: list[Tensor]) -> None:
+        super().__init__(logits=logits, hidden=hidden)
+        self.__dict__ = self
+
+
+class Answering(nn.Module):
+    """Gives its result, and a list of its values, in an object of a class of its own."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        super().__init__()
+        self.shrink, self.kind = Shrink(), kind
+
+    def forward(self, x: Tensor, store: Any = None) -> Any:
+        found = self.shrink.layer(x)
+        for _ in range(2):
+            if found.norm() < 1e-3:
+                continue
+            found = self.shrink.layer(found)
+        if store is not None:
+            store.logits = found.to(LOW)
+            return store
+        return self.kind(found, [found])
+
+
+@pytest.mark.parametrize("kind", [Answer, Frozen, Slotted, ByName])
+def test_an_object_that_skipped_code_gives_holds_float32_too(kind: type[Any]) -> None:
+    torch.manual_seed(0)
+    model, x = Answering(kind), torch.randn(5, 8)
+    autocastfx.enable(model, dtype=LOW)
+    with pytest.warns(UncapturedGraphWarning, match="from now on"):
+        model(x)
+    found = model(x)
+    assert type(found) is kind
+    for values in (found.logits, *found.hidden, *(found.values() if isinstance(found, dict) else ())):
+        assert (values[0] if isinstance(values, list) else values).dtype == torch.float32
+    found.logits.sum().backward()
+    assert model.shrink.layer.weight.grad is not None
+    store = Answer(x, [])
+    assert model(x, store) is store
+    assert store.logits.dtype == LOW
 
 
 def test_in_float32_it_is_told_and_left() -> None:
