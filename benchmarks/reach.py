@@ -2,8 +2,9 @@
 
     python -m benchmarks.reach [--cases 'llama*'] [--kind transformers,hand] [--ways convert,backend] [--json PATH]
 
-Small models of transformers (:mod:`benchmarks.reach_models`) and the hand-written hard cases of the zoo, in bfloat16 on
-the CPU. Each case runs in a process of its own, for two minutes at most. Verdicts:
+Small models of transformers (:mod:`benchmarks.reach_models`), the hand-written hard cases of the zoo, and those that no
+single graph can hold (:mod:`benchmarks.hand.dynamic`), in bfloat16 on the CPU. Each case runs in a process of its own,
+for two minutes at most. Verdicts:
 
 - ``right``: outputs and gradients, each as one vector, are at most twice as far from float32's as torch.autocast's are,
   and an epsilon of the dtype. Where torch.autocast fails, it is taken to be two epsilons away.
@@ -27,8 +28,10 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx.errors import AutocastFXError
+from benchmarks.hand import dynamic
 from benchmarks.reach_models import small_models
 from benchmarks.store import Store
 from benchmarks.zoo_case import ZooModel
@@ -85,7 +89,7 @@ class _Ran:
     """Results of a training step and of an evaluation, each as one vector.
 
     Attributes:
-        products: matrix products in float32 of the evaluation.
+        products: matrix products in float32 of a call in training and of the evaluation.
     """
 
     outputs: Tensor
@@ -115,17 +119,23 @@ def _ran(model: nn.Module, called: Callable[..., Any], case: ZooModel, size: int
     if roots:
         torch.stack(roots).sum().backward()
     gradients = _flat(p.grad for p in model.parameters())
+    products, _ = _products(called, case, size)
     model.eval()
     torch.manual_seed(0)
     with torch.no_grad():
-        for _ in range(2):  # code that reads what the first call has changed is captured anew
-            called(**case.inputs(BATCH, size))
-        torch.manual_seed(0)
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as events:
-            evaluated = _floating(called(**case.inputs(BATCH, size)))
+        more, evaluated = _products(called, case, size)
+    return _Ran(_flat([*outputs, *_floating(evaluated)]), gradients, products + more)
+
+
+def _products(called: Callable[..., Any], case: ZooModel, size: int) -> tuple[int, Any]:
+    """Call the model, and count matrix products in float32; also return its outputs."""
+    for _ in range(2):  # code that reads what the first call has changed is captured anew
+        called(**case.inputs(BATCH, size))
+    torch.manual_seed(0)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as events:
+        outputs = called(**case.inputs(BATCH, size))
     found: Any = events.profiler.kineto_results.events()
-    products = sum(event.name() in PRODUCTS and event.dtypes()[0] == "float" for event in found)
-    return _Ran(_flat([*outputs, *evaluated]), gradients, products)
+    return sum(event.name() in PRODUCTS and event.dtypes()[0] == "float" for event in found), outputs
 
 
 def _apart(found: _Ran, exact: _Ran) -> tuple[float, float]:
@@ -238,7 +248,9 @@ def _in_process(case: ZooModel, kind: str, way: str) -> Row | None:
 
     def child() -> None:
         warnings.simplefilter("ignore")
-        theirs.send(measure(case, kind, way))
+        with redirect_stdout(StringIO()):  # of models that print
+            found = measure(case, kind, way)
+        theirs.send(found)
 
     process = context.Process(target=child)
     process.start()
@@ -274,13 +286,14 @@ def table(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code is 1 if a case is apart or silent."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reach", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--cases", default="*", help="a pattern of names")
+    parser.add_argument("--cases", default="*", help="patterns of names, separated by commas")
     parser.add_argument("--kind", default="transformers,hand")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--json", type=Path, help="the store of rows: those of the same commit stay")
     given = parser.parse_args(arguments)
-    cases = [("transformers", case) for case in small_models()] + [("hand", case) for case in HAND]
-    chosen = [(k, c) for k, c in cases if k in given.kind.split(",") and fnmatch.fnmatch(c.name, given.cases)]
+    cases = [("transformers", case) for case in small_models()] + [("hand", case) for case in (*HAND, *dynamic.CASES)]
+    kinds, patterns = given.kind.split(","), given.cases.split(",")
+    chosen = [(k, c) for k, c in cases if k in kinds and any(fnmatch.fnmatch(c.name, p) for p in patterns)]
     torch.set_num_threads(1)
     store = Store(given.json, Row, {"transformers": version("transformers")})
     known = {(row.case, row.kind, row.way) for row in store.rows}
