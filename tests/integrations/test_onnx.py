@@ -88,7 +88,7 @@ def settled(build: Callable[[], nn.Module], *args: Tensor) -> Made:
 # Of the zoo, a model of each kind: encoders, decoders, both, images, sound. All parameters are float32.
 OF_THE_ZOO = (
     *("bert", "roberta", "deberta", "fnet", "gpt2", "gpt2-eager", "llama", "mistral", "qwen3", "opt", "bloom", "mamba"),
-    *("t5", "bart", "whisper", "vit", "beit", "swin", "resnet", "convnext", "efficientnet", "segformer", "wav2vec2"),
+    *("t5", "bart", "whisper", "vit", "beit", "swin", "resnet", "convnext", "efficientnet", "segformer", "ast"),
 )
 OWN: dict[str, Callable[[], Made]] = {
     "CNN": lambda: settled(cnn, torch.randn(2, 3, 16, 16)),
@@ -104,7 +104,9 @@ def made(name: str) -> Made:
     if name in OWN:
         return OWN[name]()
     model = next(one for one in ZOO if one.name == name)
-    inputs = {key: value for key, value in model.inputs(2, 16).items() if key != "labels" or name in ("t5", "bart")}
+    inputs = {
+        key: value for key, value in model.inputs(2, 16).items() if key != "labels" or name in ("t5", "bart", "whisper")
+    }
     return model.build().eval(), (), inputs
 
 
