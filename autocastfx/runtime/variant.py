@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Variant"]
 
 _numbers = itertools.count()
+# torch.export passes keyword arguments to a GraphModule by position, in the order in which they were given.
+_EXPORT = str(Path(torch.__file__).parent / "export" / "_trace.py")
 
 
 class _CallCode(CodeGen):
@@ -38,6 +43,9 @@ class _CallCode(CodeGen):
         self.signature = signature
 
     def process_inputs(self, *args: Any) -> Any:
+        if names := _keywords_of_export():
+            count = len(args) - len(names)
+            return self.tensors_of(*args[:count], **dict(zip(names, args[count:], strict=True)))
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
         values = [one for one in args if not isinstance(one, torch.Tensor)]
         leaves = self.structure.leaves
@@ -72,6 +80,14 @@ class _CallCode(CodeGen):
 
     def additional_globals(self) -> list[tuple[str, Any]]:
         return [("_tensors_of", self.tensors_of), ("_outputs_of", self.process_outputs)]
+
+
+def _keywords_of_export() -> list[str]:
+    """Return the names of the last arguments, if torch.export runs the graph: it gives them in the caller's order."""
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), 4):
+        if frame.f_code.co_filename == _EXPORT and "kwargs" in frame.f_locals:
+            return list(frame.f_locals["kwargs"])
+    return []
 
 
 def _not_mounted(*_: Any) -> tuple[Any, ...]:

@@ -483,3 +483,25 @@ def test_a_models_own_methods_are_not_hidden() -> None:
 def test_a_converted_model_adds_few_public_names() -> None:
     own = {name for name in vars(autocastfx.AmpModule) if not name.startswith("_")}
     assert own == {"variants", "plan", "recompile", "train", "requires_grad_", "refresh_weights"}
+
+
+class Difference(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, twice: bool = False) -> torch.Tensor:
+        return self.layer(a) - (2 * b if twice else b)
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize("by_position", [0, 1])
+def test_keyword_arguments_are_exported_by_name(order: tuple[str, str], by_position: int) -> None:
+    torch.manual_seed(0)
+    given = dict(zip("ab", torch.randn(2, 2, 8), strict=True))
+    amp_model = autocastfx.convert(Difference().eval(), example_kwargs=given, dtype=torch.bfloat16)
+    expected = amp_model(**given)
+    args = tuple(given[name] for name in ("a", "b")[:by_position])
+    kwargs = {name: given[name] for name in order if name not in ("a", "b")[:by_position]}
+    program = torch.export.export(amp_model, args, kwargs, strict=False)
+    assert torch.equal(program.module()(*args, **kwargs), expected)
