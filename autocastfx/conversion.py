@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.calibration import first_call, ranges_of
 from autocastfx.capture.call import Call, CallSignature
-from autocastfx.dtypes import LOW_DTYPES, dtype_name
+from autocastfx.dtypes import dtype_name, low_dtype
 from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnsupportedError, shown
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
@@ -39,10 +39,10 @@ __all__ = ["check_arguments", "conversion_is_off", "convert", "convert_again"]
 
 def convert(
     model: nn.Module | fx.GraphModule | ExportedProgram,
-    example_inputs: tuple[Any, ...] | torch.Tensor | None = None,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | torch.Tensor | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    dtype: torch.dtype = torch.float16,
+    dtype: torch.dtype | str = torch.float16,
     op_list: OpListLike = "default",
     weights: str = "cast",
     fold: str = "exact",
@@ -57,12 +57,12 @@ def convert(
 
     Args:
         model: left as it is; the result shares its parameters and buffers, so training one trains the other.
-        example_inputs: positional inputs of one call, as a tuple (one tensor may stand alone). Their sizes and dtypes
-            matter, their values do not. Other sizes are served too, if need be by a further capture. Without any input
-            the model is captured at its first call, from that call's inputs; until then ``graph`` and ``plan`` show a
-            draft, where the model's code can be traced without inputs.
+        example_inputs: positional inputs of one call, as a tuple (one tensor may stand alone), or its keyword inputs,
+            as a dict. Their sizes and dtypes matter, their values do not. Other sizes are served too, if need be by a
+            further capture. Without any input the model is captured at its first call, from that call's inputs; until
+            then ``graph`` and ``plan`` show a draft, where the model's code can be traced without inputs.
         example_kwargs: keyword inputs of that call.
-        dtype: the 16-bit dtype: ``torch.float16`` or ``torch.bfloat16``.
+        dtype: the 16-bit dtype: ``torch.float16`` or ``torch.bfloat16``, or ``"float16"`` or ``"bfloat16"``.
         op_list: which op runs in which precision: a preset's name, a YAML path, an ``OpList``, or a sequence of these,
             of which the later win. ``"default"`` is the preset of ``dtype``.
         weights: ``"cast"``: parameters stay float32 and are cast in the graph, in each call. ``"cached"``: parameters
@@ -108,7 +108,8 @@ def convert(
         ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
-    check_arguments(dtype, fold, weights, headroom)
+    dtype = low_dtype(dtype)
+    check_arguments(fold, weights, headroom)
     lists = load_op_list(op_list, default=dtype_name(dtype))
     if conversion_is_off():
         lists, calibrate, plan, recompose = load_op_list("float32"), None, None, False
@@ -119,6 +120,8 @@ def convert(
         lists, facts, dtype, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights
     )
     module = _as_module(model)
+    if isinstance(example_inputs, Mapping):
+        example_inputs, example_kwargs = (), _keywords(example_inputs, example_kwargs)
     if example_inputs is None and example_kwargs is None:
         if isinstance(model, ExportedProgram) and model.example_inputs is not None:
             example_inputs, example_kwargs = model.example_inputs
@@ -174,11 +177,26 @@ def _as_module(model: object) -> nn.Module:
     return module
 
 
+def _keywords(inputs: Mapping[str, Any], more: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the keyword inputs that were given as a dict.
+
+    Raises:
+        TypeError: there are others besides.
+    """
+    if more:
+        raise TypeError(
+            "example_inputs is a dict, which holds keyword inputs, and example_kwargs has others: give one of the two. "
+            "A dict that is the model's first argument goes into a tuple: (inputs,)."
+        )
+    return inputs
+
+
 def _bound(signature: CallSignature, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     try:
         return signature.bind(args, kwargs)
     except TypeError as error:
-        raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.") from error
+        hint = " A dict that is an argument itself goes into a tuple: (inputs,)." if kwargs and not args else ""
+        raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.{hint}") from error
 
 
 def _capture_first(amp_model: AmpModule, call: Call, module: nn.Module, maker: VariantMaker) -> None:
@@ -236,14 +254,12 @@ def conversion_is_off() -> bool:
     return said == "1"
 
 
-def check_arguments(dtype: torch.dtype, fold: str, weights: str = "cast", headroom: float = 1.0) -> None:
+def check_arguments(fold: str, weights: str = "cast", headroom: float = 1.0) -> None:
     """Check arguments of a conversion.
 
     Raises:
         ValueError: one has no such value.
     """
-    if dtype not in LOW_DTYPES:
-        raise ValueError(f"dtype is torch.float16 or torch.bfloat16, not {dtype!r}")
     if not 1 <= headroom <= sys.float_info.max:
         raise ValueError(f"headroom is a finite factor of at least 1, not {shown(headroom)}")
     choices = {"weights": (weights, ("cast", "cached", "low")), "fold": (fold, tuple(LEVELS))}

@@ -234,7 +234,7 @@ def test_a_choice_is_one_of_those_known(name: str, default: Any, known: str, oth
     assert inspect.signature(autocastfx.convert).parameters[name].default == default
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn, "float16", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn, "float8", None])
 def test_other_dtypes_are_refused(dtype: Any, x: Tensor) -> None:
     with pytest.raises(ValueError, match=r"dtype is torch\.float16 or torch\.bfloat16, not " + re.escape(repr(dtype))):
         autocastfx.convert(nn.Linear(8, 8), (x,), dtype=dtype)
@@ -440,3 +440,34 @@ def test_what_was_captured_is_decided_again_by_a_further_list() -> None:
     assert torch.equal(again.eval()(x), expected.eval()(x))
     assert convert_again(autocastfx.convert(model.eval(), (x,), weights="low"), further) is None
     assert convert_again(pickle.loads(pickle.dumps(amp_model)), further) is None
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * scale
+
+
+@pytest.mark.parametrize("said", ["bfloat16", "bf16", "torch.bfloat16", "BF16"])
+def test_a_dtype_can_be_named_and_keyword_inputs_be_a_dict(said: str) -> None:
+    torch.manual_seed(0)
+    model, given = Named(), {"scale": torch.rand(8), "x": torch.randn(2, 8)}
+    amp_model = autocastfx.convert(model, given, dtype=said)
+    usual = autocastfx.convert(model, example_kwargs=given, dtype=torch.bfloat16)
+    assert torch.equal(amp_model(**given), usual(**given))
+    assert amp_model.plan == usual.plan
+
+
+def test_inputs_and_dtypes_that_cannot_be_are_said() -> None:
+    model, given = Named(), {"scale": torch.rand(8), "x": torch.randn(2, 8)}
+    with pytest.raises(ValueError, match=r"dtype is torch\.float16 or torch\.bfloat16, not 'float8'"):
+        autocastfx.convert(model, given, dtype="float8")
+    with pytest.raises(
+        TypeError, match=r"example_inputs is a dict, which holds keyword inputs, and example_kwargs has"
+    ):
+        autocastfx.convert(model, given, {"x": given["x"]})
+    with pytest.raises(CaptureError, match=r"do not fit Named\.forward: .*A dict that is an argument itself goes into"):
+        autocastfx.convert(model, {"y": given["x"]})

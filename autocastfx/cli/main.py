@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
 
     dump = add("dump", parents=[common, inputs, lists], help="show what was decided for each node of a model, and why")
     dump.add_argument("model", metavar="MODEL", help=_MODEL)
-    dump.add_argument("--format", choices=FORMATS, default="text")
+    dump.add_argument("--format", choices=FORMATS, help="default: by the suffix of the output's name, else text")
     dump.add_argument("-o", "--output", type=Path, metavar="FILE", help="write here, not to standard output")
     dump.set_defaults(run=commands.dump)
 

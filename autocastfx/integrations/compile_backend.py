@@ -14,7 +14,7 @@ from torch import fx, nn
 from autocastfx.capture.saved_tensors import no_saved_tensors_hooks
 from autocastfx.capture.whole_calls import places
 from autocastfx.conversion import check_arguments, conversion_is_off
-from autocastfx.dtypes import dtype_name
+from autocastfx.dtypes import dtype_name, low_dtype
 from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.any_size import own_sizes
 from autocastfx.integrations.compiled_call import CompiledCall
@@ -48,7 +48,7 @@ class CompileBackend:
     def __init__(
         self,
         *,
-        dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype | str = torch.float16,
         op_list: OpListLike = "default",
         fold: str = "exact",
         recompose: bool | Sequence[str] = True,
@@ -76,7 +76,8 @@ class CompileBackend:
             ValueError: an argument has no such choice.
             UnsupportedError: the list names Python functions.
         """
-        check_arguments(dtype, fold)
+        dtype = low_dtype(dtype)
+        check_arguments(fold)
         if uncaptured not in UNCAPTURED:
             raise ValueError(f"uncaptured is one of {', '.join(map(repr, UNCAPTURED))}, not {uncaptured!r}")
         lists = load_op_list(op_list, default=dtype_name(dtype))

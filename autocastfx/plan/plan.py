@@ -177,6 +177,15 @@ class Plan:
     recomposed: tuple[Recomposed, ...] = ()
     copies: tuple[PlannedCopy, ...] = ()
 
+    def __str__(self) -> str:
+        """The summary in a line; ``repr`` holds everything."""
+        runs = Counter(node.placement.run for node in self.nodes)
+        unlisted = f"; unlisted ops: {', '.join(sorted(self.unlisted))}" if self.unlisted else ""
+        return (
+            f"{self.low} on {self.device}, op list {self.op_list}; nodes: {runs[Precision.LOW]} in {self.low}, "
+            f"{runs[Precision.FLOAT32]} in float32; casts: {len(self.casts)}{unlisted}"
+        )
+
     def __getitem__(self, name: str) -> PlannedNode:
         """The entry of the node called ``name``.
 

@@ -18,10 +18,13 @@ from autocastfx.runtime.amp_module import AmpModule
 __all__ = ["dump", "view_of", "views_of"]
 
 
+_SUFFIXES = {".dot": "dot", ".gv": "dot", ".graphml": "graphml", ".html": "html", ".json": "json", ".py": "python"}
+
+
 def dump(
     amp_model: nn.Module,
     path: str | os.PathLike[str] | None = None,
-    format: str = "text",
+    format: str | None = None,
     *,
     comparison: Compared | None = None,
 ) -> str:
@@ -37,7 +40,8 @@ def dump(
         format: ``"text"``, an aligned table; ``"json"``, the plan, which :meth:`Plan.from_json` reads back; ``"dot"``,
             for Graphviz; ``"graphml"``, for graph tools; ``"python"``, the generated code with dtypes and precision
             as comments; or ``"html"``, a self-contained page for a browser that shows the graph by module and can be
-            searched.
+            searched. By default that of the path's suffix (``.json``, ``.dot`` or ``.gv``, ``.graphml``, ``.py``,
+            ``.html``), else ``"text"``.
         comparison: a result of :func:`compare` for ``amp_model``, shown on the page with the variant that was compared.
 
     Returns:
@@ -53,6 +57,8 @@ def dump(
         IsADirectoryError: ``path`` is a folder.
         OSError: ``path`` cannot be written.
     """
+    if format is None:
+        format = _SUFFIXES.get(Path(path).suffix.lower(), "text") if path is not None else "text"
     if format not in FORMATS:
         raise ValueError(f"format is {', '.join(map(repr, FORMATS))}, not {format!r}")
     if comparison is not None and not isinstance(comparison, Compared):

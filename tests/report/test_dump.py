@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import autocastfx
@@ -87,3 +88,25 @@ def test_a_model_that_is_not_converted_is_refused() -> None:
         TypeError, match=r"dump shows what convert\(\) returned, or what enable\(\) was given, not a Linear"
     ):
         autocastfx.dump(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        *(("a.txt", "text"), ("a", "text"), ("a.json", "json"), ("a.dot", "dot"), ("a.gv", "dot")),
+        *(("a.graphml", "graphml"), ("a.py", "python"), ("a.HTML", "html")),
+    ],
+)
+def test_the_suffix_chooses_the_format_unless_one_is_given(name: str, format: str, tmp_path: Path) -> None:
+    amp_model = autocastfx.convert(nn.Linear(8, 8), torch.randn(2, 8), dtype=torch.bfloat16)
+    expected = autocastfx.dump(amp_model, format=format)
+    assert autocastfx.dump(amp_model, tmp_path / name) == expected
+    assert (tmp_path / name).read_text(encoding="utf-8") == expected
+    assert autocastfx.dump(amp_model, tmp_path / name, "text") == autocastfx.dump(amp_model)
+
+
+def test_a_plan_as_text_is_its_summary() -> None:
+    amp_model = autocastfx.convert(nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)), torch.randn(2, 8), dtype="bf16")
+    told = "bfloat16 on cpu, op list bfloat16; nodes: 1 in bfloat16, 1 in float32; casts: 4"
+    assert str(amp_model.plan) == told
+    assert "PlannedNode(" in repr(amp_model.plan)
