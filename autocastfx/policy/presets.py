@@ -30,5 +30,7 @@ def preset_path(name: str) -> Path:
     path = preset_folder() / f"{name}.yaml"
     if name not in presets():
         hint = nearest(name, presets())
+        if name == "default":
+            hint = ": in op_list=['default', FILE] it stands for the list of the dtype, and FILE needs no 'extends'"
         raise OpListError(f"no preset is named {name!r}{hint}. Presets: {', '.join(presets())}; a path ends in .yaml.")
     return path

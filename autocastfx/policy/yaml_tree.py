@@ -20,6 +20,7 @@ from autocastfx.errors import OpListError, Place, Source
 from autocastfx.files import read_whole
 from autocastfx.graph.op_name import canonical, located, of_function
 from autocastfx.graph.signature import argument_types
+from autocastfx.policy.often_meant import meant, of_python, yaml_advice
 from autocastfx.policy.rule import Scalar
 
 __all__ = ["Tree", "is_known", "legal_op_names", "nearest", "parse_file"]
@@ -60,9 +61,10 @@ def is_known(op: str) -> bool:
 
 
 def nearest(word: str, legal: Iterable[str]) -> str:
-    """Return `` (did you mean 'x'?)`` with the legal word nearest to ``word``; empty if none is near."""
-    close = difflib.get_close_matches(word, sorted(legal), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    """Return `` (did you mean 'x'?)`` with the legal word that is meant by ``word``, or nearest; empty if none is."""
+    known = sorted(legal)
+    found = meant(word, known) or next(iter(difflib.get_close_matches(word, known, n=1)), None)
+    return f" (did you mean {found!r}?)" if found is not None else ""
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,8 @@ class Tree:
         head = name.partition(".")[0]
         if self.shipped and not is_known(name):
             return name
+        if name not in legal_op_names() and (advice := of_python(name, legal_op_names())) is not None:
+            raise self.error(f"{name!r} is a name of Python's imports, which a list does not know: {advice}")
         if "::" in name:
             if name.startswith("aten::"):
                 raise self.error(f"ATen ops are listed by their base name: write {name[6:].partition('.')[0]!r}")
@@ -267,7 +271,7 @@ class Tree:
     def one_of(self, words: Sequence[str], what: str) -> str:
         """Return the text if it is one of ``words``, else raise; ``what`` is the key in the message."""
         if self.as_text() not in words:
-            raise self.error(f"{what!r} is {' or '.join(words)}, not {self.text!r}")
+            raise self.error(f"{what!r} is {' or '.join(words)}, not {self.text!r}{nearest(self.text, words)}")
         return self.text
 
 
@@ -311,7 +315,8 @@ def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
         mark = error.problem_mark
         place = Source(shown, mark.line + 1, mark.column + 1) if mark else start
         problem = ", ".join(part for part in (error.context, error.problem) if part)
-        raise OpListError(f"this is not YAML: {problem}.", place) from error
+        advice = yaml_advice(problem, text.splitlines()[mark.line]) if mark and mark.line < text.count("\n") else ""
+        raise OpListError(f"this is not YAML: {problem}.{advice}", place) from error
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         place = Source(shown, before.count("\n") + 1, len(before) - before.rfind("\n"))
