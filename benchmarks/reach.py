@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import multiprocessing
+import re
 import sys
 import time
 import warnings
@@ -59,6 +60,9 @@ PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::baddbmm")
 PRODUCT_OPS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")  # a plan's
 WAYS = ("convert", "backend")
 GOOD = ("right", "partly")
+RESULTS = Path(__file__).resolve().parent / "results"
+# What a path on this machine begins with.
+_PLACE = re.compile(rf"\S*/site-packages/|{re.escape(str(Path(__file__).resolve().parents[1]))}/")
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,8 @@ def measure(case: ZooModel, kind: str, way: str) -> Row | None:
 
     def row(verdict: str, reason: str = "", found: _Found | None = None) -> Row:
         ours, autocast, graphs = (found.ours, found.autocast, found.graphs) if found is not None else (0.0, 0.0, 0)
-        return Row(case.name, kind, way, verdict, ours, autocast, graphs, time.perf_counter() - start, reason)
+        seconds = time.perf_counter() - start
+        return Row(case.name, kind, way, verdict, ours, autocast, graphs, seconds, _PLACE.sub("", reason))
 
     try:
         found = _judged(case, way, SIZES[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +73,7 @@ def test_code_that_is_not_captured_is_told() -> None:
     row = reach.measure(ZooModel("experts", _experts, _inputs), "hand", "backend")
     assert row is not None
     assert row.verdict == "partly"
-    assert "forward at " in row.reason
+    assert row.reason.startswith("forward at tests/integrations/test_skipped_code.py:")
 
 
 def test_what_float32_does_not_run_is_left_out_and_errors_are_told() -> None:
@@ -100,3 +102,13 @@ def test_the_command_keeps_rows_and_fails_for_a_silent_case(
     text = capsys.readouterr().out
     assert "classified               backend  silent" in text
     assert "classified               convert" not in text, "it is known from before"
+
+
+def test_the_rows_that_are_kept_are_right_or_told() -> None:
+    held = json.loads((reach.RESULTS / "reach-cpu.json").read_text(encoding="utf-8"))
+    rows = [reach.Row(**row) for row in held["rows"]]
+    assert {row.verdict for row in rows} <= {"right", "partly", "refused"}
+    cases = {(row.case, row.kind) for row in rows}
+    assert len(cases) * 2 == len(rows)
+    assert {(row.case, row.kind) for row in rows if row.verdict in reach.GOOD} == cases
+    assert not any(re.search(r"(^|[\s\"(])/\w", row.reason) for row in rows), "no row names a folder of the machine"
