@@ -1,10 +1,11 @@
 """Time a training step compiled by Inductor: converted by the backend, beside torch.compile under torch.autocast.
 
-    python -m benchmarks.compiled_step [--models "BERT 4x256"] [--rounds 15] [--json PATH]
+    python -m benchmarks.compiled_step [--models "BERT 4x256"] [--rounds 10] [--json PATH]
 
 Forward and backward in bfloat16 on the CPU, without dropout. The two sides take turns in one process, and each round
-starts with the other; times are CPU time of the one thread, ratios those of a round: medians, with quartiles. Each side
-takes half a minute and more to compile, which no figure holds. Distances are those of all gradients as one vector from
+starts with the other; times are CPU time of the one thread, ratios those of a round: medians, with quartiles. A side's
+memory addresses make it faster or slower for the life of its process, so there are two processes, of which each builds
+another side first. Each side takes half a minute and more to compile, which no figure holds. Distances are those of all gradients as one vector from
 float32's, by its length.
 
 The exit status is 1 if the geometric mean of the ratios is above 1, or a model's gradients are more than 1.2 times as
@@ -20,7 +21,8 @@ import math
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -116,39 +118,41 @@ class Row:
     told: Sequence[str]
 
 
-def measured(name: str, rounds: int) -> Row:
-    """Measure a model in this process."""
+Times = dict[str, list[float]]
+
+
+def measured(name: str, rounds: int, order: Sequence[str] = SIDES) -> tuple[Row, Times]:
+    """Measure a model in this process; the sides are built in ``order``. Also return the times of each round."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     full = MODELS[name]
     model, inputs = full.build().train(), full.inputs()
     exact = _gradients(model, lambda: model(**inputs), under_autocast=False)
-    theirs, ours = copy.deepcopy(model), copy.deepcopy(model)
-    compiled = torch.compile(theirs)
     backend = autocastfx.CompileBackend(dtype=LOW)
-    backend.compile(ours)
-    steps: dict[str, Callable[[], Tensor]] = {
-        AUTOCAST: lambda: _gradients(theirs, lambda: compiled(**inputs), under_autocast=True),
-        BACKEND: lambda: _gradients(ours, lambda: ours(**inputs), under_autocast=False),
-    }
-    for step in (*steps.values(), steps[BACKEND]):  # code that is skipped runs otherwise from the second call on
-        step()
+    steps: dict[str, Callable[[], Tensor]] = {}
+    for side in order:
+        twin = copy.deepcopy(model)
+        is_ours = side == BACKEND
+        called: Any = backend.compile(twin) if is_ours else torch.compile(twin)
+        steps[side] = partial(_gradients, twin, partial(called, **inputs), under_autocast=not is_ours)
+        for _ in range(2):  # code that is skipped runs otherwise from the second call on
+            steps[side]()
     apart = {side: distance(step(), exact) for side, step in steps.items()}
-    times: dict[str, list[float]] = {side: [] for side in SIDES}
+    times: Times = {side: [] for side in SIDES}
     for is_counted, side in turns(SIDES, rounds):
         taken = milliseconds(steps[side], "cpu")
         if is_counted:
             times[side].append(taken)
     told = [*map(str, backend.skipped), *(graph.failure for graph in backend.graphs if graph.failure)]
-    return Row(
-        name,
-        round(median(times[AUTOCAST]), 2),
-        round(median(times[BACKEND]), 2),
-        ratios(times[BACKEND], times[AUTOCAST]),
-        apart[AUTOCAST],
-        apart[BACKEND],
-        len(backend.graphs),
-        told,
+    told = [one.replace(f"{Path(__file__).resolve().parents[1]}/", "") for one in told]
+    row = Row(name, 0.0, 0.0, (), apart[AUTOCAST], apart[BACKEND], len(backend.graphs), told)
+    return _with_times(row, times), times
+
+
+def _with_times(row: Row, times: Times) -> Row:
+    theirs, ours = times[AUTOCAST], times[BACKEND]
+    return replace(
+        row, autocast_ms=round(median(theirs), 2), backend_ms=round(median(ours), 2), ratio=ratios(ours, theirs)
     )
 
 
@@ -161,9 +165,11 @@ def _gradients(model: nn.Module, call: Callable[[], Any], *, under_autocast: boo
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def _in_process(name: str, rounds: int) -> Row:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measured, (name, rounds))
+def _in_processes(name: str, rounds: int) -> Row:
+    """Measure a model in two processes, of which each builds another side first, and count the rounds of both."""
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        (row, times), (_, more) = [pool.apply(measured, (name, rounds, order)) for order in (SIDES, SIDES[::-1])]
+    return _with_times(row, {side: times[side] + more[side] for side in SIDES})
 
 
 def mean(rows: Sequence[Row]) -> float:
@@ -200,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.compiled_step", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--models", default=",".join(MODELS), help="separated by commas")
-    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=10, help="of each process; default: %(default)s")
     parser.add_argument("--json", type=Path, help="the store of rows")
     options = parser.parse_args(arguments)
     names = options.models.split(",")
@@ -212,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     held = {row.model for row in store.rows}
     for name in (name for name in names if name not in held):
         print(f"{name} ...", file=sys.stderr, flush=True)
-        store.extend([_in_process(name, options.rounds)])
+        store.extend([_in_processes(name, options.rounds)])
     print(table(store.rows))
     above = missed(store.rows)
     print("\n".join(above) or "All limits are kept.")

@@ -371,7 +371,8 @@ def test_a_compiled_step_is_judged_by_its_time_and_its_distance() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_step_is_measured(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_step, "MODELS", {tiny: FullModel(Perceptron, _inputs)})
-    row = compiled_step.measured(tiny, 2)
+    row, times = compiled_step.measured(tiny, 2, compiled_step.SIDES[::-1])
+    assert [len(rounds) for rounds in times.values()] == [2, 2]
     assert row.graphs == 1
     assert row.told == []
     assert 0 < row.backend_distance <= row.autocast_distance
