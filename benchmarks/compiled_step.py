@@ -5,8 +5,8 @@
 Forward and backward in bfloat16 on the CPU, without dropout. The two sides take turns in one process, and each round
 starts with the other; times are CPU time of the one thread, ratios those of a round: medians, with quartiles. A side's
 memory addresses make it faster or slower for the life of its process, so there are two processes, of which each builds
-another side first. Each side takes half a minute and more to compile, which no figure holds. Distances are those of all gradients as one vector from
-float32's, by its length.
+another side first. Each side takes half a minute and more to compile, which no figure holds. Distances are those of all
+gradients as one vector from float32's, by its length.
 
 The exit status is 1 if the geometric mean of the ratios is above 1, or a model's gradients are more than 1.2 times as
 far from float32 as torch.autocast's.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,20 +17,10 @@ from autocastfx import CompileBackend, UncapturedGraphWarning
 from autocastfx.plan.plan import Precision
 from tests.helpers import op_list, relative_error, sampled, saved_bytes
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 LOW = torch.bfloat16
 INNER = ("eager", "aot_eager")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        # Dynamo reads deprecated attributes of modules while it guards them
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-        # and ``grad`` of results, from which it hides its own warning, unless warnings are errors
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-        yield
-    torch._dynamo.reset()
 
 
 class Layers(nn.Module):

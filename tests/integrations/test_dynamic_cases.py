@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ from benchmarks.zoo_case import ZooModel
 from benchmarks.zoo_hand import HAND
 from tests.helpers import relative_error
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 LOW = torch.bfloat16
 BY_BOTH = ("as-many-as-needed", "k-from-a-tensor")  # a size that is read from a tensor alone
 # Code that Dynamo skips: a loop that it breaks in, an LSTM, what a checkpoint calls, a number that is put into a text.
@@ -25,16 +26,6 @@ TOLD = (
     *("own-class-inside", "experts-by-where", "experts-by-nonzero", "packed-lstm"),
     *("checkpointed-numbers", "checkpointed-experts", "prints-its-loss"),
 )
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-        yield
-    torch._dynamo.reset()
 
 
 def tensors(outputs: Any) -> list[Tensor]:

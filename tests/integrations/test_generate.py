@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from torch import Tensor
 
 import autocastfx
 from tests.helpers import sampled
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 LOW = torch.bfloat16
 SIZES: dict[str, Any] = {
@@ -51,16 +52,6 @@ NEW = 64
 # For the prompt, for the second token, and for all lengths. T5 and BART have an encoder besides, and a window of 16
 # tokens makes graphs until it is full.
 GRAPHS = {"T5": 4, "BART": 4, "Mistral": 6}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-        yield
-    torch._dynamo.reset()
 
 
 def tensors(cache: Any) -> list[Tensor]:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,18 +18,10 @@ import autocastfx
 from autocastfx import AmpModule, UncapturedGraphWarning, UnsupportedError, VariantError
 from tests.helpers import relative_error
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 LOW = torch.bfloat16
 EPS = torch.finfo(LOW).eps
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-        yield
-    torch._dynamo.reset()
 
 
 class Scaled(nn.Module):

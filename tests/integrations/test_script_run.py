@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import nn
 
 import autocastfx
 from autocastfx.cli.main import main
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 HEAD = "import sys\nimport torch\nfrom torch import nn\ntorch.manual_seed(0)\nx = torch.randn(8, 16)\n"
 MODEL = "model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))\n"
@@ -37,16 +39,6 @@ print(type(scaler).__mro__[1].__module__, scaler.get_scale())
 """
 
 Run = Callable[..., tuple[int, str, dict[str, Any]]]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-        yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,9 @@ from autocastfx import CaptureError, CompileBackend, UncapturedGraphWarning
 from autocastfx.integrations.skipped_code import InAutocast
 from tests.helpers import relative_error
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 LOW = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-        yield
-    torch._dynamo.reset()
 
 
 class Experts(nn.Module):
