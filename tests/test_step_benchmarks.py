@@ -351,18 +351,17 @@ def test_the_readme_gives_the_figures_that_were_measured() -> None:
 
 
 def _compiled(ratio: float, apart: float) -> compiled_step.Row:
-    return compiled_step.Row(
-        "tiny", 2.0, 2 * ratio, [ratio - 0.1, ratio, ratio + 0.1], 1e-3, apart, 1, ["forward at x"]
-    )
+    quartiles = [ratio - 0.1, ratio, ratio + 0.1]
+    return compiled_step.Row("tiny", "all", 2.0, 2 * ratio, quartiles, 1e-3, apart, 1, ["forward at x"])
 
 
 def test_a_compiled_step_is_judged_by_its_time_and_its_distance() -> None:
     fine = [_compiled(0.8, 1e-3), _compiled(1.2, 1.1e-3)]
     assert compiled_step.missed(fine) == []
-    assert "geometric mean of the ratios: 0.980" in compiled_step.table(fine)
-    assert "  not converted: forward at x" in compiled_step.table(fine)
+    assert "reached  geometric mean of the ratios, all returned: 0.980; at most 1" in compiled_step.table(fine)
+    assert "not converted: tiny: forward at x" in compiled_step.table(fine)
     assert compiled_step.missed([_compiled(1.1, 2e-3)]) == [
-        "the geometric mean is 1.100, above 1",
+        "the geometric mean, all returned, is 1.100",
         "tiny: gradients are 2.00 times as far off",
     ]
 
@@ -371,7 +370,7 @@ def test_a_compiled_step_is_judged_by_its_time_and_its_distance() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_step_is_measured(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_step, "MODELS", {tiny: FullModel(Perceptron, _inputs)})
-    row, times = compiled_step.measured(tiny, 2, compiled_step.SIDES[::-1])
+    row, times = compiled_step.measured(tiny, "loss", 2, compiled_step.SIDES[::-1])
     assert [len(rounds) for rounds in times.values()] == [2, 2]
     assert row.graphs == 1
     assert row.told == []
