@@ -34,7 +34,7 @@ __all__ = ["CompiledCall"]
 
 
 class _Backend(Protocol):
-    """What a compiled call asks of its backend."""
+    """The backend of a compiled call."""
 
     low: torch.dtype
     uncaptured: str

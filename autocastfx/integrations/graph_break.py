@@ -1,4 +1,4 @@
-"""What a break of Dynamo's graph leaves to Python: code of torch, at which Dynamo does not look again.
+"""Find the code of torch that runs in Python behind a break of Dynamo's graph, uncaptured.
 
 Where a graph breaks in a user's function, Dynamo captures what follows. Where it breaks inside a function of torch, the
 call of that function runs in Python as a whole, with all that it calls: only what is compiled by itself is captured.

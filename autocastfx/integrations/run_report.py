@@ -1,4 +1,4 @@
-"""What became of the models of a script: as text, and as data."""
+"""The report of a script that ran with its models converted, as text and as data."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RanModel:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """What the script runs as before.
+    """A call or a model that the script runs as before.
 
     Attributes:
         name: a module's class, or a function.
@@ -86,7 +86,7 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What became of a script.
+    """The models that a script called, and its steps.
 
     Attributes:
         dtype: the 16-bit dtype.

@@ -1,4 +1,4 @@
-"""What people write in lists from habit, and what they mean by it."""
+"""Names that people write in lists from habit, with the names that they mean."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ __all__ = ["CompiledGraph", "graphs_of", "views_of_graphs"]
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """What became of one of Dynamo's graphs.
+    """One of Dynamo's graphs, converted or not.
 
     Attributes:
         module: what the next backend got.

@@ -1,4 +1,4 @@
-"""What a converted model does while ``torch.jit.trace`` records its call."""
+"""Choose a graph while ``torch.jit.trace`` records a call of a converted model."""
 
 from __future__ import annotations
 
