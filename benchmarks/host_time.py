@@ -119,9 +119,11 @@ def _calls(full: FullModel) -> dict[str, Callable[[], object]]:
 
 
 def _plain(amp_model: AmpModule, inputs: Mapping[str, Tensor]) -> Callable[[], object]:
-    """The graph of ``amp_model`` for the present mode, called as torch.fx does."""
-    module = fx.GraphModule(amp_model, amp_model.graph)
-    given = [inputs[str(node.target)] for node in module.graph.nodes if node.op == "placeholder"]
+    """The graph of ``amp_model`` for the present mode, called as torch.fx does: it binds no call of the model."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(amp_model.graph, {}))
+    module = fx.GraphModule(amp_model, graph)
+    given = [inputs[str(node.target)] for node in graph.nodes if node.op == "placeholder"]
     return lambda: module(*given)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import autocastfx
 from autocastfx.runtime.operators import cross_entropy_loss
 from benchmarks import (
     accuracy,
@@ -393,6 +394,20 @@ def test_the_results_that_are_kept_hold() -> None:
     assert accuracy.failures(rows) == []
     held = json.loads((report.RESULTS / "optimizer-step-cpu.json").read_text())["rows"]
     assert optimizer_step.failures([optimizer_step.Row(**row) for row in held]) == []
+
+
+class Skips(nn.Module):
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        found = x if mask is None else x * mask
+        return found if labels is None else found - labels
+
+
+def test_the_plain_graph_takes_a_call_that_skips_an_argument() -> None:
+    inputs = {"x": torch.randn(4), "labels": torch.randn(4)}
+    amp_model = autocastfx.convert(Skips(), inputs, dtype="bfloat16")
+    assert torch.equal(host_time._plain(amp_model, inputs)()[0], amp_model(**inputs))
 
 
 def test_host_time_is_measured_and_held_against_its_limits(
