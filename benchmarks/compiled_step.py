@@ -37,7 +37,7 @@ from torch import Tensor, nn
 import autocastfx
 from benchmarks.models import FullModel, ResNet
 from benchmarks.store import Store
-from benchmarks.timing import milliseconds, ratios, turns
+from benchmarks.timing import keep_memory, milliseconds, ratios, turns
 from benchmarks.zoo_judge import distance
 
 __all__ = ["MODELS", "Row", "main", "measured"]
@@ -141,6 +141,7 @@ Times = dict[str, list[float]]
 def measured(name: str, returned: str, rounds: int, order: Sequence[str] = SIDES) -> tuple[Row, Times]:
     """Measure a model in this process; the sides are built in ``order``. Also return the times of each round."""
     torch.set_num_threads(1)
+    keep_memory()
     torch.manual_seed(0)
     full = MODELS[name]
     model, inputs = full.build().train(), full.inputs()

@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 from autocastfx import AmpModule
 from benchmarks.models import FullModel, ResNet50
 from benchmarks.store import Store
-from benchmarks.timing import milliseconds, ratios, turns
+from benchmarks.timing import keep_memory, milliseconds, ratios, turns
 from benchmarks.training import AUTOCAST, DEFAULT, FLOAT32, Setting, training
 
 __all__ = ["MODELS", "Row", "main", "measured"]
@@ -161,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rounds < 2:
         parser.error("--rounds: quartiles need two or more")
     torch.set_num_threads(1)
+    keep_memory()
     store = Store(options.json, Row, {"rounds": options.rounds})
     held = {row.model for row in store.rows}
     for name in (name for name in names if name not in held):

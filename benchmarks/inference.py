@@ -30,7 +30,7 @@ import autocastfx
 from benchmarks.models import FullModel
 from benchmarks.small_models import SMALL
 from benchmarks.store import Store
-from benchmarks.timing import milliseconds, ratios, turns
+from benchmarks.timing import keep_memory, milliseconds, ratios, turns
 
 FLOAT32, AUTOCAST, HALF = "float32", "torch.autocast", "pure half"
 # By side: the weights argument of convert; None is by hand.
@@ -147,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--rounds: quartiles need two or more")
 
     torch.set_num_threads(1)
+    keep_memory()
     settings = {"rounds": options.rounds, "dtype": options.dtype}
     if options.device == "cuda":
         settings["device"] = torch.cuda.get_device_name()

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from autocastfx.runtime.operators.short_attention import TOKENS, recomputed
 from benchmarks.store import Store
-from benchmarks.timing import milliseconds, ratios, turns
+from benchmarks.timing import keep_memory, milliseconds, ratios, turns
 
 BATCH, HEADS, SIZE = 8, 4, 64
 LENGTHS = (16, 50, 96, 128, TOKENS, 192, 224, 256)
@@ -95,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    keep_memory()
     store = Store(options.json, Row, {"rounds": options.rounds})
     held = {(row.tokens, row.is_causal) for row in store.rows}
     for case in ((tokens, is_causal) for tokens in lengths for is_causal in (False, True)):

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import quantiles
 
 import torch
 
-__all__ = ["milliseconds", "ratios", "turns"]
+__all__ = ["keep_memory", "milliseconds", "ratios", "turns"]
+
+_MMAP_MAX, _TRIM_THRESHOLD, _TOP_PAD = -4, -1, -2  # malloc.h of glibc
+_LARGE = 2**31 - 1
+
+
+def keep_memory() -> bool:
+    """Let this process keep the memory that it frees, and return whether it does; for a CPU, with glibc.
+
+    By default malloc gives large blocks back to the system and asks for them anew. Page faults then cost more than the
+    work that is timed, and one tensor more or less decides whether they occur.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None)
+    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _LARGE), (_TOP_PAD, 2**26))
+    return all(libc.mallopt(key, value) == 1 for key, value in settings)
 
 
 def milliseconds(work: Callable[[], object], device: str) -> float:

@@ -41,7 +41,7 @@ from benchmarks.small_models import SMALL
 from benchmarks.step_counts import count
 from benchmarks.step_table import Row, compiled_table, table, targets
 from benchmarks.store import Store
-from benchmarks.timing import milliseconds, ratios, turns
+from benchmarks.timing import keep_memory, milliseconds, ratios, turns
 from benchmarks.training import AUTOCAST, HALF, SIDES, Setting, Training, training
 
 WARM_UP = 2  # steps before anything is measured
@@ -133,6 +133,7 @@ def measured(name: str, setting: Setting, rounds: int, processes: int, sides: Se
 
 def _one_thread() -> None:
     torch.set_num_threads(1)
+    keep_memory()
 
 
 def _timed(rows: dict[str, Row], found: Times) -> list[Row]:
@@ -175,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--processes: at least one")
 
     torch.set_num_threads(1)
+    keep_memory()
     processes = options.processes if options.rounds else 1
     settings = {"rounds": options.rounds, "dtype": options.dtype, "compiled": options.compile, "processes": processes}
     if sides != list(SIDES):

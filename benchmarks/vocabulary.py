@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocastfx.runtime.operators.cross_entropy_loss import cross_entropy_loss
 from benchmarks.store import Store
-from benchmarks.timing import milliseconds, ratios, turns
+from benchmarks.timing import keep_memory, milliseconds, ratios, turns
 
 AUTOCAST, DEFAULT, KERNEL, HALF = "torch.autocast", "autocastfx", 'autocastfx, fold="kernel"', "pure half"
 CLASSES = (4_096, 32_000, 50_257, 128_256)  # a small one, and those of Llama 2, GPT-2 and Llama 3
@@ -165,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    keep_memory()
     settings = {"rounds": options.rounds, "dtype": options.dtype, "positions": options.positions}
     if options.device == "cuda":
         settings["device"] = torch.cuda.get_device_name()

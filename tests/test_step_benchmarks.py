@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import geometric_mean
@@ -375,3 +377,25 @@ def test_a_compiled_step_is_measured(tiny: str, monkeypatch: pytest.MonkeyPatch)
     assert row.graphs == 1
     assert row.told == []
     assert 0 < row.backend_distance <= row.autocast_distance
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="page faults are counted as Linux has them")
+def test_memory_that_is_kept_has_no_page_faults() -> None:
+    """In a process of its own, because the setting stays."""
+    script = """
+import resource, torch
+from benchmarks.timing import keep_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        torch.ones(4_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.set_num_threads(1)
+given_back, is_kept, _, kept = faults(), keep_memory(), faults(), faults()
+print(given_back, is_kept, kept)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert found[1] == "True"
+    assert int(found[2]) <= int(found[0]) // 10

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from inspect import getmro
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as of_all_modules
 
 from autocastfx.errors import CaptureError
 
-__all__ = ["derived_by_hooks", "has_hooks", "later_hooks", "names_of", "refuse_backward_hooks", "unfollowed"]
+__all__ = [
+    "derived_by_hooks",
+    "has_hooks",
+    "later_hooks",
+    "later_process_hooks",
+    "names_of",
+    "refuse_backward_hooks",
+    "unfollowed",
+    "unfollowed_names",
+]
 
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+_EVERY = "every module of the process"  # as torch.nn.modules.module.register_module_forward_hook registers them
 # Hooks of these places do nothing that a graph lacks: checks of an exported program, and the outputs of layers that a
 # model of transformers is asked for. What fully_shard puts on a submodule is refused where it matters.
 _NOTHING_LACKS = ("torch.export.", "torch._export.", "transformers.utils.output_capturing", "torch.distributed.")
@@ -30,12 +41,22 @@ def has_hooks(module: nn.Module) -> bool:
 
 def later_hooks(module: nn.Module, number: int) -> bool:
     """True if ``module`` has hooks of this number and more, which torch counts up, and a graph lacks what they do."""
-    return any(at >= number for at, _ in _hooks(module, (*_FORWARD, *_BACKWARD), _NOTHING_LACKS))
+    return any(at >= number for at, _ in _hooks(vars(module), (*_FORWARD, *_BACKWARD), _NOTHING_LACKS))
+
+
+def later_process_hooks(number: int) -> list[str]:
+    """Name all modules, if hooks of this number and more have been registered for them all."""
+    return _named_of_process((*_FORWARD, *_BACKWARD), number)
 
 
 def unfollowed(module: nn.Module) -> bool:
     """True if ``module`` has forward hooks that may do more than to compute with tensors."""
-    return any(_hooks(module, _FORWARD, (*_NOTHING_LACKS, *_WEIGHTS)))
+    return any(_hooks(vars(module), _FORWARD, (*_NOTHING_LACKS, *_WEIGHTS)))
+
+
+def unfollowed_names(model: nn.Module) -> list[str]:
+    """Name the modules with forward hooks that may do more than to compute with tensors."""
+    return [*names_of(model, unfollowed), *_named_of_process(_FORWARD)]
 
 
 def derived_by_hooks(module: nn.Module) -> set[str]:
@@ -56,7 +77,8 @@ def refuse_backward_hooks(model: nn.Module) -> None:
     Raises:
         CaptureError: a module has one.
     """
-    if names := names_of(model, lambda module: any(_hooks(module, _BACKWARD, _NOTHING_LACKS))):
+    names = names_of(model, lambda module: any(_hooks(vars(module), _BACKWARD, _NOTHING_LACKS)))
+    if names := [*names, *_named_of_process(_BACKWARD)]:
         raise CaptureError(
             f"backward hooks on {', '.join(names)} would not run: a graph calls no modules, and gradients would be "
             "those without hooks. Register them on the converted model itself, or convert in place, with "
@@ -64,9 +86,14 @@ def refuse_backward_hooks(model: nn.Module) -> None:
         )
 
 
-def _hooks(module: nn.Module, tables: Iterable[str], left_out: tuple[str, ...]) -> Iterator[tuple[int, Any]]:
+def _named_of_process(tables: Iterable[str], number: int = 0) -> list[str]:
+    hooks = _hooks(vars(of_all_modules), [f"_global{table}" for table in tables], _NOTHING_LACKS)
+    return [_EVERY] if any(at >= number for at, _ in hooks) else []
+
+
+def _hooks(owner: Mapping[str, Any], tables: Iterable[str], left_out: tuple[str, ...]) -> Iterator[tuple[int, Any]]:
     for table in tables:
-        for number, hook in (module.__dict__.get(table) or {}).items():
+        for number, hook in (owner.get(table) or {}).items():
             if not _is_of(hook, left_out):
                 yield number, hook
 

@@ -146,11 +146,13 @@ class CompiledCall:
             if one in backend.skipped or set(holders) <= self._in_autocast():
                 continue
             backend.skipped.append(one)
-            told = f"torch.compile cannot capture {one}"
+            told = f"torch.compile cannot capture {'all of ' if one.is_excluded else ''}{one}"
             if backend.uncaptured == "error":
                 raise CaptureError(f"{told}.")
             runs = "It runs in float32."
-            if one.is_in_parts:
+            if one.is_excluded:
+                runs = "What it computes there runs in float32."
+            elif one.is_in_parts:
                 runs = "Its modules are converted one by one; what it computes besides runs in float32."
             elif backend.uncaptured == "autocast":
                 device = next((p.device for p in self.model.parameters()), torch.device("cpu"))

@@ -40,6 +40,7 @@ class SkippedCode:
         name, file, line: the function, and where it or the rest begins.
         reason: Dynamo's own, its first line.
         is_in_parts: True if the modules in it are captured one by one, and only what it computes besides is not.
+        is_excluded: True if the code is captured, but for a function that it calls and torch.compiler.disable excludes.
     """
 
     name: str
@@ -47,6 +48,7 @@ class SkippedCode:
     line: int
     reason: str
     is_in_parts: bool = False
+    is_excluded: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} at {self.file}:{self.line} ({self.reason})"

@@ -9,7 +9,7 @@ from itertools import chain
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from autocastfx.capture.module_hooks import has_hooks, later_hooks, names_of, unfollowed
+from autocastfx.capture.module_hooks import has_hooks, later_hooks, later_process_hooks, names_of, unfollowed_names
 from autocastfx.errors import StateWarning
 
 __all__ = ["HookWatch"]
@@ -33,7 +33,7 @@ class HookWatch:
 
     def tell_captured(self, model: nn.Module | None) -> None:
         """Warn of the forward hooks on modules of ``model``, which has just been captured."""
-        if names := _new(names_of(model, unfollowed) if model is not None else (), self._captured):
+        if names := _new(unfollowed_names(model) if model is not None else (), self._captured):
             warnings.warn(
                 f"hooks on {names} ran while the model was captured. The graph does to tensors what they did; calls of "
                 "the converted model do not run them. autocastfx.enable converts in place, and keeps hooks.",
@@ -55,10 +55,11 @@ class HookWatch:
             return module is not owner and later_hooks(module, since)
 
         others = model.modules() if model is not None else ()
-        if not any(map(is_late, filter(has_hooks, chain(own, others)))):
+        every = later_process_hooks(since)
+        if not every and not any(map(is_late, filter(has_hooks, chain(own, others)))):
             return
         named = names_of(model, is_late) if model is not None else []
-        if names := _new([*named, *names_of(owner, is_late)], self._late):
+        if names := _new([*named, *names_of(owner, is_late), *every], self._late):
             warnings.warn(
                 f"hooks on {names} came after the model was converted, and its calls do not run them: a graph calls no "
                 "modules. Register them on the converted model itself, whose own hooks run, or convert in place, with "

@@ -6,7 +6,7 @@ import copy
 import inspect
 import pickle
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,10 +172,9 @@ def test_what_a_checkpoint_calls_and_the_graph_breaks_in_is_told(way: str) -> No
     model, x = Whole(Recomputed(way)), torch.randn(5, 8)
     other = copy.deepcopy(model)
     autocastfx.enable(model, dtype=LOW)
-    told = (
-        r"cannot capture forward at .*test_skipped_code\.py:\d+ \(the graph breaks in what checkpoint calls\)\. It has"
-    )
-    with pytest.warns(UncapturedGraphWarning, match=f"{told} run in float32; from now on inner runs under") as found:
+    told = r"cannot capture forward at .*test_skipped_code\.py:\d+ \(the graph breaks in \S+, which it calls: .+\)\."
+    told += " It has run in float32; from now on inner runs under"
+    with pytest.warns(UncapturedGraphWarning, match=told) as found:
         model(x).sum().backward()  # recomputes in float32, as it was
     assert len(found) == 1
     model.zero_grad()
@@ -189,14 +188,78 @@ def test_what_a_checkpoint_calls_and_the_graph_breaks_in_is_told(way: str) -> No
     assert all(torch.equal(ours[name].grad, p.grad) for name, p in other.named_parameters())  # type: ignore[arg-type]
 
 
-def test_what_the_user_switches_dynamo_off_for_is_left_alone() -> None:
+class Bare(nn.Module):
+    """A function of its own, without a module in it, that runs uncaptured for the reason that ``way`` names."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.weight, self.way = nn.Parameter(torch.randn(8, 8)), way
+        self.excluded = torch.compiler.disable(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "checkpoint":
+            return checkpoint(self.scaled, x, use_reentrant=False)
+        if self.way == "generator":
+            return next(iter(list(self.generated(x))))
+        if self.way == "disabled module":
+            return self.excluded(x)
+        return self.disabled(x) if self.way == "disabled" else self.shallow(x)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        x = nn.functional.linear(x, self.weight)
+        return x / max(x.detach().abs().max().item(), 1.0)
+
+    def generated(self, x: Tensor) -> Iterator[Tensor]:
+        yield self.scaled(x)
+
+    @torch.compiler.disable
+    def disabled(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+    @torch.compiler.disable(recursive=False)
+    def shallow(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def test_a_function_that_a_checkpoint_calls_and_the_graph_breaks_in_is_told() -> None:
     torch.manual_seed(0)
-    model, x = Whole(Recomputed("disabled")), torch.randn(5, 8)
-    inside = model.inner.block
+    model, x = Whole(Bare("checkpoint")), torch.randn(5, 8)
+    with torch.autocast("cpu", LOW):
+        wanted = copy.deepcopy(model)(x)
     autocastfx.enable(model, dtype=LOW)
-    model(x)
+    told = (
+        r"cannot capture forward at .*test_skipped_code\.py:\d+ \(the graph breaks in scaled, which it calls: .*\)\. It"
+    )
+    with pytest.warns(
+        UncapturedGraphWarning, match=f"{told} has run in float32; from now on inner runs under"
+    ) as found:
+        model(x)
+    assert len(found) == 1
+    assert torch.equal(model(x), wanted.float())
+
+
+def test_a_function_that_the_graph_breaks_in_and_that_is_captured_by_itself_is_no_concern() -> None:
+    model = Whole(Bare("generator"))
+    model.inner.generated = model.inner.scaled  # type: ignore[assignment]
+    autocastfx.enable(model, dtype=LOW)
+    model(torch.randn(5, 8))
     assert autocastfx.backend_of(model).skipped == []  # type: ignore[union-attr]
-    assert not isinstance(inside.__dict__["_compiled_call_impl"], InAutocast)
+
+
+@pytest.mark.parametrize("way", ["disabled", "shallow", "disabled module", "disabled block"])
+def test_what_the_user_excludes_from_capture_runs_in_float32_and_is_told(way: str) -> None:
+    torch.manual_seed(0)
+    inner = Recomputed("disabled") if way == "disabled block" else Bare(way)
+    model, x = Whole(inner), torch.randn(5, 8)
+    autocastfx.enable(model, dtype=LOW)
+    what = "module" if way == "disabled module" else "function"
+    told = rf"cannot capture all of forward at .*\.py:\d+ \(it calls a {what} under torch\.compiler\.disable\)"
+    with pytest.warns(UncapturedGraphWarning, match=rf"{told}\. What it computes there runs in float32\.") as found:
+        model(x)
+    assert len(found) == 1
+    model(x)
+    calls = (module.__dict__.get("_compiled_call_impl") for module in model.modules())
+    assert not any(isinstance(call, InAutocast) for call in calls)
 
 
 class Answer:

@@ -141,6 +141,50 @@ def test_what_torch_makes_of_weights_by_hooks_is_captured_and_nothing_is_told(ch
     assert is_near(amp_model.train(), model.eval(), x)
 
 
+@pytest.fixture
+def every(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The function of torch that registers a hook on every module of the process; no hook of it is left."""
+    yield request.param
+    for table in ("forward_pre", "forward", "backward_pre", "backward"):
+        getattr(torch.nn.modules.module, f"_global_{table}_hooks").clear()
+
+
+def register_on_every(name: str, hook: Callable[..., Any]) -> Any:
+    return getattr(torch.nn.modules.module, name)(hook)
+
+
+@pytest.mark.parametrize(
+    "every", ["register_module_forward_hook", "register_module_forward_pre_hook"], indirect=["every"]
+)
+def test_forward_hooks_on_every_module_are_in_the_graph_and_told(every: str) -> None:
+    model, x = made()
+    handle = register_on_every(every, lambda *_: None)
+    with pytest.warns(StateWarning, match="hooks on every module of the process ran while the model was captured"):
+        amp_model = converted(model, x)
+    handle.remove()
+    assert is_near(amp_model, model, x)
+    register_on_every(every, lambda *_: None)
+    with pytest.warns(StateWarning, match=f"hooks on every module of the process {LATE}") as told:
+        amp_model(x)
+    assert len(told) == 1
+    amp_model(x)
+
+
+@pytest.mark.parametrize(
+    "every", ["register_module_full_backward_hook", "register_module_full_backward_pre_hook"], indirect=["every"]
+)
+def test_backward_hooks_on_every_module_are_refused(every: str) -> None:
+    model, x = made()
+    handle = register_on_every(every, lambda *_: None)
+    with pytest.raises(CaptureError, match="backward hooks on every module of the process would not run"):
+        converted(model, x)
+    handle.remove()
+    amp_model = converted(model, x)
+    register_on_every(every, lambda *_: None)
+    with pytest.warns(StateWarning, match=f"hooks on every module of the process {LATE}"):
+        amp_model(x)
+
+
 # ---- later -----------------------------------------------------------------------------------------------------------
 
 
