@@ -26,7 +26,7 @@ from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["calibrate", "first_call", "ranges_of"]
 
-Progress = bool | Callable[[int], object]
+Progress = bool | Callable[[int], object] | None
 
 
 def calibrate(
@@ -35,7 +35,7 @@ def calibrate(
     *,
     op_list: OpListLike = "default",
     training: bool | None = None,
-    progress: Progress = False,
+    progress: Progress = None,
 ) -> Ranges:
     """Run ``model`` on ``batches`` in float32 and record the largest and the typical magnitude of each of its values.
 
@@ -49,7 +49,8 @@ def calibrate(
             is read once.
         op_list: the op list of the conversion; Python functions that it names stay single nodes.
         training: run in training (True) or evaluation (False) mode; by default in the model's own modes.
-        progress: True writes a line to stderr; a callable is called with the number of batches done, after each.
+        progress: True writes a line to stderr, False none; by default there is one on a terminal. A callable is
+            called with the number of batches done, after each.
 
     Returns:
         The ranges, for :func:`convert`'s argument ``calibrate``. Sub-graphs that a conversion goes into are measured
@@ -135,9 +136,9 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _shown(progress: Progress) -> Generator[Callable[[int], object]]:
     if callable(progress):
         yield progress
-    elif progress:
+    elif progress or (progress is None and sys.stderr.isatty()):
         try:
-            yield lambda done: print(f"\rcalibrating: batch {done}", end="", file=sys.stderr, flush=True)
+            yield lambda done: print(f"\rautocastfx: calibrating, batch {done}", end="", file=sys.stderr, flush=True)
         finally:
             print(file=sys.stderr)
     else:

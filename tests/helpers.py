@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,19 @@ def saved_bytes(run: Callable[[], Any]) -> int:
         result = run()
     del result
     return sum(storage.nbytes() for storage in kept.values())
+
+
+@contextmanager
+def heard(name: str = "autocastfx", level: int = logging.INFO) -> Generator[list[str]]:
+    """Collect the messages of a logger while it is open."""
+    lines: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger(name)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(level)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)

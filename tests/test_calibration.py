@@ -556,7 +556,7 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert done == [1, 2, 3]
     assert capsys.readouterr().err == ""
     calibrate(nn.Linear(8, 8), batches(2), progress=True)
-    assert capsys.readouterr().err == "\rcalibrating: batch 1\rcalibrating: batch 2\n"
+    assert capsys.readouterr().err == "\rautocastfx: calibrating, batch 1\rautocastfx: calibrating, batch 2\n"
 
 
 def test_an_autocast_region_around_it_changes_nothing() -> None:

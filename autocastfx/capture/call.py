@@ -25,6 +25,7 @@ _EMPTY = inspect.Parameter.empty
 # The values that an argument may hold besides tensors. Compilers pass symbols for numbers.
 _CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, Enum)
 _PLAIN = (type(None), bool, int, complex, str, *_CONSTANTS, torch.SymInt, torch.SymFloat, torch.SymBool)
+_MOST = 300  # characters of a call in messages
 # Names that a graph's code uses itself, so that no tensor may have them.
 _TAKEN = ("self", "torch", "device", "inf", "nan", "NoneType", "pytree", "fx_pytree")
 
@@ -70,7 +71,11 @@ class CallStructure:
         return (_structure, (pack_spec(self.spec), self.leaves))
 
     def __str__(self) -> str:
-        words = iter([_word(leaf) for leaf in self.leaves])
+        return self.written([_word(leaf) for leaf in self.leaves])
+
+    def written(self, leaves: Sequence[str]) -> str:
+        """Write the arguments with these words in the places of the leaves."""
+        words = iter(leaves)
         children = zip(self.spec.context, self.spec.children(), strict=True)
         named = [f"{name}={written(child, itertools.islice(words, child.num_leaves))}" for name, child in children]
         return ", ".join(named).replace("'", "")
@@ -80,6 +85,10 @@ def _word(leaf: tuple[Any, ...]) -> str:
     """Write a leaf as ``float32[2d]``, or as its value."""
     kind, of, held = leaf[:3]
     return f"{str(of).removeprefix('torch.')}[{held}d]" if kind == "tensor" else shown(held)
+
+
+def _sized(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _structure(spec: bytes, leaves: tuple[tuple[Any, ...], ...]) -> CallStructure:
@@ -92,6 +101,13 @@ class Call:
 
     tensors: tuple[torch.Tensor, ...]
     structure: CallStructure
+
+    def __str__(self) -> str:
+        """Write the arguments, tensors as ``x=float32[3, 5]``; cut where that is long."""
+        rest = iter(self.tensors)
+        words = [_sized(next(rest)) if leaf[0] == "tensor" else _word(leaf) for leaf in self.structure.leaves]
+        said = self.structure.written(words)
+        return said if len(said) <= _MOST else f"{said[:_MOST]}…"
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def capture(
             found = _captured(program, set(held), called, call, tuple(training), _device(held, call), attempt, follows)
             by_compiler = any(op_name(node) in _BRANCHING for node in found.graph.nodes)
             return replace(found, state=flat.state.guard(everything=by_compiler), changes=flat.state.changes)
-    raise capture_error(model, failures, training=any(training))
+    raise capture_error(model, failures, training=any(training), called=str(call))
 
 
 _ATTEMPTS = ("all", "first", "none")

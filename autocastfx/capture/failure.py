@@ -20,12 +20,18 @@ from torch import nn
 from autocastfx.capture.call_rules import TooSlowError
 from autocastfx.errors import CaptureError
 
-__all__ = ["AgainError", "asks_for_values", "calling_frame", "capture_error", "place", "quiet"]
+__all__ = ["AgainError", "asks_for_values", "calling_frame", "capture_error", "place", "quiet", "quiet_logs"]
 
 _NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
-_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+_LOGGERS = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._subclasses.fake_tensor",
+    "torch._dynamo.variables.tensor",
+    "torch._dynamo.variables.builtin",
+)
+_REPEATED = ("Unable to find user code", "failed while attempting to run meta", "Graph break from")
 
 
 class AgainError(Exception):
@@ -45,10 +51,21 @@ def quiet() -> Generator[None, None, None]:
         stack.enter_context(mock.patch.object(export_trace, "print", _no_print, create=True))
         warnings.filterwarnings("ignore", message=r".*were assigned during export.*")
         warnings.filterwarnings("ignore", message=r".*[Aa]ttributes? .*assigned during export.*")
-        for log in map(logging.getLogger, _LOGGERS):
-            log.addFilter(_is_of_use)
-            stack.callback(log.removeFilter, _is_of_use)
+        stack.enter_context(quiet_logs())
         yield
+
+
+@contextmanager
+def quiet_logs() -> Generator[None, None, None]:
+    """Silence what torch logs of a failed trace or a broken graph, each in tens of lines; we tell it in one message."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for log in loggers:
+        log.addFilter(_is_of_use)
+    try:
+        yield
+    finally:
+        for log in loggers:
+            log.removeFilter(_is_of_use)
 
 
 def _no_print(*_: object, **__: object) -> None:
@@ -56,22 +73,30 @@ def _no_print(*_: object, **__: object) -> None:
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(("Unable to find user code", "failed while attempting to run meta"))
+    return not str(record.msg).startswith(_REPEATED)
 
 
-def capture_error(model: nn.Module, failures: Sequence[Exception], *, training: bool) -> CaptureError:
+def capture_error(model: nn.Module, failures: Sequence[Exception], *, training: bool, called: str = "") -> CaptureError:
     """Make the error for failed attempts, given in the order in which they were made.
 
-    Its ``__context__`` is torch's own error, which tracebacks do not print.
+    It has three lines: the cause, the place in the model's code and in its modules, and what would help. Its
+    ``__context__`` is torch's own error, which tracebacks do not print.
+
+    Args:
+        model: the model.
+        failures: an error for each attempt, at least one.
+        training: the mode, for the message.
+        called: the arguments of the call, for the message.
     """
     chosen = _most_helpful(failures)
     lines = str(chosen).strip().splitlines()
     what = f"{type(chosen).__name__}: {lines[0].strip()}" if lines else type(chosen).__name__
-    mode, where = "train" if training else "eval", _innermost(chosen)
-    error = CaptureError(
-        f"{type(model).__name__} cannot be captured in {mode} mode: {what}"
-        f"{f' At {where}' if where else ''}\n{_advice(chosen)}"
-    )
+    mode = "train" if training else "eval"
+    at = [f"at {where}" if (where := _innermost(chosen)) else "", _module_of(chosen, model)]
+    at += [f"called with {called}" if called else ""]
+    place = ", ".join(filter(None, at))
+    said = [f"{type(model).__name__} cannot be captured in {mode} mode: {what}", place[:1].upper() + place[1:]]
+    error = CaptureError("\n".join(filter(None, [*said, _advice(chosen)])))
     error.__context__, error.__suppress_context__ = chosen, True
     return error
 
@@ -109,8 +134,16 @@ def place(filename: str, number: int) -> str:
 def _innermost(error: Exception) -> str:
     """Return the innermost line of the model's own code in the traceback of ``error``."""
     frames = ((frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__))
-    own = [place(name, number) for name, number in frames if not name.startswith(_NOT_THE_MODEL)]
+    own = [place(name, number) for name, number in frames if not name.startswith((*_NOT_THE_MODEL, "<"))]
     return own[-1] if own else ""
+
+
+def _module_of(error: Exception, model: nn.Module) -> str:
+    """Name the innermost module of ``model`` whose call is in the traceback of ``error``."""
+    paths = {id(module): name for name, module in model.named_modules()}
+    called = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    inside = [one for one in called if isinstance(one, nn.Module) and paths.get(id(one))]
+    return f"in module {paths[id(inside[-1])]!r} ({type(inside[-1]).__name__})" if inside else ""
 
 
 def _advice(error: Exception) -> str:
@@ -126,6 +159,11 @@ def _advice(error: Exception) -> str:
             "It returns an object that is not a tensor, number, dict, list or tuple. Return tensors (transformers: "
             "use_cache=False), register the class with torch.utils._pytree.register_pytree_node, or convert in place, "
             "with autocastfx.enable."
+        )
+    if type(error).__module__ == "builtins":
+        return (
+            "Call the model itself with these inputs: if that fails too, mend that first. If not, convert in place, "
+            "with autocastfx.enable, which needs no single graph."
         )
     return (
         "Try torch.export.export(model, args, kwargs, strict=False) alone to see the full error, convert submodules "

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from traceback import FrameSummary
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ShapeGuard", "shape_guard"]
 
+_OURS = str(Path(__file__).parents[1])  # an abstract result of ours asks for the sizes that the operator does
 Sizes = Sequence[Sequence[int]]
 
 
@@ -66,7 +68,9 @@ class ShapeGuard:
                 numbers = ((names[i], i, d) for i, shape in enumerate(sizes) for d in range(len(shape)))
                 read = [f"{name}.shape[{d}]={sizes[i][d]}" for name, i, d in numbers if f"{name}.shape[{d}]" in named]
                 line = f" ({self.lines[condition]})" if condition in self.lines else ""
-                return f"{named} with {', '.join(read)}{line}"
+                if one := re.fullmatch(r"(\S+\.shape\[\d+\]) == (\d+)", named):
+                    return f"{read[0].replace('=', ' is ')}, and the graph takes {one[2]}{line}"
+                return f"{named} does not hold with {', '.join(read)}{line}"
         return None
 
     def __str__(self) -> str:
@@ -157,7 +161,8 @@ def _fixed_by_code(
 def _line(guard: Any) -> str:
     """Return the line of code, the model's or a library's, that made a guard of torch's; empty if torch knows none."""
     frame = guard.sloc.framework_loc
-    return place(frame.filename, frame.lineno or 0) if isinstance(frame, FrameSummary) else ""
+    is_known = isinstance(frame, FrameSummary) and not frame.filename.startswith(_OURS)
+    return place(frame.filename, frame.lineno or 0) if is_known else ""
 
 
 def _python(expression: sympy.Basic) -> str:

@@ -68,7 +68,9 @@ def _results(
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if weight.ndim != 2 or input.ndim == 0 or input.dtype != weight.dtype or input.layout != torch.strided:
+    if input.dtype != weight.dtype:
+        raise RuntimeError(f"linear: an input of {input.dtype} does not fit a weight of {weight.dtype}")
+    if weight.ndim != 2 or input.ndim == 0 or input.layout != torch.strided:
         product = input @ weight.t()  # which says what is wrong, if something is
         return product if bias is None else product + bias
     torch._check(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autocastfx.capture.progress import stage
 from autocastfx.capture.saved_tensors import no_saved_tensors_hooks
 from autocastfx.capture.whole_calls import places
 from autocastfx.conversion import check_arguments, conversion_is_off
@@ -114,7 +115,7 @@ class CompileBackend:
         if conversion_is_off():
             return self._compile(module, inputs, device)
         try:
-            with no_saved_tensors_hooks():
+            with no_saved_tensors_hooks(), stage(f"converting a graph of {len(module.graph.nodes)} nodes"):
                 converted = self._converted(module, inputs, device, found)
         except Exception as error:  # whatever an operator or a tracer raises: it is told
             if isinstance(error, AutocastFXError) and not isinstance(error, CaptureError):

@@ -12,9 +12,11 @@ import torch
 from torch import fx, nn
 from torch._C._dynamo import eval_frame
 
+from autocastfx.capture.failure import quiet_logs
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from autocastfx.graph.any_size import any_size
+from autocastfx.integrations.dynamo_error import plain_error
 from autocastfx.integrations.graph_break import breaks, is_torchs, left_by_torch, left_since
 from autocastfx.integrations.skipped_code import (
     InAutocast,
@@ -73,9 +75,14 @@ class CompiledCall:
         was_inside, self._thread.is_inside = getattr(self._thread, "is_inside", False), True
         try:
             with ExitStack() as stack:
+                stack.enter_context(quiet_logs())
                 for around in self._around:
                     stack.enter_context(around())
                 result = self.call(*args, **kwargs)
+        except RuntimeError as error:
+            if (plain := plain_error(error, self.model, args, kwargs)) is None:
+                raise
+            raise plain from None
         finally:
             self._thread.is_inside = was_inside
         if tried() != before:

@@ -11,9 +11,11 @@ from torch import nn
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.draft.draft import capture_symbolically
 from autocastfx.capture.export import Captured, capture
+from autocastfx.capture.progress import stage
 from autocastfx.capture.saved_tensors import no_saved_tensors_hooks
 from autocastfx.errors import CaptureError
 from autocastfx.passes.pipeline import Converter
+from autocastfx.plan.ranges import mode_of
 from autocastfx.runtime.variant import Variant
 
 __all__ = ["VariantMaker"]
@@ -49,16 +51,17 @@ class VariantMaker:
         if self.model is None:
             raise CaptureError(_WITHOUT_MODEL[self.weights == "low"])
         with no_saved_tensors_hooks():
-            found = capture(
-                self.model,
-                self.signature,
-                call,
-                training=modes,
-                held=held,
-                leaves=self.leaves,
-                sizes=sizes,
-                follows=self.converter.op_list.placement == "follow",
-            )
+            with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode"):
+                found = capture(
+                    self.model,
+                    self.signature,
+                    call,
+                    training=modes,
+                    held=held,
+                    leaves=self.leaves,
+                    sizes=sizes,
+                    follows=self.converter.op_list.placement == "follow",
+                )
             return self.rebuild(found, held, self.device or found.device)
 
     def draft(self, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> Variant:
@@ -76,7 +79,8 @@ class VariantMaker:
 
     def rebuild(self, captured: Captured, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant:
         """Convert what was captured, for ``device``."""
-        return self.converter(captured, held, device)
+        with stage(f"converting {len(captured.graph.nodes)} nodes for {device.type}"):
+            return self.converter(captured, held, device)
 
     def without_model(self) -> VariantMaker:
         """A maker that can convert what was captured, but capture nothing more."""

@@ -64,7 +64,7 @@ class _CallCode(CodeGen):
         sizes = [t.shape for t in tensors]
         if not self.guard.holds(sizes):
             broken = self.guard.broken(sizes, self.structure.tensor_names())
-            raise VariantError(f"the graph does not fit these sizes: {broken} does not hold")
+            raise VariantError(f"the graph does not fit these sizes: {broken}")
         return tensors
 
     def process_outputs(self, outputs: Any) -> Any:

@@ -139,7 +139,7 @@ class VariantTable(nn.ModuleList):
                 was = next(r.value for r in variant.state.reads if r.path == now.path)
                 return f"no variant holds attribute {now.path!r} as it is: it was {shown(was)}, and is {now.word}"
         broken = same_call[0].guard.broken(sizes, call.structure.tensor_names())
-        return f"no variant fits these sizes: {broken} does not hold"
+        return f"no variant fits these sizes: {broken}"
 
     def capture(self, call: Call, modes: Modes, held: Held) -> Variant:
         """Capture the original as it runs ``call`` in ``modes``, and mount the variant.

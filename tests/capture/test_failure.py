@@ -31,8 +31,16 @@ def _sizes(x: Tensor) -> Tensor:
 
 
 CASES: list[tuple[Callable[[Tensor], Any], str]] = [
-    (_branch, r"test_failure\.py:\d+: return x if x\.sum\(\) > 0 else -x\nIts control flow .* with autocastfx\.enable"),
-    (_sizes, r"\[3, 4\] X \[5, 2\].* At .*test_failure\.py:\d+: return x @ torch\.zeros\(5, 2\)\n"),
+    (
+        _branch,
+        r"test_failure\.py:\d+: return x if x\.sum\(\) > 0 else -x, called with args=\(float32\[3, 4\],\)\n"
+        r"Its control flow .* with autocastfx\.enable",
+    ),
+    (
+        _sizes,
+        r"\[3, 4\] X \[5, 2\].*\nAt .*test_failure\.py:\d+: return x @ torch\.zeros\(5, 2\), called with "
+        r"args=\(float32\[3, 4\],\)\nCall the model itself with these inputs: if that fails too",
+    ),
 ]
 
 
@@ -55,6 +63,12 @@ def test_says_the_line_and_nothing_else(
     assert shown.count("Traceback") == 1
     assert "torch/export" not in shown
     assert isinstance(caught.value.__context__, RuntimeError), "torch's own error, for whoever looks for it"
+
+
+def test_the_innermost_module_is_told() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(9, 2)))
+    with pytest.raises(CaptureError, match=r"\nIn module '1\.1' \(Linear\), called with input=float32\[3, 4\]\n"):
+        autocastfx.convert(model, torch.randn(3, 4))
 
 
 def test_other_messages_of_the_loggers_pass() -> None:

@@ -259,11 +259,11 @@ GUARD = ShapeGuard(
     ("sizes", "message"),
     [
         (((5, 3), (10,)), None),
-        (((0, 3), (0,)), "x.shape[0] > 0 with x.shape[0]=0"),
-        (((5, 4), (10,)), "x.shape[1] == 3 with x.shape[1]=4"),
-        (((5, 3), (11,)), "y.shape[0] == 2*x.shape[0] with x.shape[0]=5, y.shape[0]=11"),
-        (((4, 3), (8,)), "y.shape[0] % (x.shape[0] - 4) == 0 with x.shape[0]=4, y.shape[0]=8"),
-        (((0, 4), (1,)), "x.shape[0] > 0 with x.shape[0]=0"),
+        (((0, 3), (0,)), "x.shape[0] > 0 does not hold with x.shape[0]=0"),
+        (((5, 4), (10,)), "x.shape[1] is 4, and the graph takes 3"),
+        (((5, 3), (11,)), "y.shape[0] == 2*x.shape[0] does not hold with x.shape[0]=5, y.shape[0]=11"),
+        (((4, 3), (8,)), "y.shape[0] % (x.shape[0] - 4) == 0 does not hold with x.shape[0]=4, y.shape[0]=8"),
+        (((0, 4), (1,)), "x.shape[0] > 0 does not hold with x.shape[0]=0"),
     ],
 )
 def test_broken_says_which_condition_and_which_numbers(sizes: Any, message: str | None) -> None:
@@ -288,7 +288,7 @@ def test_a_model_without_its_original_says_which_size_is_wrong() -> None:
     alone = pickle.loads(pickle.dumps(model))
     assert torch.equal(alone(torch.ones(3, 5)), model(torch.ones(3, 5)))
     line = r"\(.*test_shape_guard\.py:\d+: for i in range\(x\.shape\[0\]\):\)"
-    with pytest.raises(VariantError, match=rf"sizes: x\.shape\[0\] == 3 with x\.shape\[0\]=4 {line} does not hold"):
+    with pytest.raises(VariantError, match=rf"sizes: x\.shape\[0\] is 4, and the graph takes 3 {line}"):
         alone(torch.ones(4, 2))
 
 

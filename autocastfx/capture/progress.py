@@ -1,0 +1,32 @@
+"""Tell what long work is doing: a line on a terminal while it lasts, and the logger ``autocastfx``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+__all__ = ["stage"]
+
+_LOG = logging.getLogger("autocastfx")
+_ERASE = "\r\x1b[K"
+
+
+@contextmanager
+def stage(what: str) -> Generator[None]:
+    """While open, show ``what`` on standard error if that is a terminal; then log it with its time, at level INFO.
+
+    The cursor stays at the start of the line, so that a warning overwrites it. The line is erased at the end.
+    """
+    on_terminal = sys.stderr.isatty()
+    started = time.perf_counter()
+    if on_terminal:
+        print(f"{_ERASE}autocastfx: {what} …\r", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if on_terminal:
+            print(_ERASE, end="", file=sys.stderr, flush=True)
+    _LOG.info("%s: %.1f s", what, time.perf_counter() - started)
