@@ -83,7 +83,7 @@ def calibrate(
                 call = insists.bind(args, kwargs)
             except TypeError as error:
                 wanted = f"batch {done} does not fit {type(module).__name__}.forward: {error}"
-                raise CalibrationError(f"{wanted}. A batch holds the inputs of one call, and no targets.") from error
+                raise CalibrationError(f"{wanted}. A batch holds the inputs of one call, and no targets.") from None
             run.batch(insists, call)
             show(done)
     if not done:

@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.calibration import first_call, ranges_of
 from autocastfx.capture.call import Call, CallSignature
-from autocastfx.dtypes import dtype_name, low_dtype
+from autocastfx.capture.given_inputs import device_of, inputs_of, named_device
+from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnsupportedError, shown
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
@@ -42,7 +43,7 @@ def convert(
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | torch.Tensor | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    dtype: torch.dtype | str = torch.float16,
+    dtype: torch.dtype | str | None = None,
     op_list: OpListLike = "default",
     weights: str = "cast",
     fold: str = "exact",
@@ -62,7 +63,9 @@ def convert(
             further capture. Without any input the model is captured at its first call, from that call's inputs; until
             then ``graph`` and ``plan`` show a draft, where the model's code can be traced without inputs.
         example_kwargs: keyword inputs of that call.
-        dtype: the 16-bit dtype: ``torch.float16`` or ``torch.bfloat16``, or ``"float16"`` or ``"bfloat16"``.
+        dtype: the 16-bit dtype: ``torch.float16`` or ``torch.bfloat16``, or ``"float16"`` or ``"bfloat16"``. By default
+            bfloat16 for a CPU, whose float16 kernels are slow, and float16 for all other devices; the logger
+            ``autocastfx`` says which.
         op_list: which op runs in which precision: a preset's name, a YAML path, an ``OpList``, or a sequence of these,
             of which the later win. ``"default"`` is the preset of ``dtype``.
         weights: ``"cast"``: parameters stay float32 and are cast in the graph, in each call. ``"cached"``: parameters
@@ -108,47 +111,41 @@ def convert(
         ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
-    dtype = low_dtype(dtype)
     check_arguments(fold, weights, headroom)
-    lists = load_op_list(op_list, default=dtype_name(dtype))
+    module, target = _as_module(model), named_device(device)
+    args, kwargs = inputs_of(example_inputs, example_kwargs)
+    is_given = example_inputs is not None or example_kwargs is not None
+    if not is_given and isinstance(model, ExportedProgram) and model.example_inputs is not None:
+        (args, kwargs), is_given = model.example_inputs, True
+    elif not (is_given or calibrate is None or isinstance(calibrate, (Ranges, str, os.PathLike))):
+        (args, kwargs, calibrate), is_given = first_call(calibrate), True
+    low = chosen_dtype(dtype, target or device_of(module, args, kwargs))
+    lists = load_op_list(op_list, default=dtype_name(low))
     if conversion_is_off():
         lists, calibrate, plan, recompose = load_op_list("float32"), None, None, False
     edited = None if plan is None else read_plan(plan)
     patterns = chosen(recompose)
     facts = load_kernel_facts()
-    converter = Converter(
-        lists, facts, dtype, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights
-    )
-    module = _as_module(model)
-    if isinstance(example_inputs, Mapping):
-        example_inputs, example_kwargs = (), _keywords(example_inputs, example_kwargs)
-    if example_inputs is None and example_kwargs is None:
-        if isinstance(model, ExportedProgram) and model.example_inputs is not None:
-            example_inputs, example_kwargs = model.example_inputs
-        elif calibrate is not None and not isinstance(calibrate, (Ranges, str, os.PathLike)):
-            example_inputs, example_kwargs, calibrate = first_call(calibrate)
+    converter = Converter(lists, facts, low, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights)
     if calibrate is not None:
         converter = replace(converter, ranges=ranges_of(calibrate, model, converter.op_list), headroom=headroom)
-    is_given = example_inputs is not None or example_kwargs is not None
     if weights == "low" and not is_given:
         raise UnsupportedError(
             'weights="low" keeps no original that could be captured at the first call: give convert the inputs of one '
             "call as example_inputs."
         )
-    args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs or ())
     baked = isinstance(module, fx.GraphModule) and hasattr(module, "_in_spec")  # torch.export made it
     if baked and not is_given:
         spec: Any = module._in_spec
         args, _ = pytree.tree_unflatten([None] * spec.num_leaves, spec)  # it insists on the form of its own call
     signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)
-    target = torch.device(device) if device is not None else None
     maker = VariantMaker(converter, module, signature, converter.op_list.functions(), target, baked)
     amp_model = AmpModule(module, signature, maker)
     if is_given:
-        _capture_first(amp_model, _bound(signature, module, args, example_kwargs or {}), module, maker)
+        _capture_first(amp_model, _bound(signature, module, args, kwargs), module, maker)
     else:
         amp_model._mounted.draft(amp_model._modes(), amp_model._held())
-    warn_of_slow_kernels(amp_model, dtype)
+    warn_of_slow_kernels(amp_model, low)
     if not amp_model.variants:
         return amp_model  # the first call captures
     if isinstance(calibrate, (Ranges, str, os.PathLike)):
@@ -157,7 +154,7 @@ def convert(
     if edited is not None and (message := edited.unmatched(v.plan for v in amp_model.variants)):
         warnings.warn(message, UnmatchedPlanWarning, stacklevel=2)
     if weights == "low":
-        amp_model._store_low(dtype)
+        amp_model._store_low(low)
     return amp_model
 
 
@@ -177,26 +174,12 @@ def _as_module(model: object) -> nn.Module:
     return module
 
 
-def _keywords(inputs: Mapping[str, Any], more: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the keyword inputs that were given as a dict.
-
-    Raises:
-        TypeError: there are others besides.
-    """
-    if more:
-        raise TypeError(
-            "example_inputs is a dict, which holds keyword inputs, and example_kwargs has others: give one of the two. "
-            "A dict that is the model's first argument goes into a tuple: (inputs,)."
-        )
-    return inputs
-
-
 def _bound(signature: CallSignature, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     try:
         return signature.bind(args, kwargs)
     except TypeError as error:
         hint = " A dict that is an argument itself goes into a tuple: (inputs,)." if kwargs and not args else ""
-        raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.{hint}") from error
+        raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.{hint}") from None
 
 
 def _capture_first(amp_model: AmpModule, call: Call, module: nn.Module, maker: VariantMaker) -> None:

@@ -27,7 +27,7 @@ def _check_path(path: Path) -> None:
     try:
         held = os.fsencode(path)
     except UnicodeEncodeError as error:
-        raise OSError(errno.EINVAL, f"its path has a character that no file name has ({error.reason})") from error
+        raise OSError(errno.EINVAL, f"its path has a character that no file name has ({error.reason})") from None
     if b"\0" in held:
         raise OSError(errno.EINVAL, "its path has a NUL character, which no file name has")
 

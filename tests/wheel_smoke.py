@@ -50,7 +50,7 @@ def check_what_it_does() -> float:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)).eval()
     inputs = torch.randn(8, 16)
-    converted = autocastfx.convert(model, (inputs,))
+    converted = autocastfx.convert(model, (inputs,), dtype="float16")
     with torch.no_grad():
         expected, actual = model(inputs), converted(inputs)
     require(actual.dtype == expected.dtype, f"the output is {actual.dtype}, the original's is {expected.dtype}")
@@ -61,7 +61,7 @@ def check_what_it_does() -> float:
 
 def check_the_page() -> None:
     """The page's scripts, styles and the notices of what it carries are inside the package."""
-    text = autocastfx.dump(autocastfx.convert(nn.Linear(4, 4), (torch.randn(2, 4),)), format="html")
+    text = autocastfx.dump(autocastfx.convert(nn.Linear(4, 4), (torch.randn(2, 4),), dtype="float16"), format="html")
     for words in ("Viz.instance", "Eclipse Public License", "color-scheme: light dark", '"variants":['):
         require(words in text, f"the HTML dump lacks {words!r}")
 

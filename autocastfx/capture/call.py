@@ -219,6 +219,8 @@ def _call(arguments: dict[str, Any]) -> Call:
 def _refusal(leaf: Any, path: tuple[Any, ...]) -> str:
     kind = type(leaf).__name__
     place = "".join(f"[{step!r}]" for step in path[1:])
+    if type(leaf).__module__ == "numpy":
+        return f"argument {path[0]}{place} is a {kind} of NumPy: make a tensor of it, torch.from_numpy(array)."
     return (
         f"argument {path[0]}{place} is an object of class {kind}, which a graph cannot hold. Arguments are "
         "tensors, numbers, text, None, dtypes, devices, layouts and enums, in lists, tuples, dicts and registered "

@@ -148,7 +148,7 @@ def _module_of(error: Exception, model: nn.Module) -> str:
 
 def _advice(error: Exception) -> str:
     text = str(error)
-    if "data-dependent" in text or "GuardOnDataDependent" in text or "item()" in text:
+    if "data-dependent" in text or "GuardOnDataDependent" in text or "item()" in text or ".numpy()" in text:
         return (
             "Its control flow depends on tensor values, or Python code needs one of them as a number. Use torch.where, "
             "torch.cond or torch's own functions there, convert the submodules apart, or convert in place, with "

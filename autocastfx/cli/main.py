@@ -36,7 +36,7 @@ _INPUTS = (
     "each its dtype and sizes: 'float32[8,3,32,32]', 'mask=bool[8,128]', 'ids=int64[8,128]<1000' (random below 1000, "
     "else zeros)"
 )
-_MOST_LINES = 2
+_MOST_LINES = 3
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 

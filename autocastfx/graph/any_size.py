@@ -70,6 +70,8 @@ def _results(
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if input.dtype != weight.dtype:
         raise RuntimeError(f"linear: an input of {input.dtype} does not fit a weight of {weight.dtype}")
+    if input.device != weight.device:
+        raise RuntimeError(f"linear: an input on {input.device} does not fit a weight on {weight.device}")
     if weight.ndim != 2 or input.ndim == 0 or input.layout != torch.strided:
         product = input @ weight.t()  # which says what is wrong, if something is
         return product if bias is None else product + bias

@@ -15,7 +15,7 @@ from autocastfx.capture.progress import stage
 from autocastfx.capture.saved_tensors import no_saved_tensors_hooks
 from autocastfx.capture.whole_calls import places
 from autocastfx.conversion import check_arguments, conversion_is_off
-from autocastfx.dtypes import dtype_name, low_dtype
+from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.any_size import own_sizes
 from autocastfx.integrations.compiled_call import CompiledCall
@@ -49,7 +49,7 @@ class CompileBackend:
     def __init__(
         self,
         *,
-        dtype: torch.dtype | str = torch.float16,
+        dtype: torch.dtype | str | None = None,
         op_list: OpListLike = "default",
         fold: str = "exact",
         recompose: bool | Sequence[str] = True,
@@ -60,7 +60,7 @@ class CompileBackend:
         """Choose how to convert.
 
         Args:
-            dtype: as in :func:`convert`.
+            dtype: as in :func:`convert`; by default float16 where torch finds a GPU, else bfloat16.
             op_list: as in :func:`convert`. Rules by module read the paths in the compiled module. Python functions that
                 a list names cannot be kept whole, because Dynamo has traced through them.
             fold: as in :func:`convert`.
@@ -77,7 +77,7 @@ class CompileBackend:
             ValueError: an argument has no such choice.
             UnsupportedError: the list names Python functions.
         """
-        dtype = low_dtype(dtype)
+        dtype = chosen_dtype(dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         check_arguments(fold)
         if uncaptured not in UNCAPTURED:
             raise ValueError(f"uncaptured is one of {', '.join(map(repr, UNCAPTURED))}, not {uncaptured!r}")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
+from autocastfx.capture.given_inputs import device_of
+from autocastfx.dtypes import chosen_dtype
 from autocastfx.errors import UnsupportedError
 from autocastfx.integrations.compile_backend import CompileBackend
 from autocastfx.integrations.compiled_call import CompiledCall
@@ -14,7 +17,9 @@ from autocastfx.runtime.amp_module import AmpModule
 __all__ = ["backend_of", "disable", "enable"]
 
 
-def enable(model: nn.Module, *, inner: Any = "eager", **arguments: Any) -> nn.Module:
+def enable(
+    model: nn.Module, *, dtype: torch.dtype | str | None = None, inner: Any = "eager", **arguments: Any
+) -> nn.Module:
     """Convert ``model`` in place: its calls run partly in 16 bits from now on, and all else of it stays.
 
     Class, modules, hooks, parameters, ``state_dict`` and methods such as ``generate`` and ``save_pretrained`` are the
@@ -24,8 +29,9 @@ def enable(model: nn.Module, *, inner: Any = "eager", **arguments: Any) -> nn.Mo
 
     Args:
         model: the model, or a part of one.
+        dtype: as in :func:`convert`; the model is where it should run.
         inner: as in :class:`CompileBackend`, but by default ``"eager"``, which needs no compiler.
-        arguments: of :class:`CompileBackend`, such as ``dtype`` and ``op_list``.
+        arguments: of :class:`CompileBackend`, such as ``op_list``.
 
     Returns:
         The same model.
@@ -46,7 +52,7 @@ def enable(model: nn.Module, *, inner: Any = "eager", **arguments: Any) -> nn.Mo
         raise UnsupportedError(
             f"this {name} is compiled already: enable it instead, with inner= the backend that it was compiled by."
         )
-    return CompileBackend(inner=inner, **arguments).compile(model)
+    return CompileBackend(dtype=chosen_dtype(dtype, device_of(model)), inner=inner, **arguments).compile(model)
 
 
 def disable(model: nn.Module) -> nn.Module:

@@ -46,7 +46,7 @@ class Evaluations:
             written, known = data["search"], {str(key): float(value) for key, value in data["known"].items()}
             fits = data["format"] == _FORMAT
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise EvaluationsError(f"{path} holds no evaluations of a search: {error!r}. Give another file.") from error
+            raise EvaluationsError(f"{path} holds no evaluations of a search: {error!r}. Give another file.") from None
         if not fits or written != search:
             other = [key for key, value in search.items() if not fits or written.get(key) != value]
             raise EvaluationsError(

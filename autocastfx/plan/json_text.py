@@ -23,12 +23,12 @@ def parsed_json(text: str) -> Any:
         data = json.loads(text)
     except json.JSONDecodeError:
         raise
-    except RecursionError as error:
-        raise _too_deep(text) from error
-    except ValueError as error:  # Python reads integers of 4,300 digits at most
+    except RecursionError:
+        raise _too_deep(text) from None
+    except ValueError:  # Python reads integers of 4,300 digits at most
         found = max((match for match in _INTEGER.finditer(text) if match[1]), key=lambda match: len(match[1]))
         what = f"an integer has {len(found[1])} digits, too many to read"
-        raise json.JSONDecodeError(what, text, found.start(1)) from error
+        raise json.JSONDecodeError(what, text, found.start(1)) from None
     level = [data]
     for _ in range(_DEEPEST):
         level = [child for held in level for child in _children(held)]

@@ -232,7 +232,7 @@ class Plan:
             rest["traffic"] = Traffic(**data.pop("traffic"))
             return cls(nodes=nodes, casts=casts, recomposed=recomposed, **rest)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is not a plan written by to_json: {error!r}") from error
+            raise ValueError(f"this is not a plan written by to_json: {error!r}") from None
 
 
 def check_version(version: object) -> None:

@@ -125,12 +125,12 @@ class Ranges:
             data = parsed_json(text)
         except json.JSONDecodeError as error:
             place = Source(file, error.lineno, error.colno)
-            raise CalibrationError(f"this is not JSON: {error.msg}. Calibrate again.", place) from error
+            raise CalibrationError(f"this is not JSON: {error.msg}. Calibrate again.", place) from None
         try:
             return _read(data)
         except _Malformed as error:
             place = _place(text, error.path, file)
-            raise CalibrationError(f"{error}. The file is written by Ranges.save; calibrate again.", place) from error
+            raise CalibrationError(f"{error}. The file is written by Ranges.save; calibrate again.", place) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the ranges to ``path`` as JSON.
@@ -151,7 +151,7 @@ class Ranges:
             text = read_whole(Path(path))
         except (OSError, UnicodeDecodeError) as error:
             what = getattr(error, "strerror", None) or error
-            raise CalibrationError(f"cannot read the ranges {path}: {what}. Ranges.save writes such a file.") from error
+            raise CalibrationError(f"cannot read the ranges {path}: {what}. Ranges.save writes such a file.") from None
         return cls.from_json(text, file=str(path))
 
     def __reduce__(self) -> tuple[Any, ...]:  # without what is computed from the fields

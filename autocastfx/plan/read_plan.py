@@ -39,9 +39,9 @@ def read_plan(plan: Plan | str | Path) -> EditedPlan:
     try:
         text = read_whole(Path(plan))
     except OSError as error:
-        raise PlanError(f"cannot read the plan {file}: {error.strerror or error}.") from error
+        raise PlanError(f"cannot read the plan {file}: {error.strerror or error}.") from None
     except UnicodeDecodeError as error:
-        raise PlanError(f"this is not UTF-8 text: {error.reason}.", Source(file, 1, 1)) from error
+        raise PlanError(f"this is not UTF-8 text: {error.reason}.", Source(file, 1, 1)) from None
     return EditedPlan(_by_name(_parsed(text, file)), file)
 
 
@@ -73,13 +73,13 @@ def _parsed(text: str, file: str) -> Iterator[Line]:
     try:
         data = parsed_json(text)
     except json.JSONDecodeError as error:
-        raise PlanError(f"this is not JSON: {error.msg}.", Source(file, error.lineno, error.colno)) from error
+        raise PlanError(f"this is not JSON: {error.msg}.", Source(file, error.lineno, error.colno)) from None
     start = Source(file, 1, 1)
     if isinstance(data, dict) and "version" in data:
         try:
             check_version(data.pop("version"))
         except ValueError as error:
-            raise PlanError(f"{error}.", start) from error
+            raise PlanError(f"{error}.", start) from None
     _known(data, Plan, start)
     if not isinstance(data.get("nodes"), list):
         raise PlanError("a plan has the key 'nodes' with a list of nodes.", start)

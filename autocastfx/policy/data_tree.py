@@ -24,8 +24,8 @@ def tree_of(data: Mapping[str, Any], name: str) -> Tree:
     start = KeyPath(name)
     try:
         root = _node(data, start)
-    except RecursionError as error:
-        raise OpListError("this is no op list: it is nested too deeply.", start) from error
+    except RecursionError:
+        raise OpListError("this is no op list: it is nested too deeply.", start) from None
     tree = Tree(root, start)
     tree.items()
     return tree
@@ -45,6 +45,6 @@ def _node(data: Any, place: KeyPath) -> yaml.Node:
         raise OpListError(f"an op list holds text, numbers, lists and mappings, no {type(data).__name__}", place)
     try:
         text = yaml.safe_dump(data).split()[0]
-    except ValueError as error:  # Python writes integers of 4,300 digits at most
-        raise OpListError(f"an {shown(data)} is no number of an op list", place) from error
+    except ValueError:  # Python writes integers of 4,300 digits at most
+        raise OpListError(f"an {shown(data)} is no number of an op list", place) from None
     return yaml.ScalarNode(f"{STANDARD}{_WORDS[type(data)]}", text, mark)

@@ -301,6 +301,8 @@ def load_op_list(lists: OpListLike, *, default: str = "float16") -> OpList:
             return _load_file(preset_path(default), ())
         is_path = isinstance(lists, Path) or str(lists).endswith((".yaml", ".yml")) or "/" in str(lists)
         return _load_file(Path(lists) if is_path else preset_path(str(lists)), ())
+    if isinstance(lists, Mapping):
+        raise TypeError("op_list takes no dict: autocastfx.OpList.of(dict) makes a list of one.")
     merged = OpList()
     for one in lists:
         merged = merged.merged(load_op_list(one, default=default))
@@ -339,7 +341,7 @@ def _load_parent(parent: Tree, folder: Path, opened: tuple[Path, ...]) -> OpList
     try:
         path = folder / parent.text if is_path else preset_path(parent.text)
     except OpListError as error:
-        raise parent.error(str(error)) from error
+        raise parent.error(str(error)) from None
     if path.resolve() in {p.resolve() for p in opened}:
         raise parent.error(f"this list extends itself: {' → '.join(p.name for p in (*opened, path))}.")
     if not path.is_file():

@@ -202,7 +202,7 @@ def _module_rule(entry: Tree) -> Iterator[ModuleRule]:
     try:
         module_pattern(pattern)
     except ValueError as error:
-        raise path.error(f"{error}") from error
+        raise path.error(f"{error}") from None
     if not ops.is_missing and not ops.as_strings():
         raise ops.error("an empty list of ops never matches: leave it out")
     fields: dict[str, Any] = {

@@ -173,7 +173,7 @@ def module_pattern(path: str) -> re.Pattern[str]:
             return re.compile(path[3:])
         except re.error as error:
             where = "" if error.pos is None else f" at character {error.pos + 1} of it"
-            raise ValueError(f"'{path[3:]}' is no regular expression: {error.msg}{where}") from error
+            raise ValueError(f"'{path[3:]}' is no regular expression: {error.msg}{where}") from None
     return re.compile("".join(_segment(name, path) for name in path.split(".")))
 
 
@@ -204,7 +204,7 @@ def _character_class(text: str, path: str) -> str:
     try:
         re.compile(translated)
     except re.error as error:
-        raise ValueError(f"in the glob '{path}', '{text}' is no set of characters: {error.msg}") from error
+        raise ValueError(f"in the glob '{path}', '{text}' is no set of characters: {error.msg}") from None
     return translated
 
 

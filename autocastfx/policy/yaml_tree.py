@@ -303,11 +303,11 @@ def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
     try:
         text = read_whole(path)
     except OSError as error:
-        raise OpListError(f"cannot read the op list {shown}: {error.strerror or error}.") from error
+        raise OpListError(f"cannot read the op list {shown}: {error.strerror or error}.") from None
     except UnicodeDecodeError as error:
         before = error.object[: error.start]
         place = Source(shown, before.count(b"\n") + 1, len(before) - before.rfind(b"\n"))
-        raise OpListError(f"this is not UTF-8 text: {error.reason}.", place) from error
+        raise OpListError(f"this is not UTF-8 text: {error.reason}.", place) from None
     start = Source(shown, 1, 1)
     try:
         node = _composed(text)
@@ -316,14 +316,14 @@ def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
         place = Source(shown, mark.line + 1, mark.column + 1) if mark else start
         problem = ", ".join(part for part in (error.context, error.problem) if part)
         advice = yaml_advice(problem, text.splitlines()[mark.line]) if mark and mark.line < text.count("\n") else ""
-        raise OpListError(f"this is not YAML: {problem}.{advice}", place) from error
+        raise OpListError(f"this is not YAML: {problem}.{advice}", place) from None
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         place = Source(shown, before.count("\n") + 1, len(before) - before.rfind("\n"))
         character = f"#x{ord(text[error.position]):04x}"
-        raise OpListError(f"this is not YAML: the character {character} is not allowed.", place) from error
-    except RecursionError as error:
-        raise OpListError("this is no op list: it is nested too deeply.", start) from error
+        raise OpListError(f"this is not YAML: the character {character} is not allowed.", place) from None
+    except RecursionError:
+        raise OpListError("this is no op list: it is nested too deeply.", start) from None
     if node is None:
         raise OpListError(
             "the file is empty. A list has at least one category, such as 'deny: [my_lib::my_op]'.", start

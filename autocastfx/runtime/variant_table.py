@@ -112,7 +112,7 @@ class VariantTable(nn.ModuleList):
         try:
             made = self.capture(call, modes, held)
         except CaptureError as error:
-            raise VariantError(f"{why}; a further one cannot be captured: {error}") from error
+            raise VariantError(f"{why}; a further one cannot be captured: {error}") from None
         alike = sum(v.modes == modes and v.structure == call.structure for v in self.captured)
         if alike == MANY + 1:
             warnings.warn(

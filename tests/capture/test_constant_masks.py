@@ -23,7 +23,9 @@ X, SEEN = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0)), t
 
 def ops(function: Callable[..., object], *inputs: Tensor) -> list[str]:
     """The computing ops of what is captured, which gives what ``function`` gives."""
-    amp_model = autocastfx.convert(Function(function), inputs, op_list=autocastfx.OpList(unlisted="keep"))
+    amp_model = autocastfx.convert(
+        Function(function), inputs, op_list=autocastfx.OpList(unlisted="keep"), dtype="float16"
+    )
     torch.testing.assert_close(amp_model(*inputs), function(*inputs), rtol=0, atol=0)
     return [op_name(n) for n in amp_model.graph.nodes if n.op == "call_function" and "size" not in op_name(n)]
 
@@ -106,7 +108,7 @@ def test_what_a_function_may_write_into_is_not_settled() -> None:
         return (x + buffer).exp() + total
 
     lists = autocastfx.OpList.of({"unlisted": "keep", "keep": [f"{__name__}.fill"]})
-    amp_model = autocastfx.convert(Function(filled), (X,), op_list=lists)
+    amp_model = autocastfx.convert(Function(filled), (X,), op_list=lists, dtype="float16")
     assert "add" in [op_name(n) for n in amp_model.graph.nodes]
     assert torch.equal(amp_model(X), filled(X))
 
@@ -140,14 +142,14 @@ def given_on_from_there(x: Tensor) -> Tensor:
 def test_a_region_without_gradients_is_looked_into(function: Callable[[Tensor], Tensor], stays: bool) -> None:
     """A tensor that it only reads is settled all the same."""
     assert ("add" in ops(function, X)) is stays
-    captured: Any = autocastfx.convert(Function(function), (X,)).variants[0].captured
+    captured: Any = autocastfx.convert(Function(function), (X,), dtype="float16").variants[0].captured
     (zeros,) = (node for node in captured.graph.nodes if op_name(node) == "zeros_like")
     assert (zeros in seen_by_functions(captured.graph, captured.attributes)) is stays
 
 
 def test_what_the_caller_gets_is_no_input() -> None:
     for function in (lambda x: x + torch.zeros(()), lambda x: (x + torch.zeros(())).flatten().view(-1)):
-        amp_model = autocastfx.convert(Function(function), (X,))
+        amp_model = autocastfx.convert(Function(function), (X,), dtype="float16")
         assert amp_model(X).data_ptr() != X.data_ptr()
 
 
@@ -165,7 +167,9 @@ def attention(mask: Callable[..., Tensor | None], *inputs: Tensor) -> tuple[Any,
         made = mask(q, k, *others)
         return functional.scaled_dot_product_attention(q, k, k, attn_mask=made)
 
-    amp_model = autocastfx.convert(Function(attend), inputs, op_list=autocastfx.OpList(unlisted="keep"))
+    amp_model = autocastfx.convert(
+        Function(attend), inputs, op_list=autocastfx.OpList(unlisted="keep"), dtype="float16"
+    )
     for q, k, *others in (inputs, (inputs[0][:1], inputs[1][:1], *inputs[2:])):
         leaves = [t.detach().clone().requires_grad_() for t in (q, k)]
         found, expected = (

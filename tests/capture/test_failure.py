@@ -53,7 +53,7 @@ def test_says_the_line_and_nothing_else(
         log.addHandler(said)
     try:
         with pytest.raises(CaptureError, match=message) as caught:
-            autocastfx.convert(Function(function), (torch.randn(3, 4),))
+            autocastfx.convert(Function(function), (torch.randn(3, 4),), dtype="float16")
     finally:
         for log in loggers:
             log.removeHandler(said)
@@ -68,7 +68,7 @@ def test_says_the_line_and_nothing_else(
 def test_the_innermost_module_is_told() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(9, 2)))
     with pytest.raises(CaptureError, match=r"\nIn module '1\.1' \(Linear\), called with input=float32\[3, 4\]\n"):
-        autocastfx.convert(model, torch.randn(3, 4))
+        autocastfx.convert(model, torch.randn(3, 4), dtype="float16")
 
 
 def test_other_messages_of_the_loggers_pass() -> None:
@@ -82,7 +82,7 @@ def test_other_messages_of_the_loggers_pass() -> None:
 
     symbolic_shapes.log.addHandler(handler)
     try:
-        autocastfx.convert(Function(warns), (torch.randn(3, 4),))
+        autocastfx.convert(Function(warns), (torch.randn(3, 4),), dtype="float16")
         symbolic_shapes.log.warning("Unable to find user code: after a capture all pass")
     finally:
         symbolic_shapes.log.removeHandler(handler)

@@ -338,8 +338,10 @@ def test_a_capture_on_a_cpu_does_not_wake_cuda(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     for name in ("_lazy_init", "get_rng_state", "set_rng_state"):
         monkeypatch.setattr(torch.cuda, name, wakes)
-    amp_model = autocastfx.convert(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), (torch.rand(2, 2),))
+    amp_model = autocastfx.convert(
+        nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), (torch.rand(2, 2),), dtype="float16"
+    )
     assert amp_model(torch.rand(3, 2)).shape == (3, 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(AssertionError, match="CUDA was initialised"):  # its random numbers are then kept as they were
-        autocastfx.convert(nn.Linear(2, 2), (torch.rand(2, 2),))
+        autocastfx.convert(nn.Linear(2, 2), (torch.rand(2, 2),), dtype="float16")

@@ -72,11 +72,11 @@ def test_the_comparison_reads_float32_where_the_model_does() -> None:
 
 def test_a_branch_on_it_is_refused_with_advice() -> None:
     with pytest.raises(autocastfx.CaptureError, match=r"(?s)Branches cannot be captured.*torch\.where, torch\.cond or"):
-        autocastfx.convert(Branches(), PAIRS["same"])
+        autocastfx.convert(Branches(), PAIRS["same"], dtype="float16")
 
 
 def test_the_module_level_functions_are_as_they_were() -> None:
     functions = torch.equal, torch.allclose
-    autocastfx.convert(Compares(torch.equal), PAIRS["same"])
+    autocastfx.convert(Compares(torch.equal), PAIRS["same"], dtype="float16")
     assert (torch.equal, torch.allclose) == functions
     assert torch.equal(ONES, ONES.clone())

@@ -17,7 +17,7 @@ X = torch.arange(12.0).view(3, 4)
 
 
 def ops(function: Callable[[Tensor], Tensor]) -> list[str]:
-    amp_model = autocastfx.convert(Function(function), (X,))
+    amp_model = autocastfx.convert(Function(function), (X,), dtype="float16")
     assert torch.equal(amp_model(X), function(X))
     return [op_name(node) for node in amp_model.graph.nodes if node.op == "call_function"]
 
@@ -52,7 +52,7 @@ def test_the_name_of_a_module_may_begin_with_a_digit() -> None:
     torch.manual_seed(0)
     normed = parametrizations.spectral_norm(nn.Linear(4, 4))
     sequence = nn.Sequential(normed, nn.Linear(4, 2))
-    amp_model = autocastfx.convert(sequence, X)
+    amp_model = autocastfx.convert(sequence, X, dtype="float16")
     estimates = [buffer.clone() for buffer in sequence.buffers()]
     sequence(X)
     wanted = [buffer.clone() for buffer in sequence.buffers()]

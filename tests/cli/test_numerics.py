@@ -150,7 +150,7 @@ def test_compare_prints_the_table_of_compare(capsys: pytest.CaptureFixture[str])
         torch.manual_seed(0)
         model = sys.modules["numerics_models"].model().eval()
     x = sys.modules["numerics_models"].batch()
-    assert out == autocastfx.compare(None, autocastfx.convert(model, x), *x).table(2) + "\n"
+    assert out == autocastfx.compare(None, autocastfx.convert(model, x, dtype="float16"), *x).table(2) + "\n"
 
 
 def test_compare_of_a_fault_ends_with_1_and_says_where(capsys: pytest.CaptureFixture[str]) -> None:

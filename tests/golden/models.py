@@ -76,7 +76,7 @@ def cnn() -> autocastfx.AmpModule:
 
 
 def encoder_layer() -> autocastfx.AmpModule:
-    return autocastfx.convert(EncoderLayer().train(), (torch.randn(2, 9, 16), torch.zeros(2, 1, 9, 9)))
+    return autocastfx.convert(EncoderLayer().train(), (torch.randn(2, 9, 16), torch.zeros(2, 1, 9, 9)), dtype="float16")
 
 
 def no_grad() -> autocastfx.AmpModule:

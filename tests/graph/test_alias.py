@@ -16,7 +16,7 @@ X = torch.rand(8, 8)
 
 
 def sets(function: Callable[..., object]) -> set[frozenset[str]]:
-    captured = autocastfx.convert(Function(function), (X,)).variants[0].captured
+    captured = autocastfx.convert(Function(function), (X,), dtype="float16").variants[0].captured
     assert captured is not None
     return {frozenset(node.name for node in one.members) for one in alias_sets(captured.graph).values()}
 

@@ -58,7 +58,7 @@ def test_depth(op: str, tmp_path: Path) -> None:
     def decided(limit: int) -> Decision:
         text = f"allow: [{op}]\nreduction_depth: {{{op}: {limit}}}\nproduct_depth: null"
         rules = ["default", op_list(tmp_path, text)]
-        plan = autocastfx.convert(Function(lambda *args: function(*args)), inputs, op_list=rules).plan
+        plan = autocastfx.convert(Function(lambda *args: function(*args)), inputs, op_list=rules, dtype="float16").plan
         return next(n.decision for n in plan.nodes if n.op == op)
 
     assert str(decided(expected).source).endswith("test.yaml:1:9")
@@ -84,7 +84,7 @@ def test_an_equation(equation: str, shapes: list[tuple[int, ...]], expected: int
         return torch.einsum(equation, *operands)
 
     rules = ["default", op_list(tmp_path, "reduction_depth: {einsum: 1}\nproduct_depth: null")]
-    plan = autocastfx.convert(Function(model), tuple(ones(s) for s in shapes), op_list=rules).plan
+    plan = autocastfx.convert(Function(model), tuple(ones(s) for s in shapes), op_list=rules, dtype="float16").plan
     forced = [n.decision.reason for n in plan.nodes if n.dtype == "float32" and n.op == "einsum"]
     deep = expected is not None and expected > 1
     assert forced == ([f"reduces {expected} elements, more than reduction_depth 1"] if deep else [])
@@ -99,7 +99,9 @@ def lists(tmp_path: Path, *texts: str) -> OpList:
 
 def test_a_number_alone_is_the_limit_of_the_reductions(tmp_path: Path) -> None:
     rules = lists(tmp_path, "allow: [sum, linear]\nreduction_depth: 4")
-    plan = autocastfx.convert(Function(lambda x: F.linear(x, x).sum(1)), (ones(8, 8),), op_list=rules).plan
+    plan = autocastfx.convert(
+        Function(lambda x: F.linear(x, x).sum(1)), (ones(8, 8),), op_list=rules, dtype="float16"
+    ).plan
     assert plan["sum_1"].dtype == "float32"
     assert str(plan["sum_1"].decision.source).endswith("test.yaml:2:18")
     assert plan["linear"].dtype == "float16"
@@ -126,13 +128,13 @@ def test_merging(tmp_path: Path) -> None:
 
 def test_null_lifts_a_limit(tmp_path: Path) -> None:
     rules = lists(tmp_path, "allow: [sum]\nreduction_depth: 4", "reduction_depth: {sum: null}")
-    plan = autocastfx.convert(Function(lambda x: x.sum(1)), (ones(8, 8),), op_list=rules).plan
+    plan = autocastfx.convert(Function(lambda x: x.sum(1)), (ones(8, 8),), op_list=rules, dtype="float16").plan
     assert plan["sum_1"].dtype == "float16"
 
 
 def test_sizes_that_depend_on_data_are_not_judged(tmp_path: Path) -> None:
     rules = ["default", lists(tmp_path, "allow: [sum]\nreduction_depth: 1")]
-    plan = autocastfx.convert(Function(lambda x: x[x > 0].sum()), (ones(8),), op_list=rules).plan
+    plan = autocastfx.convert(Function(lambda x: x[x > 0].sum()), (ones(8),), op_list=rules, dtype="float16").plan
     assert plan["sum_1"].dtype == "float16"
 
 
@@ -144,7 +146,7 @@ def test_every_kind_of_the_table_is_known() -> None:
 def test_a_limit_holds_in_the_modules_that_use_the_op(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 4))
     rules = ["default", lists(tmp_path, "reduction_depth: {linear: 16}")]
-    plan = autocastfx.convert(model, (ones(1, 8),), op_list=rules).plan
+    plan = autocastfx.convert(model, (ones(1, 8),), op_list=rules, dtype="float16").plan
     assert (plan["linear"].dtype, plan["linear_1"].dtype) == ("float16", "float32")
 
 
@@ -183,7 +185,9 @@ SHAPES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Product]] 
 def test_the_sizes_of_a_contraction(name: str) -> None:
     function, inputs, expected = SHAPES[name]
     captured = (
-        autocastfx.convert(Function(lambda *args: function(*args)), inputs, op_list=OpList()).variants[0].captured
+        autocastfx.convert(Function(lambda *args: function(*args)), inputs, op_list=OpList(), dtype="float16")
+        .variants[0]
+        .captured
     )
     assert captured is not None
     reduces = load_kernel_facts().reduces
@@ -196,7 +200,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_size_that_is_1_in_the_example_alone_makes_no_sum() -> None:
-    captured = autocastfx.convert(Function(matmul), (ones(2, 7), ones(7, 2))).variants[0].captured
+    captured = autocastfx.convert(Function(matmul), (ones(2, 7), ones(7, 2)), dtype="float16").variants[0].captured
     assert captured is not None
     (node,) = [n for n in captured.graph.nodes if op_name(n) == "matmul"]
     rows = node.args[0].meta["val"].shape[0]
@@ -205,7 +209,7 @@ def test_a_size_that_is_1_in_the_example_alone_makes_no_sum() -> None:
 
 
 def test_the_largest_sizes_may_be_asked_for() -> None:
-    captured = autocastfx.convert(Function(matmul), (ones(9, 12), ones(12, 5))).variants[0].captured
+    captured = autocastfx.convert(Function(matmul), (ones(9, 12), ones(12, 5)), dtype="float16").variants[0].captured
     assert captured is not None
     (node,) = [n for n in captured.graph.nodes if op_name(n) == "matmul"]
     assert product(node, "matrices") == Product(12)
@@ -238,7 +242,7 @@ def test_a_list_moves_or_lifts_the_limit() -> None:
     def category(depth: int | None) -> str:
         rules = ["default", OpList.of({"product_depth": depth})]
         return str(
-            autocastfx.convert(Function(matmul), (ones(5, 7), ones(7, 5)), op_list=rules)
+            autocastfx.convert(Function(matmul), (ones(5, 7), ones(7, 5)), op_list=rules, dtype="float16")
             .plan.nodes[0]
             .decision.category
         )

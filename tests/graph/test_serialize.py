@@ -34,7 +34,7 @@ def branched(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [sliced, branched])
 def test_a_converted_graph_comes_back_with_its_origins(function: Any) -> None:
-    graph = autocastfx.convert(Function(function), (torch.rand(3),)).graph
+    graph = autocastfx.convert(Function(function), (torch.rand(3),), dtype="float16").graph
     data = pickle.loads(pickle.dumps(data_of(graph, {})))
     found = graph_of(data)
     found.lint()

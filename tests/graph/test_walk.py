@@ -36,7 +36,7 @@ def test_weights_are_found_behind_views_and_in_sub_graphs() -> None:
                 first = x @ self.weight.t()
             return first @ self.weight[:, :4]
 
-    amp_model = autocastfx.convert(Tied(), torch.ones(2, 8))
+    amp_model = autocastfx.convert(Tied(), torch.ones(2, 8), dtype="float16")
     captured = amp_model.variants[0].captured
     assert captured is not None
     found = {

@@ -324,14 +324,14 @@ def test_what_cannot_be_enabled_is_refused_and_left() -> None:
     model, x = made()
     autocastfx.enable(model, dtype=LOW)
     with pytest.raises(UnsupportedError, match="this Scaled is enabled already: call disable first"):
-        autocastfx.enable(model)
+        autocastfx.enable(model, dtype="float16")
     converted: AmpModule = autocastfx.convert(made()[0], x, dtype=LOW)
     with pytest.raises(UnsupportedError, match="converted already"):
-        autocastfx.enable(converted)
+        autocastfx.enable(converted, dtype="float16")
     theirs, _ = made()
     theirs.compile(backend="eager")
     with pytest.raises(UnsupportedError, match=r"compiled already: enable it instead, with inner="):
-        autocastfx.enable(theirs)
+        autocastfx.enable(theirs, dtype="float16")
     other, _ = made()
     with pytest.raises(ValueError, match=r"dtype is torch\.float16 or torch\.bfloat16"):
         autocastfx.enable(other, dtype=torch.float64)
@@ -364,6 +364,14 @@ def test_the_environment_switches_every_conversion_off(monkeypatch: pytest.Monke
     assert torch.equal(found, exact)
     monkeypatch.setenv("AUTOCASTFX_DISABLE", "yes")
     with pytest.raises(ValueError, match="AUTOCASTFX_DISABLE is 0 or 1, not 'yes'"):
-        autocastfx.convert(model, x)
+        autocastfx.convert(model, x, dtype="float16")
     monkeypatch.setenv("AUTOCASTFX_DISABLE", "0")
     assert is_low(autocastfx.enable(model, dtype=LOW), x)
+
+
+def test_the_default_dtype_is_that_of_where_the_model_is() -> None:
+    for device, expected in (("cpu", torch.bfloat16), ("meta", torch.float16)):
+        backend = autocastfx.backend_of(autocastfx.enable(nn.Linear(8, 8, device=device)))
+        assert backend is not None
+        assert backend.low is expected
+    assert autocastfx.CompileBackend().low is (torch.float16 if torch.cuda.is_available() else torch.bfloat16)

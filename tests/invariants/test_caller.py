@@ -32,7 +32,7 @@ def test_the_callers_module_and_settings_are_unmodified(context: str) -> None:
     model.a.weight.grad = torch.ones(8, 8)
     with CONTEXTS[context]():
         before, now = snapshot(model), settings_now()
-        autocastfx.convert(model, (x,))
+        autocastfx.convert(model, (x,), dtype="float16")
         assert settings_now() == now
     assert snapshot(model) == before
     assert x._version == 0
@@ -42,7 +42,7 @@ def test_the_callers_module_and_settings_are_unmodified(context: str) -> None:
 
 def test_a_further_capture_leaves_the_callers_module_unmodified() -> None:
     model = Busy()
-    amp_model = autocastfx.convert(model, (torch.randn(3, 8),))
+    amp_model = autocastfx.convert(model, (torch.randn(3, 8),), dtype="float16")
     call = amp_model._signature.bind((torch.randn(5, 8),), {})
     before, now, captured = snapshot(model), settings_now(), len(amp_model.variants)
     amp_model._mounted.capture(call, (False, True, False, True, False), amp_model._held())
@@ -53,10 +53,10 @@ def test_a_further_capture_leaves_the_callers_module_unmodified() -> None:
 
 def test_a_default_dtype_is_left_and_has_no_say() -> None:
     model, x = net(lambda m, x: m.b(m.a(x).tanh())), torch.randn(3, 8)
-    usual = autocastfx.convert(model, (x,))
+    usual = autocastfx.convert(model, (x,), dtype="float16")
     torch.set_default_dtype(torch.float64)
     try:
-        other = autocastfx.convert(model, (x,))
+        other = autocastfx.convert(model, (x,), dtype="float16")
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
@@ -71,7 +71,7 @@ def test_lists_and_examples_are_unmodified(tmp_path: Path) -> None:
     kwargs = {"scale": 2.0, "more": {"z": torch.ones(8)}}
     inner = kwargs["more"]
     model = net(lambda m, x, scale, more: m.a(x) * scale + more["z"])
-    autocastfx.convert(model, (torch.randn(3, 8),), kwargs, op_list=lists)
+    autocastfx.convert(model, (torch.randn(3, 8),), kwargs, op_list=lists, dtype="float16")
     assert lists == kept_lists
     assert dict(lists[2].rules) == kept_rules
     assert path.read_text() == text
@@ -83,7 +83,7 @@ def test_lists_and_examples_are_unmodified(tmp_path: Path) -> None:
 def test_the_original_still_runs_in_float32() -> None:
     model, x = net(lambda m, x: m.b(m.a(x).tanh())), torch.randn(3, 8)
     expected = model(x)
-    amp_model = autocastfx.convert(model, (x,))
+    amp_model = autocastfx.convert(model, (x,), dtype="float16")
     amp_model.half_written = True  # attributes are the converted model's own
     assert torch.equal(model(x), expected)
     assert not hasattr(model, "half_written")

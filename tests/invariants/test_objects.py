@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -49,7 +48,6 @@ class Holder(dict[str, Any]):
         (len, "an object of class builtin_function_or_method"),
         (nn.ReLU(), "an object of class ReLU"),
         ({1, 2}, "an object of class set"),
-        (np.ones(2), "an object of class ndarray"),
         (torch.Generator(), "an object of class Generator"),
     ],
 )

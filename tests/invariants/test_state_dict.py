@@ -44,7 +44,7 @@ class Stateful(nn.Module):
 def test_state_dict_has_the_same_keys_in_the_same_order_with_the_same_tensors() -> None:
     model = Stateful()
     # A constant that the graph holds must not show.
-    amp_model = autocastfx.convert(nn.Sequential(OrderedDict(inner=model)), (torch.tensor([1, 2, 3]),))
+    amp_model = autocastfx.convert(nn.Sequential(OrderedDict(inner=model)), (torch.tensor([1, 2, 3]),), dtype="float16")
     amp_model(torch.tensor([1, 2, 3, 4]))
     mine, theirs = amp_model.state_dict(), {f"inner.{k}": v for k, v in model.state_dict().items()}
     assert list(mine) == list(theirs)
@@ -58,7 +58,7 @@ def test_state_dict_has_the_same_keys_in_the_same_order_with_the_same_tensors() 
 
 def test_state_dict_does_not_show_constants_of_the_graph() -> None:
     model = net(lambda m, x: m.a(x) * torch.tensor([1.0, 2.0, 3.0, 1e6] * 2))
-    amp_model = autocastfx.convert(model, (torch.randn(3, 8),))
+    amp_model = autocastfx.convert(model, (torch.randn(3, 8),), dtype="float16")
     assert any("lifted" in name for name, _ in amp_model.named_buffers()), "no constant: the test tests nothing"
     assert list(amp_model.state_dict()) == list(model.state_dict())
 
@@ -66,14 +66,14 @@ def test_state_dict_does_not_show_constants_of_the_graph() -> None:
 def test_state_dict_hooks_are_kept() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     model[0]._register_state_dict_hook(lambda module, state, prefix, _: state.update({f"{prefix}scale": torch.ones(1)}))
-    amp_model = autocastfx.convert(model, (torch.randn(3, 8),))
+    amp_model = autocastfx.convert(model, (torch.randn(3, 8),), dtype="float16")
     assert list(amp_model.state_dict()) == list(model.state_dict()) == ["0.weight", "0.bias", "0.scale"]
 
 
 def test_state_dicts_are_interchangeable() -> None:
     i = torch.tensor([1, 2, 3])
     model = Stateful()
-    amp_model = autocastfx.convert(model, (i,))
+    amp_model = autocastfx.convert(model, (i,), dtype="float16")
     other = Stateful()
     assert other.load_state_dict(amp_model.state_dict()) == nn.Module().load_state_dict({})
     amp_model.load_state_dict(Stateful().state_dict())

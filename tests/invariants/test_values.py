@@ -56,7 +56,7 @@ def test_nested_outputs_keep_structure_and_dtype(low: torch.dtype) -> None:
 def test_an_output_that_is_an_input_or_a_parameter_is_that_tensor() -> None:
     x = torch.randn(3, 8)
     model = net(lambda m, x: (m.a(x), x, m.a.weight, m.state), state=torch.ones(2))
-    _, given, weight, state = autocastfx.convert(model, (x,))(x)
+    _, given, weight, state = autocastfx.convert(model, (x,), dtype="float16")(x)
     assert given is x
     assert weight is model.a.weight
     assert state is model.state
@@ -64,7 +64,7 @@ def test_an_output_that_is_an_input_or_a_parameter_is_that_tensor() -> None:
 
 def test_an_output_is_not_changed_by_a_later_call() -> None:
     x = torch.randn(3, 8)
-    amp_model = autocastfx.convert(net(lambda m, x: m.b(m.a(x).relu_())), (x,))
+    amp_model = autocastfx.convert(net(lambda m, x: m.b(m.a(x).relu_())), (x,), dtype="float16")
     first = amp_model(x)
     before = first.clone()
     amp_model(torch.randn(3, 8))
@@ -74,7 +74,7 @@ def test_an_output_is_not_changed_by_a_later_call() -> None:
 def test_inputs_keep_their_values() -> None:
     x, mask = torch.randn(3, 8), torch.full((3, 8), NEGATIVE)
     given = (x.clone(), mask.clone())
-    amp_model = autocastfx.convert(net(lambda m, x, mask: m.b((m.a(x) + mask).softmax(-1))), given)
+    amp_model = autocastfx.convert(net(lambda m, x, mask: m.b((m.a(x) + mask).softmax(-1))), given, dtype="float16")
     amp_model(*given)
     assert torch.equal(given[0], x)
     assert torch.equal(given[1], mask)
@@ -83,6 +83,6 @@ def test_inputs_keep_their_values() -> None:
 
 def test_a_view_of_an_input_that_is_returned_stays_a_view() -> None:
     x = torch.randn(3, 8)
-    amp_model = autocastfx.convert(net(lambda m, x: (m.a(x), x[:, :2], x.t())), (x,))
+    amp_model = autocastfx.convert(net(lambda m, x: (m.a(x), x[:, :2], x.t())), (x,), dtype="float16")
     _, part, turned = amp_model(x)
     assert part.data_ptr() == turned.data_ptr() == x.data_ptr()

@@ -69,7 +69,7 @@ def test_a_banned_op_is_refused_with_the_reason_and_the_place(x: torch.Tensor, t
 def test_a_module_class_decides_for_all_ops_inside(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.GLU(), nn.Linear(8, 16))
     rules = op_list(tmp_path, "deny: [torch.nn.modules.activation.GLU]")
-    amp_model = autocastfx.convert(model, (torch.rand(2, 16),), op_list=["default", rules])
+    amp_model = autocastfx.convert(model, (torch.rand(2, 16),), op_list=["default", rules], dtype="float16")
     assert amp_model.plan["glu"].dtype == "float32"
     assert str(amp_model.plan["glu"].decision.source).endswith("test.yaml:1:8")
 
@@ -108,13 +108,13 @@ def test_an_epsilon_that_underflows_is_float32(x: torch.Tensor) -> None:
     plan = plan_of(scaled, x)
     assert plan["add"].decision.source == "forced:epsilon"
     assert plan["add"].decision.reason == "other=1e-12 is below float16's smallest normal value"
-    assert autocastfx.convert(Function(lambda x: 1 / (x @ x * 0 + 1e-12)), (x,))(x).isfinite().all()
+    assert autocastfx.convert(Function(lambda x: 1 / (x @ x * 0 + 1e-12)), (x,), dtype="float16")(x).isfinite().all()
 
 
 def test_an_epsilon_inside_a_float32_kernel_is_no_reason() -> None:
     model = nn.Sequential(nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8, eps=1e-12), nn.Conv1d(8, 8, 1))
     with pytest.warns(UserWarning, match="use dtype=torch.bfloat16"):
-        plan = autocastfx.convert(model, (torch.rand(2, 8, 4),)).plan
+        plan = autocastfx.convert(model, (torch.rand(2, 8, 4),), dtype="float16").plan
     assert plan["batch_norm"].dtype == "float16"
 
 
@@ -460,7 +460,7 @@ def test_a_rule_is_matched_if_any_variant_has_its_op(x: torch.Tensor, tmp_path: 
             return x.tanh() if self.training else x.sin()
 
     rules = op_list(tmp_path, "deny: [sin, tanh]")
-    autocastfx.convert(Net(), (x,), op_list=["default", rules])
+    autocastfx.convert(Net(), (x,), op_list=["default", rules], dtype="float16")
 
 
 def test_rules_that_contradict_each_other_for_a_node_are_refused(tmp_path: Path) -> None:

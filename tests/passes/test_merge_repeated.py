@@ -69,7 +69,9 @@ def test_numbers_and_gradients_are_the_same(recompose: Any) -> None:
     found: list[list[Tensor]] = []
     small = X[:4, :4], W[:4, :4], SEEN[:4, :4]
     for asked in (False, recompose):
-        model = autocastfx.convert(Function(twice), small, op_list=autocastfx.OpList(unlisted="keep"), recompose=asked)
+        model = autocastfx.convert(
+            Function(twice), small, op_list=autocastfx.OpList(unlisted="keep"), recompose=asked, dtype="float16"
+        )
         x, w = small[0].clone().requires_grad_(), small[1].clone().requires_grad_()
         y = model(x, w, small[2])
         found.append([y.detach(), *torch.autograd.grad(y.sum(), (x, w))])
@@ -138,7 +140,9 @@ WRITTEN = (written, source_is_written, view_of_the_source_is_written, source_of_
 
 @pytest.mark.parametrize("function", WRITTEN)
 def test_what_is_written_to_is_read_before_and_after(function: Callable[[Tensor], Tensor]) -> None:
-    model = autocastfx.convert(Function(function), (X.clone(),), op_list=autocastfx.OpList(unlisted="keep"))
+    model = autocastfx.convert(
+        Function(function), (X.clone(),), op_list=autocastfx.OpList(unlisted="keep"), dtype="float16"
+    )
     assert "repeated" not in {one.pattern for one in model.plan.recomposed}
     assert model(X.clone()).equal(function(X.clone()))
 
@@ -191,7 +195,7 @@ def test_running_statistics_change_between_two_reads(norm: nn.Module) -> None:
             return 0 * self.norm(x).sum() + before - self.norm.running_mean.exp()
 
     model = Model().train()
-    amp_model = autocastfx.convert(model, (X[None] + 1,), op_list=autocastfx.OpList(unlisted="keep"))
+    amp_model = autocastfx.convert(model, (X[None] + 1,), op_list=autocastfx.OpList(unlisted="keep"), dtype="float16")
     assert amp_model(X[None] + 1).count_nonzero() == 8
 
 
@@ -206,7 +210,9 @@ def test_a_view_of_running_statistics_changes_with_them() -> None:
             before = view.exp()
             return 0 * self.norm(x).sum() + before - view.exp()
 
-    amp_model = autocastfx.convert(Model().train(), (X + 1,), op_list=autocastfx.OpList(unlisted="keep"))
+    amp_model = autocastfx.convert(
+        Model().train(), (X + 1,), op_list=autocastfx.OpList(unlisted="keep"), dtype="float16"
+    )
     assert amp_model(X + 1).count_nonzero() == 8
 
 
@@ -221,7 +227,7 @@ def test_a_buffer_changes_between_two_reads() -> None:
             self.memory[0] = x[0, 0]
             return before - self.memory.exp()
 
-    amp_model = autocastfx.convert(Model(), (X,), op_list=autocastfx.OpList(unlisted="keep"))
+    amp_model = autocastfx.convert(Model(), (X,), op_list=autocastfx.OpList(unlisted="keep"), dtype="float16")
     assert amp_model(X).count_nonzero() == 1
 
 
@@ -246,7 +252,7 @@ def gives_what_is_viewed(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [gives_a_view, gives_what_is_viewed])
 def test_what_a_python_function_may_write_into_is_read_before_and_after(function: Callable[[Tensor], Tensor]) -> None:
     lists = autocastfx.OpList.of({"unlisted": "keep", "keep": [f"{__name__}.doubles"]})
-    model = autocastfx.convert(Function(function), (X.clone(),), op_list=lists)
+    model = autocastfx.convert(Function(function), (X.clone(),), op_list=lists, dtype="float16")
     assert any("doubles" in node.op for node in model.plan.nodes)
     assert model(X.clone()).equal(function(X.clone()))
 

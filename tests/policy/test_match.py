@@ -268,4 +268,4 @@ def test_a_rule_that_decided_an_op_of_another_name_has_matched(tmp_path: Path) -
     assert unmatched(lists, "cpu", [EXP], places) == ()
     with warnings.catch_warnings():
         warnings.simplefilter("error", autocastfx.UnmatchedRuleWarning)
-        autocastfx.convert(Function(lambda x: x * x), (torch.ones(2),), op_list=["default", lists])
+        autocastfx.convert(Function(lambda x: x * x), (torch.ones(2),), op_list=["default", lists], dtype="float16")

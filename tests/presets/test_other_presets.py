@@ -72,7 +72,9 @@ def test_apex_promotes_and_keeps_python_functions_whole() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.cat([F.normalize(x @ x), x @ x])
 
-    model = autocastfx.convert(Function(function), torch.rand(4, 4), op_list="apex_o1", keep_output_dtype=False)
+    model = autocastfx.convert(
+        Function(function), torch.rand(4, 4), op_list="apex_o1", keep_output_dtype=False, dtype="float16"
+    )
     assert listing(model.graph) == text("""
         + args_0_float16: f16 = to(args_0)
         + args_0_float16_1: f16 = to(args_0)
@@ -90,7 +92,9 @@ def test_apex_promotes_and_keeps_python_functions_whole() -> None:
 
 def test_apex_bans() -> None:
     with pytest.raises(autocastfx.BannedOpError, match="Apex refuses it"):
-        autocastfx.convert(Function(F.binary_cross_entropy), (torch.rand(3), torch.rand(3)), op_list="apex_o1")
+        autocastfx.convert(
+            Function(F.binary_cross_entropy), (torch.rand(3), torch.rand(3)), op_list="apex_o1", dtype="float16"
+        )
 
 
 def test_conservative(x: torch.Tensor) -> None:
@@ -101,5 +105,5 @@ def test_conservative(x: torch.Tensor) -> None:
 
 def test_conservative_casts_no_view_between_products() -> None:
     between = Function(lambda x: (x @ x).t().reshape(4, 4) @ x)
-    model = autocastfx.convert(between, torch.rand(4, 4), op_list="conservative")
+    model = autocastfx.convert(between, torch.rand(4, 4), op_list="conservative", dtype="float16")
     assert [cast.value for cast in model.plan.casts] == ["args_0", "matmul_1"]

@@ -164,4 +164,4 @@ def test_cudnn(entry: Entry) -> None:
 def test_banned(entry: Entry) -> None:
     model = Calls([entry], torch.float16)
     with pytest.raises(autocastfx.BannedOpError, match="binary_cross_entropy_with_logits"):
-        autocastfx.convert(model, NOTHING, op_list="torch_autocast_cuda")
+        autocastfx.convert(model, NOTHING, op_list="torch_autocast_cuda", dtype="float16")

@@ -131,7 +131,7 @@ def test_every_node_of_real_models_has_a_reason_whose_rule_is_where_it_says(name
 
 def test_what_is_no_text_is_refused() -> None:
     with pytest.raises(TypeError, match="explain takes the name of a node, op or module, such as 'softmax', not 3"):
-        autocastfx.explain(autocastfx.convert(nn.ReLU(), torch.ones(2)), 3)  # pyright: ignore[reportArgumentType]
+        autocastfx.explain(autocastfx.convert(nn.ReLU(), torch.ones(2), dtype="float16"), 3)  # pyright: ignore[reportArgumentType]
 
 
 def test_what_was_recomposed_and_of_what() -> None:

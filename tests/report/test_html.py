@@ -67,7 +67,7 @@ def hostile() -> autocastfx.AmpModule:
     """A model whose list says what would end the page's script."""
     rule = {"deny": [{"reason": HOSTILE, "ops": ["linear"]}]}
     mine = autocastfx.OpList.of(rule, name="mine")
-    return autocastfx.convert(nn.Linear(8, 8), (torch.ones(2, 8),), op_list=["default", mine])
+    return autocastfx.convert(nn.Linear(8, 8), (torch.ones(2, 8),), op_list=["default", mine], dtype="float16")
 
 
 @pytest.mark.usefixtures("both_modes")
@@ -81,7 +81,7 @@ def test_all_variants_are_there_and_the_present_one_is_shown_first() -> None:
 
 
 def test_a_draft_is_shown() -> None:
-    amp_model = autocastfx.convert(nn.Linear(8, 8))
+    amp_model = autocastfx.convert(nn.Linear(8, 8), dtype="float16")
     assert data(page(amp_model))["variants"][0]["title"].startswith("draft 1 of ")
 
 
@@ -164,7 +164,7 @@ def test_numbers_of_two_sizes_do_not_meet() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.relu(x @ x.mT) if x.shape[0] > 3 else torch.tanh(x @ x.mT)
 
-    amp_model = autocastfx.convert(Loop().eval(), (torch.ones(2, 8),))
+    amp_model = autocastfx.convert(Loop().eval(), (torch.ones(2, 8),), dtype="float16")
     compared = autocastfx.compare(None, amp_model, torch.ones(5, 4))
     shown = data(page(amp_model, comparison=compared))
     counts = [sum("numerics" in node for node in variant["nodes"]) for variant in shown["variants"]]

@@ -127,13 +127,15 @@ class Inner(nn.Module):
 
 
 def test_the_path_of_its_runner_is_not_repeated_inside_a_sub_graph() -> None:
-    shown = variant(autocastfx.convert(nn.Sequential(nn.Linear(8, 8), Inner()), (torch.ones(2, 8),)))
+    shown = variant(autocastfx.convert(nn.Sequential(nn.Linear(8, 8), Inner()), (torch.ones(2, 8),), dtype="float16"))
     inside = next(node for node in shown["nodes"] if node["name"].endswith("/relu"))
     assert path(shown, inside) == f"1.({inside['name'].split('/')[0]})"
 
 
 def test_the_shade_says_the_precision() -> None:
-    amp_model = autocastfx.convert(nn.Softmax(-1), (torch.ones(2, 8),), op_list="torch_autocast_cuda", device="cuda")
+    amp_model = autocastfx.convert(
+        nn.Softmax(-1), (torch.ones(2, 8),), op_list="torch_autocast_cuda", device="cuda", dtype="float16"
+    )
     shades = {node["name"]: node["shade"] for node in variant(amp_model)["nodes"] if "shade" in node}
     assert shades == {n.name: str(n.placement.run) for n in amp_model.plan.nodes}
     nodes = named(variant(converted("no_grad")))
@@ -162,7 +164,9 @@ def test_the_models_line_is_known() -> None:
 def test_of_an_absolute_path_of_a_list_only_the_name_is_shown(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("deny: [linear]\n")
-    amp_model = autocastfx.convert(nn.Linear(8, 8), (torch.ones(2, 8),), op_list=["default", str(mine)])
+    amp_model = autocastfx.convert(
+        nn.Linear(8, 8), (torch.ones(2, 8),), op_list=["default", str(mine)], dtype="float16"
+    )
     shown = variant(amp_model)
     assert named(shown)["linear"]["source"] == "mine.yaml:1:8"
     assert str(tmp_path) not in json.dumps(shown)

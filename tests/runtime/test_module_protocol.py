@@ -310,7 +310,7 @@ def test_an_ensemble_is_stacked_and_mapped(nested: Any, weights: Any) -> None:
     found.sum().backward()
     assert parameters["fc.weight"].grad.shape == (3, 8, 8)
     with pytest.raises(RuntimeError, match="all models to be of the same class"):
-        torch.func.stack_module_state([members[0], autocastfx.convert(Net().eval(), (batch["x"],))])
+        torch.func.stack_module_state([members[0], autocastfx.convert(Net().eval(), (batch["x"],), dtype="float16")])
 
 
 def test_an_edited_graph_runs_after_recompile(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
@@ -410,13 +410,13 @@ class ReturnsAnObject(nn.Module):
 )
 def test_what_cannot_be_captured_says_why_and_what_helps(model: nn.Module, message: str, x, capfd) -> None:
     with pytest.raises(autocastfx.CaptureError, match=message):
-        autocastfx.convert(model, (x,))
+        autocastfx.convert(model, (x,), dtype="float16")
     assert len(capfd.readouterr().err.splitlines()) < 20
 
 
 def test_an_already_converted_model_is_refused(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
     with pytest.raises(autocastfx.UnsupportedError, match="converted already: convert the original again"):
-        autocastfx.convert(amp_model, (x,))
+        autocastfx.convert(amp_model, (x,), dtype="float16")
 
 
 def test_an_extra_state_is_refused(x: torch.Tensor) -> None:
@@ -425,12 +425,14 @@ def test_an_extra_state_is_refused(x: torch.Tensor) -> None:
             return 1
 
     with pytest.raises(autocastfx.CaptureError, match="Extra keeps an extra state"):
-        autocastfx.convert(Extra(8, 8), (x,))
+        autocastfx.convert(Extra(8, 8), (x,), dtype="float16")
 
 
 def test_compiling_one_model_says_nothing_of_another() -> None:
     """Dynamo keeps what it found of a function by its code object, and may give up on it for the whole process."""
-    codes = [autocastfx.convert(nn.Linear(2, 2), (torch.ones(1, 2),)).forward.__code__ for _ in range(2)]
+    codes = [
+        autocastfx.convert(nn.Linear(2, 2), (torch.ones(1, 2),), dtype="float16").forward.__code__ for _ in range(2)
+    ]
     assert codes[0] is not codes[1]
 
 

@@ -601,7 +601,7 @@ def what_cannot_be_converted_is_refused() -> None:
     for model in (tensor_parallel(mesh, with_norm=False), sharded(made())):
         for inputs in ((own(0),), None):
             with pytest.raises(UnsupportedError, match=r"'up.weight' of .* is a DTensor"):
-                autocastfx.convert(model, inputs)
+                autocastfx.convert(model, inputs, dtype="float16")
 
 
 # -- processes without a wrapper --------------------------------------------------------------------------------------

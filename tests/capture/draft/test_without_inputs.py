@@ -273,11 +273,11 @@ def test_a_list_that_follows_the_dispatch_shows_no_draft() -> None:
 
 def test_slow_convolutions_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="float16 convolutions on a CPU"):
-        autocastfx.convert(nn.Conv1d(8, 8, 1))
+        autocastfx.convert(nn.Conv1d(8, 8, 1), dtype="float16")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         autocastfx.convert(nn.Conv1d(8, 8, 1), dtype=LOW)
-        autocastfx.convert(nn.Conv1d(8, 8, 1), device="cuda")
+        autocastfx.convert(nn.Conv1d(8, 8, 1), device="cuda", dtype="float16")
 
 
 # -- copies, devices, wrappers ----------------------------------------------------------------------------------------
@@ -391,9 +391,9 @@ def test_the_module_of_an_exported_program(x: Tensor) -> None:
 def test_no_inputs_are_not_empty_inputs(x: Tensor) -> None:
     assert autocastfx.convert(Net(), None, None, dtype=LOW).plan.unverified
     with pytest.raises(CaptureError, match="missing a required argument: 'x'"):
-        autocastfx.convert(Net(), ())
+        autocastfx.convert(Net(), (), dtype="float16")
     with pytest.raises(CaptureError, match="missing a required argument: 'x'"):
-        autocastfx.convert(Net(), None, {})
+        autocastfx.convert(Net(), None, {}, dtype="float16")
 
 
 def test_transformers_are_captured_at_their_first_call() -> None:

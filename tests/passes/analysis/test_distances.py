@@ -22,7 +22,7 @@ Form = Callable[[Tensor, Tensor], Any]
 
 
 def found(function: Form) -> dict[str, str]:
-    captured = autocastfx.convert(Function(function), (A, B)).variants[0].captured
+    captured = autocastfx.convert(Function(function), (A, B), dtype="float16").variants[0].captured
     assert captured is not None
     graph, rules = captured.graph, load_op_list("bfloat16")
     allowed = {n: (r := rules.rule(op_name(n))) is not None and r.category is Category.ALLOW for n in graph.nodes}

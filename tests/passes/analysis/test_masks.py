@@ -22,7 +22,7 @@ Form = Callable[[Tensor, Tensor], Any]
 def found(function: Form, low: torch.dtype = torch.float16) -> dict[str, tuple[str, float]]:
     """The fills of ``function`` of scores and of what is to be kept: by node, the argument and the number."""
     inputs = torch.rand(2, 4, 4), torch.ones(2, 4, 4, dtype=torch.bool)
-    graph = autocastfx.convert(Function(function), inputs).variants[0].captured.graph
+    graph = autocastfx.convert(Function(function), inputs, dtype="float16").variants[0].captured.graph
     return {node.name: (fill.argument, fill.number) for node, fill in fills(graph, fits(low)).items()}
 
 

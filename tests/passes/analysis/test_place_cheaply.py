@@ -341,14 +341,14 @@ def test_a_float32_value_joined_through_a_view_widens_the_result(rules: autocast
             joined = torch.cat([self.token.view(1, 4), x @ x])
             return (joined + 1) @ x if self.training else (joined @ x).exp() + joined.exp()
 
-    plan = autocastfx.convert(Joined(), (x,), op_list=rules).plan
+    plan = autocastfx.convert(Joined(), (x,), op_list=rules, dtype="float16").plan
     assert plan["view"].placement.run is Precision.FLOAT32
     assert plan["cat"].placement.run is Precision.FLOAT32
-    plan = autocastfx.convert(Joined(), (x,), op_list=rules, fold="kernel").plan
+    plan = autocastfx.convert(Joined(), (x,), op_list=rules, fold="kernel", dtype="float16").plan
     assert plan["view"].placement.run is Precision.FLOAT32
     assert plan["cat"].placement.run is Precision.LOW
     assert str(plan["cat"].placement.because) == "folded"
-    plan = autocastfx.convert(Joined().eval(), (x,), op_list=rules, fold="kernel").plan
+    plan = autocastfx.convert(Joined().eval(), (x,), op_list=rules, fold="kernel", dtype="float16").plan
     assert plan["cat"].placement.run is Precision.FLOAT32, "one of its readers is"
 
 
@@ -365,15 +365,20 @@ class Spread(torch.nn.Module):
 
 def test_a_bias_widens_nothing_that_products_alone_read(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     model = Spread()
-    assert autocastfx.convert(model, (x,), op_list=rules).plan["add"].placement.run is Precision.LOW
-    assert autocastfx.convert(model, (x, x[0]), op_list=rules).plan["add"].placement.run is Precision.FLOAT32
+    assert autocastfx.convert(model, (x,), op_list=rules, dtype="float16").plan["add"].placement.run is Precision.LOW
+    assert (
+        autocastfx.convert(model, (x, x[0]), op_list=rules, dtype="float16").plan["add"].placement.run
+        is Precision.FLOAT32
+    )
     model.bias = torch.nn.Parameter(torch.rand(4, 4))  # as large as the sum: a value
-    assert autocastfx.convert(model, (x,), op_list=rules).plan["add"].placement.run is Precision.FLOAT32
+    assert (
+        autocastfx.convert(model, (x,), op_list=rules, dtype="float16").plan["add"].placement.run is Precision.FLOAT32
+    )
 
 
 def test_what_is_computed_is_not_joined_in_16_bits(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     joined = Function(lambda x: torch.cat([x.sinh(), x @ x]) @ x)
-    plan = autocastfx.convert(joined, (x,), op_list=rules, fold="kernel").plan
+    plan = autocastfx.convert(joined, (x,), op_list=rules, fold="kernel", dtype="float16").plan
     assert plan["cat"].placement.run is Precision.FLOAT32
 
 
@@ -382,7 +387,7 @@ def test_reasons(rules: autocastfx.OpList, x: torch.Tensor) -> None:
         low = (x.tanh() @ x).tanh()
         return torch.maximum(low @ x, x.exp().sqrt())
 
-    plan = autocastfx.convert(Function(chain), (x,), op_list=rules).plan
+    plan = autocastfx.convert(Function(chain), (x,), op_list=rules, dtype="float16").plan
     because = {
         name: str(plan[name].placement.because) for name in ("tanh", "tanh_1", "sqrt", "matmul", "exp", "maximum")
     }
@@ -399,7 +404,7 @@ def test_reasons(rules: autocastfx.OpList, x: torch.Tensor) -> None:
 def test_the_plan_says_what_is_moved_and_what_the_simple_rule_would_have_moved(
     rules: autocastfx.OpList, x: torch.Tensor
 ) -> None:
-    plan = autocastfx.convert(Function(lambda x: (x @ x).log().relu().exp()), (x,), op_list=rules).plan
+    plan = autocastfx.convert(Function(lambda x: (x @ x).log().relu().exp()), (x,), op_list=rules, dtype="float16").plan
     # 16 elements. Cast of the input 6; matmul 2+2+2, log 2+2, relu 2+2; cast 6; exp 4+4. The rule casts before the log:
     # log and relu then move 4+4 each.
     assert plan.traffic.moved == 16 * (6 + 6 + 4 + 4 + 6 + 8)
@@ -409,5 +414,5 @@ def test_the_plan_says_what_is_moved_and_what_the_simple_rule_would_have_moved(
 
 def test_converting_twice_places_the_same(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     function = Function(lambda x: (x @ x).tanh().exp() @ x)
-    first, second = (autocastfx.convert(function, (x,), op_list=rules).plan for _ in range(2))
+    first, second = (autocastfx.convert(function, (x,), op_list=rules, dtype="float16").plan for _ in range(2))
     assert first == second

@@ -299,7 +299,7 @@ def test_reasons_name_the_neighbour(rules: autocastfx.OpList, x: torch.Tensor) -
         low = (x @ x).tanh()
         return (low @ x) + x.exp().sqrt()
 
-    plan = autocastfx.convert(Function(chain), (x,), op_list=rules).plan
+    plan = autocastfx.convert(Function(chain), (x,), op_list=rules, dtype="float16").plan
     assert str(plan["tanh"].placement.because) == "between matmul and matmul_1"
     assert str(plan["sqrt"].placement.because) == "after exp"
     assert str(plan["matmul"].placement.because) == "allow"

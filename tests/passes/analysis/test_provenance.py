@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 def provenance(function: Callable[[Any, Tensor], Any]) -> tuple[set[str], set[str], list[str]]:
     """The names of parameters and of values from outside, and what ``function`` gives back."""
-    captured = autocastfx.convert(Model(function).eval(), (X,)).variants[0].captured
+    captured = autocastfx.convert(Model(function).eval(), (X,), dtype="float16").variants[0].captured
     assert captured is not None
     graph, rules, facts = captured.graph, load_op_list("bfloat16"), load_kernel_facts()
     decisions = Classifier(rules, facts, LOW, "cpu")(graph, {}).decisions
@@ -107,7 +107,7 @@ def test_a_mask_added_to_scores_does_not_bring_them_from_outside() -> None:
     ],
 )
 def test_the_operands_that_make_a_result_float32(function: Callable[..., Any], expected: list[str]) -> None:
-    captured = autocastfx.convert(Function(function), (X, torch.tensor(80.0))).variants[0].captured
+    captured = autocastfx.convert(Function(function), (X, torch.tensor(80.0)), dtype="float16").variants[0].captured
     assert captured is not None
     (made,) = captured.graph.output_node().all_input_nodes
     ports = Ports(load_op_list("bfloat16"), load_kernel_facts())

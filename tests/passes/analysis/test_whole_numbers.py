@@ -127,7 +127,7 @@ def test_buffers_count_as_they_are_held_and_values_as_measured() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return self.steps + 1, self.rates + 1, x.round() * 1
 
-    captured = autocastfx.convert(Model(), (X,)).variants[0].captured
+    captured = autocastfx.convert(Model(), (X,), dtype="float16").variants[0].captured
     assert captured is not None
     graph = captured.graph
     held = {str(n.target): 699.0 for n in graph.nodes if n.op == "get_attr" and "steps" in str(n.target)}

@@ -101,7 +101,7 @@ def test_a_parameter_is_cast_once(rules: autocastfx.OpList, x: torch.Tensor) -> 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ self.first @ self.second @ self.frozen @ self.frozen
 
-    casts = autocastfx.convert(Tied(), x, op_list=rules, keep_output_dtype=False).plan.casts
+    casts = autocastfx.convert(Tied(), x, op_list=rules, keep_output_dtype=False, dtype="float16").plan.casts
     assert sorted(cast.value for cast in casts) == ["frozen", "frozen", "second", "x"]
 
 
@@ -118,7 +118,7 @@ def test_the_other_sixteen_bit_dtype_is_cast_too(rules: autocastfx.OpList, x: to
 
 
 def test_a_dtype_argument_replaces_the_cast(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    model = autocastfx.convert(Function(lambda x: (x @ x).sum(0)), x, op_list=rules)
+    model = autocastfx.convert(Function(lambda x: (x @ x).sum(0)), x, op_list=rules, dtype="float16")
     (total,) = [node for node in model.graph.nodes if op_name(node) == "sum"]
     assert total.kwargs["dtype"] == torch.float32
     assert model.plan["sum_1"].placement.run is Precision.FLOAT32
@@ -127,14 +127,18 @@ def test_a_dtype_argument_replaces_the_cast(rules: autocastfx.OpList, x: torch.T
 
 def test_a_dtype_that_the_model_names_stays(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     model = autocastfx.convert(
-        Function(lambda x: (x @ x).sum(0, dtype=torch.float16)), x, op_list=rules, keep_output_dtype=False
+        Function(lambda x: (x @ x).sum(0, dtype=torch.float16)),
+        x,
+        op_list=rules,
+        keep_output_dtype=False,
+        dtype="float16",
     )
     assert model(x).dtype == torch.float16
     assert str(model.plan["sum_1"].placement.because) == "the call names its dtype"
 
 
 def test_another_overload_takes_the_dtype(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    model = autocastfx.convert(Function(lambda x: torch.ops.aten.norm.Scalar(x @ x)), x, op_list=rules)
+    model = autocastfx.convert(Function(lambda x: torch.ops.aten.norm.Scalar(x @ x)), x, op_list=rules, dtype="float16")
     (norm,) = [node for node in model.graph.nodes if op_name(node) == "norm"]
     assert norm.target is torch.ops.aten.norm.ScalarOpt_dtype
     assert torch.equal(model(x), (x.half() @ x.half()).norm(dtype=torch.float32))
@@ -166,7 +170,7 @@ def test_a_cast_that_follows_a_dtype_follows_it(rules: autocastfx.OpList, x: tor
         low = x @ x
         return x.to(low.dtype), x.type_as(low), torch.zeros(2, dtype=low.dtype), low.float()
 
-    model = autocastfx.convert(Function(forward), x, op_list=rules, keep_output_dtype=False)
+    model = autocastfx.convert(Function(forward), x, op_list=rules, keep_output_dtype=False, dtype="float16")
     assert [o.dtype for o in model(x)] == [LOW, LOW, LOW, torch.float32]
 
 
@@ -180,7 +184,9 @@ def test_other_dtypes_are_not_cast(rules: autocastfx.OpList, x: torch.Tensor) ->
 
 def test_no_rule_is_forced(rules: autocastfx.OpList, x: torch.Tensor) -> None:
     assert "masked_fill: f16" in follows(lambda x: (x @ x).masked_fill(x > 1, -1e4).mul(1e-9), x, rules=rules)
-    model = autocastfx.convert(Function(lambda x: (x @ x) * 1e6), x, op_list=rules, keep_output_dtype=False)
+    model = autocastfx.convert(
+        Function(lambda x: (x @ x) * 1e6), x, op_list=rules, keep_output_dtype=False, dtype="float16"
+    )
     assert model(x).dtype == LOW
     assert not any(cast.saturates for cast in model.plan.casts)
 
@@ -189,7 +195,7 @@ def test_values_that_leave_the_graph_and_sizes_that_depend_on_data(rules: autoca
     def forward(x: torch.Tensor) -> torch.Tensor:
         return (x @ x)[x > 0.5].exp() * (x @ x).sum().item()
 
-    model = autocastfx.convert(Function(forward), x, op_list=rules, keep_output_dtype=False)
+    model = autocastfx.convert(Function(forward), x, op_list=rules, keep_output_dtype=False, dtype="float16")
     low = x.half() @ x.half()
     assert torch.equal(model(x), low[x > 0.5].float().exp() * low.sum(dtype=torch.float32).item())
 
@@ -210,7 +216,7 @@ def test_a_python_call_takes_captured_dtypes(rules: autocastfx.OpList, x: torch.
         def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
             return grads[0] * 2
 
-    model = autocastfx.convert(Function(lambda x: Twice.apply(x @ x)), x, op_list=rules)
+    model = autocastfx.convert(Function(lambda x: Twice.apply(x @ x)), x, op_list=rules, dtype="float16")
     assert [cast.dtype for cast in model.plan.casts] == ["float16", "float16", "float32"]
     assert torch.equal(model(x), (x.half() @ x.half()).float() * 2)
 
@@ -219,7 +225,7 @@ def test_a_python_call_takes_captured_dtypes(rules: autocastfx.OpList, x: torch.
 
 
 def test_outputs_go_back_to_their_dtype(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    model = autocastfx.convert(Function(lambda x: (x @ x, x > 0, x.double())), x, op_list=rules)
+    model = autocastfx.convert(Function(lambda x: (x @ x, x > 0, x.double())), x, op_list=rules, dtype="float16")
     assert [o.dtype for o in model(x)] == [torch.float32, torch.bool, torch.float64]
     assert torch.equal(model(x)[0], (x.half() @ x.half()).float())
 
@@ -240,11 +246,11 @@ def test_mixed_sixteen_bit_dtypes_are_refused(rules: autocastfx.OpList, x: torch
     with pytest.raises(
         autocastfx.UnsupportedError, match=r"reads torch.bfloat16, and torch.autocast with torch.float16"
     ):
-        autocastfx.convert(Function(lambda x: x[0].dot(x[1])), x.bfloat16(), op_list=rules)
+        autocastfx.convert(Function(lambda x: x[0].dot(x[1])), x.bfloat16(), op_list=rules, dtype="float16")
 
 
 def test_a_conversion_without_listed_ops_changes_nothing(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    model = autocastfx.convert(Function(lambda x: x.relu() + 1), x, op_list=rules)
+    model = autocastfx.convert(Function(lambda x: x.relu() + 1), x, op_list=rules, dtype="float16")
     assert model.plan.casts == ()
     assert {n.placement.run for n in model.plan.nodes} == {Precision.GIVEN}
 
@@ -253,7 +259,7 @@ class Walked:
     """A small graph on its way through the passes."""
 
     def __init__(self, rules: autocastfx.OpList, x: torch.Tensor) -> None:
-        model = autocastfx.convert(Function(lambda x: (x @ x).sum(0) + x.exp()), x, op_list=rules)
+        model = autocastfx.convert(Function(lambda x: (x @ x).sum(0) + x.exp()), x, op_list=rules, dtype="float16")
         captured = model.variants[0].captured
         assert isinstance(captured, Captured)
         self.converter = Converter(rules, load_kernel_facts(), LOW)

@@ -37,13 +37,13 @@ def test_what_is_not_known_is_said() -> None:
 
 
 def test_no_product_in_16_bits_is_not_a_product_of_good_sizes() -> None:
-    found = autocastfx.lint(autocastfx.convert(nn.ReLU(), torch.ones(8, 8)))
+    found = autocastfx.lint(autocastfx.convert(nn.ReLU(), torch.ones(8, 8), dtype="float16"))
     assert "\nsizes: no product is known to run in float16\n" in str(found)
-    good = autocastfx.lint(autocastfx.convert(nn.Linear(8, 8), torch.ones(8, 8)))
+    good = autocastfx.lint(autocastfx.convert(nn.Linear(8, 8), torch.ones(8, 8), dtype="float16"))
     assert "\nsizes: all products in float16 have multiples of 8\n" in str(good)
 
 
 def test_a_limit_that_is_none() -> None:
-    found = autocastfx.lint(autocastfx.convert(nn.Linear(8, 8, bias=False), torch.ones(8, 8)))
+    found = autocastfx.lint(autocastfx.convert(nn.Linear(8, 8, bias=False), torch.ones(8, 8), dtype="float16"))
     assert found.limit == float("inf")
     assert "if only the products were faster, and without limit beyond\n" in str(found)

@@ -73,7 +73,7 @@ def test_odd_sizes_are_those_of_products_in_16_bits() -> None:
     assert (odd.name, odd.operand, odd.size, odd.padded) == ("N", "linear.weight", 100, 104)
     assert odd.wasted == pytest.approx(4 / 104)
     wide = autocastfx.OpList.of({"deny": ["linear"]}, name="wide")
-    in_float32 = lint(autocastfx.convert(Net(), torch.ones(32, 64), op_list=["default", wide]))
+    in_float32 = lint(autocastfx.convert(Net(), torch.ones(32, 64), op_list=["default", wide], dtype="float16"))
     assert in_float32.odd_sizes == ()
     assert in_float32.float32_products == ("linear",)
 
@@ -116,13 +116,13 @@ def test_a_model_that_moves_nothing_takes_no_time() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.t()
 
-    found = lint(autocastfx.convert(Nothing(), torch.ones(2, 3)))
+    found = lint(autocastfx.convert(Nothing(), torch.ones(2, 3), dtype="float16"))
     assert (found.speedup, found.limit, found.ops) == (1, 1, ())
     assert "sizes: no product is known to run in float16" in str(found)
 
 
 def test_sizes_are_those_of_the_first_call_where_no_inputs_were_given() -> None:
-    amp_model = autocastfx.convert(Net())
+    amp_model = autocastfx.convert(Net(), dtype="float16")
     with pytest.raises(NotCapturedError, match="none before its first call: call the model once, or give convert"):
         lint(amp_model)
     amp_model(torch.ones(32, 64))
@@ -140,7 +140,7 @@ def test_json_holds_everything() -> None:
 
 
 def test_a_limit_without_end_is_null_in_json() -> None:
-    found = lint(autocastfx.convert(nn.Linear(8, 8), torch.ones(8, 8)))
+    found = lint(autocastfx.convert(nn.Linear(8, 8), torch.ones(8, 8), dtype="float16"))
     assert found.limit == float("inf")
     assert json.loads(found.to_json(), parse_constant=pytest.fail)["limit"] is None
 

@@ -26,7 +26,7 @@ class Language(nn.Module):
 
 
 def test_a_vocabulary_is_told_from_other_sizes() -> None:
-    amp_model = autocastfx.convert(Language(), torch.zeros(2, 4, dtype=torch.int64))
+    amp_model = autocastfx.convert(Language(), torch.zeros(2, 4, dtype=torch.int64), dtype="float16")
     captured = amp_model.variants[0].captured
     assert captured is not None
     located = tuple(walk(captured.graph, captured.attributes))

@@ -75,7 +75,7 @@ def test_views_move_nothing_and_casts_move_both_widths() -> None:
 
 
 def test_a_gather_reads_what_it_gives() -> None:
-    amp_model = autocastfx.convert(nn.Embedding(1000, 8), torch.zeros(5, dtype=torch.int64))
+    amp_model = autocastfx.convert(nn.Embedding(1000, 8), torch.zeros(5, dtype=torch.int64), dtype="float16")
     captured = amp_model.variants[0].captured
     assert captured is not None
     (one,) = walk(captured.graph, captured.attributes)

@@ -1,0 +1,244 @@
+"""What people get wrong gives one message of at most four lines, which names the place and the remedy.
+
+Nothing else is printed or logged, and the traceback is that of one error: none of another program's comes before it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autocastfx
+from autocastfx.cli.main import main
+
+pytestmark = [
+    pytest.mark.usefixtures("one_mode"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Dynamo reads deprecated attributes of modules
+]
+
+LINES = 4
+HERE = r"test_wrong_inputs\.py:\d+: "
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.table = nn.Linear(4, 8), nn.Linear(8, 2), nn.Embedding(10, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
+        if ids is not None:
+            x = x + self.table(ids)
+        y = self.last(torch.relu(self.first(x)))
+        return y if mask is None else y.masked_fill(mask[:, None], 0.0)
+
+
+X = torch.ones(3, 4)
+WRONG = torch.ones(3, 5)
+CONTROL = "Call the model itself with these inputs: if that fails too"
+
+
+def convert(inputs: Any = X, **options: Any) -> autocastfx.AmpModule:
+    return autocastfx.convert(Net(), inputs, **{"dtype": "bfloat16", **options})
+
+
+def call(*args: Any, **kwargs: Any) -> object:
+    return convert()(*args, **kwargs)
+
+
+def listed(text: str | bytes) -> object:
+    path = Path("mine.yaml")
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return convert(op_list=["default", path])
+
+
+def planned(text: str) -> object:
+    Path("mine.json").write_text(text, encoding="utf-8")
+    return convert(plan="mine.json")
+
+
+def told_of(place: str, called: str) -> str:
+    return rf"\nAt .*{HERE}.*, {place}called with {called}\n{CONTROL}"
+
+
+Act = Callable[[], object]
+# By what is wrong: what is done, and what the message says, from its beginning.
+INPUTS: dict[str, tuple[Act, str]] = {
+    "too many": (lambda: convert((X, X, X, X)), r"the example inputs do not fit Net\.forward: too many positional"),
+    "unknown name": (lambda: convert({"y": X}), r"the example inputs do not fit Net\.forward: missing .*'x'\. A dict"),
+    "dict and keywords": (
+        lambda: convert({"x": X}, example_kwargs={"ids": X}),
+        "example_inputs is a dict, .* give one",
+    ),
+    "an array": (lambda: convert(X.numpy()), r"example_inputs is a tensor, .* not ndarray\. .*torch\.from_numpy"),
+    "text": (lambda: convert("x"), r"example_inputs is a tensor, .* not str\. .* goes into a tuple: \(inputs,\)"),
+    "a wrong size": (
+        lambda: convert(WRONG),
+        r"Net cannot be captured in train mode: RuntimeError: linear: a last size of 5 does not fit a weight of size "
+        r"\[8, 4\]" + told_of(r"in module 'first' \(Linear\), ", r"x=float32\[3, 5\]"),
+    ),
+    "no dimensions": (lambda: convert(torch.tensor(1.0)), r"(.*\n){2}" + CONTROL),
+    "a mask's size": (
+        lambda: convert((X, torch.ones(5, dtype=torch.bool))),
+        "Net cannot be captured.*broadcast.*" + told_of("", r"x=float32\[3, 4\], mask=bool\[5\]"),
+    ),
+    "a mask's dtype": (lambda: convert((X, torch.ones(3))), "Net cannot be captured.*bool.*" + told_of("", ".*")),
+    "indices' dtype": (
+        lambda: convert({"x": X, "ids": torch.zeros(3)}),
+        r"Net cannot.*'indices'.*"
+        + told_of(r"in module 'table' \(Embedding\), ", r"x=float32\[3, 4\], ids=float32\[3\]"),
+    ),
+    "half": (lambda: convert(X.half()), r"Net cannot.* linear: an input of torch\.float16 does not fit a weight"),
+    "double": (lambda: convert(X.double()), r"Net cannot.* linear: an input of torch\.float64 does not fit a weight"),
+    "integers": (lambda: convert(X.long()), r"Net cannot.* linear: an input of torch\.int64 does not fit a weight"),
+    "a device": (lambda: convert(X.to("meta")), "Net cannot.* linear: an input on meta does not fit a weight on cpu"),
+    "call: a size": (
+        lambda: call(WRONG),
+        r"no variant fits these sizes: x\.shape\[1\] is 5, and the graph takes 4; a further one cannot be",
+    ),
+    "call: a dtype": (lambda: call(X.long()), r"no variant was captured for the call \(x=int64\[2d\]\), only for"),
+    "call: nothing": (lambda: call(), "missing a required argument: 'x'"),
+    "call: a name": (lambda: call(X, y=1), "got an unexpected keyword argument 'y'"),
+    "call: an array": (lambda: call(X.numpy()), r"argument x is a ndarray of NumPy: make a tensor of it"),
+    "call: an object": (lambda: call(object()), "argument x is an object of class object, .*Pass the tensors"),
+    "call of a copy": (
+        lambda: pickle.loads(pickle.dumps(convert()))(WRONG),
+        r"no variant fits these sizes: x\.shape\[1\] is 5, .* the original model is not at hand",
+    ),
+    "enabled: a size": (
+        lambda: autocastfx.enable(Net(), dtype="bfloat16")(WRONG),
+        r"Net fails: .*\[3, 5\] X \[4, 8\].*\nAt .*"
+        + HERE
+        + r".*, called with x=float32\[3, 5\]\nCall the model itself",
+    ),
+    "find_overflow: a size": (lambda: autocastfx.find_overflow(convert(), WRONG), "no variant fits these sizes"),
+}
+ARGUMENTS: dict[str, tuple[Act, str]] = {
+    "a function": (lambda: autocastfx.convert(lambda x: x, X), "convert takes an nn.Module, .*not function"),  # type: ignore
+    "a class": (lambda: autocastfx.convert(Net, X), "convert takes an nn.Module, .*not type"),  # type: ignore
+    "converted twice": (
+        lambda: autocastfx.convert(convert(), X),
+        "the model is converted already: convert the original",
+    ),
+    "dtype": (lambda: convert(dtype="float8"), r"dtype is torch\.float16 or torch\.bfloat16, not 'float8'"),
+    "float32": (
+        lambda: convert(dtype=torch.float32),
+        r"dtype is torch\.float16 or torch\.bfloat16, not torch\.float32",
+    ),
+    "fold": (lambda: convert(fold="kernels"), "fold is one of 'none', 'exact', 'kernel', not 'kernels'"),
+    "weights": (lambda: convert(weights="cache"), "weights is one of 'cast', 'cached', 'low', not 'cache'"),
+    "recompose": (lambda: convert(recompose=["gelu"]), "recompose: there is no pattern 'gelu'; the patterns are"),
+    "headroom": (lambda: convert(headroom=0.5), "headroom is a finite factor of at least 1, not 0.5"),
+    "device": (lambda: convert(device="gpu"), r"device='gpu' is no device of torch's \(did you mean 'cuda'\?\)"),
+    "calibrate: nothing": (lambda: convert(calibrate=[]), "there are no batches to calibrate on"),
+    "calibrate: a tensor": (lambda: convert(calibrate=X), r"batches is an iterable .*; write \[batch\] for one"),
+    "dump: not converted": (
+        lambda: autocastfx.dump(Net()),
+        "dump shows what convert.* convert or enable the model first",
+    ),
+    "dump: a format": (lambda: autocastfx.dump(convert(), format="htm"), "format is .*'html', not 'htm'"),
+    "explain": (lambda: autocastfx.explain(convert(), "linaer"), r".*is called 'linaer' \(did you mean 'linear'\?\)"),
+    "optimizer": (lambda: autocastfx.LossScalingOptimizer(Net()), "LossScalingOptimizer wraps a torch.optim.Opt"),  # type: ignore
+    "scale": (lambda: autocastfx.GradScaler(init_scale=-1), "init is a positive finite number, not -1"),
+    "enabled twice": (
+        lambda: autocastfx.enable(autocastfx.enable(Net())),
+        "this Net is enabled already: call disable first",
+    ),
+}
+FILES: dict[str, tuple[Act, str]] = {
+    "no list": (lambda: convert(op_list="nope.yaml"), r"cannot read the op list nope\.yaml: No such file"),
+    "no preset": (lambda: convert(op_list="bfloat17"), r"no preset is named 'bfloat17' \(did you mean 'bfloat16'\?\)"),
+    "a dict": (lambda: convert(op_list={"allow": ["linear"]}), r"op_list takes no dict: autocastfx\.OpList\.of"),
+    "a tab": (lambda: listed("allow:\n\t- linear\n"), r"mine\.yaml:2:1: .*Indent by spaces; YAML takes no tabs"),
+    "a colon": (lambda: listed("allow: a: b\n"), r"mine\.yaml:1:9: .*Put text with a colon in quotes"),
+    "a star": (lambda: listed("modules:\n  - {path: *.attn}\n"), r"mine\.yaml:2:13: .*in quotes: '\*\.attn'"),
+    "no text": (lambda: listed(b"\xff\xfe\x00"), r"mine\.yaml:1:1: this is not UTF-8 text"),
+    "empty": (lambda: listed(""), r"mine\.yaml:1:1: the file is empty\. A list has at least one category"),
+    "a list": (lambda: listed("- linear\n"), r"mine\.yaml:1:1: expected 'key: value' lines, found a list"),
+    "a key": (lambda: listed("alow: [linear]\n"), r"mine\.yaml:1:1: 'alow' is no key .*\(did you mean 'allow'\?\)"),
+    "a key twice": (
+        lambda: listed("allow: [mm]\nallow: [bmm]\n"),
+        r"mine\.yaml:2:1: the key 'allow' stands twice.*Merge",
+    ),
+    "an op": (lambda: listed("allow: [linaer]\n"), r"mine\.yaml:1:9: no ATen op .*\(did you mean 'linear'\?\)"),
+    "an import": (
+        lambda: listed("deny: [F.softmax]\n"),
+        r"mine\.yaml:1:8: 'F\.softmax' .*: write the op 'softmax', or",
+    ),
+    "a class": (lambda: listed("deny: [nn.LayerNorm]\n"), r"mine\.yaml:1:8: .*: write the op 'layer_norm', or"),
+    "a device": (
+        lambda: listed("deny:\n  - {reason: mine, ops: [mm], devices: [gpu]}\n"),
+        r"mine\.yaml:2:41: no device type is named 'gpu' \(did you mean 'cuda'\?\)",
+    ),
+    "a category": (
+        lambda: listed("modules:\n  - {path: first, category: fp32, reason: mine}\n"),
+        r"mine\.yaml:2:29: .* not 'fp32' \(did you mean 'float32'\?\)",
+    ),
+    "extends": (lambda: listed("extends: default\n"), r"mine\.yaml:1:10: no preset is named 'default': .* needs no"),
+    "no plan": (lambda: convert(plan="nope.json"), r"cannot read the plan nope\.json: No such file"),
+    "no JSON": (lambda: planned("{"), r"mine\.json:1:2: this is not JSON: Expecting property name"),
+    "no plan's key": (lambda: planned('{"a": 1}'), r"mine\.json:1:1: 'a' is no key of a plan\. Known: low, device"),
+    "no ranges": (lambda: convert(calibrate="nope.json"), r"cannot read the ranges nope\.json: .*Ranges\.save writes"),
+    "no folder": (lambda: autocastfx.dump(convert(), "no/a.html"), r"cannot write no/a\.html: the folder no does not"),
+    "a folder": (lambda: autocastfx.dump(convert(), "."), r"cannot write \.: it is a folder; name a file in it"),
+}
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [pytest.param(*case, id=name) for table in (INPUTS, ARGUMENTS, FILES) for name, case in table.items()],
+)
+def test_a_wrong_input_is_one_short_message(
+    act: Act, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Exception, match=rf"^['\"]?{message}") as caught:
+        act()
+    assert len(str(caught.value).splitlines()) <= LINES
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback (most recent call last)") == 1
+    assert "".join(capfd.readouterr()) == ""
+
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "no module": ("dump nope:net --inputs float32[3,4]", "nope:net: there is no module 'nope' here"),
+    "no attribute": (f"dump {__name__}:Nett --inputs float32[3,4]", r".* has no 'Nett' \(did you mean 'Net'\?\)"),
+    "no spec": ("dump nope --inputs float32[3,4]", "cannot read 'nope': "),
+    "an input": (f"dump {__name__}:Net --inputs float32", "cannot read the input 'float32': it is "),
+    "a dtype": (
+        f"dump {__name__}:Net --inputs float31[3]",
+        r"the input .*'float31' is no dtype \(did you mean 'float32'",
+    ),
+    "a size": (f"dump {__name__}:Net --inputs float32[3,5]", "Net cannot be captured in .*a last size of 5"),
+    "a list": (f"dump {__name__}:Net --inputs float32[3,4] --op-list nope.yaml", "cannot read the op list nope.yaml"),
+    "an output": (f"dump {__name__}:Net --inputs float32[3,4] -o no/a.html", "cannot write no/a.html: the folder no"),
+    "a node": (f"explain {__name__}:Net linaer --inputs float32[3,4]", r"no node, .*\(did you mean 'linear'\?\)"),
+    "a file": ("dump nope.pt --trust --inputs float32[3,4]", ".*nope.pt"),
+    "a plan": ("diff no.json nor.json", "cannot read the plan no.json: No such file"),
+    "a preset": ("lists show bfloat17", r"no preset is named 'bfloat17' \(did you mean 'bfloat16'\?\)"),
+    "a script": ("run nope.py", ".*nope.py"),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), COMMANDS.values(), ids=COMMANDS)
+def test_a_wrong_command_is_one_short_message(
+    line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    monkeypatch.chdir(tmp_path)
+    assert main(line.split()) in (1, 2, 3)
+    out, said = capfd.readouterr()
+    assert out == ""
+    assert re.match(f"autocastfx: error: {message}", said)
+    assert len(said.splitlines()) <= LINES
+    assert "Traceback" not in said
+
+
+def test_there_are_fifty_and_more() -> None:
+    assert len(INPUTS) + len(ARGUMENTS) + len(FILES) + len(COMMANDS) > 50
