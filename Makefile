@@ -153,6 +153,8 @@ wheel: $(INSTALLED) $(WHEEL_VENV)
 	  here="$$PWD"; elsewhere="$$(mktemp -d)"; trap 'rm -rf "$$elsewhere"' EXIT; \
 	  cd "$$elsewhere"; \
 	  "$$here/$(WHEEL_BIN)/python" -I "$$here/tests/wheel_smoke.py"; \
+	  cp "$$here/tests/typed_consumer.py" .; echo '{"typeCheckingMode": "strict"}' >pyrightconfig.json; \
+	  "$$here/$(BIN)/basedpyright" --pythonpath "$$here/$(WHEEL_BIN)/python" typed_consumer.py; \
 	}
 
 $(WHEEL_VENV): pyproject.toml constraints.txt | $(INSTALLED)

@@ -59,7 +59,7 @@ X = torch.linspace(-1, 1, 32).reshape(4, 8)
 def test_the_planted_places_are_found_and_nothing_more(faults: tuple[int, ...]) -> None:
     model = planted(*faults)
     metric = Distance(model, X)
-    found = bisect(model, (X,), metric, 0.02, op_list=["default", LISTED])
+    found = bisect(model, (X,), metric, 0.02, op_list=["default", LISTED], dtype="float16")
     assert found.places == tuple(Place(str(i), "exp") for i in faults)
     places = 1 + LAYERS * 3
     assert metric.calls == found.evaluations <= 2 + len(faults) * (math.ceil(math.log2(places)) + 1)
@@ -93,7 +93,7 @@ def test_among_a_hundred_places_it_needs_few_evaluations(faults: tuple[int, ...]
         places.append(len({(node.module, node.op) for node in low}))
         return metric(amp_model)
 
-    found = bisect(model, (X,), counted, 0.2, op_list=["default", listed])
+    found = bisect(model, (X,), counted, 0.2, op_list=["default", listed], dtype="float16")
     assert found.places == tuple(Place(str(i), "exp") for i in faults)
     assert places[0] >= 100
     assert found.evaluations == metric.calls <= 3 * len(faults) * math.log2(places[0])
@@ -101,9 +101,9 @@ def test_among_a_hundred_places_it_needs_few_evaluations(faults: tuple[int, ...]
 
 def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = planted(2)
-    once = bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED])
+    once = bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED], dtype="float16")
     monkeypatch.setattr(bisect_module, "convert_again", lambda amp_model, op_list: None)
-    each = bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED])
+    each = bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED], dtype="float16")
     assert str(once) == str(each)
 
 
@@ -112,7 +112,7 @@ def test_a_rule_that_matches_nothing_is_warned_of_once(monkeypatch: pytest.Monke
     model = planted(2)
     listed = OpList.of({"allow": ["exp", "erfinv"]}, name="mine")
     with pytest.warns(autocastfx.UnmatchedRuleWarning, match="erfinv") as warned:
-        bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", listed])
+        bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", listed], dtype="float16")
     assert len(warned) == 1
 
 
@@ -126,7 +126,7 @@ def test_at_the_root_the_op_is_denied() -> None:
             return torch.log1p(torch.exp(self.layer(x) + 20) * 1e-9)
 
     model = Root()
-    found = bisect(model, X, Distance(model, X), 0.05, op_list=["default", LISTED])
+    found = bisect(model, X, Distance(model, X), 0.05, op_list=["default", LISTED], dtype="float16")
     assert found.places == (Place("", "exp"),)
     assert str(found).startswith(f"float32 for exp: metric {found.metric:.4g}, ")
     assert found.metric <= 0.05
@@ -134,7 +134,7 @@ def test_at_the_root_the_op_is_denied() -> None:
 
 def test_the_list_can_be_saved_and_read(tmp_path: Path) -> None:
     model = planted(1)
-    found = bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED])
+    found = bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED], dtype="float16")
     found.op_list.save(tmp_path / "found.yaml")
     assert f"found by bisection: {found.metric:.4g} with this list" in (tmp_path / "found.yaml").read_text()
     (rule,) = autocastfx.load_op_list(tmp_path / "found.yaml").modules
@@ -144,7 +144,7 @@ def test_the_list_can_be_saved_and_read(tmp_path: Path) -> None:
 def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     model, file = planted(1, 3), tmp_path / "search.json"
     whole = Distance(model, X)
-    expected = bisect(model, (X,), whole, 0.02, op_list=["default", LISTED])
+    expected = bisect(model, (X,), whole, 0.02, op_list=["default", LISTED], dtype="float16")
 
     class Interrupted(Distance):
         def __call__(self, amp_model: AmpModule) -> float:
@@ -154,10 +154,10 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
 
     first, second = Interrupted(model, X), Distance(model, X)
     with pytest.raises(KeyboardInterrupt):
-        bisect(model, (X,), first, 0.02, op_list=["default", LISTED], state=file)
+        bisect(model, (X,), first, 0.02, op_list=["default", LISTED], state=file, dtype="float16")
     assert len(json.loads(file.read_text())["known"]) == 5
     assert [path.name for path in tmp_path.iterdir()] == ["search.json"]
-    found = bisect(model, (X,), second, 0.02, op_list=["default", LISTED], state=file)
+    found = bisect(model, (X,), second, 0.02, op_list=["default", LISTED], state=file, dtype="float16")
     assert (found.places, found.metric) == (expected.places, expected.metric)
     assert second.calls == found.evaluations == whole.calls - 5
 
@@ -165,25 +165,41 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
 def test_the_file_of_another_search_is_refused(tmp_path: Path) -> None:
     model, file = planted(), tmp_path / "search.json"
     metric = Distance(model, X)
-    bisect(model, (X,), metric, 0.02, state=file)
+    bisect(model, (X,), metric, 0.02, state=file, dtype="float16")
     with pytest.raises(
         EvaluationsError, match=r"search.json holds the evaluations of another search: its .*op list.* differ"
     ):
-        bisect(model, (X,), metric, 0.02, op_list=["default", OpList.of({"allow": ["tanh"]}, name="mine")], state=file)
+        bisect(
+            model,
+            (X,),
+            metric,
+            0.02,
+            op_list=["default", OpList.of({"allow": ["tanh"]}, name="mine")],
+            state=file,
+            dtype="float16",
+        )
     with pytest.raises(EvaluationsError, match="its label differ"):
-        bisect(model, (X,), metric, 0.02, state=file, label="accuracy")
+        bisect(model, (X,), metric, 0.02, state=file, label="accuracy", dtype="float16")
     for text in ("[]", "{", "{}"):
         file.write_text(text)
         with pytest.raises(
             EvaluationsError, match=r"search.json holds no evaluations of a search: .* Give another file"
         ):
-            bisect(model, (X,), metric, 0.02, state=file)
+            bisect(model, (X,), metric, 0.02, state=file, dtype="float16")
 
 
 def test_progress_is_reported() -> None:
     seen: list[tuple[int, int]] = []
     model = planted(4)
-    found = bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED], report=lambda *n: seen.append(n))
+    found = bisect(
+        model,
+        (X,),
+        Distance(model, X),
+        0.02,
+        op_list=["default", LISTED],
+        report=lambda *n: seen.append(n),
+        dtype="float16",
+    )
     assert [made for made, _ in seen] == list(range(found.evaluations))
     assert max(left for _, left in seen) == math.ceil(math.log2(1 + LAYERS * 2 + 2))
 
@@ -192,7 +208,15 @@ def test_progress_is_reported() -> None:
 def test_never_are_more_evaluations_to_come_than_reported(fault: int) -> None:
     seen: list[int] = []
     model = planted(fault)
-    bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", LISTED], report=lambda _, left: seen.append(left))
+    bisect(
+        model,
+        (X,),
+        Distance(model, X),
+        0.02,
+        op_list=["default", LISTED],
+        report=lambda _, left: seen.append(left),
+        dtype="float16",
+    )
     assert seen[:2] == [1, 0]
     search = seen[2:-1] if seen[-1] == 0 else seen[2:]  # what the last step needs may be known from the search
     assert search[0] == math.ceil(math.log2(1 + LAYERS * 2 + 2))
@@ -203,7 +227,7 @@ def test_never_are_more_evaluations_to_come_than_reported(fault: int) -> None:
 def test_what_float32_does_not_mend_is_an_error() -> None:
     model = planted()
     with pytest.raises(BisectError, match=r"with all \d+ places in float32 the metric is .* tolerance of -1"):
-        bisect(model, (X,), Distance(model, X), -1.0)
+        bisect(model, (X,), Distance(model, X), -1.0, dtype="float16")
 
 
 def test_other_arguments_are_those_of_convert() -> None:
@@ -230,4 +254,4 @@ def test_what_cannot_be_searched_for_is_refused(
     metric: Any, tolerance: float, error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        bisect(nn.Linear(4, 4), torch.ones(2, 4), metric, tolerance)
+        bisect(nn.Linear(4, 4), torch.ones(2, 4), metric, tolerance, dtype="float16")
