@@ -20,6 +20,7 @@ from benchmarks import (
     accuracy,
     conversion,
     conversion_zoo,
+    first_dump,
     host_time,
     memory_per_parameter,
     optimizer_step,
@@ -423,3 +424,13 @@ def test_host_time_is_measured_and_held_against_its_limits(
     for limit, status in ((0.0, 1), (1e9, 0)):  # the rows that are kept are not measured again
         monkeypatch.setattr(host_time, "LIMITS", [(one, other, limit) for one, other, _ in host_time.LIMITS])
         assert host_time.main(arguments) == status
+
+
+@pytest.mark.parametrize(("limit", "status", "said"), [("1e9", 0, "reached"), ("0", 1, "MISSED")])
+def test_a_first_dump_is_timed_and_shows_progress(
+    limit: str, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert first_dump.main(["--layers", "1", "--limit", limit]) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "shown: capturing BertForMaskedLM in train mode"
+    assert lines[-1].startswith(said)
