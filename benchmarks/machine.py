@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import Any
 
@@ -12,13 +13,18 @@ import torch
 
 
 def machine() -> dict[str, Any]:
-    """Return device, versions, and the commit of the working tree."""
+    """Return device, versions, the commit of the working tree, and the date."""
     return {
         "device": f"CPU, {len(os.sched_getaffinity(0))} cores of {_processor()}, {torch.get_num_threads()} used",
         "torch": version("torch"),
         "python": platform.python_version(),
-        "commit": _commit(),
+        **moment(),
     }
+
+
+def moment() -> dict[str, str]:
+    """Return the commit of the working tree and today's date, from which readers see how old a result is."""
+    return {"commit": _commit(), "date": datetime.now(timezone.utc).date().isoformat()}
 
 
 def _processor() -> str:

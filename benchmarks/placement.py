@@ -26,6 +26,7 @@ import autocastfx
 from autocastfx.graph.node import origin
 from autocastfx.graph.op_name import of_function, op_name
 from autocastfx.runtime.operators.saturating_cast import saturating_cast
+from benchmarks.machine import moment
 from benchmarks.models import BATCH, MODELS, FullModel
 
 BYTES = 6  # that a cast moves for each element
@@ -138,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measure_all(names, report)
     if options.json:
         versions = {name: version(name) for name in ("torch", "transformers")}
-        held = {**versions, "batch": BATCH, "dtype": "float16", "device": "cuda", "rows": [asdict(row) for row in rows]}
+        given = {"batch": BATCH, "dtype": "float16", "device": "cuda"}
+        held = {**versions, **given, **moment(), "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(held, indent=1) + "\n")
     return 0
 

@@ -84,8 +84,8 @@ def updated(page: str) -> str:
 def _where(held: dict[str, Any]) -> str:
     """Describe the machine and versions of the measurement, as far as the file says."""
     named = {"torch": "torch", "networkx": "networkx", "transformers": "transformers", "python": "Python"}
-    said = [f"{name} {held[key]}" for key, name in {**named, "commit": "commit"}.items() if key in held]
-    return f"{f'{device}; ' if (device := held.get('device')) else ''}{', '.join(said)}."
+    said = [f"{name} {held[key]}" for key, name in named.items() if key in held]
+    return f"{held['device']}; {', '.join(said)}; measured {held['date']} at commit {held['commit']}."
 
 
 def described(name: str) -> str:

@@ -27,7 +27,8 @@ class Store(Generic[R]):
     def __init__(self, path: Path | None, kind: Callable[..., R], settings: dict[str, Any]) -> None:
         self.path, self.rows, self._where = path, list[R](), {**machine(), **settings}
         held = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
-        if {key: held.get(key) for key in self._where} == json.loads(json.dumps(self._where)):
+        same = {key: value for key, value in self._where.items() if key != "date"}
+        if {key: held.get(key) for key in same} == json.loads(json.dumps(same)):
             self.rows = [kind(**row) for row in held["rows"]]
 
     def extend(self, rows: Iterable[R]) -> None:

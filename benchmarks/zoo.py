@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.machine import moment
 from benchmarks.zoo_case import ZooModel
 from benchmarks.zoo_hand import HAND
 from benchmarks.zoo_judge import LEVELS, Distance
@@ -110,7 +111,8 @@ def _measure_all(
         measure(model, missing, report) if missing else None
         if path and missing:
             kept = sorted((*others, *rows), key=lambda row: order.get(row.model, len(order)))
-            path.write_text(json.dumps({**versions, "rows": [asdict(row) for row in kept]}, indent=1) + "\n")
+            written = {**versions, **moment(), "rows": [asdict(row) for row in kept]}
+            path.write_text(json.dumps(written, indent=1) + "\n")
     print(_totals(rows))
     return int(any(row.verdict == "FAIL" for row in rows))
 
@@ -125,7 +127,7 @@ def _count_ops(models: Iterable[ZooModel], path: Path | None, versions: dict[str
     counts = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
     print(*(f"{count:>5} {op}" for op, count in counts.items()), sep="\n")
     if path:
-        path.write_text(json.dumps({**versions, "ops": counts}, indent=1) + "\n")
+        path.write_text(json.dumps({**versions, **moment(), "ops": counts}, indent=1) + "\n")
     return 0
 
 
