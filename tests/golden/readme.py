@@ -1,8 +1,8 @@
 """Run the code of README.md and of pages in docs.
 
 Python blocks run in order, as one module, ``my_model``, in a file ``my_model.py`` that holds all of them joined. A YAML
-block is written to the file that the text before it names last. A ``text`` block right after a Python block is what that
-block prints.
+block is written to the file that the text before it names last. A ``text`` block right after a Python block is what
+that block prints.
 """
 
 from __future__ import annotations
