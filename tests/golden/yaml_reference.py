@@ -28,6 +28,7 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "All keys and values of an op list. Any other word is an error that names the line and the nearest word."
     yield "[Op lists](op-lists.md) explains how to write a list, how to name ops, and which rule wins."
+    yield "The [glossary](glossary.md) explains the terms."
     yield from _section("Keys of a list", "All keys are optional, but a file has at least one.")
     yield from _table("key", KEYS)
     yield from _section("Categories")
