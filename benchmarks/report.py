@@ -39,7 +39,7 @@ from benchmarks.pictures import PICTURES, svg
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 IMAGES = DOCS / "images"
-PAGES = (DOCS / "benchmarks.md", DOCS / "placement.md", DOCS / "precision.md")
+PAGES = tuple(DOCS / f"{name}.md" for name in ("benchmark-tables", "benchmarks", "placement", "precision"))
 RESULTS = Path(__file__).resolve().parent / "results"
 # By file: its table, as the benchmark prints it.
 TABLES: dict[str, Callable[[Any], str]] = {

@@ -33,6 +33,13 @@ def test_each_table_and_each_picture_is_shown_once() -> None:
     assert all(len(alt) > 50 for alt, _ in shown), "who cannot see it reads what it shows"
 
 
+def test_figures_of_the_conclusions_stand_in_the_tables() -> None:
+    tables = (report.DOCS / "benchmark-tables.md").read_text(encoding="utf-8")
+    figures = re.findall(r"\b\d+\.\d+\b", (report.DOCS / "benchmarks.md").read_text(encoding="utf-8"))
+    assert len(figures) > 30
+    assert {figure for figure in figures if not re.search(rf"\b{re.escape(figure)}", tables)} == set()
+
+
 def test_what_is_stale_is_told_and_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,10 +54,10 @@ def test_what_is_stale_is_told_and_written_anew(
     held["rows"][2]["activations"] //= 2
     results.write_text(json.dumps(held))
     (tmp_path / "IMAGES" / "placement.svg").unlink()
-    assert report.stale() == ["benchmarks.md", "memory.svg", "placement.svg"]
+    assert report.stale() == ["benchmark-tables.md", "memory.svg", "placement.svg"]
     assert report.main() == 0
     assert capsys.readouterr().out.splitlines() == [
-        "benchmarks.md: written",
+        "benchmark-tables.md: written",
         "memory.svg: written",
         "placement.svg: written",
     ]

@@ -19,57 +19,57 @@ __all__ = [
 
 CATEGORIES: Mapping[str, str] = {
     "allow": "runs in 16 bits",
-    "deny": "float32, and what follows it through `infer` and `clear` ops is drawn to float32 as well",
-    "infer": "safe in 16 bits: where all its floating inputs already are and that moves fewer bytes; float32 after a "
-    "`deny` op",
-    "clear": "moves, selects or compares values: as its neighbours",
-    "promote": "in 16 bits only if all its floating inputs already are",
+    "deny": "runs in float32, and pulls the `infer` and `clear` ops that follow it into float32",
+    "infer": "safe in 16 bits: runs there if all its floating-point inputs have 16 bits and it moves fewer bytes; "
+    "after a `deny` op it is float32",
+    "clear": "moves, selects or compares values: runs in the precision of its neighbours",
+    "promote": "runs in 16 bits only if all its floating-point inputs have 16 bits already",
     "keep": "runs exactly as captured",
     "ban": "the conversion is refused, with the reason",
 }
 ENTRY_KEYS: Mapping[str, str] = {
     "reason": "text that plans, dumps and errors show",
-    "when": "the rule holds for calls whose arguments have these values: for each argument a value, or a list of which "
-    "one must fit",
-    "devices": "the type, or types, of device that the rule is for; all if it is left out",
+    "when": "the rule applies to calls whose arguments have these values: for each argument one value, or a list of "
+    "values of which one has to match",
+    "devices": "the device type or types that the rule is for; by default all",
 }
 DEMAND_KEYS: Mapping[str, str] = {
-    "ops": "the ops: they run in float32, and so does what leads to them",
-    "through": "how far back float32 is asked for",
-    "arguments": "only what leads to these arguments; to any if it is left out",
-    "of": "only where one of these ops makes such an argument; any if it is left out",
-    "at": "the arguments that `of` is about, if not all that are asked for",
+    "ops": "these ops run in float32, and so do the ops that compute their operands",
+    "through": "how far back float32 is required",
+    "arguments": "only what computes these arguments; by default all",
+    "of": "only if one of these ops computes such an argument; by default any op",
+    "at": "the arguments to check for `of`; by default all those of the demand",
     "reason": "text that plans, dumps and errors show",
 }
 DEMANDS: Mapping[str, str] = {
-    "free": "to the last `allow` op: the `infer`, `clear` and `promote` ops after it, but for those that another "
+    "free": "back to the last `allow` op: the `infer`, `clear` and `promote` ops after it, except those that another "
     "`allow` op reads",
-    "products": "all of those, and the products of two computed values that they read",
-    "both": "as `products`, and the products of two computed values that read the result",
-    "nothing": "the demand of an earlier list is lifted",
+    "products": "as `free`, and the products of two computed values that these ops read",
+    "both": "as `products`, and also the products of two computed values that read the result",
+    "nothing": "removes the demand of an earlier list",
 }
 MODULE_KEYS: Mapping[str, str] = {
     "path": "a glob of module paths (`*` and `?` inside a name, `**` for any number of names), or `re:` and a regular "
-    "expression; it has to match the whole path, and covers all that runs inside the module",
+    "expression; it must match the whole path, and covers everything that runs inside the module",
     "category": "a category, `low` or `float32`",
     "reason": "text that plans, dumps and errors show",
-    "ops": "only these ops; all if it is left out",
-    "devices": "the type, or types, of device that the rule is for; all if it is left out",
-    "rank": "a whole number: of two rules that fit a node equally well, the higher rank wins",
+    "ops": "only these ops; by default all",
+    "devices": "the device type or types that the rule is for; by default all",
+    "rank": "an integer: if two rules match a node equally well, the higher rank wins",
 }
 MODULE_CATEGORIES: Mapping[str, str] = {
-    "low": "16 bits, even for ops that the list denies; what 16 bits cannot hold stays float32",
+    "low": "16 bits, even for ops that the list denies; a node whose numbers 16 bits cannot hold stays float32",
     "float32": "the same as `deny`",
 }
 UNLISTED: Mapping[str, str] = {
-    "keep": "it runs as captured",
-    "deny": "it runs in float32",
-    "error": "the conversion is refused",
+    "keep": "run it as captured",
+    "deny": "run it in float32",
+    "error": "refuse the conversion",
 }
 PLACEMENTS: Mapping[str, str] = {
-    "cut": "so that the fewest bytes are moved",
+    "cut": "choose the precisions that move the fewest bytes",
     "simple": "by TensorFlow's rule: float32 spreads forwards from `deny` ops, then 16 bits between `allow` ops",
-    "follow": "as torch.autocast dispatches: each call by the dtypes that its inputs have",
+    "follow": "dispatch like torch.autocast: decide each call by the dtypes of its inputs",
 }
 DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "meta")
 # The form of a value in a condition, by the argument's type in the op's schema.

@@ -41,63 +41,63 @@ def _category(unlisted: object) -> Category | None:
 
 
 _UNLISTED = ListKey(
-    "what becomes of an op that has no rule",
+    "what to do with an op that has no rule",
     read=read_rules.unlisted,
     write=_word,
     said=lambda category: [("unlisted", _word(category), "")],
     over=later_or_earlier,
 )
 _PLACEMENT = ListKey(
-    "how the precision of what the categories leave free is chosen",
+    "how to choose the precision of `infer`, `clear` and `promote` ops",
     read=read_rules.placement,
     write=str,
     said=lambda placement: [("placement", placement, "")],
     over=later_or_earlier,
 )
 _MODULES = ListKey(
-    "a list of entries for the modules inside which ops run",
+    "a list of rules for modules: they apply to the ops that run inside",
     read=lambda tree: tuple(read_rules.module_rules(tree)),
     write=write_list.modules,
     said=lambda rules: [(r.subject, f"{r.wanted} at rank {r.rank}" if r.rank else r.wanted, r.reason) for r in rules],
     over=stacked,
 )
 _KEEP_ARGS = ListKey(
-    "per op, the argument or arguments that stay float32 while it runs in 16 bits",
+    "for each op, the argument or arguments that stay float32 while the op runs in 16 bits",
     read=lambda tree: dict(read_rules.keep_args(tree)),
     write=lambda kept: {op: list(names) for op, names in sorted(kept.items())},
     said=lambda kept: [(f"keep_args of {op}", ", ".join(names), "") for op, names in kept.items()],
 )
 _SET_DTYPE = ListKey(
-    "under `placement: follow`, the `deny` ops that are asked for float32 by their dtype argument",
+    "with `placement: follow`, the `deny` ops that get float32 through their dtype argument",
     read=lambda tree: frozenset(op.op_name() for op in read_rules.known(tree.child("set_dtype").as_strings())),
     write=sorted,
     said=lambda ops: [(f"set_dtype of {op}", "float32", "") for op in ops],
     over=frozenset[str].union,
 )
 _REDUCTION_DEPTH = ListKey(
-    "per op, how many elements it may reduce into one in 16 bits; a number alone, or `*`, is for all reductions, and "
-    "`null` lifts a limit",
+    "for each op, how many elements it may reduce into one in 16 bits; a single number, or `*`, applies to all "
+    "reductions, and `null` lifts a limit",
     read=lambda tree: dict(read_rules.reduction_depth(tree)),
     write=write_list.limits,
     said=lambda limits: [(f"reduction_depth of {op}", str(limit), "") for op, limit in limits.items()],
     over=limited,
 )
 _PRODUCT_DEPTH = ListKey(
-    "products that add up fewer elements into one are elementwise work, as `infer`; a dot product, which gives one "
-    "number, is a `sum`; `null` lifts the limit",
+    "a product that adds up fewer elements into one is treated as elementwise work (`infer`), and a dot product, "
+    "which gives one number, as `sum`; `null` lifts the limit",
     read=read_rules.product_depth,
     write=lambda limit: limit.most,
     said=lambda limit: [("product_depth", str(limit), "")],
     over=later_or_earlier,
 )
 _DEMANDS = ListKey(
-    "a list of entries for ops that cannot use a rounded operand, however it was made",
+    "a list of entries for ops that amplify the rounding of their operands",
     read=lambda tree: {demand.op: demand for demand in read_rules.demands(tree)},
     write=lambda demands: write_list.demands(demands.values()),
     said=lambda demands: [(f"demand of {op}", str(d), d.reason) for op, d in demands.items()],
 )
 _ALIASES = ListKey(
-    "per further name, the listed name whose rules it takes",
+    "for each further name, the listed op whose rules it follows",
     read=read_rules.aliases,
     write=lambda aliases: dict(sorted(aliases.items())),
     said=lambda aliases: [(f"alias {further}", name, "") for further, name in aliases.items()],

@@ -1,7 +1,8 @@
 """Run the code of README.md and of pages in docs.
 
-Python blocks run in order, as one module, ``my_model``. A YAML block is written to the file that the text before it
-names last. A ``text`` block right after a Python block is what that block prints.
+Python blocks run in order, as one module, ``my_model``, in a file ``my_model.py`` that holds all of them joined. A YAML
+block is written to the file that the text before it names last. A ``text`` block right after a Python block is what
+that block prints.
 """
 
 from __future__ import annotations
@@ -69,16 +70,18 @@ def run(markdown: str, folder: Path) -> dict[int, str]:
     Returns what each Python block printed, by where its text starts.
     """
     module = types.ModuleType("my_model")
+    name, lines = "my_model.py", list[str]()
     printed: dict[int, str] = {}
     with _inside(folder), _imported(module):
         for block in blocks(markdown):
             if block.language == "yaml":
                 Path(_FILE.findall(block.before)[-1]).write_text(block.text, encoding="utf-8")
             elif block.language == "python":
-                name = f"markdown:{markdown[: block.start].count(chr(10)) + 1}"
-                linecache.cache[name] = (len(block.text), None, block.text.splitlines(keepends=True), name)
+                code = "\n" * len(lines) + block.text
+                lines += block.text.splitlines(keepends=True)
+                linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
                 with contextlib.redirect_stdout(io.StringIO()) as out:
-                    exec(compile(block.text, name, "exec"), module.__dict__)
+                    exec(compile(code, name, "exec"), module.__dict__)
                 printed[block.start] = out.getvalue()
     return printed
 

@@ -26,27 +26,29 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "<!-- Written by `python -m tests.golden` from autocastfx/policy/ and the lists in op_lists/. -->"
     yield ""
-    yield "Every word that an op list may hold. Another is an error that names its line and the nearest one."
-    yield "How lists are written, which rule wins and what names of ops look like is in [Op lists](op-lists.md)."
-    yield from _section("Keys of a list", "All are optional; a file has at least one.")
+    yield "All keys and values of an op list. Any other word is an error that names the line and the nearest word."
+    yield "[Op lists](op-lists.md) explains how to write a list, how to name ops, and which rule wins."
+    yield "The [glossary](glossary.md) explains the terms."
+    yield from _section("Keys of a list", "All keys are optional, but a file has at least one.")
     yield from _table("key", KEYS)
     yield from _section("Categories")
     yield from _table("category", keywords.CATEGORIES)
     yield from _section(
         "Keys of an entry",
-        "An entry under a category is an op, `op: {…}` with these keys, or a group: `{ops: […], …}` with these keys.",
+        "An entry under a category is an op, an op with these keys (`op: {…}`), or a group with these "
+        "keys (`{ops: […], …}`).",
     )
     yield from _table("key", keywords.ENTRY_KEYS)
     yield from _section(
         "Values in `when`",
-        "Arguments and the kinds of their values are those of the op's schema. `null` stands for no value, where the "
-        "argument may have none. Of a list argument all members have the value.",
+        "The arguments and the types of their values come from the op's schema. `null` stands for `None`, if the "
+        "argument may be None. A list argument matches a value if all its members have it.",
     )
     yield from _table("type in the schema", keywords.VALUES, title="in YAML")
     yield from _section("Keys of an entry under `modules`", "`path` and `category` are required.")
     yield from _table("key", keywords.MODULE_KEYS)
     yield ""
-    yield "Besides the categories, `category` may be"
+    yield "`category` is one of the categories above, or"
     yield ""
     yield from _table("word", keywords.MODULE_CATEGORIES)
     yield from _section("Keys of an entry under `demands`", "`ops` is required.")
@@ -57,12 +59,12 @@ def _lines() -> Iterator[str]:
     yield from _table("word", keywords.DEMANDS)
     yield from _section("Devices")
     devices = ", ".join(f"`{device}`" for device in keywords.DEVICES)
-    yield f"Types, not single devices: {devices}, and the name of a backend of your own."
+    yield f"Device types, not single devices: {devices}, or the name of your own backend."
     yield from _section("`unlisted`")
     yield from _table("word", keywords.UNLISTED)
     yield from _section("`placement`")
     yield from _table("word", keywords.PLACEMENTS)
-    shipped = "Rules in each, with what it extends. `autocastfx lists show NAME` writes one out."
+    shipped = "The number of rules in each list, and what it extends. `autocastfx lists show NAME` prints a list."
     yield from _section("The shipped lists", shipped)
     categories = tuple(keywords.CATEGORIES)
     yield f"| list | extends | placement | unlisted | {' | '.join(f'`{c}`' for c in categories)} | `modules` |"
