@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from datetime import date
 from html import unescape
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def test_figures_of_the_conclusions_stand_in_the_tables() -> None:
     figures = re.findall(r"\b\d+\.\d+\b", (report.DOCS / "benchmarks.md").read_text(encoding="utf-8"))
     assert len(figures) > 30
     assert {figure for figure in figures if not re.search(rf"\b{re.escape(figure)}", tables)} == set()
+
+
+def test_each_result_says_where_and_when_it_was_measured() -> None:
+    for path in report.RESULTS.glob("*.json"):
+        held = json.loads(path.read_text(encoding="utf-8"))
+        assert {"device", "torch"} <= held.keys(), path.name
+        assert re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", held["commit"]), path.name
+        assert date.fromisoformat(held["date"]), path.name
 
 
 def test_what_is_stale_is_told_and_written_anew(

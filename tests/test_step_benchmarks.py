@@ -347,6 +347,10 @@ def test_the_readme_gives_the_figures_that_were_measured() -> None:
     bert = {row["policy"]: row["activation_bytes"] for row in counts if row["model"] == "BERT-base"}
     share = [bert[policy] / bert["torch_autocast_cuda"] for policy in ("default, fold=exact", "default, fold=kernel")]
     assert f'| 1 | {share[0]:.2f}; `fold="kernel"` {share[1]:.2f} |' in readme
+    cases = json.loads((report.RESULTS / "zoo-cpu.json").read_text())["rows"]
+    judged = [row for row in cases if row["verdict"] != "UNEXPORTABLE" and row["capture"] != "refused"]
+    passed = sum(row["verdict"] == "PASS" for row in judged)
+    assert f"| | {passed:,} of {len(judged):,} cases |" in readme
 
 
 # ---- compiled -------------------------------------------------------------------------------------------------------
