@@ -56,9 +56,9 @@ def lists(tmp_path: Path) -> list[Any]:
 
 def test_a_product_that_overflows_in_float16_is_finite_when_calibrated(lists: list[Any]) -> None:
     model, data = Squares().eval(), batches(scale=600.0)
-    blind = convert(model, (data[0],), op_list=lists)
+    blind = convert(model, (data[0],), op_list=lists, dtype="float16")
     assert not blind(data[0]).isfinite().all()
-    amp_model = convert(model, (data[0],), op_list=lists, calibrate=data)
+    amp_model = convert(model, (data[0],), op_list=lists, calibrate=data, dtype="float16")
     # Three matrix products of 8 terms, each with its inputs and its output rounded.
     with torch.no_grad():
         assert all(relative_error(amp_model(x), model(x)) < 16 * EPS for x in data)
@@ -75,7 +75,7 @@ def test_a_product_that_overflows_in_float16_is_finite_when_calibrated(lists: li
 def test_a_product_of_small_numbers_is_float32_when_calibrated() -> None:
     data = [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(3)]
     model, (x, y) = Function(lambda x, y: 1e6 * ((1e-6 * x) @ y)), data[0]
-    blind, amp_model = convert(model, (x, y)), convert(model, (x, y), calibrate=data)
+    blind, amp_model = convert(model, (x, y), dtype="float16"), convert(model, (x, y), calibrate=data, dtype="float16")
     assert relative_error(blind(x, y), model(x, y)) > 16 * EPS
     assert relative_error(amp_model(x, y), model(x, y)) < EPS
     matmul = amp_model.plan["matmul"]
@@ -88,27 +88,29 @@ def test_a_product_of_small_numbers_is_float32_when_calibrated() -> None:
 
 def test_what_is_small_may_be_added_and_all_zeros_are_not_small() -> None:
     data = [(1e-6 * torch.randn(8, 8), torch.randn(8, 8))]
-    plan = convert(Function(lambda x, y: (y @ y + x) @ (y + 0.0 * x)), calibrate=data).plan
+    plan = convert(Function(lambda x, y: (y @ y + x) @ (y + 0.0 * x)), calibrate=data, dtype="float16").plan
     assert plan["matmul"].dtype == plan["matmul_1"].dtype == "float16"
     assert "add" not in {n.name for n in plan.nodes if n.decision.source == "forced:range"}
-    plan = convert(Function(lambda x, y: (0.0 * x) @ y), calibrate=data).plan
+    plan = convert(Function(lambda x, y: (0.0 * x) @ y), calibrate=data, dtype="float16").plan
     assert plan["matmul"].dtype == "float16"
 
 
 def test_a_small_weight_of_a_product_is_narrowed_unless_values_were_measured() -> None:
     model, data = nn.Linear(8, 8), batches()
     nn.init.normal_(model.weight, std=1e-6)
-    assert convert(model, (data[0],)).plan["linear"].dtype == "float16"
-    linear = convert(model, calibrate=data).plan["linear"]
+    assert convert(model, (data[0],), dtype="float16").plan["linear"].dtype == "float16"
+    linear = convert(model, calibrate=data, dtype="float16").plan["linear"]
     assert linear.dtype == "float32"
     assert linear.decision.reason.startswith("its input weight has a root mean square of ")
 
 
 def test_an_input_too_far_forces_an_allow_op() -> None:
-    amp_model = convert(Function(lambda x: (x @ x.t()) / 1e6), calibrate=[torch.eye(4) * 40000.0])
+    amp_model = convert(Function(lambda x: (x @ x.t()) / 1e6), calibrate=[torch.eye(4) * 40000.0], dtype="float16")
     decision = amp_model.plan["matmul"].decision
     assert decision.reason.startswith("its output reached 1.6e+09 on the calibration data, beyond")
-    amp_model = convert(Function(lambda x, y: x @ y), calibrate=[(torch.eye(4) * 40000.0, torch.eye(4) * 1e-3)])
+    amp_model = convert(
+        Function(lambda x, y: x @ y), calibrate=[(torch.eye(4) * 40000.0, torch.eye(4) * 1e-3)], dtype="float16"
+    )
     decision = amp_model.plan["matmul"].decision
     assert decision.reason == (
         "its input args_0 reached 4e+04 on the calibration data, within a factor 2 of float16's 65504"
@@ -122,7 +124,7 @@ def test_an_input_too_far_forces_an_allow_op() -> None:
 def test_the_headroom_is_the_caller_s(largest: float, headroom: float, forced: bool) -> None:
     model = Function(lambda x, y: x @ y)
     data = [(torch.full((1, 8), largest), torch.zeros(8, 8))]
-    decision = convert(model, calibrate=data, headroom=headroom).plan["matmul"].decision
+    decision = convert(model, calibrate=data, headroom=headroom, dtype="float16").plan["matmul"].decision
     assert (decision.source == "forced:range") == forced
     wide = convert(model, calibrate=data, headroom=headroom, dtype=torch.bfloat16)
     assert wide.plan["matmul"].dtype == "bfloat16"
@@ -131,7 +133,7 @@ def test_the_headroom_is_the_caller_s(largest: float, headroom: float, forced: b
 @pytest.mark.parametrize("headroom", [0.5, 0, -1, float("inf"), float("nan")])
 def test_no_headroom_below_one(headroom: float) -> None:
     with pytest.raises(ValueError, match="headroom is a finite factor of at least 1, not"):
-        convert(nn.Linear(2, 2), (torch.ones(1, 2),), headroom=headroom)
+        convert(nn.Linear(2, 2), (torch.ones(1, 2),), headroom=headroom, dtype="float16")
 
 
 def test_streaming_is_all_at_once() -> None:
@@ -322,11 +324,13 @@ def test_modes() -> None:
 @pytest.mark.usefixtures("both_modes")
 def test_a_mode_that_was_not_measured_takes_the_ranges_of_the_other() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).eval()
-    amp_model = convert(model, calibrate=[torch.full((2, 8), 1e5)])
+    amp_model = convert(model, calibrate=[torch.full((2, 8), 1e5)], dtype="float16")
     assert amp_model.plan["linear"].decision.source == "forced:range"
     assert amp_model.train().plan["linear"].decision.source == "forced:range"
     mild = calibrate(model, batches(), training=True)
-    amp_model = convert(model, (batches()[0],), calibrate=calibrate(model, [torch.full((2, 8), 1e5)]).merged(mild))
+    amp_model = convert(
+        model, (batches()[0],), calibrate=calibrate(model, [torch.full((2, 8), 1e5)]).merged(mild), dtype="float16"
+    )
     assert amp_model.eval().plan["linear"].decision.source == "forced:range"
     assert amp_model.train().plan["linear"].dtype == "float16"
 
@@ -351,7 +355,7 @@ def test_sub_graphs_are_measured_inside() -> None:
     assert muls == [6.0, 40.0], "the branch that did not run has no range"
     both = ranges.merged(calibrate(model, [torch.eye(4) * -2.0]))
     assert sorted(r.largest for r in both.values if "/mul" in r.name) == [6.0, 10.0, 40.0]
-    amp_model = convert(model, calibrate=[torch.eye(4) * 200.0])
+    amp_model = convert(model, calibrate=[torch.eye(4) * 200.0], dtype="float16")
     forced = [n.name for n in amp_model.plan.nodes if n.decision.source == "forced:range" and "/" in n.name]
     assert [n for n in forced if "mul" in n], "400 000 in the region without gradients"
     assert amp_model(torch.eye(4) * 200.0).isfinite().all()
@@ -400,7 +404,7 @@ def test_a_mask_reaches_as_far_as_it_likes() -> None:
         return nn.functional.scaled_dot_product_attention(x, x, x, mask.expand(1, 4, 4))
 
     x, mask = torch.rand(1, 4, 8), torch.full((4, 4), torch.finfo(torch.float32).min).triu(1)
-    amp_model = convert(Function(attend), calibrate=[(x, mask)])
+    amp_model = convert(Function(attend), calibrate=[(x, mask)], dtype="float16")
     assert amp_model.plan["scaled_dot_product_attention"].dtype == "float16"
     # An average of values below 1, rounded on its way in, in its weights and on its way out.
     assert relative_error(amp_model(x, mask), attend(x, mask)) < 6 * EPS
@@ -412,7 +416,7 @@ def test_a_mask_reaches_as_far_as_it_likes() -> None:
 def test_arguments_kept_in_float32_reach_as_far_as_they_like() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).eval()
     model[1].running_var.fill_(4e4)
-    amp_model = convert(model, calibrate=[torch.randn(4, 8)])
+    amp_model = convert(model, calibrate=[torch.randn(4, 8)], dtype="float16")
     assert amp_model.plan["batch_norm"].dtype == "float16"
 
 
@@ -430,16 +434,16 @@ def test_a_weight_beyond_the_range_needs_no_batches() -> None:
     with torch.no_grad():
         model.weight[0, 0] = 70000.0
     x = torch.full((2, 8), 1e-3)
-    amp_model = convert(model, (x,))
+    amp_model = convert(model, (x,), dtype="float16")
     assert amp_model.plan["linear"].decision.reason == "its input weight holds 7e+04, beyond float16's 65504"
     assert amp_model(x).isfinite().all()
     assert convert(model, (x,), dtype=torch.bfloat16).plan["linear"].dtype == "bfloat16"
-    transposed = convert(Transposed(model.weight), (x,))
+    transposed = convert(Transposed(model.weight), (x,), dtype="float16")
     assert transposed(x).isfinite().all()
     with torch.no_grad():
         model.weight[0, 0] = 40000.0
-    assert convert(model, (x,)).plan["linear"].dtype == "float16"
-    assert convert(model, (x,), calibrate=[x]).plan["linear"].decision.source == "forced:range"
+    assert convert(model, (x,), dtype="float16").plan["linear"].dtype == "float16"
+    assert convert(model, (x,), calibrate=[x], dtype="float16").plan["linear"].decision.source == "forced:range"
 
 
 def test_what_is_written_into_a_value_is_where_it_reaches() -> None:
@@ -449,7 +453,7 @@ def test_what_is_written_into_a_value_is_where_it_reaches() -> None:
         return table @ (x * 1e-4)
 
     x = torch.rand(8, 8)
-    amp_model = convert(Function(model), calibrate=[x])
+    amp_model = convert(Function(model), calibrate=[x], dtype="float16")
     assert amp_model.plan["matmul"].decision.source == "forced:range"
     assert relative_error(amp_model(x), model(x)) < 4 * EPS
 
@@ -460,7 +464,7 @@ def test_a_file_gives_the_same_conversion(tmp_path: Path, lists: list[Any]) -> N
     ranges.save(tmp_path / "ranges.json")
     assert Ranges.load(tmp_path / "ranges.json") == ranges
     plans = [
-        convert(model, (data[0],), op_list=lists, calibrate=given).plan
+        convert(model, (data[0],), op_list=lists, calibrate=given, dtype="float16").plan
         for given in (ranges, tmp_path / "ranges.json", str(tmp_path / "ranges.json"), data)
     ]
     assert all(plan == plans[0] for plan in plans)
@@ -488,7 +492,9 @@ def test_a_function_stays_whole_as_in_the_conversion_wherever_a_list_names_it(li
     model = nn.Sequential(OrderedDict(linear=nn.Linear(8, 4), loss=Loss()))
     op_list = load_op_list(["default", OpList.of(listed)])
     ranges = calibrate(model, batches(), op_list=op_list)
-    plan = convert(model, (batches()[0],), op_list=op_list, calibrate=ranges).plan  # no range is without its node
+    plan = convert(
+        model, (batches()[0],), op_list=op_list, calibrate=ranges, dtype="float16"
+    ).plan  # no range is without its node
     assert ranges.values[-1].op == plan.nodes[-1].op == LOSS
 
 
@@ -499,7 +505,7 @@ def test_later_captures_know_the_ranges() -> None:
             return z if y is None else z + y
 
     x = torch.eye(4) * 1000.0
-    amp_model = convert(Net(), calibrate=[x])
+    amp_model = convert(Net(), calibrate=[x], dtype="float16")
     amp_model(x, x)
     again = pickle.loads(pickle.dumps(amp_model))
     for variant in (*amp_model.variants, *again.variants):
@@ -511,7 +517,7 @@ def test_ranges_of_another_model_are_reported_once() -> None:
     ranges = calibrate(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), batches())
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     with pytest.warns(UserWarning, match="1 of 2 measured values match no node") as caught:
-        convert(model, (batches()[0],), calibrate=ranges)
+        convert(model, (batches()[0],), calibrate=ranges, dtype="float16")
     assert len(caught) == 1
     assert "'tanh' (tanh) in module '1'" in str(caught[0].message)
     assert caught[0].filename == __file__
@@ -519,14 +525,16 @@ def test_ranges_of_another_model_are_reported_once() -> None:
 
 def test_a_converted_model_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="calibrate the original"):
-        calibrate(convert(nn.Linear(8, 8), (batches()[0],)), batches())
+        calibrate(convert(nn.Linear(8, 8), (batches()[0],), dtype="float16"), batches())
 
 
 def test_an_exported_program(lists: list[Any]) -> None:
     model, data = Squares().eval(), batches(scale=600.0)
     program = torch.export.export(model, (data[0],))
     assert calibrate(program, data)["mul"].largest == calibrate(model, data)["mul"].largest
-    assert convert(program, op_list=lists, calibrate=data).plan["mul"].decision.source == "forced:range"
+    assert (
+        convert(program, op_list=lists, calibrate=data, dtype="float16").plan["mul"].decision.source == "forced:range"
+    )
     with pytest.raises(UnsupportedError, match=r"leave training=None"):
         calibrate(program, data, training=True)
 
@@ -536,7 +544,7 @@ def test_no_batches() -> None:
         with pytest.raises(CalibrationError, match=r"there are no batches to calibrate on\. An iterator can be read"):
             calibrate(nn.Linear(8, 8), nothing)
     with pytest.raises(CalibrationError, match="there are no batches"):
-        convert(nn.Linear(8, 8), calibrate=[])
+        convert(nn.Linear(8, 8), calibrate=[], dtype="float16")
 
 
 @pytest.mark.parametrize("given", [torch.ones(2, 8), {"x": torch.ones(2, 8)}, 3, None])
@@ -599,7 +607,7 @@ def test_what_reads_a_recomposed_value_knows_how_large_it_is() -> None:
         return y @ w
 
     call = (300 * torch.eye(8), 1e-3 * torch.eye(8))
-    amp_model = convert(Function(narrowed), calibrate=[call])
+    amp_model = convert(Function(narrowed), calibrate=[call], dtype="float16")
     assert [r.pattern for r in amp_model.plan.recomposed] == ["tanh_gelu"]
     assert amp_model.plan["matmul_1"].decision.reason.startswith("its input mul_3_gelu reached 9e+04")
     assert relative_error(amp_model(*call), narrowed(*call)) <= EPS

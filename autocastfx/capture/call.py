@@ -8,7 +8,7 @@ import math
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -133,6 +133,11 @@ class CallSignature:
             UnsupportedError: an argument holds an object that is not a tensor, a plain value or a registered pytree.
         """
         return _call(self._arguments(args, kwargs))
+
+    def takes(self, names: Iterable[object]) -> bool:
+        """True if arguments of all these names may be given by keyword."""
+        known = {p.name for p in self.parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        return any(p.kind is p.VAR_KEYWORD for p in self.parameters) or known.issuperset(names)
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         arguments: dict[str, Any] = {}

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["device_of", "inputs_of", "named_device"]
+from autocastfx.capture.call import CallSignature
+
+__all__ = ["batch_of", "device_of", "inputs_of", "named_device"]
 
 _FROM_NUMPY = "Make a tensor of it: torch.from_numpy(array)."
 _IN_A_TUPLE = "An object that is the model's first argument goes into a tuple: (inputs,)."
@@ -40,6 +42,20 @@ def inputs_of(positional: Any, keywords: Mapping[str, Any] | None) -> tuple[tupl
             f"inputs, not {type(positional).__name__}. {_FROM_NUMPY if _is_array(positional) else _IN_A_TUPLE}"
         )
     return tuple(cast("Sequence[Any]", positional or ())), keywords or {}
+
+
+def batch_of(
+    signature: CallSignature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the positional and keyword inputs of a call; a dict that stands alone holds keyword inputs.
+
+    It does so if the model takes all its keys by name. Else it is the first argument.
+    """
+    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
+        given = cast("Mapping[str, Any]", args[0])
+        if given and signature.takes(given):
+            return (), given
+    return tuple(args), kwargs
 
 
 def _is_array(held: object) -> bool:

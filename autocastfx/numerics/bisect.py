@@ -69,7 +69,7 @@ class Bisection:
 
 def bisect(
     model: nn.Module,
-    example_inputs: tuple[Any, ...] | torch.Tensor | None,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | torch.Tensor | None,
     metric: Metric,
     tolerance: float,
     *,

@@ -46,7 +46,7 @@ def compare(
         model: the float32 original, for its parameters and buffers; None: the float32 graph uses those of
             ``amp_model``, which by default are the original's.
         amp_model: a converted model.
-        *inputs: positional inputs of the call.
+        *inputs: positional inputs of the call; or one dict, of its keyword inputs.
         gradients: also compare the gradients of the loss with respect to each value and parameter.
         loss: a function from the model's output to one number; by default the sum of its floating-point tensors, in
             float32.

@@ -95,7 +95,7 @@ def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow
 
     Args:
         amp_model: what ``convert`` returned.
-        *inputs: of the call, by position.
+        *inputs: of the call, by position; or one dict, of its keyword inputs.
         **kwargs: of the call, by keyword.
 
     Returns:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.export import capture
+from autocastfx.capture.given_inputs import batch_of
 from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import NodeError
 from autocastfx.graph.node import attribute, is_cast, module_path, origin, stack_trace
@@ -179,8 +180,10 @@ def run_side_by_side(
     """
     if not isinstance(amp_model, AmpModule):
         raise TypeError(f"this needs what convert() returned, not {type(amp_model).__name__}: convert the model first")
-    call = CallSignature.of(amp_model.forward).bind(tuple(args), dict(kwargs))
-    variant = amp_model._variant_for(tuple(args), kwargs)
+    signature = CallSignature.of(amp_model.forward)
+    args, kwargs = batch_of(signature, tuple(args), kwargs)
+    call = signature.bind(args, kwargs)
+    variant = amp_model._variant_for(args, kwargs)
     ours: dict[str, torch.Tensor] = amp_model._held()
     low = flatten(variant.graph, lambda name: ours[name] if name in ours else attribute(amp_model, name))
     captured, theirs = variant.captured, ours

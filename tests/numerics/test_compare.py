@@ -29,7 +29,7 @@ def network() -> nn.Sequential:
 
 def test_errors_are_those_of_the_models_outputs() -> None:
     model, x = network().eval(), torch.randn(16, 8)
-    amp_model = convert(model, (x,))
+    amp_model = convert(model, (x,), dtype="float16")
     found = compare(None, amp_model, x)
     with torch.no_grad():
         assert found["linear_1"].error == pytest.approx(relative_error(amp_model(x), model(x)), rel=1e-6)
@@ -43,7 +43,7 @@ def test_errors_are_those_of_the_models_outputs() -> None:
 
 def test_training_leaves_buffers_inputs_and_random_state_and_drops_the_same() -> None:
     model, x = network(), torch.randn(16, 8)
-    amp_model = convert(model, (x,))
+    amp_model = convert(model, (x,), dtype="float16")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state, given = torch.get_rng_state(), x.clone()
     found = compare(None, amp_model, x)
@@ -62,7 +62,9 @@ def test_overflow_underflow_and_nan_are_shares() -> None:
         return large - large, torch.exp(-x)
 
     x = torch.tensor([0.0, 1.0, 12.0, 13.0])
-    amp_model = convert(Function(faulty), (x,), op_list=["default", OpList.of({"allow": ["exp", "sub"]})])
+    amp_model = convert(
+        Function(faulty), (x,), op_list=["default", OpList.of({"allow": ["exp", "sub"]})], dtype="float16"
+    )
     found = compare(None, amp_model, x)
     assert (found["exp"].overflow, found["exp"].nan) == (0.5, 0.0)
     assert (found["sub"].overflow, found["sub"].nan) == (0.5, 0.5)
@@ -88,21 +90,23 @@ def _shown(error: float) -> list[str]:
 def test_where_a_wrong_number_begins_is_named(fault: Fault) -> None:
     x = torch.randn(4, 8)
     model = Inside(fault.function).eval()
-    amp_model = convert(model, (x,), op_list=["default", OpList.of(fault.listed)])
+    amp_model = convert(model, (x,), op_list=["default", OpList.of(fault.listed)], dtype="float16")
     found = compare(None, amp_model, x)
     assert found.first_non_finite is None
     assert found.source is not None
     assert (found.source.name, found.source.module, found.source.precision) == (fault.node, "inner", "low")
     assert found.source.error > 0.02 > 10 * found.source.inherited
     mended = OpList.of({"modules": [{"path": "inner", "category": "float32"}]})
-    again = compare(None, convert(model, (x,), op_list=["default", OpList.of(fault.listed), mended]), x)
+    again = compare(
+        None, convert(model, (x,), op_list=["default", OpList.of(fault.listed), mended], dtype="float16"), x
+    )
     assert again.worst is not None
     assert again.worst.error < found.source.error / 10
 
 
 def test_a_cast_passes_on_what_its_reader_inherits() -> None:
     x = torch.randn(8, 8)
-    found = compare(None, convert(Function(lambda x: torch.exp(x @ x)), (x,)), x)
+    found = compare(None, convert(Function(lambda x: torch.exp(x @ x)), (x,), dtype="float16"), x)
     assert found["exp"].precision == "float32"
     assert found["exp"].inherited == found["matmul"].severity > 0
     assert found["matmul"].inherited == 0.0
@@ -110,7 +114,7 @@ def test_a_cast_passes_on_what_its_reader_inherits() -> None:
 
 def test_the_table_and_json() -> None:
     x = torch.randn(16, 8)
-    found = compare(None, convert(network().eval(), (x,)), x)
+    found = compare(None, convert(network().eval(), (x,), dtype="float16"), x)
     lines = found.table(2, in_order=True).splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["node", "linear", "batch_norm"]
     assert lines[3] == "2 more nodes"
@@ -131,7 +135,7 @@ def test_what_was_recomposed_is_skipped_and_counted() -> None:
 
     x = torch.randn(4, 8)
     model = nn.Sequential(nn.Linear(8, 8), Function(gelu), nn.Linear(8, 8))
-    amp_model = convert(model, (x,))
+    amp_model = convert(model, (x,), dtype="float16")
     (whole,) = amp_model.plan.recomposed
     found = compare(None, amp_model, x)
     assert [n.name for n in found.nodes] == ["linear", "linear_1"]
@@ -152,19 +156,19 @@ def test_only_values_that_are_still_read_are_kept(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Side, "release", counted)
     x = torch.randn(4)
-    assert len(compare(None, convert(Function(deep), (x,)), x).nodes) == 100
+    assert len(compare(None, convert(Function(deep), (x,), dtype="float16"), x).nodes) == 100
     assert most[0] == 1
 
 
 def test_weights_stored_low_need_the_original() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(4, 8)
-    low = convert(model, (x,), weights="low")
+    low = convert(model, (x,), weights="low", dtype="float16")
     with pytest.raises(VariantError, match="Give compare the float32 model as its first argument"):
         compare(None, low, x)
     found = compare(model, low, x)
     assert [n.name for n in found.nodes] == ["linear", "relu"]
     assert 0 < found["linear"].error < EPS
-    again = pickle.loads(pickle.dumps(convert(model, (x,))))
+    again = pickle.loads(pickle.dumps(convert(model, (x,), dtype="float16")))
     assert compare(model, again, x)["linear"] == found["linear"]
 
 
@@ -176,7 +180,7 @@ def test_functions_that_the_conversion_kept_whole_are_whole_in_the_original() ->
 
     model, args = Function(loss), (torch.randn(8, 8), torch.arange(8))
     kept = OpList.of({"deny": ["torch.nn.functional.cross_entropy"]})
-    amp_model = convert(model, args, op_list=["default", kept])
+    amp_model = convert(model, args, op_list=["default", kept], dtype="float16")
     again = pickle.loads(pickle.dumps(amp_model))
     assert compare(model, again, *args) == compare(model, amp_model, *args)
     assert [n.op for n in compare(model, again, *args).nodes][-1] == "torch.nn.functional.cross_entropy"
@@ -189,14 +193,14 @@ def test_functions_of_sizes_are_traced_where_the_original_is_captured_again() ->
         return (x @ x.t()) * math.ceil(x.shape[0] / 3)
 
     model, x = Function(padded), torch.randn(8, 8)
-    amp_model = convert(model, (x,))
+    amp_model = convert(model, (x,), dtype="float16")
     assert "math.ceil" in {node.op for node in amp_model.plan.nodes}
     assert compare(model, pickle.loads(pickle.dumps(amp_model)), x) == compare(model, amp_model, x)
 
 
 def test_working_copies_and_a_model_that_was_trained_apart() -> None:
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
-    amp_model = convert(model, (x,), weights="cached")
+    amp_model = convert(model, (x,), weights="cached", dtype="float16")
     assert 0 < compare(None, amp_model, x)["linear"].error < EPS
     other = nn.Linear(8, 8)
     assert compare(other, amp_model, x)["linear"].error > 0.1
@@ -207,7 +211,7 @@ def test_a_loss_that_widens_its_logits_is_compared() -> None:
         return torch.nn.functional.cross_entropy(x @ x.t(), target)
 
     x, target = torch.randn(8, 8), torch.arange(8)
-    amp_model = convert(Function(loss), (x, target))
+    amp_model = convert(Function(loss), (x, target), dtype="float16")
     found = compare(None, amp_model, x, target)
     assert found.nodes[-1].op == "cross_entropy_loss"
     assert 0 < found.nodes[-1].error < 8 * EPS
@@ -224,7 +228,7 @@ def test_what_the_model_calls_so_goes_to_the_model() -> None:
             return self.layer(x) * scale
 
     model, x = Scaled(), torch.randn(2, 8)
-    amp_model = convert(model, (x,), {"scale": 3.0})
+    amp_model = convert(model, (x,), {"scale": 3.0}, dtype="float16")
     assert compare(None, amp_model, x, scale=3.0)["mul"].error < 4 * EPS
     assert compare(None, amp_model, x, scale=3.0, gradients=True).scale == 1.0
 
@@ -240,13 +244,13 @@ def test_what_the_model_calls_so_goes_to_the_model() -> None:
 def test_another_model_is_no_original(model: nn.Module, said: str) -> None:
     x = torch.randn(4, 8)
     with pytest.raises(ValueError, match=said):
-        compare(model, convert(nn.Linear(8, 8), (x,)), x)
+        compare(model, convert(nn.Linear(8, 8), (x,), dtype="float16"), x)
 
 
 def test_an_original_with_tied_weights_is_one() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
     model[1].weight = model[0].weight
-    amp_model = convert(model, (x,))
+    amp_model = convert(model, (x,), dtype="float16")
     assert compare(model, amp_model, x) == compare(None, amp_model, x)
 
 
@@ -254,7 +258,7 @@ def test_an_original_with_tied_weights_is_one() -> None:
 def test_a_scale_is_finite_and_positive(scale: float) -> None:
     x = torch.randn(4, 8)
     with pytest.raises(ValueError, match="scale is a finite number above 0, not"):
-        compare(None, convert(nn.Linear(8, 8), (x,)), x, gradients=True, scale=scale)
+        compare(None, convert(nn.Linear(8, 8), (x,), dtype="float16"), x, gradients=True, scale=scale)
 
 
 def test_only_converted_models() -> None:

@@ -23,7 +23,7 @@ def _seed() -> None:
 
 
 def planted(model: nn.Module, *inputs: Any, data: dict[str, Any]) -> AmpModule:
-    return convert(model, inputs, op_list=["default", OpList.of(data)])
+    return convert(model, inputs, op_list=["default", OpList.of(data)], dtype="float16")
 
 
 @pytest.mark.parametrize("fault", OVERFLOWS, ids=str)
@@ -44,7 +44,7 @@ def test_a_fault_is_named_and_the_proposed_list_mends_it(fault: Fault, inside: b
         assert len(named) < 3
         named.append(found.name)
         lists.append(OpList.of(yaml.safe_load(found.fix)))
-        found = find_overflow(convert(model, (x,), op_list=["default", *lists]), x)
+        found = find_overflow(convert(model, (x,), op_list=["default", *lists], dtype="float16"), x)
 
 
 def test_a_kernel_that_takes_no_16_bits_is_named() -> None:
@@ -56,7 +56,7 @@ def test_a_kernel_that_takes_no_16_bits_is_named() -> None:
     assert said.startswith("exact (faults::exact) in module inner raised RuntimeError: exact takes float32 alone. ")
     assert ": return self.function(*args). It runs low: allow; allow, no reason given (OpList:allow[0])." in said
     fix = OpList.of(yaml.safe_load(said.partition("add this to your op list:\n")[2]))
-    assert find_overflow(convert(Inside(refused).eval(), (x,), op_list=["default", fix]), x) is None
+    assert find_overflow(convert(Inside(refused).eval(), (x,), op_list=["default", fix], dtype="float16"), x) is None
 
 
 class Exponential(nn.Module):
@@ -99,7 +99,7 @@ def test_a_fault_of_precision_comes_before_one_of_the_model() -> None:
         return torch.log(x * 0).exp() + torch.exp(x.abs() * 20 + 12)
 
     x = torch.randn(4, 8)
-    found = find_overflow(convert(Function(both), (x,)), x)
+    found = find_overflow(convert(Function(both), (x,), dtype="float16"), x)
     assert found is not None
     assert (found.name, found.in_float32) == ("log", True)
     found = find_overflow(planted(Function(both), x, data={"modules": [_LOW_EXP]}), x)
@@ -122,13 +122,13 @@ def test_a_cast_that_overflows_names_its_readers() -> None:
             return self.layers(torch.exp(x))
 
     x = torch.full((2, 8), 12.0)
-    found = find_overflow(convert(Large(), (x,)), x)
+    found = find_overflow(convert(Large(), (x,), dtype="float16"), x)
     assert found is not None
     assert found.op == "cast to float16"
     assert found.because == "the conversion casts exp for linear"
     assert "return self.layers(torch.exp(x))" in found.line
     assert found.fix == 'modules:\n  - {path: "layers.0", category: float32, ops: [linear]}\n'
-    mended = convert(Large(), (x,), op_list=["default", OpList.of(yaml.safe_load(found.fix))])
+    mended = convert(Large(), (x,), op_list=["default", OpList.of(yaml.safe_load(found.fix))], dtype="float16")
     after = find_overflow(mended, x)
     assert after is None or after.name != found.name
 
@@ -139,7 +139,7 @@ def test_a_divisor_that_vanished_before_it_was_cast_is_mended_where_it_vanished(
 
     x, w = torch.full((8, 8), 2.0**-14), torch.full((8, 8), 2.0**-14)  # sums of 2**-25, which is 0 in float16
     listed = OpList.of({"allow": ["matmul"], "deny": ["reciprocal"]})
-    found = find_overflow(convert(Function(divided), (x, w), op_list=listed), x, w)
+    found = find_overflow(convert(Function(divided), (x, w), op_list=listed, dtype="float16"), x, w)
     assert found is not None
     assert (found.name, found.precision, found.in_float32) == ("reciprocal", "float32", False)
     assert found.fix == "deny: [matmul]\n"
@@ -163,15 +163,15 @@ def test_infinite_on_purpose_is_no_fault() -> None:
 
     x, mask = torch.randn(4, 4), torch.ones(4, 4).triu(1).bool()
     extra = torch.zeros(4, 4).masked_fill(mask, float("-inf"))
-    amp_model = convert(Function(attention), (x, mask, extra))
+    amp_model = convert(Function(attention), (x, mask, extra), dtype="float16")
     assert find_overflow(amp_model, x, mask, extra) is None
-    assert find_overflow(pickle.loads(pickle.dumps(convert(nn.Linear(4, 4), (x,)))), x) is None
+    assert find_overflow(pickle.loads(pickle.dumps(convert(nn.Linear(4, 4), (x,), dtype="float16"))), x) is None
 
 
 def test_a_clean_model_is_left_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.GELU(), nn.Linear(8, 2))
     x = torch.randn(16, 8)
-    amp_model = convert(model, (x,))
+    amp_model = convert(model, (x,), dtype="float16")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     assert find_overflow(amp_model, x) is None
@@ -196,7 +196,7 @@ def test_without_the_float32_graph_the_cause_is_not_known() -> None:
     x = torch.ones(2, 8)
     model = nn.Linear(8, 8)
     nn.init.constant_(model.weight, 30000.0)
-    amp_model = pickle.loads(pickle.dumps(convert(model, (x,))))
+    amp_model = pickle.loads(pickle.dumps(convert(model, (x,), dtype="float16")))
     found = find_overflow(amp_model, x)
     assert found is not None
     assert (found.name, found.in_float32) == ("linear", None)

@@ -37,7 +37,7 @@ X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
 def test_nodes_are_named_as_in_the_plan_and_run_in_their_modes() -> None:
     torch.manual_seed(0)
-    amp_model = convert(Regions(), (X,))
+    amp_model = convert(Regions(), (X,), dtype="float16")
     flat = flatten(amp_model.graph, lambda name: attribute(amp_model, name))
     named = {name: node for node, name in flat.names.items()}
     planned = {node.name for node in amp_model.plan.nodes if node.op in ("linear", "exp", "add")}
@@ -56,7 +56,7 @@ def test_nodes_are_named_as_in_the_plan_and_run_in_their_modes() -> None:
 def test_they_are_compared_and_have_gradients_where_the_model_has() -> None:
     torch.manual_seed(0)
     model = Regions()
-    amp_model = convert(model, (X,))
+    amp_model = convert(model, (X,), dtype="float16")
     found = compare(None, amp_model, X, gradients=True)
     by_op = {node.name.rpartition("/")[2]: node for node in found.nodes}
     eps = torch.finfo(torch.float16).eps
@@ -75,7 +75,7 @@ def test_an_overflow_in_a_region_is_named_and_its_rule_mends_it() -> None:
     torch.manual_seed(0)
     model, x = Regions(), X * 30
     faulty = OpList.of({"modules": [{"path": "**", "ops": ["exp"], "category": "low"}]})
-    found = find_overflow(convert(model, (x,), op_list=["default", faulty]), x)
+    found = find_overflow(convert(model, (x,), op_list=["default", faulty], dtype="float16"), x)
     assert found is not None
     assert (found.name.rpartition("/")[2], found.op, found.dtype) == ("exp", "exp", "float16")
     assert "/" in found.name
@@ -85,11 +85,11 @@ def test_an_overflow_in_a_region_is_named_and_its_rule_mends_it() -> None:
 
 def test_branches_stay_whole_and_the_reports_say_so() -> None:
     x = X + 1
-    amp_model = convert(Branches(), (x,))
+    amp_model = convert(Branches(), (x,), dtype="float16")
     found = compare(None, amp_model, x)
     assert len(found.whole) == 1
     assert found.table().endswith(f"; not looked into: {found.whole[0]}")
     large = torch.full((4, 8), 60.0)
-    overflow = find_overflow(convert(Branches(), (large,)), large * 2)
+    overflow = find_overflow(convert(Branches(), (large,), dtype="float16"), large * 2)
     assert overflow is not None
     assert overflow.advice.startswith("it holds sub-graphs, which are not looked into")

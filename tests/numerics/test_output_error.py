@@ -16,7 +16,7 @@ from tests.helpers import Function, relative_error
 def test_it_is_the_error_of_the_worst_output() -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
-    amp_model = convert(model, (x,))
+    amp_model = convert(model, (x,), dtype="float16")
     ours, theirs = amp_model(x).detach(), model(x).detach()
     assert OutputError(model, (x,), {})(amp_model) == pytest.approx(relative_error(ours, theirs))
     assert OutputError(model, (), {"input": x}, "difference")(amp_model) == float((ours - theirs).abs().max())
@@ -27,7 +27,7 @@ def test_several_outputs_and_what_is_not_finite() -> None:
         return x * 0, {"far": torch.exp(x) * 0, "ids": x.long()}
 
     x = torch.full((4,), 12.0)
-    low = convert(Function(several), (x,), op_list=["default", OpList.of({"allow": ["exp", "mul"]})])
+    low = convert(Function(several), (x,), op_list=["default", OpList.of({"allow": ["exp", "mul"]})], dtype="float16")
     assert OutputError(Function(several), (x,), {})(low) == math.inf
     assert math.isnan(OutputError(Function(several), (x,), {}, "difference")(low))
 
@@ -36,7 +36,7 @@ def test_nothing_is_changed_and_the_same_is_dropped() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(inplace=True))
     x = torch.randn(4, 8)
-    amp_model = convert(model, (x,))
+    amp_model = convert(model, (x,), dtype="float16")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     metric = OutputError(model, (x,), {}, seed=3)

@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Callable[[Any], Tensor]]
 def test_parameters_have_the_gradients_of_a_training_step(name: str, weights: str) -> None:
     make, x, loss = CASES[name]
     model = make()
-    amp_model = convert(model, (x,), weights=weights)
+    amp_model = convert(model, (x,), weights=weights, dtype="float16")
     state = torch.get_rng_state()
     found = compare(None, amp_model, x, gradients=True, loss=loss, scale=8.0)
     gradients: list[dict[str, Tensor]] = []
@@ -94,7 +94,7 @@ def test_parameters_have_the_gradients_of_a_training_step(name: str, weights: st
 
 def test_values_have_gradients_too() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(16, 8)
-    found = compare(None, convert(model, (x,)), x, gradients=True, loss=square)
+    found = compare(None, convert(model, (x,), dtype="float16"), x, gradients=True, loss=square)
     assert [node.name for node in found.nodes if node.gradient is not None] == [node.name for node in found.nodes]
     kept: list[Tensor] = []
     h = x
@@ -115,7 +115,7 @@ def test_values_have_gradients_too() -> None:
 
 def test_an_input_that_asks_for_a_gradient_gets_one_in_the_report_alone() -> None:
     x = torch.randn(4, 8, requires_grad=True)
-    found = compare(None, convert(Function(lambda x: torch.tanh(x @ x.t())), (x,)), x, gradients=True)
+    found = compare(None, convert(Function(lambda x: torch.tanh(x @ x.t())), (x,), dtype="float16"), x, gradients=True)
     assert [p.name for p in found.parameters] == ["args_0"]
     assert 0 < found.parameters[0].error < 16 * EPS
     assert x.grad is None
@@ -127,7 +127,7 @@ def small(x: Tensor, w: Tensor) -> Tensor:
 
 def test_small_gradients_vanish_without_a_loss_scale_and_large_ones_overflow_with_one() -> None:
     x, w = torch.rand(8, 8), torch.rand(8, 8, requires_grad=True)
-    amp_model = convert(Function(small), (x, w))
+    amp_model = convert(Function(small), (x, w), dtype="float16")
     without, scaled, far = (
         compare(None, amp_model, x, w, gradients=True, scale=scale) for scale in (1.0, 2.0**24, 2.0**48)
     )
@@ -149,7 +149,7 @@ def test_small_gradients_vanish_without_a_loss_scale_and_large_ones_overflow_wit
 
 def test_nothing_is_changed() -> None:
     model, x = network(), torch.randn(16, 8)
-    amp_model = convert(model, (x,))
+    amp_model = convert(model, (x,), dtype="float16")
     hooked: list[Any] = []
     for parameter in model.parameters():
         parameter.register_hook(hooked.append)
@@ -173,7 +173,7 @@ def test_nothing_is_changed() -> None:
 def deep(depth: int) -> tuple[AmpModule, Tensor]:
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth)]
     x = torch.randn(4, 8)
-    return convert(nn.Sequential(*layers), (x,)), x
+    return convert(nn.Sequential(*layers), (x,), dtype="float16"), x
 
 
 def test_memory_shrinks_on_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_memory_shrinks_on_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_cannot_be_done_is_said() -> None:
     model, x = nn.Linear(8, 8), torch.randn(2, 8)
-    amp_model = convert(model, (x,))
+    amp_model = convert(model, (x,), dtype="float16")
     with pytest.raises(ValueError, match=r"loss gave shape \(2, 8\): it must turn"):
         compare(None, amp_model, x, gradients=True, loss=lambda y: y)
     with pytest.raises(ValueError, match="loss gave float"):
@@ -214,7 +214,7 @@ def test_what_cannot_be_done_is_said() -> None:
     model.requires_grad_(False)
     state = torch.get_rng_state()
     with pytest.raises(CalibrationError, match=r"unfreeze a parameter, or call requires_grad_"):
-        compare(None, convert(model, (x,)), x, gradients=True)
+        compare(None, convert(model, (x,), dtype="float16"), x, gradients=True)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -224,7 +224,9 @@ def test_an_exponential_that_overflows_backwards_alone_is_named() -> None:
 
     x = torch.full((4,), -1.0, requires_grad=True)
     listed = OpList.of({"allow": ["exp", "sqrt", "mul"]})
-    found: Comparison = compare(None, convert(Function(narrow), (x,), op_list=["default", listed]), x, gradients=True)
+    found: Comparison = compare(
+        None, convert(Function(narrow), (x,), op_list=["default", listed], dtype="float16"), x, gradients=True
+    )
     assert found.first_non_finite is None
     assert found.first_non_finite_gradient is not None
     assert found.first_non_finite_gradient.name == "mul"

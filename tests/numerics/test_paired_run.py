@@ -14,7 +14,7 @@ X = torch.rand(2, 8)
 
 
 def test_a_tape_is_kept_of_each_graph_that_is_at_hand_if_gradients_are_asked_for() -> None:
-    amp_model = convert(nn.Linear(8, 8), (X,))
+    amp_model = convert(nn.Linear(8, 8), (X,), dtype="float16")
     assert run_side_by_side(None, amp_model, (X,), {}).tapes == ()
     assert len(run_side_by_side(None, amp_model, (X,), {}, gradients=True).tapes) == 2
     loaded = pickle.loads(pickle.dumps(amp_model))

@@ -22,7 +22,7 @@ def found() -> Comparison:
     torch.manual_seed(0)
     x, w = torch.full((4, 8), 2.0), torch.full((8, 8), 1.0).requires_grad_()
     listed = OpList.of({"allow": ["exp", "mul"]}, name="mine")
-    amp_model = convert(Function(faulty).eval(), (x, w), op_list=["default", listed])
+    amp_model = convert(Function(faulty).eval(), (x, w), op_list=["default", listed], dtype="float16")
     return compare(None, amp_model, x, w, gradients=True, scale=2.0)
 
 
@@ -92,7 +92,7 @@ def test_gradients_as_text(found: Comparison) -> None:
 
 def test_without_gradients_there_are_none() -> None:
     x = torch.randn(2, 8)
-    comparison = compare(None, convert(nn.Linear(8, 8), (x,)), x)
+    comparison = compare(None, convert(nn.Linear(8, 8), (x,), dtype="float16"), x)
     assert (comparison.scale, comparison.parameters, comparison["linear"].gradient) == (None, (), None)
     assert (comparison.worst_gradient, comparison.first_non_finite_gradient) == (None, None)
     assert comparison.variant.mode == "train"
