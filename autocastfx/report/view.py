@@ -35,6 +35,7 @@ class View:
         mode, call, sizes: the variant's key, as in ``ComparedVariant``.
         rows: in graph order; the rows of a sub-graph follow the node that runs it.
         codes: generated Python code by the prefix of node names: ``""`` for the graph, then its sub-graphs.
+        model: the name of the model's class, where it is known.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class View:
     call: str = ""
     sizes: str = ""
     codes: Mapping[str, str] = field(default_factory=dict[str, str])
+    model: str = ""
 
 
 def view(owner: nn.Module, variant: Variant, words: str) -> View:
