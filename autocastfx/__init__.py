@@ -1,5 +1,10 @@
 """Mixed precision for PyTorch as a graph rewrite: every cast is a node, every decision has a reason."""
 
+# ruff: noqa: E402
+from autocastfx.cli.interrupt import end_when_interrupted
+
+end_when_interrupted()  # before the other imports, which take seconds
+
 from autocastfx.calibration import calibrate
 from autocastfx.conversion import convert
 from autocastfx.errors import (

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from autocastfx.cli import doctor as machine
+from autocastfx.cli.conversion_options import given_options
 from autocastfx.cli.list_check import rule_uses
 from autocastfx.cli.model_options import converted, device_of, given_model
 from autocastfx.cli.model_spec import load_inputs
+from autocastfx.cli.terminal import for_output
 from autocastfx.errors import ModelSpecError, PlanError
 from autocastfx.files import check_writable, read_whole, replacing
 from autocastfx.plan.plan import Plan
@@ -22,9 +24,11 @@ from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.plan.plan_diff import diff as diff_plans
 from autocastfx.plan.select_nodes import select
 from autocastfx.policy.op_list import load_op_list
-from autocastfx.policy.presets import preset_path
+from autocastfx.policy.presets import preset_path, preset_title, presets
 from autocastfx.report.dump import dump as dump_model
+from autocastfx.report.dump import dump_text
 from autocastfx.report.explain import explain as explain_node
+from autocastfx.report.text_options import TextOptions
 
 __all__ = [
     "check_list",
@@ -35,6 +39,7 @@ __all__ = [
     "dump",
     "explain",
     "list_path",
+    "list_presets",
     "print_json",
     "show_list",
 ]
@@ -44,7 +49,15 @@ def dump(options: Namespace) -> int:
     """Run ``dump MODEL``: write a model in one of the formats, to standard output or a file."""
     if options.output is not None:
         check_writable(options.output)
-    text = dump_model(converted(options, options.op_list or "default"), options.output, options.format)
+    amp_model = converted(options, options.op_list or "default")
+    chosen = {name: getattr(options, name) for name in ("full", "only", "module", "summary")}
+    try:
+        if options.output is not None or options.format not in (None, "text"):
+            text = dump_model(amp_model, options.output, options.format, width=options.width or None, **chosen)
+        else:
+            text = dump_text(amp_model, TextOptions(**for_output(options.width, sys.stdout), **chosen))
+    except ValueError as error:
+        raise ModelSpecError(f"{error}.") from error
     if options.output is None:
         sys.stdout.write(text)
     return 0
@@ -68,6 +81,8 @@ def diff(options: Namespace) -> int:
     if len(options.what) == 2 and not options.op_list:
         if options.inputs or options.weights:
             raise ModelSpecError("two plan files are compared as they are: leave out --inputs and --weights.")
+        if given := given_options(options):
+            raise ModelSpecError(f"two plan files are compared as they are: leave out {', '.join(given)}.")
         before, after = (_read_plan(Path(file)) for file in options.what)
     elif len(options.what) == 1 and len(options.op_list) == 2:
         model = given_model(options, options.what[0])
@@ -100,6 +115,15 @@ def doctor(options: Namespace) -> int:
     if options.json:
         return print_json(found)
     print(found)
+    return 0
+
+
+def list_presets(_options: Namespace) -> int:
+    """Run ``lists``: the presets, a line each."""
+    names = presets()
+    width = max(map(len, names))
+    print(f"{'default':<{width}}  the list of the dtype: float16 or bfloat16")
+    print("\n".join(f"{name:<{width}}  {preset_title(name)}" for name in names))
     return 0
 
 

@@ -14,9 +14,11 @@ from collections.abc import Callable, Generator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from autocastfx.cli import commands, run_script
+from autocastfx.cli import commands, conversion_options, run_script
 from autocastfx.cli import lint as lint_command
 from autocastfx.cli import numerics as numerics_command
+from autocastfx.cli.interrupt import interrupted, raise_when_interrupted
+from autocastfx.cli.suggesting_parser import suggesting_parser
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import AutocastFXError, EvaluationsError, ModelSpecError, NodeError, OpListError, PlanError
 from autocastfx.report.render import FORMATS
@@ -28,8 +30,8 @@ _CODES = (
     "conversion fails"
 )
 _MODEL = (
-    "package.module:factory, a callable without arguments that gives an nn.Module; or, with --trust, a .pt or .pth "
-    "file of one"
+    "package.module:name of an nn.Module, or of what gives one when it is called, with literal arguments if need be: "
+    "'net:build(layers=2)'; or, with --trust, a .pt or .pth file of one"
 )
 _INPUTS = (
     "the inputs of one call: package.module:factory giving a tuple (by position) or a dict (by keyword), or for "
@@ -53,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with code 2 for unknown arguments, with 0 after ``--help`` and ``--version``.
     """
-    options = _parser().parse_args(argv)
+    try:
+        raise_when_interrupted()
+        options = _parser().parse_args(argv)
+    except KeyboardInterrupt:
+        return interrupted()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters such as arrows must not end a command
     try:
@@ -61,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found: int | Callable[[], int] = options.run(options)
             sys.stdout.flush()
     except KeyboardInterrupt:
-        print("autocastfx: interrupted", file=sys.stderr)
-        return 130
+        return interrupted()
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -128,7 +133,7 @@ def _quiet_torch(quiet: bool) -> Generator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = suggesting_parser(
         prog="autocastfx", description="Mixed precision for PyTorch as a graph rewrite.", epilog=_CODES
     )
     parser.add_argument("--version", action="version", version=f"autocastfx {version('autocastfx')}")
@@ -147,25 +152,40 @@ def _parser() -> argparse.ArgumentParser:
     inputs.add_argument("--mode", choices=("train", "eval"), help="the factory's by default")
     inputs.add_argument("--weights", type=Path, metavar="FILE", help="a state_dict for the model; nothing in it runs")
     inputs.add_argument("--trust", action="store_true", help="read a MODEL that is a file, which runs what it says")
+    how = argparse.ArgumentParser(add_help=False)
+    conversion_options.add_to(how)
     lists = argparse.ArgumentParser(add_help=False)
     lists.add_argument(
         "--op-list", nargs="+", action="extend", metavar="LIST", help="presets or YAML files, of which the later win"
     )
 
-    dump = add("dump", parents=[common, inputs, lists], help="show what was decided for each node of a model, and why")
+    dump = add(
+        "dump", parents=[common, inputs, lists, how], help="show what was decided for each node of a model, and why"
+    )
     dump.add_argument("model", metavar="MODEL", help=_MODEL)
     dump.add_argument("--format", choices=FORMATS, help="default: by the suffix of the output's name, else text")
     dump.add_argument("-o", "--output", type=Path, metavar="FILE", help="write here, not to standard output")
+    dump.add_argument("--full", action="store_true", help="a line for each node, parameters and casts too")
+    dump.add_argument(
+        "--only", metavar="WHAT", help="show low, float32, captured, casts, a category such as deny, or an op alone"
+    )
+    dump.add_argument("--module", metavar="PATH", help="show what is inside a module alone; a path or a pattern")
+    dump.add_argument("--summary", action="store_true", help="count by op and by module, and list no nodes")
+    dump.add_argument(
+        "--width", type=int, metavar="N", help="of lines; by default the terminal's; 0, and in files: no limit"
+    )
     dump.set_defaults(run=commands.dump)
 
     explain = add(
-        "explain", parents=[data, inputs, lists], help="say why nodes run as they do, and what would change it"
+        "explain", parents=[data, inputs, lists, how], help="say why nodes run as they do, and what would change it"
     )
     explain.add_argument("model", metavar="MODEL", help=_MODEL)
     explain.add_argument("what", nargs="+", metavar="WHAT", help="a node, an op, a module, or an op inside a module")
     explain.set_defaults(run=commands.explain)
 
-    diff = add("diff", parents=[data, inputs], help="compare two plans: of a model with two op lists, or of two files")
+    diff = add(
+        "diff", parents=[data, inputs, how], help="compare two plans: of a model with two op lists, or of two files"
+    )
     diff.add_argument("what", nargs="+", metavar="MODEL or PLAN", help=f"{_MODEL}; or two files of dump --format json")
     diff.add_argument(
         "--op-list", nargs="+", action="append", default=[], metavar="LIST", help="given twice: before, and after"
@@ -173,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.set_defaults(run=commands.diff)
 
     numerics_command.add_to(add, [data, inputs, lists], _MODEL)
-    convert = add("convert", parents=[common, inputs, lists], help="convert a model and save the result")
+    convert = add("convert", parents=[common, inputs, lists, how], help="convert a model and save the result")
     convert.add_argument("model", metavar="MODEL", help=_MODEL)
     convert.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="what torch.save writes")
     convert.set_defaults(run=commands.convert_model)
@@ -182,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     run_script.add_to(add, common)
     doctor = add("doctor", parents=[data], help="versions, devices, and what these cannot run in 16 bits")
     doctor.set_defaults(run=commands.doctor)
-    _add_lists(add("lists", help="look at op lists"), data, common, dtype, inputs)
+    _add_lists(add("lists", help="look at op lists; alone, names the presets"), data, common, dtype, inputs)
     return parser
 
 
@@ -193,7 +213,8 @@ def _add_lists(
     dtype: argparse.ArgumentParser,
     inputs: argparse.ArgumentParser,
 ) -> None:
-    add = parser.add_subparsers(title="commands", required=True, metavar="COMMAND").add_parser
+    parser.set_defaults(run=commands.list_presets, traceback=False)
+    add = parser.add_subparsers(title="commands", metavar="COMMAND").add_parser
     name = "a preset's name or the path of a YAML file"
 
     show = add("show", parents=[data, dtype], help="write a list out, with all that it extends")

@@ -7,10 +7,11 @@ from argparse import Namespace
 import torch
 from torch import nn
 
+from autocastfx.cli.conversion_options import conversion_arguments, given_options
 from autocastfx.cli.model_file import is_model_file, load_pickled, load_weights
 from autocastfx.cli.model_spec import load_inputs, load_model
 from autocastfx.conversion import convert
-from autocastfx.errors import NotCapturedError
+from autocastfx.errors import ModelSpecError, NotCapturedError
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.runtime.amp_module import AmpModule
 
@@ -25,7 +26,7 @@ def given_model(options: Namespace, spec: str) -> nn.Module:
         CaptureError: the model's own code raises.
     """
     model = load_pickled(spec, trust=options.trust) if is_model_file(spec) else load_model(spec)
-    if options.weights is not None:
+    if options.weights is not None and not isinstance(model, AmpModule):
         load_weights(model, spec, options.weights)
     return model if options.mode is None else model.train(options.mode == "train")
 
@@ -35,7 +36,8 @@ def converted(
 ) -> AmpModule:
     """Convert ``model`` (by default ``options.model``) as the arguments say; a draft if they name no inputs.
 
-    ``device`` is the device type to decide for, by default the model's.
+    A file of a converted model is taken as it is. ``device`` is the device type to decide for, by default that of
+    ``--device`` or the model's.
 
     Raises:
         AutocastFXError: the model or the inputs cannot be loaded, or the model cannot be converted.
@@ -43,15 +45,49 @@ def converted(
     dtype: torch.dtype = getattr(torch, options.dtype)
     lists: OpList = load_op_list(op_list, default=options.dtype)
     model = given_model(options, options.model) if model is None else model
-    if not options.inputs:
-        draft = convert(model, dtype=dtype, op_list=lists, device=device)
+    if isinstance(model, AmpModule):
+        _check_converted(options, model, device)
+        return model
+    place = device_of(model)
+    how = conversion_arguments(options, place)
+    if device is not None:
+        how["device"] = device
+    if not options.inputs and not isinstance(how.get("calibrate"), list):
+        draft = convert(model, dtype=dtype, op_list=lists, **how)
         try:
             _ = draft.plan
         except NotCapturedError as error:
             raise NotCapturedError(f"{error} Here that is --inputs.") from error
         return draft
-    args, kwargs = load_inputs(options.inputs, device_of(model))
-    return convert(model, args, kwargs, dtype=dtype, op_list=lists, device=device)
+    args, kwargs = load_inputs(options.inputs, place) if options.inputs else (None, None)
+    return convert(model, args, kwargs, dtype=dtype, op_list=lists, **how)
+
+
+def _check_converted(options: Namespace, model: AmpModule, device: str | None) -> None:
+    """Refuse options that would convert a model which is converted already.
+
+    Raises:
+        ModelSpecError: there are such.
+    """
+    if device is not None:
+        raise ModelSpecError(
+            "the file holds a converted model, which was decided for its own device: give the original."
+        )
+    low = model.plan.low
+    names = [f"--{name.replace('_', '-')}" for name in ("inputs", "op_list", "weights") if getattr(options, name, None)]
+    given = [
+        *names,
+        *given_options(options),
+        *([f"--dtype {options.dtype}"] if _contradicts(options.dtype, low) else []),
+    ]
+    if given:
+        raise ModelSpecError(
+            f"the file holds a model that is converted already, to {low}: leave {', '.join(given)} out."
+        )
+
+
+def _contradicts(dtype: str, low: str) -> bool:
+    return dtype not in (low, "float16")  # the latter is also what stands there if nothing was given
 
 
 def device_of(model: nn.Module) -> torch.device:

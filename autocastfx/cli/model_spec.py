@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from autocastfx.capture.leave_intact import random_numbers_kept
+from autocastfx.cli.factory_call import FactoryCall, is_factory_call
 from autocastfx.dtypes import dtype_name
-from autocastfx.errors import CaptureError, ModelSpecError
+from autocastfx.errors import ModelSpecError
 from autocastfx.policy.yaml_tree import nearest
 
-__all__ = ["load_function", "load_inputs", "load_model"]
+__all__ = ["load_batches", "load_function", "load_inputs", "load_model"]
 
 _SHAPE = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>[a-z]\w*)\[(?P<sizes>\s*|\s*\d+\s*(?:,\s*\d+\s*)*)\](?:<(?P<below>\d+))?"
@@ -27,13 +26,15 @@ _FORMS = "'x=float32[8,3,224,224]' (by keyword), 'float32[8,3]' (by position) or
 
 
 def load_model(spec: str) -> nn.Module:
-    """Import the module of ``package.module:factory`` and call the factory, each with seed 0, for a model.
+    """Import the module of ``package.module:factory``, or of ``package.module:factory(2, name="tiny")``, for a model.
+
+    The factory is called with seed 0; a model that stands there ready is taken as it is.
 
     Raises:
         ModelSpecError: there is no such module or factory, or it does not return an ``nn.Module``.
         CaptureError: the module or the factory raises.
     """
-    made = _called(spec, "a model is package.module:factory")
+    made = FactoryCall.of(spec, "a model is package.module:factory").result()
     if not isinstance(made, nn.Module):
         raise ModelSpecError(f"{spec} gave a {type(made).__name__}: the factory of a model returns an nn.Module.")
     return made
@@ -50,7 +51,7 @@ def load_function(spec: str, what: str) -> Callable[..., Any]:
         ModelSpecError: there is no such module or factory, or its result cannot be called.
         CaptureError: the module or the factory raises.
     """
-    made = _called(spec, f"{what} is package.module:factory")
+    made = FactoryCall.of(spec, f"{what} is package.module:factory").result()
     if not callable(made):
         raise ModelSpecError(f"{spec} gave a {type(made).__name__}: the factory of {what} returns a function.")
     return made
@@ -70,8 +71,8 @@ def load_inputs(specs: Sequence[str], device: torch.device) -> tuple[tuple[Any, 
         ModelSpecError: a text has neither form, or a factory returns something else.
         CaptureError: a factory raises.
     """
-    if len(specs) == 1 and ":" in specs[0] and "[" not in specs[0]:
-        made = _called(specs[0], f"inputs are {_FORMS}")
+    if len(specs) == 1 and is_factory_call(specs[0]):
+        made = FactoryCall.of(specs[0], f"inputs are {_FORMS}").result()
         if isinstance(made, dict):
             return (), {str(name): value for name, value in made.items()}
         if isinstance(made, torch.Tensor):
@@ -84,7 +85,7 @@ def load_inputs(specs: Sequence[str], device: torch.device) -> tuple[tuple[Any, 
     for spec in specs:
         found = _SHAPE.fullmatch(spec)
         if found is None:
-            alone = "; a factory gives all inputs and stands alone" if ":" in spec and "[" not in spec else ""
+            alone = "; a factory gives all inputs and stands alone" if is_factory_call(spec) else ""
             raise ModelSpecError(f"cannot read the input {spec!r}: it is {_FORMS}{alone}.")
         tensor, name = _tensor(found, generator).to(device), found["name"]
         if name is None:
@@ -94,6 +95,23 @@ def load_inputs(specs: Sequence[str], device: torch.device) -> tuple[tuple[Any, 
         else:
             kwargs[name] = tensor
     return tuple(args), kwargs
+
+
+def load_batches(spec: str) -> list[Any]:
+    """Call the factory of ``package.module:factory`` for batches: the inputs of one call, or an iterable of such.
+
+    Raises:
+        ModelSpecError: there is no such module or factory, or it returns something else.
+        CaptureError: the module or the factory raises.
+    """
+    made = FactoryCall.of(spec, f"batches are {_FORMS}").result()
+    if isinstance(made, (tuple, dict, torch.Tensor)):
+        return [made]
+    if not isinstance(made, Iterable):
+        raise ModelSpecError(
+            f"{spec} gave a {type(made).__name__}: batches are an iterable of tuples, dicts or tensors, or one."
+        )
+    return list(cast("Iterable[Any]", made))
 
 
 def _tensor(spec: re.Match[str], generator: torch.Generator) -> torch.Tensor:
@@ -115,45 +133,3 @@ def _tensor(spec: re.Match[str], generator: torch.Generator) -> torch.Tensor:
     if not 0 < int(below) <= torch.iinfo(dtype).max:
         raise ModelSpecError(f"the input {spec[0]!r}: the bound is from 1 to {torch.iinfo(dtype).max}.")
     return torch.randint(int(below), sizes, generator=generator, dtype=dtype)
-
-
-def _called(spec: str, form: str) -> Any:
-    """Call the callable that ``spec`` names. Errors of the user's code become a ``CaptureError``."""
-    module_name, colon, path = spec.partition(":")
-    if not (colon and _is_dotted(module_name) and _is_dotted(path)):
-        raise ModelSpecError(f"cannot read {spec!r}: {form}.")
-    try:
-        with random_numbers_kept():
-            torch.manual_seed(0)
-            value: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise ModelSpecError(
-                f"{spec}: there is no module {error.name!r} here. It is looked for in the current directory and where "
-                "Python looks."
-            ) from error
-        raise CaptureError(f"importing {module_name} raised {_said(error)}") from error
-    except Exception as error:
-        raise CaptureError(f"importing {module_name} raised {_said(error)}") from error
-    for name in path.split("."):
-        if not hasattr(value, name):
-            raise ModelSpecError(f"{module_name} has no {path!r}{nearest(name, dir(value))}.")
-        value = getattr(value, name)
-    if not callable(value):
-        raise ModelSpecError(f"{spec} is a {type(value).__name__}: name something to call without arguments.")
-    if isinstance(value, nn.Module):
-        raise ModelSpecError(f"{spec} is a model: name what makes one, such as a function that returns it.")
-    try:
-        with random_numbers_kept():
-            torch.manual_seed(0)
-            return value()
-    except Exception as error:
-        raise CaptureError(f"{spec} raised {_said(error)}") from error
-
-
-def _is_dotted(text: str) -> bool:
-    return all(part.isidentifier() for part in text.split("."))
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

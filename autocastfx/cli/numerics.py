@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autocastfx.capture.leave_intact import random_numbers_kept
+from autocastfx.cli import conversion_options
 from autocastfx.cli.model_options import converted, device_of, given_model
 from autocastfx.cli.model_spec import load_function, load_inputs
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError
@@ -49,6 +50,7 @@ def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argpar
     parser.add_argument("--most", type=int, default=20, metavar="N", help="show as many; 20")
     parser.add_argument("--in-order", action="store_true", help="show the first ones, not the worst")
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write the page of dump, with these numbers")
+    conversion_options.add_to(parser)
     parser.set_defaults(run=_compare)
 
     parser = add(

@@ -36,6 +36,12 @@ class VariantMaker:
     leaves: tuple[str, ...]
     device: torch.device | None
     baked: bool
+    kept_name: str = ""  # of the model's class, once the model is gone
+
+    @property
+    def class_name(self) -> str:
+        """The name of the model's class."""
+        return type(self.model).__name__ if self.model is not None else self.kept_name
 
     @property
     def weights(self) -> str:
@@ -84,4 +90,4 @@ class VariantMaker:
 
     def without_model(self) -> VariantMaker:
         """A maker that can convert what was captured, but capture nothing more."""
-        return replace(self, model=None)
+        return replace(self, model=None, kept_name=self.class_name)

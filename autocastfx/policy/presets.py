@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 
 from autocastfx.errors import OpListError
 from autocastfx.policy.yaml_tree import nearest
 
-__all__ = ["preset_folder", "preset_path", "presets"]
+__all__ = ["preset_folder", "preset_path", "preset_title", "presets"]
 
 
 def preset_folder() -> Path:
@@ -34,3 +35,13 @@ def preset_path(name: str) -> Path:
             hint = ": in op_list=['default', FILE] it stands for the list of the dtype, and FILE needs no 'extends'"
         raise OpListError(f"no preset is named {name!r}{hint}. Presets: {', '.join(presets())}; a path ends in .yaml.")
     return path
+
+
+def preset_title(name: str) -> str:
+    """Return what a shipped list is: the first sentence of its file.
+
+    Raises:
+        OpListError: no shipped list has this name.
+    """
+    comment = takewhile(lambda line: line.startswith("#"), preset_path(name).read_text(encoding="utf-8").splitlines())
+    return " ".join(line.removeprefix("#").strip() for line in comment).partition(". ")[0].rstrip(".")

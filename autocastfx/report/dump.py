@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -12,10 +13,13 @@ from autocastfx.report.compared import Compared
 from autocastfx.report.compiled_graph import graphs_of, views_of_graphs
 from autocastfx.report.html import render_html
 from autocastfx.report.render import FORMATS, render
+from autocastfx.report.row_filter import check_names
+from autocastfx.report.text import render_text
+from autocastfx.report.text_options import TextOptions
 from autocastfx.report.view import View, view
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["dump", "view_of", "views_of"]
+__all__ = ["dump", "dump_text", "view_of", "views_of"]
 
 
 _SUFFIXES = {".dot": "dot", ".gv": "dot", ".graphml": "graphml", ".html": "html", ".json": "json", ".py": "python"}
@@ -27,12 +31,17 @@ def dump(
     format: str | None = None,
     *,
     comparison: Compared | None = None,
+    width: int | None = 120,
+    full: bool = False,
+    only: str | None = None,
+    module: str | None = None,
+    summary: bool = False,
 ) -> str:
     """Show every node of a converted model with its precision and the reason, and every cast.
 
     Shows the variant of ``amp_model.graph`` and ``amp_model.plan``, the first captured for the model's present mode.
-    ``"html"`` holds all variants, and shows this one or the compared one first. The text has no sizes or values, and is
-    the same on every machine. Of an enabled model all graphs captured so far are shown, one after the other.
+    ``"html"`` holds all variants, and shows this one or the compared one first. The text has no values, and is the same
+    on every machine. Of an enabled model all graphs captured so far are shown, one after the other.
 
     Args:
         amp_model: a converted model, unpickled or not, or an enabled one.
@@ -43,14 +52,24 @@ def dump(
             searched. By default that of the path's suffix (``.json``, ``.dot`` or ``.gv``, ``.graphml``, ``.py``,
             ``.html``), else ``"text"``.
         comparison: a result of :func:`compare` for ``amp_model``, shown on the page with the variant that was compared.
+        width: of the text: the most characters of a line, at least 40. Names that are too long lose their middle, and
+            reasons their end; None shortens nothing.
+        full: give each parameter, cast and other node of the text a line of its own; by default the line of an op tells
+            of the casts that it reads.
+        only: let the text show a part of the nodes: those of a precision (``"low"``, ``"float32"``, ``"captured"``,
+            ``"given"``), of a category (``"deny"``) or of an op, or with ``"casts"`` those that read casts.
+        module: let it show the nodes inside a module alone, by its path or a pattern as in op lists
+            (``"layers.*.attn"``, ``"re:…"``).
+        summary: let it count nodes by op and by module, and list none.
 
     Returns:
         The text, which ends with a newline.
 
     Raises:
-        ValueError: the format is unknown; or ``comparison`` is given with a format other than ``"html"``; or it is of
-            another model, or of a variant that this model lacks; or an enabled model has several graphs, of which the
-            format holds one.
+        ValueError: the format is unknown; or ``only`` or ``module`` names nothing in the model, and the message
+            suggests the nearest; or an argument of the text is wrong, or given with another format; or ``comparison``
+            is given with a format other than ``"html"``; or it is of another model, or of a variant that this model
+            lacks; or an enabled model has several graphs, of which the format holds one.
         TypeError: ``amp_model`` is neither converted nor enabled, or ``comparison`` is not a comparison.
         VariantError: nothing is captured yet.
         FileNotFoundError: the folder of ``path`` does not exist.
@@ -65,24 +84,45 @@ def dump(
         raise TypeError(f"comparison= takes what compare() returned, not a {type(comparison).__name__}")
     if comparison is not None and format != "html":
         raise ValueError(f"comparison= goes into format='html', not {format!r}: leave it away, or print it by itself")
-    views, shown = views_of(amp_model, "dump shows")
-    if format == "html":
-        text = render_html(views, shown, comparison)
-    elif isinstance(amp_model, AmpModule):
-        text = render(views[shown], format)
-    elif format == "text":
-        text = "\n".join(render(one, format) for one in views)
-    elif len(views) == 1:
-        text = render(views[0], format)
+    options = TextOptions(width=width, full=full, only=only, module=module, summary=summary)
+    if format != "text" and options != TextOptions(width=width):
+        raise ValueError(f"full=, only=, module= and summary= are for the format 'text', not for {format!r}")
+    if format == "text":
+        text = dump_text(amp_model, options)
     else:
-        raise ValueError(
-            f"this model has {len(views)} graphs, and {format!r} holds one: take 'text' or 'html', or dump one of "
-            "autocastfx.backend_of(model).graphs"
-        )
+        text = _rendered(amp_model, format, comparison)
     if path is not None:
         check_writable(Path(path))
         write_whole(Path(path), text)
     return text
+
+
+def dump_text(amp_model: nn.Module, options: TextOptions) -> str:
+    """Return the text of :func:`dump`.
+
+    Raises:
+        ValueError: ``only`` or ``module`` names nothing in the model.
+        TypeError: ``amp_model`` is neither converted nor enabled.
+        VariantError: nothing is captured yet.
+    """
+    views, shown = views_of(amp_model, "dump shows")
+    views = [views[shown]] if isinstance(amp_model, AmpModule) else views
+    check_names((row for one in views for row in one.rows), options.only, options.module)
+    return "\n".join(render_text(one, options) for one in views)
+
+
+def _rendered(amp_model: nn.Module, format: str, comparison: Compared | None) -> str:
+    views, shown = views_of(amp_model, "dump shows")
+    if format == "html":
+        return render_html(views, shown, comparison)
+    if isinstance(amp_model, AmpModule):
+        return render(views[shown], format)
+    if len(views) == 1:
+        return render(views[0], format)
+    raise ValueError(
+        f"this model has {len(views)} graphs, and {format!r} holds one: take 'text' or 'html', or dump one of "
+        "autocastfx.backend_of(model).graphs"
+    )
 
 
 def views_of(model: object, does: str) -> tuple[list[View], int]:
@@ -99,7 +139,7 @@ def views_of(model: object, does: str) -> tuple[list[View], int]:
     if isinstance(model, AmpModule):
         return [_view(model, number) for number in range(len(model._shown))], _shown(model)
     if (graphs := graphs_of(model)) is not None:
-        return views_of_graphs(graphs), 0
+        return [replace(one, model=type(model).__name__) for one in views_of_graphs(graphs)], 0
     raise TypeError(
         f"{does} what convert() returned, or what enable() was given, not a {type(model).__name__}: convert or enable "
         "the model first"
@@ -122,4 +162,5 @@ def _view(amp_model: AmpModule, number: int) -> View:
     variant = variants[number]
     mode = "mixed modes" if variant.mode == "mixed" else f"{variant.mode} mode"
     what = "draft " if variant.plan.unverified else ""
-    return view(amp_model, variant, f"{what}{number + 1} of {len(variants)}, {mode}, called with {variant.structure}")
+    words = f"{what}{number + 1} of {len(variants)}, {mode}, called with {variant.structure}"
+    return replace(view(amp_model, variant, words), model=amp_model._maker.class_name)

@@ -11,7 +11,7 @@ __all__ = ["summary"]
 
 
 def summary(view: View) -> list[str]:
-    """Return lines with dtype, device, op list, variant, and counts of nodes, casts, unlisted and recomposed ops."""
+    """Return lines with dtype, device, op list, model and variant, and counts of nodes, casts and some ops."""
     plan = view.plan
     run = [row.precision for row in view.rows if row.kind == "op"]
     low, wide, captured = (run.count(p) for p in (Precision.LOW, Precision.FLOAT32, Precision.CAPTURED))
@@ -24,6 +24,7 @@ def summary(view: View) -> list[str]:
     recomposed = [f"recomposed: {', '.join(f'{name} ({count})' for name, count in counts)}"] if counts else []
     return [
         f"autocastfx: {plan.low} on {plan.device}, op list {plan.op_list}",
+        *([f"model: {view.model}"] if view.model else []),
         *([draft] if plan.unverified else []),
         f"variant: {view.variant}",
         f"nodes: {low} low ({plan.low}), {wide} float32{given}, {captured} captured (no float32 value)",

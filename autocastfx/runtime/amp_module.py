@@ -20,6 +20,7 @@ from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError, 
 from autocastfx.plan.plan import Plan
 from autocastfx.runtime.forwarded_attributes import forwarded, set_on_original, signed_forward
 from autocastfx.runtime.jit_trace import untraced, warn_of_sizes
+from autocastfx.runtime.model_text import model_text
 from autocastfx.runtime.module_tree import class_of_converted, mirror
 from autocastfx.runtime.observe import Observer, run_observed
 from autocastfx.runtime.stored_low import own_tensors, refuse_gradients, refuse_training, stored_low
@@ -215,8 +216,11 @@ class AmpModule(fx.GraphModule):
             self._active.compile_graph()
         return None
 
+    def __repr__(self) -> str:
+        return model_text(self._mounted, self._modes())
+
     def __str__(self) -> str:
-        return super().__str__() if self._shown else f"{nn.Module.__repr__(self)}\n# {self._not_captured()}"
+        return super().__str__() if self._shown else f"{self!r}\n# {self._not_captured()}"
 
     def _held(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by the original's names, tied ones under each of their names."""
@@ -310,12 +314,12 @@ class AmpModule(fx.GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpModule:
         tree = copy.deepcopy(self._tree(), memo)
-        result = _rebuild(tree, self._signature, self._maker, [_copied(v, memo) for v in self._shown])
+        result = _rebuild(tree, self._signature, self._maker, [v.copied(memo) for v in self._shown])
         memo[id(self)] = result
         return result
 
     def __copy__(self) -> AmpModule:
-        return _rebuild(self._tree(), self._signature, self._maker, [_copied(v, None) for v in self._shown])
+        return _rebuild(self._tree(), self._signature, self._maker, [v.copied(None) for v in self._shown])
 
     def __reduce__(self) -> tuple[Any, ...]:
         maker = self._maker.without_model() if self.variants else self._maker  # which captures at the first call
@@ -340,10 +344,3 @@ def _rebuild(tree: nn.Module, signature: CallSignature, maker: Maker, variants: 
         result._mounted.add(variant)
     result._mounted.refuse_move(result._place())  # where torch.load(map_location=...) has put it
     return result
-
-
-def _copied(variant: Variant, memo: dict[int, Any] | None) -> Variant:
-    restore, parts = variant.__reduce__()
-    made = restore(*(copy.deepcopy(parts, memo) if memo is not None else parts))
-    made.captured = variant.captured
-    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 import traceback
@@ -186,6 +187,13 @@ class Variant(nn.Module):
         self.device = device
         self.autocast = device.type if torch.amp.is_autocast_available(device.type) else None
         self.compile_graph()
+
+    def copied(self, memo: dict[int, Any] | None) -> Variant:
+        """Return a copy, which shares what was captured; ``memo`` is a deep copy's, or None for a shallow one."""
+        restore, parts = self.__reduce__()
+        made: Variant = restore(*(copy.deepcopy(parts, memo) if memo is not None else parts))
+        made.captured = self.captured
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         attributes: dict[str, Any] = {}

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,8 +52,31 @@ class Sign(nn.Module):
         return x if x.sum() > 0 else -x
 
 
-def batch():
-    return (torch.ones(4, 32),)
+class Sized(nn.Module):
+    def __init__(self, width, depth=1):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Soft(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        x = torch.softmax(self.a(x), -1)
+        return self.b(x * torch.sigmoid(x))
+
+
+def batch(width=32, scale=1):
+    return (torch.ones(4, width) * scale,)
+
+
+def large():
+    return [batch(32, 1e6), batch()]
 
 
 def keywords():
@@ -110,7 +134,31 @@ def model() -> torch.nn.Module:
 def test_dump_prints_what_dump_returns(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "dump", "cli_models:small", *INPUTS)
     assert (code, err) == (0, "")
-    assert out == autocastfx.dump(autocastfx.convert(model(), (torch.ones(4, 32),), dtype="float16"))
+    assert out == autocastfx.dump(autocastfx.convert(model(), (torch.ones(4, 32),), dtype="float16"), width=None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "options"),
+    [
+        (["--full"], {"full": True}),
+        (["--only", "casts"], {"only": "casts"}),
+        (["--module", "[01]"], {"module": "[01]"}),
+        (["--summary"], {"summary": True}),
+        (["--width", "60"], {"width": 60}),
+        (["--width", "0"], {}),
+    ],
+    ids=str,
+)
+def test_dump_takes_what_dump_takes(
+    capsys: pytest.CaptureFixture[str], argv: list[str], options: dict[str, Any], tmp_path: Path
+) -> None:
+    said = run(capsys, "dump", "cli_models:small", *INPUTS, *argv)
+    expected = autocastfx.dump(
+        autocastfx.convert(model(), (torch.ones(4, 32),), dtype="float16"), **{"width": None, **options}
+    )
+    assert said == (0, expected, "")
+    assert run(capsys, "dump", "cli_models:small", *INPUTS, *argv, "-o", str(tmp_path / "x.txt")) == (0, "", "")
+    assert (tmp_path / "x.txt").read_text(encoding="utf-8") == expected
 
 
 @pytest.mark.usefixtures("both_modes")
@@ -246,12 +294,106 @@ def test_convert_saves_a_model_that_runs(capsys: pytest.CaptureFixture[str], tmp
     assert loaded(torch.ones(3, 32)).shape == (3, 8)
 
 
+@pytest.fixture
+def saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:
+    """A file of a converted model."""
+    target = str(tmp_path / "model.pt")
+    assert run(capsys, "convert", "cli_models:small", *INPUTS, "--mode", "eval", "-o", target)[0] == 0
+    return target
+
+
+def test_a_converted_model_is_read_again(capsys: pytest.CaptureFixture[str], saved: str) -> None:
+    loaded = torch.load(saved, weights_only=False)
+    code, out, err = run(capsys, "dump", saved, "--trust", "--only", "low")
+    assert (code, out, err) == (0, autocastfx.dump(loaded, only="low", width=None), "")
+    assert "model: Sequential\n" in out
+    code, out, err = run(capsys, "explain", saved, "gelu", "--trust")
+    assert (code, out, err) == (0, autocastfx.explain(loaded, "gelu"), "")
+    assert run(capsys, "dump", saved)[0] == 2, "without --trust"
+
+
+@pytest.mark.parametrize(
+    "options", [["--op-list", "base"], ["--fold", "none"], ["--no-recompose"], ["--dtype", "bfloat16"], [*INPUTS]]
+)
+def test_it_is_not_converted_anew(capsys: pytest.CaptureFixture[str], saved: str, options: list[str]) -> None:
+    code, _, err = run(capsys, "dump", saved, "--trust", *options)
+    assert code == 2
+    assert "the file holds a model that is converted already, to float16: leave " + options[0] in err
+    assert "give the original" in run(capsys, "lint", saved, "--trust", *INPUTS)[2]
+
+
+def test_a_model_is_an_instance_a_class_or_a_call_with_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    expected = run(capsys, "dump", "cli_models:small", *INPUTS)
+    assert run(capsys, "dump", "cli_models:MODEL", *INPUTS) == expected
+    code, out, _ = run(capsys, "dump", "cli_models:Sized(8, depth=2)", "--inputs", "cli_models:batch(8)")
+    assert code == 0
+    assert "model: Sized\n" in out
+    assert "linear_1" in out
+    assert "linear_2" not in out
+
+
+def planned(capsys: pytest.CaptureFixture[str], *options: str) -> autocastfx.Plan:
+    code, out, err = run(capsys, "dump", "cli_models:Soft", "--format", "json", *options)
+    assert (code, err) == (0, "")
+    return autocastfx.Plan.from_json(out)
+
+
+def test_dump_takes_what_convert_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plan = planned(capsys, *INPUTS)
+    runs = {node.op: str(node.placement.run) for node in plan.nodes}
+    assert (plan.device, runs["softmax"]) == ("cpu", "float32")
+    assert [one.pattern for one in plan.recomposed] == ["silu"]
+    assert planned(capsys, *INPUTS, "--device", "cuda").device == "cuda"
+    folded = planned(capsys, *INPUTS, "--fold", "kernel")["softmax"].placement
+    assert folded.because.why is autocastfx.Why.FOLDED
+    assert not planned(capsys, *INPUTS, "--no-recompose").recomposed
+    assert not planned(capsys, *INPUTS, "--recompose", "softmax").recomposed
+    data = json.loads(plan.to_json())
+    placement = next(node["placement"] for node in data["nodes"] if node["name"] == "softmax")
+    placement["run"] = placement["store"] = "low"
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    edited = planned(capsys, *INPUTS, "--plan", str(tmp_path / "plan.json"))
+    assert str(edited["softmax"].placement.run) == "low"
+
+
+def test_values_are_measured_before_the_conversion(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    large = {"calls": "cli_models:large", "a call": "cli_models:batch(32, 1e6)"}
+    for batches in large.values():
+        for inputs in (INPUTS, ()):
+            plan = planned(capsys, "--calibrate", batches, *inputs)
+            assert plan["linear"].decision.source is autocastfx.Forced.RANGE
+            assert not plan.unverified
+    assert planned(capsys, "--calibrate", "float32[4,32]")["linear"].decision.source is not autocastfx.Forced.RANGE
+    found = autocastfx.calibrate(sys.modules["cli_models"].Soft(), sys.modules["cli_models"].large())
+    found.save(tmp_path / "ranges.json")
+    plan = planned(capsys, *INPUTS, "--calibrate", str(tmp_path / "ranges.json"))
+    assert plan["linear"].decision.source is autocastfx.Forced.RANGE
+
+
 BAD = {
     "no such module": (["dump", "cli_nothing:small"], 2, "there is no module 'cli_nothing'"),
     "no such factory": (["dump", "cli_models:smal"], 2, "cli_models has no 'smal' (did you mean 'small'?)."),
     "no factory": (["dump", "cli_models"], 2, "a model is package.module:factory"),
-    "no callable": (["dump", "cli_models:LIMIT"], 2, "name something to call without arguments"),
-    "a model itself": (["dump", "cli_models:MODEL"], 2, "name what makes one"),
+    "no callable": (["dump", "cli_models:LIMIT"], 2, "name a model, or something to call"),
+    "a model with arguments": (["dump", "cli_models:MODEL()"], 2, "is a model itself: leave the arguments out"),
+    "arguments that are code": (["dump", "cli_models:Sized(int('3'))"], 2, "they are literals"),
+    "a name that selects nothing": (["dump", "cli_models:small", "--only", "gleu"], 2, "(did you mean 'gelu'?)."),
+    "a module that is not there": (
+        ["dump", "cli_models:small", "--module", "9"],
+        2,
+        "no module of the model matches '9'",
+    ),
+    "counts and nodes": (["dump", "cli_models:small", "--full", "--summary"], 2, "give one of them"),
+    "a part of a plan": (["dump", "cli_models:small", "--only", "low", "--format", "json"], 2, "for the format 'text'"),
+    "a narrow table": (["dump", "cli_models:small", "--width", "9"], 2, "width is at least 40"),
+    "a near module": (["dump", "cli_model:small"], 2, "here (did you mean 'cli_models'?)."),
+    "a near submodule": (["dump", "torch.outograd:f"], 2, "'torch.outograd' here (did you mean 'torch.autograd'?)."),
+    "no device": (["dump", "cli_models:small", "--device", "gpu9"], 2, "--device gpu9 is no device"),
+    "no pattern": (["dump", "cli_models:small", "--recompose", "gelo"], 2, "there is no pattern 'gelo'"),
+    "no ranges": (["dump", "cli_models:small", "--calibrate", "none.json"], 2, "no such file of ranges"),
+    "no batches": (["dump", "cli_models:small", "--calibrate", "cli_models:number"], 2, "batches are an iterable of"),
+    "no plan to obey": (["dump", "cli_models:small", "--plan", "none.json"], 2, "cannot read the plan"),
+    "files and a fold": (["diff", "a.json", "b.json", "--fold", "none"], 2, "leave out --fold."),
     "no model": (["dump", "cli_models:number"], 2, "cli_models:number gave a int"),
     "a factory that raises": (["dump", "cli_models:raises"], 3, "cli_models:raises raised ValueError: no weights here"),
     "a module that fails": (["dump", "cli_broken:small"], 3, "importing cli_broken raised ModuleNotFoundError"),
@@ -273,6 +415,7 @@ BAD = {
     "a list that is wrong": (["dump", "cli_models:small", "--op-list", "wrong.yaml"], 1, "wrong.yaml:2:5: "),
     "broken YAML": (["lists", "check", "broken.yaml"], 1, "broken.yaml:2:1: this is not YAML"),
     "no such list": (["lists", "check", "nothing.yaml"], 2, "cannot read the op list nothing.yaml"),
+    "no such list by name": (["dump", "cli_models:small", "--op-list", "float61"], 2, "did you mean 'float16'?"),
     "no such preset": (["lists", "path", "float61"], 2, "no preset is named 'float61' (did you mean 'float16'?)"),
     "a model without inputs": (["lists", "check", "used.yaml", "--model", "cli_models:small"], 2, "give --inputs"),
     "inputs without a model": (["lists", "check", "used.yaml", *INPUTS], 2, "give --model"),
@@ -310,7 +453,34 @@ def test_ctrl_c_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "dump", "cli_models:interrupted") == (130, "", "autocastfx: interrupted\n")
 
 
-@pytest.mark.parametrize("argv", [[], ["dump"], ["dump", "m:f", "--dtype", "float32"], ["lists"], ["dmp"]])
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["dmp"], "invalid choice: 'dmp' (choose from"),
+        (["dmp"], "(did you mean 'dump'?)"),
+        (["lists", "shwo"], "(did you mean 'show'?)"),
+        (["dump", "m:f", "--format", "jsn"], "(did you mean 'json'?)"),
+    ],
+)
+def test_an_unknown_choice_is_refused_with_the_nearest(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_lists_alone_names_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "lists")
+    assert (code, err) == (0, "")
+    names = [line.split()[0] for line in out.splitlines()]
+    assert names == ["default", *autocastfx.presets()]
+    assert "base                 What both 16-bit dtypes share\n" in out
+    assert all(len(line.split()) > 3 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("argv", [[], ["dump"], ["dump", "m:f", "--dtype", "float32"], ["dmp"]])
 def test_unknown_arguments_end_with_2(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv)
@@ -345,6 +515,7 @@ def test_the_installed_command_is_main() -> None:
 
 
 @with_pinned_torch
+@pytest.mark.usefixtures("both_modes")
 def test_the_page_shows_what_its_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = blocks(PAGE.read_text(encoding="utf-8"))
@@ -362,7 +533,7 @@ def test_the_page_shows_what_its_commands_print(tmp_path: Path, monkeypatch: pyt
             assert name == "autocastfx"
             assert comparable(said.getvalue()).strip() == comparable(expected).strip(), line
             ran += 1
-    assert ran == 6
+    assert ran == 7
 
 
 def test_the_page_names_every_command_and_is_in_the_index() -> None:

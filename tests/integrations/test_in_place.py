@@ -290,6 +290,7 @@ def test_an_enabled_model_is_dumped_and_explained() -> None:
         autocastfx.dump(model)
     model(x)
     text = autocastfx.dump(model)
+    assert text.splitlines()[1] == "model: Scaled"
     assert "variant: graph 1 of 1, captured by torch.compile" in text
     assert autocastfx.Plan.from_json(autocastfx.dump(model, format="json")).low == "bfloat16"
     why = autocastfx.explain(model, "tanh")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 
 import autocastfx
 from autocastfx import Plan
+from autocastfx.report.dump import view_of
+from autocastfx.report.text import render_text
 from tests.golden.models import CASES, converted
 
 FORMATS = ("text", "json", "dot", "graphml", "python", "html")
@@ -35,7 +38,14 @@ def test_a_path_may_be_a_string_without_a_folder(tmp_path: Path, monkeypatch: py
 def test_an_unpickled_model_gives_the_same(name: str, format: str) -> None:
     amp_model = converted(name)
     unpickled = pickle.loads(pickle.dumps(amp_model))
-    assert autocastfx.dump(unpickled, format=format) == autocastfx.dump(amp_model, format=format)
+    shown = autocastfx.dump(amp_model, format=format) if format != "text" else without_shapes(amp_model)
+    assert autocastfx.dump(unpickled, format=format) == shown
+
+
+def without_shapes(amp_model: autocastfx.AmpModule) -> str:
+    """The text of a model from a file, which does not know the shapes of values."""
+    shown = view_of(amp_model)
+    return render_text(replace(shown, rows=tuple(replace(row, shape="") for row in shown.rows)))
 
 
 @pytest.mark.parametrize("name", CASES)

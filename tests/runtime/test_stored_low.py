@@ -88,7 +88,7 @@ def test_what_is_read_low_is_stored_low_and_nothing_else(amp_model: AmpModule) -
     assert {stored[name] for name in stored.keys() - wide} == {LOW}
     assert amp_model.first.weight is amp_model.second.weight
     assert not any(p.requires_grad for p in amp_model.parameters())
-    rows = [line.split() for line in autocastfx.dump(amp_model).splitlines() if " parameter " in line]
+    rows = [line.split() for line in autocastfx.dump(amp_model, full=True).splitlines() if " parameter " in line]
     shown = {row[2]: row[3] for row in rows}
     assert (shown["layers.0.qkv.weight"], shown["layers.0.norm1.weight"]) == ("bfloat16", "float32")
 

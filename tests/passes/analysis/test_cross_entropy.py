@@ -95,7 +95,7 @@ def test_the_plan_and_the_dump_know_it_by_its_own_name() -> None:
     planned = amp_model.plan["cross_entropy_loss"]
     assert (planned.op, planned.decision.category, planned.dtype) == ("cross_entropy_loss", "deny", "float32")
     lines = autocastfx.dump(amp_model).splitlines()
-    assert any(line.split()[:2] == ["cross_entropy_loss"] * 2 for line in lines)
+    assert any(line.split()[:1] == ["cross_entropy_loss"] for line in lines)
 
 
 SHAPES = {"vector": (8,), "matrix": (6, 8), "line": (2, 8, 3), "image": (2, 8, 3, 4)}
