@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from autocastfx.capture.given_inputs import device_of
 from autocastfx.cli import doctor as machine
 from autocastfx.cli.conversion_options import given_options
 from autocastfx.cli.list_check import rule_uses
-from autocastfx.cli.model_options import converted, device_of, given_model
+from autocastfx.cli.model_options import converted, given_model
 from autocastfx.cli.model_spec import load_inputs
 from autocastfx.cli.terminal import for_output
+from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import ModelSpecError, PlanError
 from autocastfx.files import check_writable, read_whole, replacing
 from autocastfx.plan.plan import Plan
@@ -43,6 +45,8 @@ __all__ = [
     "print_json",
     "show_list",
 ]
+
+_LISTED = "float16"  # the list that "default" stands for where neither --dtype nor a model says
 
 
 def dump(options: Namespace) -> int:
@@ -129,7 +133,7 @@ def list_presets(_options: Namespace) -> int:
 
 def show_list(options: Namespace) -> int:
     """Run ``lists show LIST``."""
-    op_list = load_op_list(options.list, default=options.dtype)
+    op_list = load_op_list(options.list, default=options.dtype or _LISTED)
     if options.json:
         return print_json([_of_rule(rule) for rule in op_list.every_rule()])
     sys.stdout.write(op_list.text())
@@ -138,8 +142,8 @@ def show_list(options: Namespace) -> int:
 
 def check_list(options: Namespace) -> int:
     """Run ``lists check LIST …``. Returns 1 if a rule matches no node; a wrong list raises ``OpListError``."""
-    op_list = load_op_list(options.list, default=options.dtype)
     if options.model is None:
+        op_list = load_op_list(options.list, default=options.dtype or _LISTED)
         if options.inputs or options.weights:
             raise ModelSpecError("--inputs and --weights are for a model: give --model.")
         own = [rule for rule in op_list.every_rule() if not rule.shipped]
@@ -151,7 +155,10 @@ def check_list(options: Namespace) -> int:
     if not options.inputs:
         raise ModelSpecError("rules are matched against a captured model: give --inputs.")
     model = given_model(options, options.model)
-    uses = rule_uses(op_list, model, *load_inputs(options.inputs, device_of(model)), getattr(torch, options.dtype))
+    place = device_of(model)
+    dtype = chosen_dtype(options.dtype, place)
+    op_list = load_op_list(options.list, default=dtype_name(dtype))
+    uses = rule_uses(op_list, model, *load_inputs(options.inputs, place), dtype)
     if options.json:
         print_json(list(uses))
     else:
@@ -167,7 +174,7 @@ def list_path(options: Namespace) -> int:
 
 def diff_lists(options: Namespace) -> int:
     """Run ``lists diff BEFORE AFTER``. Returns 1 if the lists differ."""
-    before, after = (load_op_list(name, default=options.dtype) for name in (options.before, options.after))
+    before, after = (load_op_list(name, default=options.dtype or _LISTED) for name in (options.before, options.after))
     changes = before.diff(after)
     if options.json:
         print_json(list(changes))

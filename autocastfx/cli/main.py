@@ -145,7 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--json", action="store_true", help="give data instead of text")
     dtype = argparse.ArgumentParser(add_help=False)
     dtype.add_argument(
-        "--dtype", choices=tuple(map(dtype_name, LOW_DTYPES)), default="float16", help="the 16-bit dtype"
+        "--dtype",
+        choices=tuple(map(dtype_name, LOW_DTYPES)),
+        help="the 16-bit dtype; default: bfloat16 for a model on a CPU, else float16",
     )
     inputs = argparse.ArgumentParser(add_help=False, parents=[dtype])
     inputs.add_argument("--inputs", nargs="+", action="extend", default=[], metavar="INPUT", help=_INPUTS)

@@ -7,15 +7,17 @@ from argparse import Namespace
 import torch
 from torch import nn
 
+from autocastfx.capture.given_inputs import device_of
 from autocastfx.cli.conversion_options import conversion_arguments, given_options
 from autocastfx.cli.model_file import is_model_file, load_pickled, load_weights
 from autocastfx.cli.model_spec import load_inputs, load_model
 from autocastfx.conversion import convert
+from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import ModelSpecError, NotCapturedError
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["converted", "device_of", "given_model"]
+__all__ = ["converted", "given_model"]
 
 
 def given_model(options: Namespace, spec: str) -> nn.Module:
@@ -42,8 +44,6 @@ def converted(
     Raises:
         AutocastFXError: the model or the inputs cannot be loaded, or the model cannot be converted.
     """
-    dtype: torch.dtype = getattr(torch, options.dtype)
-    lists: OpList = load_op_list(op_list, default=options.dtype)
     model = given_model(options, options.model) if model is None else model
     if isinstance(model, AmpModule):
         _check_converted(options, model, device)
@@ -52,6 +52,8 @@ def converted(
     how = conversion_arguments(options, place)
     if device is not None:
         how["device"] = device
+    dtype = chosen_dtype(options.dtype, torch.device(how.get("device") or place))
+    lists: OpList = load_op_list(op_list, default=dtype_name(dtype))
     if not options.inputs and not isinstance(how.get("calibrate"), list):
         draft = convert(model, dtype=dtype, op_list=lists, **how)
         try:
@@ -78,18 +80,9 @@ def _check_converted(options: Namespace, model: AmpModule, device: str | None) -
     given = [
         *names,
         *given_options(options),
-        *([f"--dtype {options.dtype}"] if _contradicts(options.dtype, low) else []),
+        *([f"--dtype {options.dtype}"] if options.dtype not in (None, low) else []),
     ]
     if given:
         raise ModelSpecError(
             f"the file holds a model that is converted already, to {low}: leave {', '.join(given)} out."
         )
-
-
-def _contradicts(dtype: str, low: str) -> bool:
-    return dtype not in (low, "float16")  # the latter is also what stands there if nothing was given
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's parameters and buffers; the CPU if it has none."""
-    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from autocastfx.capture.given_inputs import device_of
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.cli import conversion_options
-from autocastfx.cli.model_options import converted, device_of, given_model
+from autocastfx.cli.model_options import converted, given_model
 from autocastfx.cli.model_spec import load_function, load_inputs
+from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError
 from autocastfx.files import check_writable
 from autocastfx.numerics.bisect import bisect
@@ -117,9 +119,11 @@ def _bisect(options: argparse.Namespace) -> int:
         raise ModelSpecError(f"--tolerance of the metric {options.metric} is from 0 on, not {options.tolerance}.")
     _check(options, "bisect runs the model")
     own = load_function(options.metric, "a metric") if options.metric not in METRICS else None
-    lists = load_op_list(options.op_list or "default", default=options.dtype)
     model = given_model(options, options.model)
-    args, kwargs = load_inputs(options.inputs, device_of(model))
+    place = device_of(model)
+    low = chosen_dtype(options.dtype, place)
+    lists = load_op_list(options.op_list or "default", default=dtype_name(low))
+    args, kwargs = load_inputs(options.inputs, place)
     metric = own or OutputError(model, args, kwargs, options.metric, options.seed)
     try:
         with _shown() as show:
@@ -129,7 +133,7 @@ def _bisect(options: argparse.Namespace) -> int:
                 metric,
                 options.tolerance,
                 example_kwargs=kwargs,
-                dtype=getattr(torch, options.dtype),
+                dtype=low,
                 op_list=lists,
                 state=options.resume,
                 label=", ".join(f"{name} {given}" for name, given in vars(options).items() if name in _OF_A_SEARCH),

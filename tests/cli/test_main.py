@@ -134,7 +134,7 @@ def model() -> torch.nn.Module:
 def test_dump_prints_what_dump_returns(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "dump", "cli_models:small", *INPUTS)
     assert (code, err) == (0, "")
-    assert out == autocastfx.dump(autocastfx.convert(model(), (torch.ones(4, 32),), dtype="float16"), width=None)
+    assert out == autocastfx.dump(autocastfx.convert(model(), (torch.ones(4, 32),)), width=None)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_dump_takes_what_dump_takes(
 ) -> None:
     said = run(capsys, "dump", "cli_models:small", *INPUTS, *argv)
     expected = autocastfx.dump(
-        autocastfx.convert(model(), (torch.ones(4, 32),), dtype="float16"), **{"width": None, **options}
+        autocastfx.convert(model(), (torch.ones(4, 32),)), **{"width": None, **options}
     )
     assert said == (0, expected, "")
     assert run(capsys, "dump", "cli_models:small", *INPUTS, *argv, "-o", str(tmp_path / "x.txt")) == (0, "", "")
@@ -313,12 +313,12 @@ def test_a_converted_model_is_read_again(capsys: pytest.CaptureFixture[str], sav
 
 
 @pytest.mark.parametrize(
-    "options", [["--op-list", "base"], ["--fold", "none"], ["--no-recompose"], ["--dtype", "bfloat16"], [*INPUTS]]
+    "options", [["--op-list", "base"], ["--fold", "none"], ["--no-recompose"], ["--dtype", "float16"], [*INPUTS]]
 )
 def test_it_is_not_converted_anew(capsys: pytest.CaptureFixture[str], saved: str, options: list[str]) -> None:
     code, _, err = run(capsys, "dump", saved, "--trust", *options)
     assert code == 2
-    assert "the file holds a model that is converted already, to float16: leave " + options[0] in err
+    assert "the file holds a model that is converted already, to bfloat16: leave " + options[0] in err
     assert "give the original" in run(capsys, "lint", saved, "--trust", *INPUTS)[2]
 
 
@@ -360,13 +360,13 @@ def test_values_are_measured_before_the_conversion(capsys: pytest.CaptureFixture
     large = {"calls": "cli_models:large", "a call": "cli_models:batch(32, 1e6)"}
     for batches in large.values():
         for inputs in (INPUTS, ()):
-            plan = planned(capsys, "--calibrate", batches, *inputs)
+            plan = planned(capsys, "--dtype", "float16", "--calibrate", batches, *inputs)
             assert plan["linear"].decision.source is autocastfx.Forced.RANGE
             assert not plan.unverified
-    assert planned(capsys, "--calibrate", "float32[4,32]")["linear"].decision.source is not autocastfx.Forced.RANGE
+    assert planned(capsys, "--dtype", "float16", "--calibrate", "float32[4,32]")["linear"].decision.source is not autocastfx.Forced.RANGE
     found = autocastfx.calibrate(sys.modules["cli_models"].Soft(), sys.modules["cli_models"].large())
     found.save(tmp_path / "ranges.json")
-    plan = planned(capsys, *INPUTS, "--calibrate", str(tmp_path / "ranges.json"))
+    plan = planned(capsys, "--dtype", "float16", *INPUTS, "--calibrate", str(tmp_path / "ranges.json"))
     assert plan["linear"].decision.source is autocastfx.Forced.RANGE
 
 
@@ -503,7 +503,7 @@ def test_as_a_process_from_the_current_directory(folder: Path) -> None:
 
     done = process("dump", "cli_models:small", *INPUTS)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("autocastfx: float16 on cpu")
+    assert done.stdout.startswith("autocastfx: bfloat16 on cpu")
     refused = process("dump", "cli_models:raises")
     assert refused.returncode == 3
     assert refused.stderr == "autocastfx: error: cli_models:raises raised ValueError: no weights here\n"

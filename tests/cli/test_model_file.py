@@ -31,7 +31,7 @@ class Net(nn.Module):
     def forward(self, x):
         return self.second(torch.relu(self.first(x)))
 """
-INPUTS = ("--inputs", "float32[2,8]")
+INPUTS = ("--inputs", "float32[2,8]", "--dtype", "float16")
 RAN = "ran.txt"
 
 

@@ -120,7 +120,7 @@ class Picky(nn.Module):
     def forward(self, x):
         return self.inner(x)
 """
-INPUTS = ("--inputs", "numerics_models:batch")
+INPUTS = ("--inputs", "numerics_models:batch", "--dtype", "float16")
 FAULTY = (*INPUTS, "--op-list", "default", "mine.yaml")
 
 
