@@ -18,6 +18,7 @@ from autocastfx.errors import (
     OpListError,
     PlanError,
     ScaledGradientsWarning,
+    SkippedStepWarning,
     StateWarning,
     UncapturedGraphWarning,
     UnmatchedPlanWarning,
@@ -33,6 +34,8 @@ from autocastfx.numerics.compare import compare
 from autocastfx.numerics.exponent_counts import Exponents, Shares
 from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
 from autocastfx.numerics.gradient_histogram import GradientHistogram, gradient_histogram
+from autocastfx.numerics.watch import Watch, watch
+from autocastfx.numerics.watched_node import SkippedStep, WatchedNode
 from autocastfx.plan.cause import Cause, Why
 from autocastfx.plan.plan import (
     Decision,
@@ -129,6 +132,8 @@ __all__ = [
     "Rule",
     "ScaledGradientsWarning",
     "Shares",
+    "SkippedStep",
+    "SkippedStepWarning",
     "StateWarning",
     "StaticLossScale",
     "StepResult",
@@ -139,6 +144,8 @@ __all__ = [
     "UnsupportedError",
     "VariantError",
     "VerifyError",
+    "Watch",
+    "WatchedNode",
     "Why",
     "__version__",
     "backend_of",
@@ -157,4 +164,5 @@ __all__ = [
     "load_op_list",
     "presets",
     "suggest_loss_scale",
+    "watch",
 ]
