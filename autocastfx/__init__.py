@@ -29,11 +29,12 @@ from autocastfx.errors import (
 )
 from autocastfx.integrations.compile_backend import CompileBackend
 from autocastfx.integrations.in_place import backend_of, disable, enable
-from autocastfx.numerics.bisect import Bisection, Place, bisect
+from autocastfx.numerics.bisect import Bisection, bisect
 from autocastfx.numerics.compare import compare
-from autocastfx.numerics.exponent_counts import Exponents, Shares
+from autocastfx.numerics.exponent_counts import Exponents, Margin, Shares
 from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
 from autocastfx.numerics.gradient_histogram import GradientHistogram, gradient_histogram
+from autocastfx.numerics.place import Place
 from autocastfx.numerics.watch import Watch, watch
 from autocastfx.numerics.watched_node import SkippedStep, WatchedNode
 from autocastfx.plan.cause import Cause, Why
@@ -107,6 +108,7 @@ __all__ = [
     "LossScaler",
     "LossScalingOptimizer",
     "ManyVariantsWarning",
+    "Margin",
     "MissingExtraError",
     "ModuleRule",
     "NoLossScale",
