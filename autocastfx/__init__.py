@@ -23,6 +23,7 @@ from autocastfx.errors import (
     OpListError,
     PlanError,
     ScaledGradientsWarning,
+    SkippedStepWarning,
     StateWarning,
     UncapturedGraphWarning,
     UnmatchedPlanWarning,
@@ -33,11 +34,14 @@ from autocastfx.errors import (
 )
 from autocastfx.integrations.compile_backend import CompileBackend
 from autocastfx.integrations.in_place import backend_of, disable, enable
-from autocastfx.numerics.bisect import Bisection, Place, bisect
+from autocastfx.numerics.bisect import Bisection, bisect
 from autocastfx.numerics.compare import compare
-from autocastfx.numerics.exponent_counts import Exponents, Shares
+from autocastfx.numerics.exponent_counts import Exponents, Margin, Shares
 from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
 from autocastfx.numerics.gradient_histogram import GradientHistogram, gradient_histogram
+from autocastfx.numerics.place import Place
+from autocastfx.numerics.watch import Watch, watch
+from autocastfx.numerics.watched_node import SkippedStep, WatchedNode
 from autocastfx.plan.cause import Cause, Why
 from autocastfx.plan.plan import (
     Decision,
@@ -109,6 +113,7 @@ __all__ = [
     "LossScaler",
     "LossScalingOptimizer",
     "ManyVariantsWarning",
+    "Margin",
     "MissingExtraError",
     "ModuleRule",
     "NoLossScale",
@@ -134,6 +139,8 @@ __all__ = [
     "Rule",
     "ScaledGradientsWarning",
     "Shares",
+    "SkippedStep",
+    "SkippedStepWarning",
     "StateWarning",
     "StaticLossScale",
     "StepResult",
@@ -144,6 +151,8 @@ __all__ = [
     "UnsupportedError",
     "VariantError",
     "VerifyError",
+    "Watch",
+    "WatchedNode",
     "Why",
     "__version__",
     "backend_of",
@@ -162,4 +171,5 @@ __all__ = [
     "load_op_list",
     "presets",
     "suggest_loss_scale",
+    "watch",
 ]

@@ -123,6 +123,10 @@ class ScaledGradientsWarning(UserWarning):
     """Gradients were changed while they were multiplied by the loss scale."""
 
 
+class SkippedStepWarning(UserWarning):
+    """An optimizer skipped a step because a node of a watched model overflowed."""
+
+
 class UnmatchedRuleWarning(UserWarning):
     """A rule of the user's own op list matched no node of the model."""
 

@@ -28,6 +28,7 @@ from benchmarks import (
     report,
     short_attention,
     vocabulary,
+    watch,
 )
 from benchmarks.accuracy_tasks import TASKS, CharacterGPT, DigitsCNN, DigitsViT, Underflow
 from benchmarks.graphs import SHAPES
@@ -434,3 +435,22 @@ def test_a_first_dump_is_timed_and_shows_progress(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "shown: capturing BertForMaskedLM in train mode"
     assert lines[-1].startswith(said)
+
+
+def test_what_a_watch_adds_is_measured_and_held_against_its_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = FullModel(host_time._MLP, lambda: {"x": torch.zeros(1, 16)})
+    monkeypatch.setattr(watch, "SMALL", {"tiny": tiny})
+    arguments = ["--models", "tiny", "--every", "10", "--rounds", "4", "--json", str(tmp_path / "rows.json")]
+    watch.main(arguments)
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert row["nodes"] > 32
+    assert row["observed_ms"] > row["plain_ms"] > 0
+    assert capsys.readouterr().out.startswith("model ")
+    for limit, status in ((0.0, 1), (1e9, 0)):  # the row that is kept is not measured again
+        monkeypatch.setattr(watch, "LIMIT", limit)
+        assert watch.main(arguments) == status
+    assert "tiny: a watched step takes " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        watch.main(["--models", "none"])

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,28 +16,14 @@ from torch import nn
 from autocastfx.conversion import convert, convert_again
 from autocastfx.errors import BisectError, UnmatchedRuleWarning
 from autocastfx.numerics.evaluations import Evaluations
-from autocastfx.plan.plan import Plan, Precision
+from autocastfx.numerics.place import Place, places_of, search_order
 from autocastfx.policy.op_list import OpList, OpListLike
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["Bisection", "Place", "bisect"]
+__all__ = ["Bisection", "bisect"]
 
 Metric = Callable[[AmpModule], float]
 Report = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, order=True)
-class Place:
-    """An op inside a module: all its nodes there, which one rule of an op list covers.
-
-    At the root ``module`` is empty; the rule is then one for the op in all modules.
-    """
-
-    module: str
-    op: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.op}" if self.module else self.op
 
 
 @dataclass(frozen=True)
@@ -81,10 +67,12 @@ def bisect(
 ) -> Bisection:
     """Find the ops that must run in float32 for ``metric`` to be at most ``tolerance``.
 
-    Places (ops inside modules) are searched in graph order. Bisection finds the shortest prefix of places that makes
-    the metric hold when in float32. The last place of this prefix is needed: it is kept, and the search starts again.
-    So ``k`` places out of ``n`` take about ``k * log2(n)`` evaluations. The search assumes that more float32 never
-    makes the metric worse. If it does, the metric still holds with the result, but the set may not be the smallest.
+    Places (ops inside modules) are searched in an order: first the one at which :func:`find_overflow` finds a fault
+    with the example inputs, then those whose nodes move fewer bytes. So of several that mend the metric alike, the
+    fault's is kept, or the cheapest. Bisection finds the shortest prefix of places that makes the metric hold when in
+    float32. The last place of this prefix is needed: it is kept, and the search starts again. So ``k`` places out of
+    ``n`` take about ``k * log2(n)`` evaluations. The search assumes that more float32 never makes the metric worse. If
+    it does, the metric still holds with the result, but the set may not be the smallest.
 
     The model is captured once; each evaluation converts the captured graph again.
 
@@ -107,6 +95,7 @@ def bisect(
         ValueError: ``tolerance`` is not finite.
         BisectError: the metric does not hold even with all places in float32.
         EvaluationsError: ``state`` is not a file of this search.
+        NodeError: a node raises with the example inputs.
         OSError: ``state`` cannot be read or written.
     """
     if not callable(metric):
@@ -125,17 +114,25 @@ def bisect(
             warnings.simplefilter("ignore", UnmatchedRuleWarning)  # the first conversion has warned
             return convert(model, example_inputs, op_list=[*lists, rules], **options)
 
-    plan, places = first.plan, _places(first.plan)
+    def order() -> Sequence[Place]:
+        return search_order(first, places, _arguments(example_inputs, options.get("example_kwargs")))
+
+    plan, places = first.plan, places_of(first.plan)
     kind = {"op list": plan.op_list, "dtype": plan.low, "device": plan.device, "label": label}
     evaluations = Evaluations.of(
         Path(state) if state is not None else None, {**kind, "places": [str(place) for place in places]}
     )
-    return _Search(make, metric, evaluations, report).run(places, tolerance)
+    return _Search(make, metric, evaluations, report).run(places, order, tolerance)
 
 
-def _places(plan: Plan) -> tuple[Place, ...]:
-    low = (node for node in plan.nodes if node.placement.run is Precision.LOW)
-    return tuple(dict.fromkeys(Place(node.module, node.op) for node in low))
+def _arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], Mapping[str, Any]] | None:
+    """The example call, as ``convert`` understands it; None if there is none."""
+    if isinstance(inputs, Mapping):
+        return (), cast("Mapping[str, Any]", inputs)
+    if inputs is None and kwargs is None:
+        return None
+    args: tuple[Any, ...] = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    return args, kwargs or {}
 
 
 @dataclass
@@ -146,7 +143,7 @@ class _Search:
     report: Report | None
     made: int = 0
 
-    def run(self, places: tuple[Place, ...], tolerance: float) -> Bisection:
+    def run(self, places: tuple[Place, ...], order: Callable[[], Sequence[Place]], tolerance: float) -> Bisection:
         low, wide = self.measure((), 1), self.measure(places, 0)
         if not wide <= tolerance:
             raise BisectError(
@@ -154,9 +151,9 @@ class _Search:
                 f"{tolerance:g}: precision is not the cause, or the tolerance is too small for what stays in 16 bits."
             )
         kept: tuple[Place, ...] = ()
-        now = low
+        now, searched = low, () if low <= tolerance else order()
         while not now <= tolerance:
-            rest = tuple(place for place in places if place not in kept)
+            rest = tuple(place for place in searched if place not in kept)
             fails, holds = 0, len(rest)  # lengths of prefixes
             while holds - fails > 1:
                 middle = (fails + holds) // 2

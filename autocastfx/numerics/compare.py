@@ -97,6 +97,7 @@ def compare(
         parameters=_named(leaves, amp_model._held()),
         scale=factor if gradients else None,
         variant=ComparedVariant.of(run.variant),
+        recomposed=run.variant.plan.recomposed,
     )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Exponents", "Shares", "Tally"]
+__all__ = ["Exponents", "Margin", "Shares", "Tally"]
 
 _BIAS, _BINS = 127, 256  # of float32's exponent
 _ZEROS = _BINS  # the bin of zeros, after those of the exponents
@@ -27,6 +27,38 @@ class Shares(NamedTuple):
     denormal: float
     normal: float
     infinite: float
+
+
+@dataclass(frozen=True)
+class Margin:
+    """How far numbers are from float16's limits, in powers of two; below 0 they are beyond a limit.
+
+    Attributes:
+        loss_scale: by what the numbers are multiplied.
+        largest, smallest: the exponents of the largest and the smallest number, without the scale; -127 stands for any
+            below -126.
+        to_infinite: by how many powers of two all may grow before the largest becomes infinite.
+        to_denormal, to_zero: by how many they may shrink before the smallest becomes denormal, and zero.
+    """
+
+    loss_scale: float
+    largest: int
+    smallest: int
+    to_infinite: int
+    to_denormal: int
+    to_zero: int
+
+    def __str__(self) -> str:
+        return (
+            f"times 2**{shift_of(self.loss_scale)}: the largest, from 2**{self.largest}, are "
+            f"{_away(self.to_infinite, 'infinity')}; the smallest, from 2**{self.smallest}, are "
+            f"{_away(self.to_denormal, 'denormals')} and {_away(self.to_zero, 'zero')}"
+        )
+
+
+def _away(powers: int, limit: str) -> str:
+    count = f"{abs(powers)} power{'s' if abs(powers) != 1 else ''} of two"
+    return f"{count} away from {limit}" if powers >= 0 else f"{count} into {limit}"
 
 
 @dataclass(frozen=True)
@@ -68,6 +100,19 @@ class Exponents:
             normal=share(_NORMAL, _END),
             infinite=share(_END, math.inf),
         )
+
+    def margin(self, loss_scale: float = 1.0) -> Margin | None:
+        """Return how far the numbers times ``loss_scale`` are from float16's limits; None if all are zero.
+
+        Raises:
+            ValueError: ``loss_scale`` is not a power of two.
+        """
+        shift = shift_of(loss_scale)
+        if not self.counts:
+            return None
+        largest, smallest = max(self.counts), min(self.counts)
+        low = smallest + shift
+        return Margin(loss_scale, largest, smallest, _END - 1 - largest - shift, low - _NORMAL, low - _SMALLEST)
 
     def __add__(self, other: Exponents) -> Exponents:
         exponents = sorted({*self.counts, *other.counts})

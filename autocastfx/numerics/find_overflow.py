@@ -1,11 +1,11 @@
-"""``find_overflow``: the first node of a converted model that makes Inf or NaN of finite values, and what helps."""
+"""``find_overflow``: the first node of a converted model at which Inf or NaN begins, and what helps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class InputRange:
 
 @dataclass(frozen=True)
 class Overflow:
-    """A node that gave Inf or NaN although all its floating-point inputs were finite.
+    """A node at which Inf or NaN begins; nodes that only carry it on are not told of. True if it is a fault.
 
     Attributes:
         name, op, module: of the node. A cast that the conversion inserted is an ``op`` of ``cast to`` its dtype.
@@ -55,6 +55,8 @@ class Overflow:
             the float32 graph is not at hand.
         fix: an op list that lets it run in float32, in YAML; empty where no list helps.
         advice: what to do, in words.
+        is_fault: False for a note: no output of the model holds Inf or NaN that begins here, and no conversion is known
+            to make it, as for a mask with -inf that softmax takes.
     """
 
     name: str
@@ -70,10 +72,19 @@ class Overflow:
     in_float32: bool | None
     fix: str
     advice: str
+    is_fault: bool = True
+
+    def __bool__(self) -> bool:
+        return self.is_fault
+
+    @property
+    def headline(self) -> str:
+        """The node and what it gives, as a sentence."""
+        found = " and ".join(f"{n} {what}" for n, what in ((self.infinite, "Inf"), (self.nans, "NaN")) if n)
+        return f"{self.name} ({self.op}) in module {self.module or '(root)'} gives {found} in {self.dtype}."
 
     def __str__(self) -> str:
-        found = " and ".join(f"{n} {what}" for n, what in ((self.infinite, "Inf"), (self.nans, "NaN")) if n)
-        lines = [f"{self.name} ({self.op}) in module {self.module or '(root)'} gives {found} in {self.dtype}."]
+        lines = [self.headline if self.is_fault else f"no fault: {self.headline}"]
         lines += [f"  line: {self.line}"] if self.line else []
         lines += [f"  reads {one}" for one in self.inputs]
         lines += [f"  runs {self.precision}: {self.because}" if self.precision else f"  why: {self.because}"]
@@ -83,12 +94,19 @@ class Overflow:
 
 
 def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow | None:
-    """Run one call node by node and name the first node that makes Inf or NaN of finite values.
+    """Run one call node by node and name the first node at which Inf or NaN begins.
 
-    A node counts only if all its floating-point inputs are finite. So inputs that hold Inf are no fault of the node
-    that reads them, nor are masks that are filled with -inf, whose number is written in the model. Where the float32
-    graph is at hand (not after unpickling, nor with ``weights="low"``) it runs alongside, with the same random numbers:
-    a node where only the conversion leaves the finite numbers comes before one where float32 does so too.
+    Where the float32 graph is at hand (not after unpickling, nor with ``weights="low"``) it runs alongside, with the
+    same random numbers. The first node that is not finite where float32 is, and reads no such value, is the fault. If
+    there is none, a node counts that makes Inf or NaN of finite values in float32 too: the first from which it reaches
+    an output of the model is a fault of the model; if none reaches an output, the first is returned as a note, which is
+    false. Inputs that hold Inf are no fault of the node that reads them, nor are masks that are filled with -inf, whose
+    number is written in the model.
+
+    ::
+
+        if found := autocastfx.find_overflow(amp_model, x):
+            print(found)
 
     Buffers, inputs and the state of torch's random numbers are afterwards as before. Regions without gradients
     and of ``torch.autocast`` are looked into; what ``torch.cond`` and loops run is one node.
@@ -99,7 +117,7 @@ def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow
         **kwargs: of the call, by keyword.
 
     Returns:
-        The node, which prints as a report; None if there is none.
+        The node, which prints as a report, and is true if it is a fault; None if there is none.
 
     Raises:
         TypeError: the arguments do not fit the forward, or ``amp_model`` is no converted model.
@@ -108,18 +126,68 @@ def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow
     """
     run = run_side_by_side(None, amp_model, inputs, kwargs, ask=_ranges)
     known = _Known({entry.name: entry for entry in run.variant.plan.nodes}, run.names)
-    also: Overflow | None = None
+    trail, found = _Trail(has_float32=run.full is not None), list[Overflow]()
     with closing(run.steps()) as steps:
         for step in steps:
-            if not _is_culprit(step):
+            if trail.is_finite(step):
                 known.note_vanished(step)
                 continue
-            in_float32 = _in_float32(step, run.full is not None)
-            if not in_float32:
+            begins, in_float32 = trail.judge(step)
+            if begins and (in_float32 is False or (in_float32 is None and trail.has_float32)):
                 return _overflow(step, in_float32, known)
-            if also is None and not _is_written(step.node):
-                also = _overflow(step, in_float32, known)
-    return also
+            trail.add(step.node, len(found) if begins else None)
+            if begins:
+                found.append(_overflow(step, in_float32, known))
+            known.note_vanished(step)
+    reached = trail.causes_of(run.low.flat.graph.output_node())
+    if reached:
+        return found[min(reached)]
+    return _note(found[0]) if found else None
+
+
+def _note(found: Overflow) -> Overflow:
+    """``found`` as what is no fault."""
+    too = "precision is not the cause: float32 gives it here too, and" if found.in_float32 else "nothing:"
+    return replace(found, is_fault=False, fix="", advice=f"{too} it reaches no output of the model.")
+
+
+@dataclass(frozen=True)
+class _Trail:
+    """Follows Inf and NaN through the converted graph.
+
+    Attributes:
+        has_float32: whether the float32 graph runs alongside.
+        causes: by node that is not finite, the numbers of the nodes at which that began.
+        astray: nodes that are not finite where float32 is, or of which that is not known.
+    """
+
+    has_float32: bool
+    causes: dict[fx.Node, frozenset[int]] = field(default_factory=dict[fx.Node, frozenset[int]])
+    astray: set[fx.Node] = field(default_factory=set[fx.Node])
+
+    @staticmethod
+    def is_finite(step: Step) -> bool:
+        return all(bool(tensor.isfinite().all()) for tensor in floating(step.value))
+
+    def judge(self, step: Step) -> tuple[bool, bool | None]:
+        """Return whether Inf or NaN begins at a node that is not finite, and whether float32 has it there too."""
+        node, in_float32 = step.node, _in_float32(step, self.has_float32)
+        carries = not self.astray.isdisjoint(node.all_input_nodes)
+        if step.twin is not None and not in_float32:
+            self.astray.add(node)
+            return not carries, in_float32
+        begins = _reads_finite(step) and not _is_written(node)
+        if step.twin is None and (carries if is_cast(node) else not begins):
+            self.astray.add(node)
+        return begins, in_float32
+
+    def add(self, node: fx.Node, number: int | None) -> None:
+        """Note the causes of a node that is not finite: ``number``, or those of what it reads."""
+        self.causes[node] = frozenset((number,)) if number is not None else self.causes_of(node)
+
+    def causes_of(self, reader: fx.Node) -> frozenset[int]:
+        """The causes of what ``reader`` reads."""
+        return frozenset().union(*(self.causes.get(read, frozenset()) for read in reader.all_input_nodes))
 
 
 @dataclass(frozen=True)
@@ -157,13 +225,10 @@ def _range(tensor: torch.Tensor) -> tuple[str, float, float]:
     return dtype_name(tensor.dtype), float(lowest), float(highest)
 
 
-def _is_culprit(step: Step) -> bool:
+def _reads_finite(step: Step) -> bool:
+    """True if the node reads floating-point values, and all are finite."""
     ranges = [one for read in step.before for one in read]
-    if not ranges or not all(math.isfinite(end) for _, *ends in ranges for end in ends):
-        return False
-    if step.twin is None and _is_written(step.node):
-        return False
-    return any(not bool(t.isfinite().all()) for t in floating(step.value))
+    return bool(ranges) and all(math.isfinite(end) for _, *ends in ranges for end in ends)
 
 
 def _is_written(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autocastfx.errors import CalibrationError
 from autocastfx.graph.node import is_cast
 from autocastfx.numerics import histogram_text as report
-from autocastfx.numerics.exponent_counts import NOTHING, Exponents, Tally, read_all
+from autocastfx.numerics.exponent_counts import NOTHING, Exponents, Margin, Tally, read_all
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.gradients import local
 from autocastfx.training.loss_scale import suggest_loss_scale
@@ -29,6 +29,7 @@ __all__ = ["GradientHistogram", "gradient_histogram"]
 Scale = float | Callable[[], float] | LossScalingOptimizer
 _Record = Callable[[torch.Tensor], None]
 _VALUES, _PARAMETERS = "values", "parameters"
+_NOTHING = "no gradient other than zero was recorded: run backward passes of the model inside the with block."
 
 
 class GradientHistogram:
@@ -71,9 +72,7 @@ class GradientHistogram:
         """
         found = max(self.activations.largest, self.weights.largest)
         if not found:
-            raise CalibrationError(
-                "no gradient other than zero was recorded: run backward passes of the model inside the with block."
-            )
+            raise CalibrationError(_NOTHING)
         return found
 
     def suggested_loss_scale(self, *, margin: float = 1.0) -> float:
@@ -87,8 +86,25 @@ class GradientHistogram:
         """
         return suggest_loss_scale(self.largest, margin=margin)
 
+    def margin(self, loss_scale: float | None = None) -> Margin:
+        """How far all gradients together are from float16's limits, in powers of two. It prints as a sentence.
+
+        Args:
+            loss_scale: a power of two; the suggested one by default.
+
+        Raises:
+            CalibrationError: none was recorded.
+            ValueError: ``loss_scale`` is no power of two.
+        """
+        found = (self.activations + self.weights).margin(
+            self.suggested_loss_scale() if loss_scale is None else loss_scale
+        )
+        if found is None:
+            raise CalibrationError(_NOTHING)
+        return found
+
     def table(self, loss_scale: float | None = None) -> str:
-        """The counts as text, and what becomes of the gradients in float16.
+        """The counts as text, what becomes of the gradients in float16, and how far they are from its limits.
 
         Args:
             loss_scale: a power of two to compare with none; the suggested one by default.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ def table(activations: Exponents, weights: Exponents, values: Mapping[str, Expon
         )
         for band, plain, scaled in zip(_BANDS, part.shares(), part.shares(loss_scale), strict=True):
             lines.append(f"  {band.title:<22}{_percent(plain):>12}{_percent(scaled):>14}")
+        lines += _margins(part, loss_scale)
     lines += ["", f"{'from':<8}{'activations':>12}{'weights':>12}"]
     for exponent in _seen(activations, weights):
         shares = [_share(part, exponent) for part in (activations, weights)]
@@ -61,6 +62,17 @@ def table(activations: Exponents, weights: Exponents, values: Mapping[str, Expon
             plain, scaled = values[name].shares().zero, values[name].shares(loss_scale).zero
             lines.append(f"  {name:<{width}}{_percent(plain):>14}{_percent(scaled):>14}")
     return "\n".join(lines) + "\n"
+
+
+def _margins(part: Exponents, loss_scale: float) -> Iterator[str]:
+    """Yield the distances from float16's limits, in powers of two."""
+    plain, scaled = part.margin(), part.margin(loss_scale)
+    if plain is None or scaled is None:
+        return
+    ends = f"from {_power(2.0**plain.smallest)} to {_power(2.0**plain.largest)}"
+    yield f"  powers of two left, {ends}; below 0: beyond the limit"
+    for title, name in (("to infinite", "to_infinite"), ("to denormal", "to_denormal"), ("to zero", "to_zero")):
+        yield f"    {title:<20}{getattr(plain, name):>12}{getattr(scaled, name):>14}"
 
 
 def plot(activations: Exponents, weights: Exponents, loss_scale: float, path: str | os.PathLike[str]) -> None:

@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from autocastfx.plan.json_text import parsed_json
+from autocastfx.plan.plan import Recomposed
 from autocastfx.report.deviation import Deviation
 from autocastfx.runtime.variant import Variant
 
 __all__ = ["ComparedNode", "ComparedParameter", "ComparedVariant", "Comparison"]
 
-_FORMAT = 1
+_FORMAT = 2
+_MOST = 5  # recomposed nodes that the text names
 _NUMBERS = ("error", "inherited", "overflow", "underflow", "zeros", "nan")
 
 
@@ -87,6 +89,7 @@ class Comparison:
         parameters: the gradients of parameters and of inputs that require one; empty if gradients were not compared.
         scale: the loss scale of the gradients; None if gradients were not compared.
         variant: the variant that ran.
+        recomposed: the nodes of the converted graph that stand for others of the float32 graph, which are not compared.
     """
 
     nodes: tuple[ComparedNode, ...]
@@ -95,6 +98,7 @@ class Comparison:
     parameters: tuple[ComparedParameter, ...]
     scale: float | None
     variant: ComparedVariant
+    recomposed: tuple[Recomposed, ...] = ()
 
     def __getitem__(self, name: str) -> ComparedNode:
         """Return the node called ``name``.
@@ -177,7 +181,10 @@ class Comparison:
 
     def _rest(self) -> str:
         whole = f"; not looked into: {', '.join(self.whole)}" if self.whole else ""
-        return f"{self.skipped} nodes that only one of the graphs has{whole}"
+        named = [f"{one.node} (the {one.pattern} of {len(one.replaced)} nodes)" for one in self.recomposed[:_MOST]]
+        more = f" and {len(self.recomposed) - _MOST} more" if len(self.recomposed) > _MOST else ""
+        recomposed = f"; recomposed: {', '.join(named)}{more}" if named else ""
+        return f"{self.skipped} nodes that only one of the graphs has{recomposed}{whole}"
 
     def to_json(self) -> str:
         """Write the comparison as JSON text; :meth:`from_json` reads it back.
@@ -204,6 +211,9 @@ class Comparison:
                 parameters=tuple(ComparedParameter(**_read(found)) for found in data["parameters"]),
                 scale=data["scale"],
                 variant=ComparedVariant(**data["variant"]),
+                recomposed=tuple(
+                    Recomposed(one["pattern"], one["node"], tuple(one["replaced"])) for one in data["recomposed"]
+                ),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a comparison written by to_json: {error!r}") from error

@@ -22,8 +22,8 @@ class Deviation:
     Attributes:
         dtype: the values' dtypes, joined by commas.
         error: the distance in the 2-norm, relative to the norm of the float32 values, over the elements that are finite
-            in both. Masks are left out: elements of half ``dtype``'s largest number, for float32 values beyond its
-            range.
+            in both; infinite if float32 has finite elements and all of them are Inf or NaN. Masks are left out:
+            elements of half ``dtype``'s largest number, for float32 values beyond its range.
         overflow: share of elements that are Inf or NaN where float32 is finite.
         underflow: share of elements that are zero or denormal in ``dtype`` where float32 is neither.
         zeros: share of elements that are zero where float32 is not.
@@ -46,9 +46,10 @@ class Deviation:
     def of(cls, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> Deviation:
         """Measure the deviation of ``ours`` from ``theirs``, tensors of the same number and shapes."""
         sums = sum(_sums(a, b) for pair in zip(ours, theirs, strict=True) for a, b in _parts(*pair))
-        far, norm, overflow, underflow, zeros, nan = torch.as_tensor(sums).tolist()
+        far, norm, finite, overflow, underflow, zeros, nan = torch.as_tensor(sums).tolist()
         count = max(sum(t.numel() for t in ours), 1)
-        error = math.sqrt(far / norm) if norm else (math.inf if far else 0.0)
+        is_lost = overflow and overflow == finite
+        error = math.inf if is_lost or (far and not norm) else math.sqrt(far / norm) if norm else 0.0
         dtype = ",".join(dict.fromkeys(dtype_name(t.dtype) for t in ours))
         return cls(dtype, error, overflow / count, underflow / count, zeros / count, nan / count)
 
@@ -60,7 +61,10 @@ def _parts(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[tuple[torch.Ten
 
 
 def _sums(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Return the squared norms of distance and reference, and the counts of overflows, underflows, zeros and NaN."""
+    """Return the squared norms of distance and reference, and how many finite values the reference has.
+
+    Then come the counts of overflows, underflows, zeros and NaN.
+    """
     ours = ours.to(theirs.device)
     finite, expected = ours.isfinite(), theirs.isfinite()
     largest, zero = torch.finfo(ours.dtype).max, torch.zeros((), dtype=torch.float64, device=theirs.device)
@@ -68,7 +72,7 @@ def _sums(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     wide = torch.where(both, theirs.double(), zero)
     distance = torch.where(both, ours.double(), zero) - wide
     small = (ours.abs() < torch.finfo(ours.dtype).tiny) & (theirs.abs() >= torch.finfo(theirs.dtype).tiny)
-    counts = (expected & ~finite, small, (ours == 0) & (theirs != 0), ours.isnan() & ~theirs.isnan())
+    counts = (expected, expected & ~finite, small, (ours == 0) & (theirs != 0), ours.isnan() & ~theirs.isnan())
     return torch.stack([distance.square().sum(), wide.square().sum(), *(c.sum().double() for c in counts)])
 
 

@@ -153,9 +153,7 @@ def test_dump_takes_what_dump_takes(
     capsys: pytest.CaptureFixture[str], argv: list[str], options: dict[str, Any], tmp_path: Path
 ) -> None:
     said = run(capsys, "dump", "cli_models:small", *INPUTS, *argv)
-    expected = autocastfx.dump(
-        autocastfx.convert(model(), (torch.ones(4, 32),)), **{"width": None, **options}
-    )
+    expected = autocastfx.dump(autocastfx.convert(model(), (torch.ones(4, 32),)), **{"width": None, **options})
     assert said == (0, expected, "")
     assert run(capsys, "dump", "cli_models:small", *INPUTS, *argv, "-o", str(tmp_path / "x.txt")) == (0, "", "")
     assert (tmp_path / "x.txt").read_text(encoding="utf-8") == expected
@@ -363,7 +361,10 @@ def test_values_are_measured_before_the_conversion(capsys: pytest.CaptureFixture
             plan = planned(capsys, "--dtype", "float16", "--calibrate", batches, *inputs)
             assert plan["linear"].decision.source is autocastfx.Forced.RANGE
             assert not plan.unverified
-    assert planned(capsys, "--dtype", "float16", "--calibrate", "float32[4,32]")["linear"].decision.source is not autocastfx.Forced.RANGE
+    assert (
+        planned(capsys, "--dtype", "float16", "--calibrate", "float32[4,32]")["linear"].decision.source
+        is not autocastfx.Forced.RANGE
+    )
     found = autocastfx.calibrate(sys.modules["cli_models"].Soft(), sys.modules["cli_models"].large())
     found.save(tmp_path / "ranges.json")
     plan = planned(capsys, "--dtype", "float16", *INPUTS, "--calibrate", str(tmp_path / "ranges.json"))

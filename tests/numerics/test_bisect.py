@@ -116,6 +116,49 @@ def test_a_rule_that_matches_nothing_is_warned_of_once(monkeypatch: pytest.Monke
     assert len(warned) == 1
 
 
+class TwoWays(nn.Module):
+    """Large values, then small ones; an exponential of the large ones may overflow."""
+
+    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+        large = torch.exp(torch.tanh(x) * factor)
+        return large.sum() * 0 + torch.sin(x[0]).sum()
+
+
+@pytest.mark.parametrize(("factor", "kept"), [(1.0, "sin"), (20.0, "exp")])
+@pytest.mark.parametrize("is_by_name", [False, True])
+def test_of_two_that_hold_alike_it_keeps_the_overflows_or_the_cheaper(
+    factor: float, kept: str, is_by_name: bool
+) -> None:
+    def metric(amp_model: AmpModule) -> float:
+        runs = {node.op: str(node.placement.run) for node in amp_model.plan.nodes}
+        return 1.0 if runs["exp"] == runs["sin"] == "low" else 0.0
+
+    x, by = torch.ones(32, 32), torch.tensor(factor)
+    listed = OpList.of({"allow": ["exp", "tanh", "sin", "mul"]}, name="mine")
+    inputs: Any = {"x": x, "factor": by} if is_by_name else (x, by)
+    found = bisect(TwoWays(), inputs, metric, 0.5, op_list=["default", listed], dtype="float16")
+    assert found.places == (Place("", kept),)
+    if is_by_name:
+        assert (
+            bisect(
+                TwoWays(),
+                (x,),
+                metric,
+                0.5,
+                op_list=["default", listed],
+                example_kwargs={"factor": by},
+                dtype="float16",
+            )
+            == found
+        )
+
+
+def test_without_example_inputs_it_searches_in_graph_order() -> None:
+    model = planted(2)
+    found = bisect(model, None, Distance(model, X), 0.02, op_list=["default", LISTED], dtype="float16")
+    assert found.places == (Place("2", "exp"),)
+
+
 def test_at_the_root_the_op_is_denied() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:

@@ -140,6 +140,21 @@ def test_what_was_recomposed_is_skipped_and_counted() -> None:
     found = compare(None, amp_model, x)
     assert [n.name for n in found.nodes] == ["linear", "linear_1"]
     assert found.skipped == len(whole.replaced) + 1
+    assert found.recomposed == (whole,)
+    said = f"recomposed: {whole.node} (the tanh_gelu of {len(whole.replaced)} nodes)"
+    assert found.table().endswith(f"{found.skipped} nodes that only one of the graphs has; {said}")
+
+
+def test_a_node_that_is_all_nan_has_an_infinite_error() -> None:
+    def lost(x: Tensor) -> Tensor:
+        return torch.exp(x) - torch.exp(x)
+
+    x = torch.full((4,), 20.0)
+    amp_model = convert(
+        Function(lost), (x,), op_list=["default", OpList.of({"allow": ["exp", "sub"]})], dtype="float16"
+    )
+    found = compare(None, amp_model, x)
+    assert (found["sub"].nan, found["sub"].error, found["exp"].error) == (1.0, math.inf, math.inf)
 
 
 def test_only_values_that_are_still_read_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

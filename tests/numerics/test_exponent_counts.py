@@ -62,6 +62,22 @@ def test_the_shares_are_what_float16_does() -> None:
         assert shares.denormal == pytest.approx(float(((low > 0) & (low < 2**-14)).double().mean()), abs=3e-3)
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**12, 2.0**-3])
+def test_the_margin_is_how_far_all_may_be_scaled(scale: float) -> None:
+    numbers = torch.tensor([2.0**-20 * 1.25, -0.75, 0.0, 3.0])
+    margin = counted(numbers).margin(scale)
+    assert margin is not None
+
+    def low(powers: int) -> torch.Tensor:
+        return (numbers * scale * 2.0**powers).half().abs()
+
+    assert low(margin.to_infinite).isfinite().all()
+    assert low(margin.to_infinite + 1).isinf().any()
+    assert low(-margin.to_denormal)[0] >= 2.0**-14 > low(-margin.to_denormal - 1)[0]
+    assert low(-margin.to_zero)[0] > 0 == low(-margin.to_zero - 1)[0]
+    assert NOTHING.margin(scale) is None
+
+
 def test_a_scale_that_is_no_power_of_two_is_refused() -> None:
     for scale in (1000.0, 0.0, -2.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="a power of two here"):

@@ -27,7 +27,7 @@ from autocastfx import (
     convert,
     gradient_histogram,
 )
-from autocastfx.numerics.exponent_counts import NOTHING, Exponents, Tally, read_all
+from autocastfx.numerics.exponent_counts import NOTHING, Exponents, Margin, Tally, read_all
 
 LOW = torch.bfloat16
 
@@ -269,7 +269,7 @@ def test_nothing_recorded() -> None:
     net = model(False)
     with gradient_histogram(net) as histogram:
         pass
-    for ask in (lambda: histogram.largest, histogram.suggested_loss_scale, histogram.table):
+    for ask in (lambda: histogram.largest, histogram.suggested_loss_scale, histogram.table, histogram.margin):
         with pytest.raises(CalibrationError, match="no gradient other than zero was recorded: run backward passes"):
             ask()
     assert histogram.activations == NOTHING
@@ -294,13 +294,32 @@ def test_the_table(histogram: GradientHistogram) -> None:
     assert lines[0].split() == ["gradients", "in", "float16", "unscaled", "times", "2**14"]
     assert lines[1] == "activation gradients: 1, largest 1.49e-08; besides 0 zero, 0 not finite"
     assert lines[2].split() == ["becomes", "zero", "100.0", "%", "0.0", "%"]
-    assert lines[6].startswith("weight gradients: 5, largest 1.19e-07;")
-    assert lines[7].split() == ["becomes", "zero", "40.0", "%", "0.0", "%"]
-    assert lines[8].split() == ["denormal", "60.0", "%", "0.0", "%"]
-    assert lines[9].split() == ["normal", "0.0", "%", "100.0", "%"]
+    assert lines[6] == "  powers of two left, from 2**-26 to 2**-26; below 0: beyond the limit"
+    assert [line.split() for line in lines[7:10]] == [
+        ["to", "infinite", "41", "27"],
+        ["to", "denormal", "-12", "2"],
+        ["to", "zero", "-1", "13"],
+    ]
+    assert lines[10].startswith("weight gradients: 5, largest 1.19e-07;")
+    assert lines[11].split() == ["becomes", "zero", "40.0", "%", "0.0", "%"]
+    assert lines[12].split() == ["denormal", "60.0", "%", "0.0", "%"]
+    assert lines[13].split() == ["normal", "0.0", "%", "100.0", "%"]
+    assert lines[15] == "  powers of two left, from 2**-26 to 2**-23; below 0: beyond the limit"
+    assert lines[16].split() == ["to", "infinite", "38", "24"]
     assert "2**-26       100.0 %      40.0 %  " + "#" * 40 in lines
     assert lines[-1].split() == ["Linear", "100.0", "%", "0.0", "%"]
     assert f"times 2**{int(math.log2(histogram.suggested_loss_scale()))}" in histogram.table()
+
+
+def test_the_margin_is_of_all_gradients_and_names_the_scale(histogram: GradientHistogram) -> None:
+    assert histogram.margin(2.0**10) == Margin(2.0**10, -23, -26, 28, -2, 9)
+    assert str(histogram.margin(2.0**10)) == (
+        "times 2**10: the largest, from 2**-23, are 28 powers of two away from infinity; the smallest, from 2**-26, "
+        "are 2 powers of two into denormals and 9 powers of two away from zero"
+    )
+    suggested = histogram.margin()
+    assert suggested.loss_scale == histogram.suggested_loss_scale()
+    assert suggested.to_infinite >= 0
 
 
 def test_json(histogram: GradientHistogram) -> None:

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autocastfx import ComparedNode, ComparedParameter, ComparedVariant, Comparison, OpList, compare, convert
+from autocastfx import (
+    ComparedNode,
+    ComparedParameter,
+    ComparedVariant,
+    Comparison,
+    OpList,
+    Recomposed,
+    compare,
+    convert,
+)
 from tests.helpers import Function
 
 
@@ -33,7 +42,7 @@ def test_json_reads_back_equal_and_any_reader_takes_it(found: Comparison) -> Non
         raise AssertionError(f"{text} is not in JSON")
 
     data = json.loads(found.to_json(), parse_constant=refuse)
-    assert data["format"] == 1
+    assert data["format"] == 2
     assert data["variant"] == {
         "mode": "eval",
         "call": "args=(float32[2d], float32[2d])",
@@ -44,7 +53,7 @@ def test_json_reads_back_equal_and_any_reader_takes_it(found: Comparison) -> Non
     }
     assert found.variant.op_list.endswith("mine")
     assert " > 0" in found.variant.sizes
-    assert set(data) == {"format", "nodes", "skipped", "whole", "parameters", "scale", "variant"}
+    assert set(data) == {"format", "nodes", "skipped", "whole", "parameters", "scale", "variant", "recomposed"}
     numbers = {"dtype", "error", "overflow", "underflow", "zeros", "nan"}
     assert set(data["nodes"][0]) == {"name", "op", "module", "precision", "inherited", "gradient", *numbers}
     assert set(data["nodes"][0]["gradient"]) == numbers
@@ -73,9 +82,11 @@ def test_infinite_errors_are_texts_in_json() -> None:
     assert Comparison.from_json(comparison.to_json()) == comparison
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"format": 1, "nodes": [{}]}', "nonsense", '{"format": 2}'])
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"format": 1, "nodes": [{}]}', '{"format": 2, "nodes": [{}]}', "nonsense"]
+)
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"format 2|not a comparison|Expecting value"):
+    with pytest.raises(ValueError, match=r"format 1, and this version reads 2|not a comparison|Expecting value"):
         Comparison.from_json(text)
 
 
@@ -97,3 +108,15 @@ def test_without_gradients_there_are_none() -> None:
     assert (comparison.worst_gradient, comparison.first_non_finite_gradient) == (None, None)
     assert comparison.variant.mode == "train"
     assert Comparison.from_json(comparison.to_json()) == comparison
+
+
+def test_what_was_recomposed_is_named_and_stored() -> None:
+    made = tuple(Recomposed("tanh_gelu", f"gelu_{i}", ("mul", "tanh")) for i in range(7))
+    variant = ComparedVariant("eval", "x=float32[1d]", "", "float16", "cpu", "x")
+    one = Comparison((), 3, ("cond",), (), None, variant, made[:2])
+    assert one.table().splitlines()[-1] == (
+        "3 nodes that only one of the graphs has; recomposed: gelu_0 (the tanh_gelu of 2 nodes), gelu_1 (the tanh_gelu "
+        "of 2 nodes); not looked into: cond"
+    )
+    assert Comparison.from_json(one.to_json()) == one
+    assert "gelu_4 (the tanh_gelu of 2 nodes) and 2 more" in Comparison((), 3, (), (), None, variant, made).table()

@@ -29,6 +29,15 @@ def test_what_float32_has_as_well_is_no_deviation() -> None:
     assert Deviation.of([torch.ones(2)], [torch.zeros(2)]).error == math.inf
 
 
+def test_where_nothing_finite_is_left_the_error_is_infinite() -> None:
+    theirs = torch.tensor([1.0, 2.0, math.inf])
+    for ours in ([math.nan] * 3, [math.inf, -math.inf, math.inf], [math.nan, math.inf, 1.0]):
+        assert Deviation.of([torch.tensor(ours).half()], [theirs]).error == math.inf
+    assert Deviation.of([torch.tensor([math.nan, 2.0, math.nan]).half()], [theirs]).error == 0.0
+    lost, kept = torch.tensor([math.nan]).half(), torch.ones(1).half()
+    assert Deviation.of([lost, kept], [torch.ones(1), torch.ones(1)]).error == 0.0, "the second tensor has a number"
+
+
 def test_a_mask_that_was_brought_into_range_is_no_error_and_all_else_is_one() -> None:
     theirs = torch.tensor([-1e9, 1e9, 2.0])
     assert Deviation.of([torch.tensor([-32752.0, 32752.0, 2.5]).half()], [theirs]).error == pytest.approx(0.25)

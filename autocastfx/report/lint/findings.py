@@ -16,6 +16,7 @@ __all__ = ["Lint", "OpEstimate"]
 _MOST = 10
 _MOST_SIZES = 20
 _UNITS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
+LAUNCH = 5e-6  # seconds that starting a kernel takes an eager model, roughly: the host's work, not the GPU's
 _UNSEEN = (
     "not counted: starting kernels, caches, fusing by a compiler, how near a kernel comes to peak, TF32, FLOP outside "
     "of products; of cond, scan and loops each graph counts once, and a size that depends on data as 1"
@@ -84,6 +85,16 @@ class Lint:
         return limit(self.before.share, math.inf)
 
     @property
+    def launches(self) -> float:
+        """The seconds that starting the converted graph's kernels takes, roughly: 5 µs each."""
+        return LAUNCH * len(self.ops)
+
+    @property
+    def is_small(self) -> bool:
+        """True if starting the kernels takes longer than they do, so that neither sizes nor dtypes decide."""
+        return self.launches > self.after.seconds
+
+    @property
     def uncounted(self) -> tuple[str, ...]:
         """Names of ops whose FLOP are not counted: they are not ATen's, or cannot run on abstract values."""
         return tuple(op.node for op in self.ops if op.flops is None)
@@ -92,6 +103,7 @@ class Lint:
         """Write the findings as JSON text; ``limit`` is null if infinite."""
         limit = self.limit if math.isfinite(self.limit) else None
         derived = {"speedup": self.speedup, "limit": limit, "uncounted": self.uncounted}
+        derived |= {"launches": self.launches, "is_small": self.is_small}
         return json.dumps({**asdict(self), **derived}, indent=1, ensure_ascii=False)
 
     def __str__(self) -> str:
@@ -106,6 +118,12 @@ class Lint:
         )
         if self.device != "cuda":
             yield f'the plan was decided for kernels of {self.device}: convert(..., device="cuda") decides for a GPU\'s'
+        if self.is_small:
+            yield (
+                f"small: starting {len(self.ops)} kernels takes about {_time(self.launches)}, they themselves "
+                f"{_time(self.after.seconds)}, so sizes and dtypes decide little here. Convert with inputs as large as "
+                "the real ones; if these are, a CUDA graph or torch.compile helps more."
+            )
         yield ""
         yield from self._sizes()
         yield ""

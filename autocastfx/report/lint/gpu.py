@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -78,17 +79,21 @@ def _gpu(name: str, entry: Tree) -> Gpu:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Find a GPU of the table by name, ignoring case.
+    """Find a GPU of the table by name, ignoring case, spaces and hyphens: ``"rtx4090"`` is ``"RTX 4090"``.
 
     Raises:
         GpuError: no GPU has this name; the message suggests the nearest.
     """
-    known = {gpu.name.lower(): gpu for gpu in gpus()}
-    if name.lower() not in known:
+    known = {_plain(gpu.name): gpu for gpu in gpus()}
+    if _plain(name) not in known:
         names = [gpu.name for gpu in known.values()]
         hint = nearest(name.upper(), names)
         raise GpuError(
             f"no GPU is known as {name!r}{hint}. Known: {', '.join(names)}; for another give its rates, "
             "autocastfx.Gpu(name, tensor_tflops, float32_tflops, bandwidth_gb_s)."
         )
-    return known[name.lower()]
+    return known[_plain(name)]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name.lower())

@@ -30,7 +30,8 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
     Args:
         amp_model: a model converted from example inputs, or called once. Without a GPU, convert with
             ``device="cuda"`` to decide for a GPU's kernels.
-        gpu: a GPU's name (``"V100"``, ``"A100"``, ``"A100-80GB"``, ``"H100"``) or its rates.
+        gpu: a GPU's name or its rates. Known are ``"V100"``, ``"T4"``, ``"A100"``, ``"A100-80GB"``, ``"L4"``,
+            ``"L40S"``, ``"RTX 4090"``, ``"RTX 5090"``, ``"H100"``, ``"H200"``, ``"B200"`` and ``"MI300X"``.
 
     Raises:
         GpuError: no GPU is known by this name, or its tensor cores cannot take the model's 16-bit dtype.

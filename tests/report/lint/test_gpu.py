@@ -14,20 +14,35 @@ from autocastfx.report.lint.gpu import Gpu, find_gpu, gpus
     ("name", "rates"),
     {
         "V100": (125, 15.7, 900),
+        "T4": (65, 8.1, 320),
         "A100": (312, 19.5, 1555),
         "A100-80GB": (312, 19.5, 2039),
+        "L4": (121, 30.3, 300),
+        "L40S": (362, 91.6, 864),
+        "RTX 4090": (165.2, 82.6, 1008),
+        "RTX 5090": (209.5, 104.8, 1792),
         "H100": (989, 67, 3350),
+        "H200": (989, 67, 4800),
+        "B200": (2250, 75, 8000),
+        "MI300X": (1307.4, 163.4, 5300),
     }.items(),
 )
 def test_the_table_holds_the_makers_numbers(name: str, rates: tuple[float, float, float]) -> None:
     gpu = find_gpu(name.lower())
     assert (gpu.name, gpu.tensor_tflops, gpu.float32_tflops, gpu.bandwidth_gb_s) == (name, *rates)
-    assert "datasheet" in gpu.source
+    assert any(word in gpu.source for word in ("datasheet", "data sheet", "whitepaper"))
+    assert gpu.source.split()[0] in ("NVIDIA", "AMD")
+
+
+def test_spaces_hyphens_and_case_do_not_matter() -> None:
+    for name in ("rtx4090", "RTX-4090", "rtx 4090", "RTX_4090"):
+        assert find_gpu(name).name == "RTX 4090"
+    assert find_gpu("a100 80gb").name == "A100-80GB"
 
 
 def test_the_first_tensor_cores_take_float16_alone() -> None:
-    assert {gpu.name: gpu.dtypes for gpu in gpus()}["V100"] == ("float16",)
-    assert all("bfloat16" in gpu.dtypes for gpu in gpus() if gpu.name != "V100")
+    assert {gpu.name for gpu in gpus() if gpu.dtypes == ("float16",)} == {"V100", "T4"}
+    assert all("bfloat16" in gpu.dtypes for gpu in gpus() if gpu.name not in ("V100", "T4"))
 
 
 def test_balance_is_operations_a_byte() -> None:

@@ -68,6 +68,20 @@ def test_ops_are_told_with_their_bound() -> None:
     assert (ops["x_bfloat16"].op, ops["x_bfloat16"].module) == ("cast", "for x")
 
 
+def test_a_model_whose_kernels_take_less_than_to_start_them_is_said_to_be_small() -> None:
+    amp_model = made(torch.bfloat16)
+    fast, slow = lint(amp_model, "A100"), lint(amp_model, SLOW)
+    assert (fast.launches, len(fast.ops)) == (pytest.approx(2e-5), 4)
+    assert (fast.is_small, slow.is_small) == (True, False)
+    assert "small: starting 4 kernels takes about 20 µs, they themselves " in str(fast)
+    assert "small: " not in str(slow)
+    assert json.loads(fast.to_json())["is_small"] is True
+    seconds = slow.after.seconds
+    for factor, is_small in ((seconds / 1.9e-5, True), (seconds / 2.1e-5, False)):
+        gpu = Gpu("edge", *(factor * rate for rate in (SLOW.tensor_tflops, SLOW.float32_tflops, SLOW.bandwidth_gb_s)))
+        assert lint(amp_model, gpu).is_small is is_small
+
+
 def test_odd_sizes_are_those_of_products_in_16_bits() -> None:
     (odd,) = lint(made()).odd_sizes
     assert (odd.name, odd.operand, odd.size, odd.padded) == ("N", "linear.weight", 100, 104)
