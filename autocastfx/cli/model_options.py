@@ -34,7 +34,7 @@ def given_model(options: Namespace, spec: str) -> nn.Module:
 def converted(
     options: Namespace, op_list: OpListLike, model: nn.Module | None = None, device: str | None = None
 ) -> AmpModule:
-    """Convert ``model`` (by default ``options.model``) as the arguments say; a draft if they name no inputs and no batches.
+    """Convert ``model`` (by default ``options.model``) as the arguments say; a draft without inputs and batches.
 
     A file of a converted model is taken as it is. ``device`` is the device type to decide for, by default that of
     ``--device`` or the model's.
