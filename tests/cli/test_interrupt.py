@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from autocastfx.cli import interrupt
+from autocastfx.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
@@ -67,3 +68,14 @@ def test_which_processes_are_the_command(
         assert signal.getsignal(signal.SIGINT) is (signal.default_int_handler if expected else before)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_command_can_be_interrupted_and_clean_up(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, interrupt._end)
+        assert main(["lists"]) == 0
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == ""

@@ -180,6 +180,7 @@ def test_only_shows_a_part() -> None:
     assert by_precision["low"] == ["submod_1/linear", "linear_1"]
     assert by_precision["captured"] == ["clone", "mean"]
     assert names(amp_model, only="deny") == ["submod_1/softmax", "to", "log_softmax", "sum_1"]
+    assert names(amp_model, only="keep") == ["softmax", "to_1"], "what is captured was not decided"
     assert names(amp_model, only="mul") == ["mul", "mul_1"]
     assert names(amp_model, only="casts") == ["submod_1/linear", "linear_1", "output"]
     assert "\nshown: 2 of 13 nodes, only mul\n" in autocastfx.dump(amp_model, only="mul")
