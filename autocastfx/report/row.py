@@ -31,6 +31,9 @@ class Row:
         runs: names of the sub-graphs that it runs, for which there are rows.
         planned, cast, copy, mark: what the plan and the node itself say, where they say anything.
         line: of the model's code that made it, where that is known.
+        shape: of its value, as in :class:`~autocastfx.report.shape.Shapes`. Empty where there is no tensor, and where
+            nothing says it: in a graph that was unpickled only parameters, buffers and constants have one.
+        bytes: of its value, for the sizes of the example inputs; 0 where the shape is empty.
     """
 
     name: str
@@ -45,6 +48,8 @@ class Row:
     copy: PlannedCopy | None = None
     mark: Origin | None = None
     line: SourceLine | None = None
+    shape: str = ""
+    bytes: int = 0
 
     @property
     def precision(self) -> Precision:

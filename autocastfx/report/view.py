@@ -11,10 +11,11 @@ import torch
 from torch import fx, nn
 
 from autocastfx.dtypes import dtype_name
-from autocastfx.graph.node import attributes_of, dtypes, origin, stack_trace, subgraphs
+from autocastfx.graph.node import attributes_of, dtypes, origin, stack_trace, subgraphs, tensors
 from autocastfx.graph.op_name import op_name
 from autocastfx.plan.plan import Plan, PlannedNode
 from autocastfx.report.row import Row
+from autocastfx.report.shape import Shapes, Values, bytes_of, captured_values
 from autocastfx.report.source_line import source_line
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.working_copies import ATTRIBUTE
@@ -54,7 +55,9 @@ def view(owner: nn.Module, variant: Variant, words: str) -> View:
         words: a description of the variant.
     """
     plan = variant.plan
-    join = _Join(plan, [leaf[1] for leaf in variant.structure.leaves if leaf[0] == "tensor"])
+    captured = variant.captured
+    values = dict(captured_values(captured.graph, captured.attributes)) if captured is not None else {}
+    join = _Join(plan, [leaf[1] for leaf in variant.structure.leaves if leaf[0] == "tensor"], values)
     rows = tuple(_with_removed(tuple(join.rows(owner, variant.graph, variant.code, "")), plan))
     return View(plan, words, rows, variant.mode, str(variant.structure), str(variant.guard), join.codes)
 
@@ -68,7 +71,7 @@ def view_of_graph(module: fx.GraphModule, plan: Plan, words: str) -> View:
         words: a description of it.
     """
     inputs = [next(iter(dtypes(node)), None) for node in module.graph.nodes if node.op == "placeholder"]
-    join = _Join(plan, inputs)
+    join = _Join(plan, inputs, {})
     rows = tuple(_with_removed(tuple(join.rows(module, module.graph, module.code, "")), plan))
     return View(plan, words, rows, codes=join.codes)
 
@@ -76,12 +79,14 @@ def view_of_graph(module: fx.GraphModule, plan: Plan, words: str) -> View:
 class _Join:
     """Makes rows, and collects the code of each graph."""
 
-    def __init__(self, plan: Plan, inputs: Sequence[torch.dtype | None]) -> None:
+    def __init__(self, plan: Plan, inputs: Sequence[torch.dtype | None], captured: Mapping[str, Values]) -> None:
         self.low = plan.low
         self.nodes = {n.name: n for n in plan.nodes}
         self.casts = {c.name: c for c in plan.casts}
         self.copies = {c.name: c for c in plan.copies}
         self.inputs = iter(inputs)
+        self.shapes = Shapes(plan, captured)
+        self.is_draft = plan.unverified  # its values are stand-ins of one element
         self.codes: dict[str, str] = {}
 
     def rows(self, owner: nn.Module, graph: fx.Graph, code: str, prefix: str) -> Iterator[Row]:
@@ -92,10 +97,13 @@ class _Join:
             reads = tuple(prefix + read.name for read in node.all_input_nodes if not _holds_copies(read))
             if node.op == "placeholder":
                 dtype = None if prefix else next(self.inputs, None)
-                yield Row(name, "input", dtype=_name(dtype) if dtype is not None else "", depth=depth)
+                said = _name(dtype) if dtype is not None else ""
+                yield self._sized(Row(name, "input", dtype=said, depth=depth), self._values(node))
             elif node.op == "get_attr":
-                kind, dtype = _attribute(held[str(node.target)], str(node.target), prefix)
-                yield Row(name, kind, _MOUNTED.sub("", str(node.target)), dtype, depth)
+                found = held[str(node.target)]
+                kind, dtype = _attribute(found, str(node.target), prefix)
+                read = Row(name, kind, _MOUNTED.sub("", str(node.target)), dtype, depth)
+                yield self._sized(read, (found,) if isinstance(found, torch.Tensor) else ())
             elif node.op == "output":
                 yield Row(name, "output", depth=depth, reads=reads)
             else:
@@ -103,9 +111,16 @@ class _Join:
                 inner = {p: part for p, part in inner.items() if self._knows(p)}
                 runs = tuple(p.removesuffix("/") for p in inner)
                 line = source_line(stack_trace(node))
-                yield replace(self._row(node, name), depth=depth, reads=reads, runs=runs, line=line)
+                row = self._sized(self._row(node, name), self._values(node))
+                yield replace(row, depth=depth, reads=reads, runs=runs, line=line)
                 for inner_prefix, part in inner.items():
                     yield from self.rows(part, part.graph, part.code, inner_prefix)
+
+    def _values(self, node: fx.Node) -> Values:
+        return () if self.is_draft else tensors(node)
+
+    def _sized(self, row: Row, values: Values) -> Row:
+        return replace(row, shape=self.shapes.of(row.name, values), bytes=bytes_of(values))
 
     def _knows(self, prefix: str) -> bool:
         """True if the plan has nodes of a sub-graph; false for sub-graphs that stay whole."""

@@ -1,0 +1,97 @@
+"""Shapes and bytes of rows."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autocastfx
+from autocastfx.report.dump import view_of, views_of
+from autocastfx.report.row import Row
+from tests.golden.models import CASES, converted
+
+
+def rows(amp_model: autocastfx.AmpModule) -> dict[str, Row]:
+    return {row.name: row for row in view_of(amp_model).rows}
+
+
+def sizes(amp_model: autocastfx.AmpModule) -> dict[str, tuple[str, int]]:
+    return {name: (row.shape, row.bytes) for name, row in rows(amp_model).items()}
+
+
+def test_a_size_that_may_differ_is_a_symbol_with_its_size_in_the_example() -> None:
+    found = sizes(converted("cnn"))
+    assert found["images"] == ("[s0=2, 3, s1=8, s2=8]", 2 * 3 * 8 * 8 * 4)
+    assert found["images_bfloat16"] == ("[s0=2, 3, s1=8, s2=8]", 2 * 3 * 8 * 8 * 2)
+    assert found["conv_weight"] == ("[8, 3, 3, 3]", 8 * 3 * 3 * 3 * 4)
+    assert found["max_pool2d"] == ("[s0=2, 8, s1//2=4, s2//2=4]", 2 * 8 * 4 * 4 * 2)
+    assert found["output"] == ("", 0)
+
+
+def test_several_values_have_a_shape_each_and_no_tensor_has_none() -> None:
+    found = sizes(converted("encoder_layer"))
+    assert found["chunk"] == ("[s0=2, 9, 16] x 3", 3 * 2 * 9 * 16 * 2)
+    assert found["sym_size_int_2"] == ("", 0)
+    assert sizes(converted("no_grad"))["submod_1/tensors_0_bfloat16"] == ("[s0=2, 8]", 2 * 8 * 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_of_the_values_that_a_call_makes(name: str) -> None:
+    amp_model = converted(name)
+    found = rows(amp_model)
+    for cast in amp_model.plan.casts:
+        assert found[cast.name].bytes > 0
+        assert found[cast.name].bytes * 3 in (cast.bytes, 2 * cast.bytes)  # a cast reads one dtype and writes the other
+
+
+class Picks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x.sum(-1) > 0] * 2
+
+
+class Joins(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, y, z] * 12) + 1
+
+
+class Written(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x * (1 + torch.erf(x / 2**0.5))
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "op", "shape"),
+    [
+        (Picks(), (torch.ones(3, 4),), "mul", "[u0, s1=4]"),
+        (Joins(), (torch.ones(3, 4), torch.ones(5, 4), torch.ones(6, 4)), "add", "[…=168, s1=4]"),
+        (Written(), (torch.ones(3, 4),), "gelu", "[s0=3, s1=4]"),
+    ],
+)
+def test_what_is_not_a_plain_symbol(model: nn.Module, inputs: Any, op: str, shape: str) -> None:
+    amp_model = autocastfx.convert(model.eval(), inputs)
+    assert [row.shape for row in view_of(amp_model).rows if row.op == op and row.kind == "op"] == [shape]
+
+
+def test_a_draft_has_shapes_of_what_the_model_holds_alone() -> None:
+    found = sizes(autocastfx.convert(nn.Linear(8, 4)))
+    assert {name: shape for name, (shape, _) in found.items() if shape} == {"weight": "[4, 8]", "bias": "[4]"}
+
+
+def test_so_has_a_model_that_was_unpickled() -> None:
+    file = io.BytesIO()
+    torch.save(converted("cnn"), file)
+    file.seek(0)
+    found = rows(torch.load(file, weights_only=False))
+    assert {row.kind for row in found.values() if row.shape} == {"parameter", "buffer"}
+
+
+def test_the_graphs_of_an_enabled_model_have_shapes() -> None:
+    model = nn.Linear(8, 4)
+    autocastfx.enable(model)
+    model(torch.ones(2, 8))
+    (view,), _ = views_of(model, "dump shows")
+    assert [row.shape for row in view.rows if row.op == "linear"] == ["[2, 4]"]
