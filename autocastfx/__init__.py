@@ -51,7 +51,7 @@ from autocastfx.policy.list_diff import Change
 from autocastfx.policy.op_list import OpList, load_op_list
 from autocastfx.policy.presets import presets
 from autocastfx.policy.rule import Category, ModuleRule, Rule
-from autocastfx.report.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
+from autocastfx.report.comparison import Beginning, ComparedNode, ComparedParameter, ComparedVariant, Comparison
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.deviation import Deviation
 from autocastfx.report.dump import dump
@@ -74,6 +74,7 @@ __all__ = [
     "AmpModule",
     "AutocastFXError",
     "BannedOpError",
+    "Beginning",
     "BisectError",
     "Bisection",
     "CalibrationError",

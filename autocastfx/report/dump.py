@@ -11,6 +11,7 @@ from autocastfx.files import check_writable, write_whole
 from autocastfx.report.compared import Compared
 from autocastfx.report.compiled_graph import graphs_of, views_of_graphs
 from autocastfx.report.html import render_html
+from autocastfx.report.model_facts import model_facts
 from autocastfx.report.render import FORMATS, render
 from autocastfx.report.view import View, view
 from autocastfx.runtime.amp_module import AmpModule
@@ -31,7 +32,8 @@ def dump(
     """Show every node of a converted model with its precision and the reason, and every cast.
 
     Shows the variant of ``amp_model.graph`` and ``amp_model.plan``, the first captured for the model's present mode.
-    ``"html"`` holds all variants, and shows this one or the compared one first. The text has no sizes or values, and is
+    ``"html"`` holds all variants, and shows this one or the compared one first; it is dated by SOURCE_DATE_EPOCH, else
+    now. The text has no sizes or values, and is
     the same on every machine. Of an enabled model all graphs captured so far are shown, one after the other.
 
     Args:
@@ -48,9 +50,9 @@ def dump(
         The text, which ends with a newline.
 
     Raises:
-        ValueError: the format is unknown; or ``comparison`` is given with a format other than ``"html"``; or it is of
-            another model, or of a variant that this model lacks; or an enabled model has several graphs, of which the
-            format holds one.
+        ValueError: the format is unknown; or SOURCE_DATE_EPOCH is no number; or ``comparison`` is given with a format
+            other than ``"html"``; or it is of another model, or of a variant that this model lacks; or an enabled model
+            has several graphs, of which the format holds one.
         TypeError: ``amp_model`` is neither converted nor enabled, or ``comparison`` is not a comparison.
         VariantError: nothing is captured yet.
         FileNotFoundError: the folder of ``path`` does not exist.
@@ -67,7 +69,7 @@ def dump(
         raise ValueError(f"comparison= goes into format='html', not {format!r}: leave it away, or print it by itself")
     views, shown = views_of(amp_model, "dump shows")
     if format == "html":
-        text = render_html(views, shown, comparison)
+        text = render_html(views, shown, comparison, model_facts(amp_model))
     elif isinstance(amp_model, AmpModule):
         text = render(views[shown], format)
     elif format == "text":

@@ -45,6 +45,9 @@ class Maker(Protocol):
     def weights(self) -> str: ...
 
     @property
+    def fold(self) -> str: ...
+
+    @property
     def leaves(self) -> tuple[str, ...]:
         """Dotted paths of the functions that capture keeps whole."""
         ...
