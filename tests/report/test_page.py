@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ import torch
 from torch import nn
 
 import autocastfx
+from autocastfx.report.dump import view_of
+from autocastfx.report.html import render_html
+from autocastfx.report.row import Row
+from autocastfx.report.view import View
 from tests.browser import Browser, needs_browser
 from tests.golden.models import converted
 from tests.report.shown import Shown, in_its_mode
@@ -61,6 +66,36 @@ def test_a_model_of_1700_nodes_opens_within_five_seconds(page: Browser, shown: C
     check_it_opens_quickly(page, found.path)
     page.search("softmax h.23")
     assert page.text("#panel h2") == "softmax_23"
+
+
+def stacked(view: View, count: int, *, equal: bool) -> View:
+    """A graph of so many layers, each with the nodes of ``view``; where they are not equal, each second op differs."""
+    rows: list[Row] = []
+    for number in range(count):
+        for row in view.rows:
+            name = f"{row.name}_{number}"
+            reads = tuple(f"{read}_{number}" for read in row.reads)
+            if row.kind == "input" and number:
+                reads, row = (f"{view.rows[-2].name}_{number - 1}",), replace(row, kind="made")
+            if row.planned is not None:
+                module = f"layers.{number}.{row.planned.module}".rstrip(".")
+                planned = replace(row.planned, name=name, module=module, op=row.op if equal else f"{row.op}_{number}")
+                row = replace(row, op=planned.op, planned=planned)
+            if row.kind != "output" or number + 1 == count:
+                rows.append(replace(row, name=name, reads=reads))
+    return replace(view, rows=tuple(rows))
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_model_of_5000_nodes_opens_within_five_seconds(page: Browser, tmp_path: Path, equal: bool) -> None:
+    view = stacked(view_of(converted("encoder_layer")), 100, equal=equal)
+    assert len(view.rows) > 5000
+    path = tmp_path / "page.html"
+    path.write_text(render_html([view], 0), encoding="utf-8")
+    check_it_opens_quickly(page, path)
+    assert page.count("[aria-label^='99 equal layers layers.1 … 99, closed']") == equal
+    page.search("softmax layers.99")
+    assert page.text("#panel h2") == "softmax_99"
 
 
 def test_a_way_through_bert(page: Browser, bert_page: Shown) -> None:

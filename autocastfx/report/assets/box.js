@@ -37,7 +37,7 @@ const Box = (() => {
 
   function share(group, low) {
     const words = { low: short(low), float32: "f32", mixed: "mixed", given: "as given", other: "not floating" };
-    return Model.SHADES.filter((s) => group.counts[s]).map((s) => `${group.counts[s]} ${words[s]}`).join(" · ");
+    return Model.SHADES.filter((s) => group.counts[s]).map((s) => `${group.counts[s].toLocaleString("en")} ${words[s]}`).join(" · ");
   }
 
   function content(item, model, options) {
