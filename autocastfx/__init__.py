@@ -61,6 +61,7 @@ from autocastfx.report.lint.gpu import Gpu
 from autocastfx.report.lint.lint import lint
 from autocastfx.report.lint.odd_size import OddSize
 from autocastfx.report.lint.roofline import Total
+from autocastfx.report.notebook import Page, show
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.grad_scaler import GradScaler
 from autocastfx.training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
@@ -115,6 +116,7 @@ __all__ = [
     "OpList",
     "OpListError",
     "Overflow",
+    "Page",
     "Place",
     "Placement",
     "Plan",
@@ -157,5 +159,6 @@ __all__ = [
     "lint",
     "load_op_list",
     "presets",
+    "show",
     "suggest_loss_scale",
 ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from autocastfx.files import check_writable, write_whole
+from autocastfx.plan.plan import Plan
 from autocastfx.report.compared import Compared
 from autocastfx.report.compiled_graph import graphs_of, views_of_graphs
 from autocastfx.report.html import render_html
@@ -28,6 +29,7 @@ def dump(
     format: str | None = None,
     *,
     comparison: Compared | None = None,
+    against: Plan | None = None,
 ) -> str:
     """Show every node of a converted model with its precision and the reason, and every cast.
 
@@ -45,15 +47,18 @@ def dump(
             searched. By default that of the path's suffix (``.json``, ``.dot`` or ``.gv``, ``.graphml``, ``.py``,
             ``.html``), else ``"text"``.
         comparison: a result of :func:`compare` for ``amp_model``, shown on the page with the variant that was compared.
+        against: the plan of the same model, converted in another way. The page marks the nodes that it decides or
+            places differently, as :func:`diff` lists them, in the variant that is shown first.
 
     Returns:
         The text, which ends with a newline.
 
     Raises:
-        ValueError: the format is unknown; or SOURCE_DATE_EPOCH is no number; or ``comparison`` is given with a format
-            other than ``"html"``; or it is of another model, or of a variant that this model lacks; or an enabled model
-            has several graphs, of which the format holds one.
-        TypeError: ``amp_model`` is neither converted nor enabled, or ``comparison`` is not a comparison.
+        ValueError: the format is unknown; or SOURCE_DATE_EPOCH is no number; or ``comparison`` or ``against`` is
+            given with a format other than ``"html"``, or is of another model; or this model lacks the variant that was
+            compared; or an enabled model has several graphs, of which the format holds one.
+        TypeError: ``amp_model`` is neither converted nor enabled, or ``comparison`` is not a comparison, or
+            ``against`` no plan.
         VariantError: nothing is captured yet.
         FileNotFoundError: the folder of ``path`` does not exist.
         IsADirectoryError: ``path`` is a folder.
@@ -67,9 +72,15 @@ def dump(
         raise TypeError(f"comparison= takes what compare() returned, not a {type(comparison).__name__}")
     if comparison is not None and format != "html":
         raise ValueError(f"comparison= goes into format='html', not {format!r}: leave it away, or print it by itself")
+    if against is not None and not isinstance(against, Plan):
+        raise TypeError(f"against= takes a plan, such as the other model's .plan, not a {type(against).__name__}")
+    if against is not None and format != "html":
+        raise ValueError(
+            f"against= goes into format='html', not {format!r}: print autocastfx.diff(against, plan) instead"
+        )
     views, shown = views_of(amp_model, "dump shows")
     if format == "html":
-        text = render_html(views, shown, comparison, model_facts(amp_model))
+        text = render_html(views, shown, comparison, model_facts(amp_model), against)
     elif isinstance(amp_model, AmpModule):
         text = render(views[shown], format)
     elif format == "text":

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
+from autocastfx.plan.plan import Plan
 from autocastfx.report.compared import Compared
 from autocastfx.report.model_facts import ModelFacts
 from autocastfx.report.page_data import page_data
@@ -49,7 +50,11 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
 def render_html(
-    views: Sequence[View], shown: int, comparison: Compared | None = None, facts: ModelFacts | None = None
+    views: Sequence[View],
+    shown: int,
+    comparison: Compared | None = None,
+    facts: ModelFacts | None = None,
+    against: Plan | None = None,
 ) -> str:
     """Render HTML 5 with styles, scripts, Graphviz as WebAssembly, and the data inside.
 
@@ -60,12 +65,14 @@ def render_html(
         shown: position of the variant to show first if there is no comparison.
         comparison: a result of ``compare``; the variant compared is shown first, with its numbers.
         facts: of the model as a whole, for the head of the page.
+        against: another plan, whose decisions are told where they differ.
 
     Raises:
-        ValueError: the comparison is of another model, or of a variant that this model lacks.
+        ValueError: the comparison is of another model, or of a variant that this model lacks; or ``against`` is of
+            another model.
     """
     scripts, style = [asset(name) for name in SCRIPTS], asset("page.css")
-    data = page_data(views, shown, comparison, facts)
+    data = page_data(views, shown, comparison, facts, against)
     parts = {
         "title": html.escape(f"{_name(facts)}: {views[data['shown']].variant}"),
         "policy": html.escape(_policy(scripts, [style])),

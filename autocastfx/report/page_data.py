@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from autocastfx.plan.plan import Precision
+from autocastfx.plan.plan import Plan, Precision
+from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.report.compared import Compared, ComparedValue, Deviation, compared_variant
 from autocastfx.report.model_facts import ModelFacts
+from autocastfx.report.page_changes import changed_nodes, changes_of, compare_plans
 from autocastfx.report.reason import Reasons
 from autocastfx.report.row import Row
 from autocastfx.report.summary import summary
@@ -22,7 +24,11 @@ _HELD = ("parameter", "buffer")
 
 
 def page_data(
-    views: Sequence[View], shown: int, comparison: Compared | None = None, facts: ModelFacts | None = None
+    views: Sequence[View],
+    shown: int,
+    comparison: Compared | None = None,
+    facts: ModelFacts | None = None,
+    against: Plan | None = None,
 ) -> dict[str, Any]:
     """Return the page's data: ``{"format": 1, "shown": …, "model": {…}, "variants": […]}``. Empty fields are left out.
 
@@ -35,14 +41,25 @@ def page_data(
         shown: position of the variant to show first if there is no comparison.
         comparison: a result of ``compare``; the variant compared is shown first, with its numbers.
         facts: of the model as a whole.
+        against: another plan, whose decisions are told of the variant that is shown first, where they differ.
 
     Raises:
-        ValueError: no variant is the one that was compared, or it lacks a compared node.
+        ValueError: no variant is the one that was compared, or it lacks a compared node; or ``against`` is of another
+            model.
     """
     shown = shown if comparison is None else compared_variant(views, comparison)
     variants = [_variant(view, comparison if i == shown else None) for i, view in enumerate(views)]
+    if against is not None:
+        _add_changes(variants[shown], compare_plans(against, views[shown].plan))
     model = {"model": _present(asdict(facts))} if facts is not None else {}
     return {"format": 1, "shown": shown, **model, "variants": variants}
+
+
+def _add_changes(variant: dict[str, Any], found: PlanDiff) -> None:
+    variant["changes"], changed = changes_of(found), changed_nodes(found)
+    for node in variant["nodes"]:
+        if node["name"] in changed:
+            node["before"] = changed[node["name"]]
 
 
 def _variant(view: View, comparison: Compared | None) -> dict[str, Any]:

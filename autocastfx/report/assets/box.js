@@ -5,6 +5,7 @@ const Box = (() => {
   const FONT = '13px system-ui, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", sans-serif';
   const BOLD = `600 ${FONT}`, SMALL = FONT.replace("13px", "11px"), SMALL_BOLD = `600 ${SMALL}`;
   const { brief, bytes, many, number, short } = Words;
+  const STRONG = { "◆": "small castword", "Δ": "small changeword" };
   const pen = document.createElement("canvas").getContext("2d");
 
   function width(text, font) {
@@ -45,16 +46,24 @@ const Box = (() => {
     if (item.inner) {
       const each = item.layers ? [`${item.layers} equal layers`] : [];
       const lines = [`${many(item.ops, "op")}${item.casts ? ` · ${many(item.casts, "cast")}` : ""}`, share(item, low), ...each];
+      if (item.differ) lines.push(`Δ ${many(item.differ, "node")} changed`);
       if (options.colour === "bytes" && item.size) lines.push(`largest value ${bytes(item.size)}`);
       if (options.numerics && item.error !== undefined) lines.push(`largest error ${number(item.error)}`);
       return { title: `▸ ${brief(item.label)}`, chip: "", lines: lines.filter(Boolean), bar: item.ops > 0 };
     }
     const op = ["op", "made", "removed"].includes(item.kind) ? item.op : item.kind === "copy" ? "working copy" : item.kind;
     const lines = [brief(item.held && item.op ? item.op : item.stands ? `${item.stands} · ${item.name}` : item.name)];
+    if (item.before) lines.push(changed(item));
     if (options.shapes && item.shape) lines.push(`${brief(item.shape)} ${bytes(item.size || 0)}`);
     if (item.heldCasts.length && !options.weights) lines.push(`◆ ${many(item.heldCasts.length, "weight cast")}`);
     if (options.numerics && item.numerics) lines.push(`error ${number(item.numerics.error)}`);
     return { title: brief(op), chip: chip(item, low), lines };
+  }
+
+  /* How another plan decides the node. */
+  function changed(node) {
+    if (node.before.added) return "Δ only in this plan";
+    return node.before.moved ? `Δ ${node.before.runs} → ${node.runs}` : "Δ another reason";
   }
 
   /* Of lines that are drawn when their box is selected. */
@@ -69,17 +78,17 @@ const Box = (() => {
 
   function size(box) {
     const title = width(box.title, BOLD) + (box.chip ? width(box.chip, SMALL_BOLD) + 26 : 0);
-    const inner = Math.max(title, ...box.lines.map((line) => width(line, line.startsWith("◆") ? SMALL_BOLD : SMALL)));
+    const inner = Math.max(title, ...box.lines.map((line) => width(line, /^[◆Δ]/.test(line) ? SMALL_BOLD : SMALL)));
     return [Math.max(inner + 24, 96), 32 + 15 * box.lines.length + (box.bar ? 10 : 0)];
   }
 
-  function draw(item, at, look, heat) {
+  function draw(item, at, look, heat, faded) {
     const { x, y, w, h } = at, isGroup = Boolean(item.inner);
     const what = item.layers ? `${item.layers} equal layers` : "module";
     const said = isGroup ? `${what} ${item.path || "(root)"}, closed: ${look.lines.join(", ")}; activate to open`
       : `${look.title} ${item.name}${item.runs ? `, runs ${item.runs}` : ""}${item.dtype ? `, ${item.dtype}` : ""}${item.shape ? `, ${item.shape}` : ""}`;
     const state = isGroup ? { "aria-expanded": "false" } : { "aria-pressed": "false" };
-    const made = el("g", { class: `box ${isGroup ? "group" : `node ${item.shade || item.kind}`}${heat ? ` ${heat.of(item)}` : ""}`, "data-key": item.key, role: "button",
+    const made = el("g", { class: `box ${isGroup ? "group" : `node ${item.shade || item.kind}`}${heat ? ` ${heat.of(item)}` : ""}${faded ? " faded" : ""}`, "data-key": item.key, role: "button",
       tabindex: -1, "aria-label": said, ...state });
     if (isGroup) made.append(el("rect", { class: "behind", x: x + 4, y: y + 4, width: w, height: h, rx: 6 }));
     made.append(el("rect", { class: "area", x, y, width: w, height: h, rx: corner(item) }));
@@ -92,7 +101,7 @@ const Box = (() => {
       made.append(el("rect", { class: "chip", x: x + w - cw - 9, y: y + 7, width: cw, height: 17, rx: 3 }),
         text(look.chip, x + w - 9 - cw / 2, y + 19.5, "small middle chiptext"));
     }
-    look.lines.forEach((line, i) => made.append(text(line, x + 12, y + 37 + 15 * i, line.startsWith("◆") ? "small castword" : "small")));
+    look.lines.forEach((line, i) => made.append(text(line, x + 12, y + 37 + 15 * i, STRONG[line[0]] || "small")));
     if (look.bar) made.append(...bar(item, x + 12, y + h - 13, w - 24));
     made.append(el("title", {}, isGroup ? item.path : [item.name, item.module || "(root)", item.dtype, item.shape].filter(Boolean).join("\n")));
     return made;

@@ -14,7 +14,7 @@ const Drawing = (() => {
     for (const line of scene.lines) root.append(drawLine(line));
     for (const frame of scene.frames) root.append(drawHeader(frame, model.groups[frame.group]));
     for (const line of scene.lines) if (line.label) root.append(drawMark(line));
-    for (const item of scene.boxes) root.append(Box.draw(item, scene.places.get(item.key), scene.looks.get(item.key), heat));
+    for (const item of scene.boxes) root.append(Box.draw(item, scene.places.get(item.key), scene.looks.get(item.key), heat, options.changes && !(item.before || item.differ)));
     return root;
   }
 

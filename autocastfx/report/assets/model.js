@@ -55,6 +55,7 @@ const Model = (() => {
     if (node.drawn && !node.held) group.size = Math.max(group.size, node.size || 0);
     if (node.error !== undefined) group.error = Math.max(group.error ?? 0, node.error);
     group.lost ||= node.lost;
+    if (node.before) group.differ = (group.differ || 0) + 1;
   }
 
   function bundle(groups, nodes) {
@@ -185,12 +186,13 @@ const Model = (() => {
     return wider;
   }
 
-  /* Nodes in which every word of the query occurs; op:NAME and runs:PRECISION are exact. */
+  /* Nodes in which every word of the query occurs; op:NAME, runs:PRECISION and is:changed are exact. */
   function find(model, query) {
     const words = query.toLowerCase().split(/\s+/).filter(Boolean);
     if (!words.length) return [];
     const fits = (node, word) => {
       if (word.startsWith("op:")) return node.op.toLowerCase() === word.slice(3);
+      if (word === "is:changed") return Boolean(node.before);
       if (word.startsWith("runs:")) return node.shade === word.slice(5);
       return `${node.op || ""} ${node.name} ${node.module || ""}`.toLowerCase().includes(word);
     };

@@ -5,7 +5,7 @@
   const $ = (id) => document.getElementById(id);
   const graph = $("graph"), view = $("view"), { h } = Elements, port = Viewport.of(graph, view), map = Minimap.of($("map"), port);
   const state = { variant: 0, model: null, open: new Set(), scene: null, selected: null, current: null };
-  const options = { weights: false, numerics: false, shapes: true, folds: true, colour: "precision", direction: "TB" };
+  const options = { weights: false, numerics: false, shapes: true, changes: false, folds: true, colour: "precision", direction: "TB" };
   const found = Search.of((query) => Model.find(state.model, query), (node) => goTo(node));
   let viz = null;
 
@@ -176,12 +176,12 @@
   /* ---- the panel ---- */
 
   function tabs() {
-    Tabs.make($("tabs"), state.model.nodes.some((n) => n.numerics), pick);
+    Tabs.make($("tabs"), { errors: state.model.nodes.some((n) => n.numerics), changes: "changes" in state.model.variant }, pick);
   }
 
   function pick(name) {
     if (name === "selection") return void (state.selected ? select(state.selected) : show(name, Panel.nothing(state.model)));
-    show(name, { ops: () => Tables.ops(state.model, found.search), casts: () => Tables.casts(state.model, goTo), errors: () => Tables.errors(state.model, goTo) }[name]());
+    show(name, name === "ops" ? Tables.ops(state.model, found.search) : Tables[name](state.model, goTo));
   }
 
   function show(name, content) {
@@ -197,6 +197,8 @@
     const measured = state.model.nodes.some((n) => n.numerics);
     $("numerics-choice").hidden = !measured;
     options.numerics = $("numerics").checked = measured;
+    $("changes-choice").hidden = !("changes" in state.model.variant);
+    if ($("changes-choice").hidden) options.changes = $("changes").checked = false;
     $("colour").querySelector("[value=error]").disabled = !measured;
     if (!measured && options.colour === "error") options.colour = $("colour").value = "precision";
     Head.legend(state.model, options);
@@ -239,7 +241,7 @@
   $("farther").addEventListener("click", () => port.zoomBy(0.8));
   $("fit").addEventListener("click", () => port.fit(state.scene, true));
   $("reset").addEventListener("click", () => start(state.variant));
-  for (const name of ["weights", "numerics", "shapes"]) $(name).addEventListener("change", (event) => choose(name, event.target.checked));
+  for (const name of ["weights", "numerics", "shapes", "changes"]) $(name).addEventListener("change", (event) => choose(name, event.target.checked));
   for (const name of ["colour", "direction"]) $(name).addEventListener("change", (event) => choose(name, event.target.value));
   $("folds").addEventListener("change", (event) => fold(event.target.checked));
   const file = (suffix) => `${(data.model?.name || "model").replace(/\W+/g, "_")}.${suffix}`;

@@ -30,6 +30,7 @@ const Panel = (() => {
         ["category", node.category],
         ["of", node.of ? named(model, node.of, go) : null],
       ]),
+      before(node),
       why(node),
       settings(node),
       code(node),
@@ -76,6 +77,14 @@ const Panel = (() => {
         ["to change it", node.change ? `${node.change}.` : null],
       ].map(([name, value]) => [name, Array.isArray(value) ? h("div", {}, value) : value])),
       proposed(node));
+  }
+
+  /* What another plan says of the node. */
+  function before(node) {
+    if (!node.before) return null;
+    const was = node.before;
+    return h("section", { class: "before", "aria-label": "In the other plan" }, h("h3", {}, was.added ? "Not in the other plan" : "In the other plan"),
+      was.added ? null : facts([["runs", `${was.runs}: ${was.because}`], ["decided", was.decided]]));
   }
 
   /* The op list that asks for the other precision. */

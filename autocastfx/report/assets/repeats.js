@@ -48,7 +48,7 @@ const Repeats = (() => {
     };
     const plain = (text) => text.replace(/[A-Za-z_]\w*/g, (word) => (names.has(word) ? "·" : word));
     return JSON.stringify(members.map(([n, path]) => [path, n.kind, n.held ? "" : n.op, n.dtype, n.runs, n.category, n.source, n.reason, n.shape,
-      n.saturates, (n.attributes || []).map((pair) => pair.map(plain)), n.reads.map(read)]));
+      n.saturates, n.before, (n.attributes || []).map((pair) => pair.map(plain)), n.reads.map(read)]));
   }
 
   function gather(groups, layers) {

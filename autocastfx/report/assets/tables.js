@@ -62,5 +62,17 @@ const Tables = (() => {
     return ranked.map(([one, n]) => [first(one), number(n.error), percent(n.overflow), percent(n.underflow)]);
   }
 
-  return { casts, errors, ops };
+  function changes(model, go) {
+    const { summary, removed = [] } = model.variant.changes, changed = model.nodes.filter((n) => n.before);
+    const words = (n) => (n.before.added ? "only here" : n.before.moved ? `${n.before.runs} → ${n.runs}` : "another reason");
+    const moved = (n) => (n.before.moved ? 0 : 1);
+    const rows = changed.sort((a, b) => moved(a) - moved(b)).map((n) => [link(n, go), n.op, words(n)]);
+    return [
+      h("h2", {}, "Changes"), h("ul", { class: "lines" }, summary.map((line) => h("li", {}, line))),
+      table(["node", "op", "change"], rows, "Every node is decided and placed alike."),
+      ...(removed.length ? [h("h2", {}, "Only in the other plan"), table(["node", "op", "decided"], removed.map((n) => [h("span", {}, breakable(n.name)), n.op, n.decided]))] : []),
+    ];
+  }
+
+  return { casts, changes, errors, ops };
 })();

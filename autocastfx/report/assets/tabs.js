@@ -1,11 +1,11 @@
 "use strict";
 /* The tabs of the panel. */
 const Tabs = (() => {
-  const TITLES = { selection: "Selection", ops: "Operations", casts: "Casts", errors: "Errors" };
+  const TITLES = { selection: "Selection", ops: "Operations", casts: "Casts", errors: "Errors", changes: "Changes" };
   const { h } = Elements;
 
-  function make(tabs, hasErrors, pick) {
-    const names = Object.keys(TITLES).filter((name) => name !== "errors" || hasErrors);
+  function make(tabs, has, pick) {
+    const names = Object.keys(TITLES).filter((name) => has[name] ?? true);
     tabs.replaceChildren(...names.map((name) => h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "panel",
       on: () => pick(name) }, TITLES[name])));
   }
