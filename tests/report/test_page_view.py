@@ -197,6 +197,7 @@ def test_a_page_of_a_comparison_that_failed_opens_where_it_begins(page: Browser,
     )
     assert page.text("#panel h2") == first.name
     assert page.count(".box.selected[aria-pressed=true]") == 1
+    assert f"Inf or NaN: {first.overflow:.2%}".replace("%", " %") in page.text(".box.selected")
     page.search("op:layer_norm")
     page.click("#banner .link")
     assert page.text("#panel h2") == first.name
@@ -322,6 +323,9 @@ def test_the_address_leads_to_the_node_again(page: Browser, shown: Show, tower: 
     assert page.driver.current_url == path.as_uri()
     page.run("location.hash = arguments[0]", address.partition("#")[2])
     page.wait(lambda: page.text("#panel h2") == name)
+    page.click("#reset")
+    assert page.driver.current_url == path.as_uri()
+    assert page.text("#panel h2") == "This model"
 
 
 def test_an_address_of_a_node_that_is_not_there_opens_the_page(page: Browser, shown: Show) -> None:

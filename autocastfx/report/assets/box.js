@@ -4,7 +4,7 @@ const Box = (() => {
   const SVG = "http://www.w3.org/2000/svg";
   const FONT = '13px system-ui, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", sans-serif';
   const BOLD = `600 ${FONT}`, SMALL = FONT.replace("13px", "11px"), SMALL_BOLD = `600 ${SMALL}`;
-  const { brief, bytes, many, number, short } = Words;
+  const { brief, bytes, many, number, percent, short, value } = Words;
   const STRONG = { "◆": "small castword", "Δ": "small changeword" };
   const pen = document.createElement("canvas").getContext("2d");
 
@@ -48,7 +48,8 @@ const Box = (() => {
       const lines = [`${many(item.ops, "op")}${item.casts ? ` · ${many(item.casts, "cast")}` : ""}`, share(item, low), ...each];
       if (item.differ) lines.push(`Δ ${many(item.differ, "node")} changed`);
       if (options.colour === "bytes" && item.size) lines.push(`largest value ${bytes(item.size)}`);
-      if (options.numerics && item.error !== undefined) lines.push(`largest error ${number(item.error)}`);
+      if (options.numerics && item.lost) lines.push("Inf or NaN inside");
+      else if (options.numerics && item.error !== undefined) lines.push(`largest error ${number(item.error)}`);
       return { title: `▸ ${brief(item.label)}`, chip: "", lines: lines.filter(Boolean), bar: item.ops > 0 };
     }
     const op = ["op", "made", "removed"].includes(item.kind) ? item.op : item.kind === "copy" ? "working copy" : item.kind;
@@ -56,7 +57,10 @@ const Box = (() => {
     if (item.before) lines.push(changed(item));
     if (options.shapes && item.shape) lines.push(`${brief(item.shape)} ${bytes(item.size || 0)}`);
     if (item.heldCasts.length && !options.weights) lines.push(`◆ ${many(item.heldCasts.length, "weight cast")}`);
-    if (options.numerics && item.numerics) lines.push(`error ${number(item.numerics.error)}`);
+    if (options.numerics && item.numerics) {
+      const { error, overflow, nan } = item.numerics; // the error is of the rest
+      lines.push(item.lost ? `Inf or NaN: ${percent(Math.max(value(overflow), value(nan)))}` : `error ${number(error)}`);
+    }
     return { title: brief(op), chip: chip(item, low), lines };
   }
 

@@ -240,7 +240,7 @@
   $("closer").addEventListener("click", () => port.zoomBy(1.25));
   $("farther").addEventListener("click", () => port.zoomBy(0.8));
   $("fit").addEventListener("click", () => port.fit(state.scene, true));
-  $("reset").addEventListener("click", () => start(state.variant));
+  $("reset").addEventListener("click", () => begin(state.variant));
   for (const name of ["weights", "numerics", "shapes", "changes"]) $(name).addEventListener("change", (event) => choose(name, event.target.checked));
   for (const name of ["colour", "direction"]) $(name).addEventListener("change", (event) => choose(name, event.target.value));
   $("folds").addEventListener("change", (event) => fold(event.target.checked));
@@ -258,7 +258,12 @@
   });
   $("variant").replaceChildren(...data.variants.map((v, i) => h("option", { value: i }, v.title)));
   document.querySelector(".variant").hidden = data.variants.length < 2;
-  $("variant").addEventListener("change", () => start(Number($("variant").value)));
+  $("variant").addEventListener("change", () => begin(Number($("variant").value)));
+
+  function begin(number) {
+    Address.write(number, null);
+    start(number);
+  }
 
   /* Show what the address says; without it, where a comparison failed. */
   function visit() {

@@ -1,7 +1,7 @@
 "use strict";
 /* Which part of the drawing is seen, and how large: dragging, wheel, zoom. */
 const Viewport = (() => {
-  const EDGE = 40, MARGIN = 16, READABLE = 0.85, SMALLEST = 0.5;
+  const EDGE = 40, MARGIN = 16, READABLE = 0.85, LEGIBLE = 0.8, SMALLEST = 0.5;
 
   function of(frame, view) {
     let x = 0, y = 0, zoom = 1, drag = null;
@@ -21,7 +21,7 @@ const Viewport = (() => {
     function fit(scene, whole, direction) {
       if (!scene) return;
       const [w, h] = room(), across = (w - 2 * MARGIN) / scene.across, down = (h - 2 * MARGIN) / scene.down, all = Math.min(across, down, 1);
-      zoom = whole ? all : Math.max(all, Math.min(direction === "LR" ? down : across, 1), SMALLEST);
+      zoom = whole || all >= LEGIBLE ? all : Math.max(all, Math.min(direction === "LR" ? down : across, 1), SMALLEST);
       x = Math.max((w - scene.across * zoom) / 2, MARGIN);
       y = Math.max((h - scene.down * zoom) / 2, MARGIN);
       move();
