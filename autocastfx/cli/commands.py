@@ -44,7 +44,9 @@ def dump(options: Namespace) -> int:
     """Run ``dump MODEL``: write a model in one of the formats, to standard output or a file."""
     if options.output is not None:
         check_writable(options.output)
-    text = dump_model(converted(options, options.op_list or "default"), options.output, options.format)
+    against = _read_plan(options.against) if options.against is not None else None
+    amp_model = converted(options, options.op_list or "default")
+    text = dump_model(amp_model, options.output, options.format, against=against)
     if options.output is None:
         sys.stdout.write(text)
     return 0

@@ -156,6 +156,12 @@ def _parser() -> argparse.ArgumentParser:
     dump.add_argument("model", metavar="MODEL", help=_MODEL)
     dump.add_argument("--format", choices=FORMATS, help="default: by the suffix of the output's name, else text")
     dump.add_argument("-o", "--output", type=Path, metavar="FILE", help="write here, not to standard output")
+    dump.add_argument(
+        "--against",
+        type=Path,
+        metavar="PLAN",
+        help="mark on the page what this file of dump --format json decides otherwise",
+    )
     dump.set_defaults(run=commands.dump)
 
     explain = add(

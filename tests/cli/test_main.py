@@ -103,6 +103,18 @@ def test_dump_writes_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("model.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>\n")
 
 
+def test_a_page_tells_what_another_plan_decides_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "dump", "cli_models:small", "-o", "before.json")[0] == 0
+    options = ("--op-list", "default", "used.yaml", "--against", "before.json")
+    assert run(capsys, "dump", "cli_models:small", *options, "-o", "after.html") == (0, "", "")
+    assert '"before":{"runs":' in Path("after.html").read_text(encoding="utf-8")
+    code, _, err = run(capsys, "dump", "cli_models:small", "--against", "before.json")
+    assert code == 3
+    assert "against= goes into format='html', not 'text'" in err
+    code, _, err = run(capsys, "dump", "cli_models:small", "--against", "gone.json", "-o", "after.html")
+    assert (code, "cannot read the plan gone.json" in err) == (2, True)
+
+
 def model() -> torch.nn.Module:
     return sys.modules["cli_models"].small()
 
