@@ -281,7 +281,7 @@ def test_text_and_outlines_have_the_contrast_of_wcag_aa(theme: int) -> None:
     texts += [("text", "stage"), ("muted", "stage"), ("text", "group-fill"), ("cast", "cast-fill")]
     texts += [("cast", f"{shade}-fill") for shade in shades]
     texts += [("text", f"{heat}-fill") for heat in (*(f"heat{level}" for level in range(5)), "lost")]
-    texts += [("alert", "alert-fill")]
+    texts += [("alert", "alert-fill"), ("change", "page"), *(("change", f"{shade}-fill") for shade in shades)]
     outlines = [(shade, "stage") for shade in shades] + [("edge", "stage"), ("cast", "stage"), ("accent", "stage")]
     for front, back in texts:
         assert contrast(named[front], named[back]) >= 4.5, (front, back)
