@@ -60,7 +60,7 @@ from autocastfx.policy.list_diff import Change
 from autocastfx.policy.op_list import OpList, load_op_list
 from autocastfx.policy.presets import presets
 from autocastfx.policy.rule import Category, ModuleRule, Rule
-from autocastfx.report.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
+from autocastfx.report.comparison import Beginning, ComparedNode, ComparedParameter, ComparedVariant, Comparison
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.deviation import Deviation
 from autocastfx.report.dump import dump
@@ -70,6 +70,7 @@ from autocastfx.report.lint.gpu import Gpu
 from autocastfx.report.lint.lint import lint
 from autocastfx.report.lint.odd_size import OddSize
 from autocastfx.report.lint.roofline import Total
+from autocastfx.report.notebook import Page, show
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.grad_scaler import GradScaler
 from autocastfx.training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
@@ -83,6 +84,7 @@ __all__ = [
     "AmpModule",
     "AutocastFXError",
     "BannedOpError",
+    "Beginning",
     "BisectError",
     "Bisection",
     "CalibrationError",
@@ -124,6 +126,7 @@ __all__ = [
     "OpList",
     "OpListError",
     "Overflow",
+    "Page",
     "Place",
     "Placement",
     "Plan",
@@ -170,6 +173,7 @@ __all__ = [
     "lint",
     "load_op_list",
     "presets",
+    "show",
     "suggest_loss_scale",
     "watch",
 ]

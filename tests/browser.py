@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,20 @@ class Browser:
     def press(self, *keys: str) -> None:
         """Keys for what has the focus."""
         self.driver.switch_to.active_element.send_keys(*keys)
+
+    def choose(self, selector: str, value: str) -> None:
+        """Choose an option of a list by its value."""
+        self.driver.find_element("css selector", f"{selector} option[value='{value}']").click()
+
+    def downloads(self, folder: Path) -> None:
+        """Save into ``folder`` what pages hand out."""
+        self.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder)})
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition holds, at most ten seconds."""
+        from selenium.webdriver.support.wait import WebDriverWait
+
+        WebDriverWait(self.driver, 10, 0.05).until(lambda _: condition())
 
     def search(self, words: str) -> None:
         """Search as a person does: slash, the words, Enter."""

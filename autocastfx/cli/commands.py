@@ -53,11 +53,14 @@ def dump(options: Namespace) -> int:
     """Run ``dump MODEL``: write a model in one of the formats, to standard output or a file."""
     if options.output is not None:
         check_writable(options.output)
+    against = _read_plan(options.against) if options.against is not None else None
     amp_model = converted(options, options.op_list or "default")
     chosen = {name: getattr(options, name) for name in ("full", "only", "module", "summary")}
     try:
-        if options.output is not None or options.format not in (None, "text"):
-            text = dump_model(amp_model, options.output, options.format, width=options.width or None, **chosen)
+        if options.output is not None or options.format not in (None, "text") or against is not None:
+            text = dump_model(
+                amp_model, options.output, options.format, width=options.width or None, against=against, **chosen
+            )
         else:
             text = dump_text(amp_model, TextOptions(**for_output(options.width, sys.stdout), **chosen))
     except ValueError as error:

@@ -176,6 +176,12 @@ def _parser() -> argparse.ArgumentParser:
     dump.add_argument(
         "--width", type=int, metavar="N", help="of lines; by default the terminal's; 0, and in files: no limit"
     )
+    dump.add_argument(
+        "--against",
+        type=Path,
+        metavar="PLAN",
+        help="mark on the page what this file of dump --format json decides otherwise",
+    )
     dump.set_defaults(run=commands.dump)
 
     explain = add(

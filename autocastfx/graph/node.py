@@ -33,6 +33,7 @@ __all__ = [
     "place_like",
     "set_argument",
     "set_origin",
+    "settings",
     "stack_trace",
     "subgraphs",
     "tensors",
@@ -172,6 +173,14 @@ def constants(node: fx.Node) -> Iterator[tuple[str, float]]:
     for name, arg in _named_arguments(node):
         if name in numbers and isinstance(arg, (int, float)) and not isinstance(arg, bool):
             yield name, float(arg)
+
+
+def settings(node: fx.Node) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments of a node, by name, that are no value: neither nodes, nor lists of nodes, nor None."""
+    for name, arg in _named_arguments(node):
+        leaves = pytree.tree_leaves(arg)
+        if arg is not None and not (leaves and all(leaf is None or isinstance(leaf, fx.Node) for leaf in leaves)):
+            yield name, arg
 
 
 def argument(node: fx.Node, name: str) -> Any:

@@ -97,6 +97,11 @@ class CompileBackend:
         self._converter = Converter(lists, load_kernel_facts(), dtype, fold=fold, recompose=chosen(recompose))
 
     @property
+    def fold(self) -> str:
+        """The level of folding."""
+        return self._converter.fold
+
+    @property
     def takes_recurrent_layers(self) -> bool:
         """True if graphs may hold RNN, GRU and LSTM: compilers unroll them, for each length anew."""
         return self.inner == "eager"

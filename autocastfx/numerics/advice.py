@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from autocastfx.plan.cause import Why
 from autocastfx.plan.plan import PlannedNode, Precision
+from autocastfx.plan.proposed_list import proposed_list
 
 __all__ = ["because_of", "op_list_for"]
 
@@ -22,13 +23,4 @@ def op_list_for(entries: Sequence[PlannedNode]) -> str:
     low = [e for e in entries if e.placement.run is Precision.LOW and e.placement.because.why is not Why.FOLDED]
     if not low or len(low) < sum(e.placement.run is not Precision.FLOAT32 for e in entries):
         return ""
-    ops = list(dict.fromkeys(e.op for e in low if not e.module))
-    modules: dict[str, dict[str, None]] = {}
-    for entry in (e for e in low if e.module):
-        modules.setdefault(entry.module, {})[entry.op] = None
-    lines = [f"deny: [{', '.join(ops)}]"] if ops else []
-    lines += ["modules:"] if modules else []
-    lines += [
-        f'  - {{path: "{path}", category: float32, ops: [{", ".join(found)}]}}' for path, found in modules.items()
-    ]
-    return "\n".join(lines) + "\n"
+    return proposed_list(low, "float32")

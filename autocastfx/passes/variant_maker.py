@@ -48,6 +48,11 @@ class VariantMaker:
         """The conversion's choice of where 16-bit weights come from."""
         return self.converter.weights
 
+    @property
+    def fold(self) -> str:
+        """The conversion's level of folding."""
+        return self.converter.fold
+
     def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant:
         """Capture the model as it runs ``call`` in ``modes``, and convert the graph.
 

@@ -64,9 +64,11 @@ class PlanDiff:
         return bool(self.changed or self.removed or self.added)
 
     def __str__(self) -> str:
-        return "\n".join([*self._header(), *_aligned(self._rows())])
+        return "\n".join([*self.summary, *_aligned(self._rows())])
 
-    def _header(self) -> list[str]:
+    @property
+    def summary(self) -> list[str]:
+        """The lines above the table: both plans, and how many nodes, casts and bytes differ."""
         moves = Counter((_precision(d.before), _precision(d.after)) for d in self.changed if d.moved)
         moved = [f"{count} from {old} to {new}" for (old, new), count in sorted(moves.items())]
         before, after = self.before, self.after

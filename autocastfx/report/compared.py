@@ -43,6 +43,23 @@ class ComparedValue(ComparedParameter, Protocol):
     def gradient(self) -> Deviation | None: ...
 
 
+class Beginning(Protocol):
+    """Where the error begins.
+
+    ``says`` tells it in words; ``node`` is the node's name, empty where it begins at none; ``is_failure`` is true if
+    something is Inf or NaN that is finite in float32.
+    """
+
+    @property
+    def says(self) -> str: ...
+
+    @property
+    def node(self) -> str: ...
+
+    @property
+    def is_failure(self) -> bool: ...
+
+
 class ComparedVariant(Protocol):
     """The key of the variant that was compared."""
 
@@ -76,6 +93,11 @@ class Compared(Protocol):
     @property
     def parameters(self) -> Sequence[ComparedParameter]:
         """The gradients of parameters; empty if gradients were not compared."""
+        ...
+
+    @property
+    def begins(self) -> Beginning:
+        """Where the error begins."""
         ...
 
 

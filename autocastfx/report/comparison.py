@@ -13,7 +13,7 @@ from autocastfx.plan.plan import Recomposed
 from autocastfx.report.deviation import Deviation
 from autocastfx.runtime.variant import Variant
 
-__all__ = ["ComparedNode", "ComparedParameter", "ComparedVariant", "Comparison"]
+__all__ = ["Beginning", "ComparedNode", "ComparedParameter", "ComparedVariant", "Comparison"]
 
 _FORMAT = 2
 _MOST = 5  # recomposed nodes that the text names
@@ -50,6 +50,21 @@ class ComparedParameter(Deviation):
     """The deviation of the gradient of a parameter, or of an input of the call."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The beginning of the error.
+
+    Attributes:
+        says: in words; empty if there is no error.
+        node: the node's name; empty if the error begins at none.
+        is_failure: true if a value or a gradient is Inf or NaN there, and finite in float32.
+    """
+
+    says: str = ""
+    node: str = ""
+    is_failure: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,21 +178,34 @@ class Comparison:
         if gradients:
             ranked = sorted(self.parameters, key=lambda parameter: -parameter.severity)
             lines += ["", *_lines(("parameter",), [((p.name,), p) for p in ranked], most, "parameters")]
-        return "\n".join([*lines, *self._begins(gradients=gradients), self._rest()])
+        begins = self._gradients_begin() if gradients else self._values_begin()
+        return "\n".join([*lines, *([begins.says] if begins.says else []), self._rest()])
 
-    def _begins(self, *, gradients: bool) -> Iterator[str]:
-        first, source = self.first_non_finite_gradient, self.source
-        if gradients:
-            lost = [parameter.name for parameter in self.parameters if parameter.overflow]
-            if first is not None:
-                yield f"on the way back, Inf and NaN begin with the gradient of {_place(first)}"
-            elif lost:
-                more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-                yield f"Inf and NaN are in gradients of parameters alone: {lost[0]}{more}; a smaller scale avoids them"
-        elif source is not None and source.overflow:
-            yield f"Inf and NaN begin at {_place(source)}"
-        elif source is not None and source.added:
-            yield f"the error begins at {_place(source)}: {source.error:.2e}, {source.inherited:.2e} in what it reads"
+    @property
+    def begins(self) -> Beginning:
+        """Where the error begins: Inf and NaN of values, else of gradients, else the largest error that a node adds."""
+        values, gradients = self._values_begin(), self._gradients_begin()
+        return gradients if gradients.is_failure and not values.is_failure else values
+
+    def _values_begin(self) -> Beginning:
+        source = self.source
+        if source is not None and source.overflow:
+            return Beginning(f"Inf and NaN begin at {_place(source)}", source.name, is_failure=True)
+        if source is not None and source.added:
+            inherited = f"{source.error:.2e}, {source.inherited:.2e} in what it reads"
+            return Beginning(f"the error begins at {_place(source)}: {inherited}", source.name)
+        return Beginning()
+
+    def _gradients_begin(self) -> Beginning:
+        first, lost = self.first_non_finite_gradient, [one.name for one in self.parameters if one.overflow]
+        if first is not None:
+            says = f"on the way back, Inf and NaN begin with the gradient of {_place(first)}"
+            return Beginning(says, first.name, is_failure=True)
+        if not lost:
+            return Beginning()
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        says = f"Inf and NaN are in gradients of parameters alone: {lost[0]}{more}; a smaller scale avoids them"
+        return Beginning(says, is_failure=True)
 
     def _rest(self) -> str:
         whole = f"; not looked into: {', '.join(self.whole)}" if self.whole else ""

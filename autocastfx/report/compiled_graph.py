@@ -13,7 +13,7 @@ from autocastfx.plan.plan import Plan
 from autocastfx.report.render import render
 from autocastfx.report.view import View, view_of_graph
 
-__all__ = ["CompiledGraph", "graphs_of", "views_of_graphs"]
+__all__ = ["CompiledGraph", "fold_of", "graphs_of", "views_of_graphs"]
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,18 @@ class CompiledGraph:
 
 def graphs_of(model: object) -> Sequence[CompiledGraph] | None:
     """Return the graphs that an enabled model has so far; None if it is not enabled."""
-    call = model.__dict__.get("_compiled_call_impl") if isinstance(model, nn.Module) else None
-    graphs: Any = getattr(getattr(call, "backend", None), "graphs", None)
+    graphs: Any = getattr(_backend_of(model), "graphs", None)
     return graphs if isinstance(graphs, list) else None
+
+
+def fold_of(model: object) -> str:
+    """Return the level of folding that a model was enabled with; an empty text if it is not enabled."""
+    return str(getattr(_backend_of(model), "fold", ""))
+
+
+def _backend_of(model: object) -> Any:
+    call = model.__dict__.get("_compiled_call_impl") if isinstance(model, nn.Module) else None
+    return getattr(call, "backend", None)
 
 
 def views_of_graphs(graphs: Sequence[CompiledGraph]) -> list[View]:

@@ -9,9 +9,11 @@ from pathlib import Path
 from torch import nn
 
 from autocastfx.files import check_writable, write_whole
+from autocastfx.plan.plan import Plan
 from autocastfx.report.compared import Compared
 from autocastfx.report.compiled_graph import graphs_of, views_of_graphs
 from autocastfx.report.html import render_html
+from autocastfx.report.model_facts import model_facts
 from autocastfx.report.render import FORMATS, render
 from autocastfx.report.row_filter import check_names
 from autocastfx.report.text import render_text
@@ -31,6 +33,7 @@ def dump(
     format: str | None = None,
     *,
     comparison: Compared | None = None,
+    against: Plan | None = None,
     width: int | None = 120,
     full: bool = False,
     only: str | None = None,
@@ -40,8 +43,9 @@ def dump(
     """Show every node of a converted model with its precision and the reason, and every cast.
 
     Shows the variant of ``amp_model.graph`` and ``amp_model.plan``, the first captured for the model's present mode.
-    ``"html"`` holds all variants, and shows this one or the compared one first. The text has no values, and is the same
-    on every machine. Of an enabled model all graphs captured so far are shown, one after the other.
+    ``"html"`` holds all variants, and shows this one or the compared one first; it is dated by SOURCE_DATE_EPOCH, else
+    now. The text has no values, and is the same on every machine. Of an enabled model all graphs captured so far are
+    shown, one after the other.
 
     Args:
         amp_model: a converted model, unpickled or not, or an enabled one.
@@ -52,6 +56,8 @@ def dump(
             searched. By default that of the path's suffix (``.json``, ``.dot`` or ``.gv``, ``.graphml``, ``.py``,
             ``.html``), else ``"text"``.
         comparison: a result of :func:`compare` for ``amp_model``, shown on the page with the variant that was compared.
+        against: the plan of the same model, converted in another way. The page marks the nodes that it decides or
+            places differently, as :func:`diff` lists them, in the variant that is shown first.
         width: of the text: the most characters of a line, at least 40. Names that are too long lose their middle, and
             reasons their end; None shortens nothing.
         full: give each parameter, cast and other node of the text a line of its own; by default the line of an op tells
@@ -66,11 +72,13 @@ def dump(
         The text, which ends with a newline.
 
     Raises:
-        ValueError: the format is unknown; or ``only`` or ``module`` names nothing in the model, and the message
-            suggests the nearest; or an argument of the text is wrong, or given with another format; or ``comparison``
-            is given with a format other than ``"html"``; or it is of another model, or of a variant that this model
-            lacks; or an enabled model has several graphs, of which the format holds one.
-        TypeError: ``amp_model`` is neither converted nor enabled, or ``comparison`` is not a comparison.
+        ValueError: the format is unknown; or SOURCE_DATE_EPOCH is no number; or ``only`` or ``module`` names nothing in
+            the model, and the message suggests the nearest; or an argument of the text is wrong, or given with another
+            format; or ``comparison`` or ``against`` is given with a format other than ``"html"``, or is of another
+            model; or this model lacks the variant that was compared; or an enabled model has several graphs, of which
+            the format holds one.
+        TypeError: ``amp_model`` is neither converted nor enabled, or ``comparison`` is not a comparison, or
+            ``against`` no plan.
         VariantError: nothing is captured yet.
         FileNotFoundError: the folder of ``path`` does not exist.
         IsADirectoryError: ``path`` is a folder.
@@ -84,13 +92,19 @@ def dump(
         raise TypeError(f"comparison= takes what compare() returned, not a {type(comparison).__name__}")
     if comparison is not None and format != "html":
         raise ValueError(f"comparison= goes into format='html', not {format!r}: leave it away, or print it by itself")
+    if against is not None and not isinstance(against, Plan):
+        raise TypeError(f"against= takes a plan, such as the other model's .plan, not a {type(against).__name__}")
+    if against is not None and format != "html":
+        raise ValueError(
+            f"against= goes into format='html', not {format!r}: print autocastfx.diff(against, plan) instead"
+        )
     options = TextOptions(width=width, full=full, only=only, module=module, summary=summary)
     if format != "text" and options != TextOptions(width=width):
         raise ValueError(f"full=, only=, module= and summary= are for the format 'text', not for {format!r}")
     if format == "text":
         text = dump_text(amp_model, options)
     else:
-        text = _rendered(amp_model, format, comparison)
+        text = _rendered(amp_model, format, comparison, against)
     if path is not None:
         check_writable(Path(path))
         write_whole(Path(path), text)
@@ -111,10 +125,10 @@ def dump_text(amp_model: nn.Module, options: TextOptions) -> str:
     return "\n".join(render_text(one, options) for one in views)
 
 
-def _rendered(amp_model: nn.Module, format: str, comparison: Compared | None) -> str:
+def _rendered(amp_model: nn.Module, format: str, comparison: Compared | None, against: Plan | None) -> str:
     views, shown = views_of(amp_model, "dump shows")
     if format == "html":
-        return render_html(views, shown, comparison)
+        return render_html(views, shown, comparison, model_facts(amp_model), against)
     if isinstance(amp_model, AmpModule):
         return render(views[shown], format)
     if len(views) == 1:

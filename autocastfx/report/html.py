@@ -11,17 +11,51 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
+from autocastfx.plan.plan import Plan
 from autocastfx.report.compared import Compared
+from autocastfx.report.model_facts import ModelFacts
 from autocastfx.report.page_data import page_data
 from autocastfx.report.view import View
 
 __all__ = ["SCRIPTS", "asset", "render_html"]
 
-SCRIPTS = ("viz-standalone.js", "model.js", "drawing.js", "viewport.js", "panel.js", "page.js")
+SCRIPTS = (
+    "viz-standalone.js",
+    *(
+        "words.js",
+        "repeats.js",
+        "model.js",
+        "heat.js",
+        "box.js",
+        "layout.js",
+        "drawing.js",
+        "viewport.js",
+        "minimap.js",
+    ),
+    *(
+        "picture.js",
+        "elements.js",
+        "panel.js",
+        "tables.js",
+        "tabs.js",
+        "search.js",
+        "head.js",
+        "marks.js",
+        "keyboard.js",
+        "address.js",
+        "page.js",
+    ),
+)
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
-def render_html(views: Sequence[View], shown: int, comparison: Compared | None = None) -> str:
+def render_html(
+    views: Sequence[View],
+    shown: int,
+    comparison: Compared | None = None,
+    facts: ModelFacts | None = None,
+    against: Plan | None = None,
+) -> str:
     """Render HTML 5 with styles, scripts, Graphviz as WebAssembly, and the data inside.
 
     A Content-Security-Policy allows the scripts and styles by their hashes, and no requests.
@@ -30,14 +64,17 @@ def render_html(views: Sequence[View], shown: int, comparison: Compared | None =
         views: all variants of a model.
         shown: position of the variant to show first if there is no comparison.
         comparison: a result of ``compare``; the variant compared is shown first, with its numbers.
+        facts: of the model as a whole, for the head of the page.
+        against: another plan, whose decisions are told where they differ.
 
     Raises:
-        ValueError: the comparison is of another model, or of a variant that this model lacks.
+        ValueError: the comparison is of another model, or of a variant that this model lacks; or ``against`` is of
+            another model.
     """
     scripts, style = [asset(name) for name in SCRIPTS], asset("page.css")
-    data = page_data(views, shown, comparison)
+    data = page_data(views, shown, comparison, facts, against)
     parts = {
-        "title": html.escape(f"autocastfx: {views[data['shown']].variant}"),
+        "title": html.escape(f"{_name(facts)}: {views[data['shown']].variant}"),
         "policy": html.escape(_policy(scripts, [style])),
         "style": style,
         "notices": asset("viz-standalone.LICENSES.txt").replace("--", "- -"),  # "--" would end a comment
@@ -45,6 +82,10 @@ def render_html(views: Sequence[View], shown: int, comparison: Compared | None =
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
     return _PLACE.sub(lambda place: parts[place[1]], asset("page.html"))
+
+
+def _name(facts: ModelFacts | None) -> str:
+    return facts.name if facts is not None and facts.name else "autocastfx"
 
 
 def asset(name: str) -> str:

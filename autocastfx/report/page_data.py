@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from autocastfx.plan.plan import Precision
+from autocastfx.plan.plan import Plan, Precision
+from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.report.compared import Compared, ComparedValue, Deviation, compared_variant
+from autocastfx.report.model_facts import ModelFacts
+from autocastfx.report.page_changes import changed_nodes, changes_of, compare_plans
 from autocastfx.report.reason import Reasons
 from autocastfx.report.row import Row
 from autocastfx.report.summary import summary
@@ -20,24 +23,43 @@ __all__ = ["page_data"]
 _HELD = ("parameter", "buffer")
 
 
-def page_data(views: Sequence[View], shown: int, comparison: Compared | None = None) -> dict[str, Any]:
-    """Return the page's data: ``{"format": 1, "shown": …, "variants": […]}``. Empty fields are left out.
+def page_data(
+    views: Sequence[View],
+    shown: int,
+    comparison: Compared | None = None,
+    facts: ModelFacts | None = None,
+    against: Plan | None = None,
+) -> dict[str, Any]:
+    """Return the page's data: ``{"format": 1, "shown": …, "model": {…}, "variants": […]}``. Empty fields are left out.
 
-    A variant holds its ``title``, ``summary``, ``low``, ``unlisted`` ops, ``modules`` (the root first, each with its
-    name and the number of its parent), ``nodes``, which refer to each other and to modules by number, and the numbers
-    of its ``parameters``' gradients.
+    A variant holds its ``title``, ``summary``, ``low``, ``device``, ``op_list``, ``unlisted`` ops, ``modules`` (the
+    root first, each with its name and the number of its parent), ``nodes``, which refer to each other and to modules by
+    number, the numbers of its ``parameters``' gradients, and where its error begins (``begin``).
 
     Args:
         views: all variants.
         shown: position of the variant to show first if there is no comparison.
         comparison: a result of ``compare``; the variant compared is shown first, with its numbers.
+        facts: of the model as a whole.
+        against: another plan, whose decisions are told of the variant that is shown first, where they differ.
 
     Raises:
-        ValueError: no variant is the one that was compared, or it lacks a compared node.
+        ValueError: no variant is the one that was compared, or it lacks a compared node; or ``against`` is of another
+            model.
     """
     shown = shown if comparison is None else compared_variant(views, comparison)
     variants = [_variant(view, comparison if i == shown else None) for i, view in enumerate(views)]
-    return {"format": 1, "shown": shown, "variants": variants}
+    if against is not None:
+        _add_changes(variants[shown], compare_plans(against, views[shown].plan))
+    model = {"model": _present(asdict(facts))} if facts is not None else {}
+    return {"format": 1, "shown": shown, **model, "variants": variants}
+
+
+def _add_changes(variant: dict[str, Any], found: PlanDiff) -> None:
+    variant["changes"], changed = changes_of(found), changed_nodes(found)
+    for node in variant["nodes"]:
+        if node["name"] in changed:
+            node["before"] = changed[node["name"]]
 
 
 def _variant(view: View, comparison: Compared | None) -> dict[str, Any]:
@@ -54,12 +76,20 @@ def _variant(view: View, comparison: Compared | None) -> dict[str, Any]:
     return {
         "title": view.variant,
         "low": view.plan.low,
+        "device": view.plan.device,
+        "op_list": view.plan.op_list,
         "summary": summary(view),
         "unlisted": view.plan.unlisted,
         "modules": homes.table,
         "nodes": nodes,
         **({"parameters": [{"name": one.name, **_numbers(one)} for one in parameters]} if parameters else {}),
+        **({"begin": _beginning(comparison)} if comparison is not None else {}),
     }
+
+
+def _beginning(comparison: Compared) -> dict[str, Any]:
+    begins = comparison.begins
+    return _present({"says": begins.says, "node": begins.node, "failing": begins.is_failure})
 
 
 def _portable(row: Row) -> Row:
@@ -70,6 +100,7 @@ def _portable(row: Row) -> Row:
 
 def _node(row: Row, reasons: Reasons) -> dict[str, Any]:
     data: dict[str, Any] = {"name": row.name, "kind": row.kind, "op": row.op, "dtype": row.dtype, "shade": _shade(row)}
+    data |= {"shape": row.shape, "size": row.bytes or "", "attributes": row.attributes}
     if row.line is not None:
         data["line"] = f"{row.line.file}:{row.line.number}"
         data["code"] = row.line.code
@@ -78,7 +109,7 @@ def _node(row: Row, reasons: Reasons) -> dict[str, Any]:
         data |= {"module": row.planned.module, "own": row.is_own_cast, "runs": row.precisions, "says": reason.runs}
         data |= {"because": str(row.planned.placement.because), "category": str(decision.category)}
         data |= {"reason": decision.reason, "source": str(decision.source)}
-        data |= {"placed": reason.placed, "change": reason.change}
+        data |= {"placed": reason.placed, "change": reason.change, "list": reason.op_list}
     if row.cast is not None:
         data |= {"of": row.cast.value, "bytes": row.cast.bytes, "saturates": row.cast.saturates, "to": row.cast.dtype}
     if row.copy is not None:

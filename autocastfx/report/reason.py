@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from autocastfx.plan.cause import Why
 from autocastfx.plan.plan import Forced, PlannedNode, Precision
+from autocastfx.plan.proposed_list import proposed_list
 from autocastfx.report.row import Row
 
 if TYPE_CHECKING:
@@ -45,12 +46,14 @@ class Reason:
         decided: category, reason and rule; empty, as are the next two, where no float32 value is at stake.
         placed: what around the node led to its precision, a clause each.
         change: what edit would change it.
+        op_list: an op list, in YAML, that asks for the other precision; empty where no list decides.
     """
 
     runs: str
     decided: str = ""
     placed: tuple[str, ...] = ()
     change: str = ""
+    op_list: str = ""
 
 
 class Reasons:
@@ -71,7 +74,15 @@ class Reasons:
         if node.placement.run is Precision.CAPTURED:
             return Reason(f"runs as captured: {node.decision.reason}")
         runs = f"runs {self._rows[node.name].precisions}: {node.placement.because}"
-        return Reason(runs, str(node.decision), tuple(self._placed(node)), self._advice(node))
+        placed, op_list = tuple(self._placed(node)), self._op_list(node)
+        return Reason(runs, str(node.decision), placed, self._advice(node), op_list)
+
+    def _op_list(self, node: PlannedNode) -> str:
+        because = node.placement.because.why
+        is_part = node.op == "getitem" or not node.dtype  # of what another op gives
+        if is_part or isinstance(node.decision.source, Forced) or because in (Why.SHARES_STORAGE, Why.FOLDED):
+            return ""
+        return proposed_list([node], "low" if node.placement.run is Precision.FLOAT32 else "float32")
 
     def _placed(self, node: PlannedNode) -> Iterator[str]:
         why, cause = node.placement.because.why, self._cause(node)

@@ -33,6 +33,7 @@ class Row:
         line: of the model's code that made it, where that is known.
         shape: of its value, as in :class:`~autocastfx.report.shape.Shapes`. Empty where there is no tensor, and where
             nothing says it: in a graph that was unpickled only parameters, buffers and constants have one.
+        attributes: arguments of the op that are no values, each with its name: ``("dim", "-1")``.
         bytes: of its value, for the sizes of the example inputs; 0 where the shape is empty.
     """
 
@@ -50,6 +51,7 @@ class Row:
     line: SourceLine | None = None
     shape: str = ""
     bytes: int = 0
+    attributes: tuple[tuple[str, str], ...] = ()
 
     @property
     def precision(self) -> Precision:

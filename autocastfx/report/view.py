@@ -14,6 +14,7 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.graph.node import attributes_of, dtypes, origin, stack_trace, subgraphs, tensors
 from autocastfx.graph.op_name import op_name
 from autocastfx.plan.plan import Plan, PlannedNode
+from autocastfx.report.attributes import attributes
 from autocastfx.report.row import Row
 from autocastfx.report.shape import Shapes, Values, bytes_of, captured_values
 from autocastfx.report.source_line import source_line
@@ -114,7 +115,7 @@ class _Join:
                 runs = tuple(p.removesuffix("/") for p in inner)
                 line = source_line(stack_trace(node))
                 row = self._sized(self._row(node, name), self._values(node))
-                yield replace(row, depth=depth, reads=reads, runs=runs, line=line)
+                yield replace(row, depth=depth, reads=reads, runs=runs, line=line, attributes=attributes(node))
                 for inner_prefix, part in inner.items():
                     yield from self.rows(part, part.graph, part.code, inner_prefix)
 

@@ -48,6 +48,9 @@ class Maker(Protocol):
     def class_name(self) -> str: ...
 
     @property
+    def fold(self) -> str: ...
+
+    @property
     def leaves(self) -> tuple[str, ...]:
         """Dotted paths of the functions that capture keeps whole."""
         ...

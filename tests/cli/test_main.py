@@ -127,6 +127,18 @@ def test_dump_writes_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("model.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>\n")
 
 
+def test_a_page_tells_what_another_plan_decides_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "dump", "cli_models:small", "-o", "before.json")[0] == 0
+    options = ("--op-list", "default", "used.yaml", "--against", "before.json")
+    assert run(capsys, "dump", "cli_models:small", *options, "-o", "after.html") == (0, "", "")
+    assert '"before":{"runs":' in Path("after.html").read_text(encoding="utf-8")
+    code, _, err = run(capsys, "dump", "cli_models:small", "--against", "before.json")
+    assert code == 2
+    assert "against= goes into format='html', not 'text'" in err
+    code, _, err = run(capsys, "dump", "cli_models:small", "--against", "gone.json", "-o", "after.html")
+    assert (code, "cannot read the plan gone.json" in err) == (2, True)
+
+
 def model() -> torch.nn.Module:
     return sys.modules["cli_models"].small()
 
@@ -153,7 +165,9 @@ def test_dump_takes_what_dump_takes(
     capsys: pytest.CaptureFixture[str], argv: list[str], options: dict[str, Any], tmp_path: Path
 ) -> None:
     said = run(capsys, "dump", "cli_models:small", *INPUTS, *argv)
-    expected = autocastfx.dump(autocastfx.convert(model(), (torch.ones(4, 32),)), **{"width": None, **options})
+    expected = autocastfx.dump(
+        autocastfx.convert(model(), (torch.ones(4, 32),)), **{"width": None, **options}
+    )
     assert said == (0, expected, "")
     assert run(capsys, "dump", "cli_models:small", *INPUTS, *argv, "-o", str(tmp_path / "x.txt")) == (0, "", "")
     assert (tmp_path / "x.txt").read_text(encoding="utf-8") == expected
@@ -187,7 +201,7 @@ def test_inputs_may_be_given_by_keyword(capsys: pytest.CaptureFixture[str], inpu
 
 
 def test_explain_says_what_explain_returns(capsys: pytest.CaptureFixture[str]) -> None:
-    amp_model = autocastfx.convert(model(), (torch.ones(4, 32),), dtype="float16")
+    amp_model = autocastfx.convert(model(), (torch.ones(4, 32),))
     code, out, err = run(capsys, "explain", "cli_models:small", "gelu", "3", *INPUTS)
     assert (code, err) == (0, "")
     assert out.split("\n\n")[0] == autocastfx.explain(amp_model, "gelu").strip()

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from autocastfx import (
+    Beginning,
     ComparedNode,
     ComparedParameter,
     ComparedVariant,
     Comparison,
+    Deviation,
     OpList,
     Recomposed,
     compare,
@@ -66,6 +68,9 @@ def test_overflow_in_parameters_gradients_alone_is_said() -> None:
     lost, good = (ComparedParameter("float32", 0.0, share, 0.0, 0.0, 0.0, f"{share}") for share in (0.5, 0.0))
     variant = ComparedVariant("eval", "x=float32[1d]", "", "float16", "cpu", "x")
     one = Comparison((), 0, (), (good, lost), 1.0, variant)
+    assert one.begins == Beginning(
+        "Inf and NaN are in gradients of parameters alone: 0.5; a smaller scale avoids them", "", True
+    )
     assert not one.is_finite
     said = "Inf and NaN are in gradients of parameters alone: 0.5{}; a smaller scale avoids them"
     assert said.format("") in one.table(gradients=True)
@@ -120,3 +125,31 @@ def test_what_was_recomposed_is_named_and_stored() -> None:
     )
     assert Comparison.from_json(one.to_json()) == one
     assert "gelu_4 (the tanh_gelu of 2 nodes) and 2 more" in Comparison((), 3, (), (), None, variant, made).table()
+
+
+def node(name: str, error: float, overflow: float = 0.0, gradient: float | None = None) -> ComparedNode:
+    """A compared node; ``gradient`` is the share of its gradient that overflowed."""
+    lost = Deviation("float32", 0.0, gradient, 0.0, 0.0, 0.0) if gradient is not None else None
+    return ComparedNode("float32", error, overflow, 0.0, 0.0, 0.0, name, "op", "", "low", 0.0, lost)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "says", "name", "is_failure"),
+    [
+        ((node("a", 0.0),), "", "", False),
+        ((node("a", 0.0), node("b", 0.5)), "the error begins at b (op) in module (root): 5.00e-01", "b", False),
+        ((node("a", 0.5), node("b", 0.0, 0.5)), "Inf and NaN begin at b (op) in module (root)", "b", True),
+        (
+            (node("a", 0.5), node("b", 0.0, gradient=0.5)),
+            "on the way back, Inf and NaN begin with the gradient",
+            "b",
+            True,
+        ),
+        ((node("a", 0.0, 0.5), node("b", 0.0, gradient=0.5)), "Inf and NaN begin at a (op)", "a", True),
+    ],
+)
+def test_where_the_error_begins(nodes: tuple[ComparedNode, ...], says: str, name: str, is_failure: bool) -> None:
+    variant = ComparedVariant("eval", "x=float32[1d]", "", "float16", "cpu", "x")
+    begins = Comparison(nodes, 0, (), (), None, variant).begins
+    assert begins.says.startswith(says)
+    assert (begins.node, begins.is_failure, bool(begins.says)) == (name, is_failure, bool(says))

@@ -34,7 +34,7 @@ def test_a_path_may_be_a_string_without_a_folder(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [format for format in FORMATS if format != "html"])
 def test_an_unpickled_model_gives_the_same(name: str, format: str) -> None:
     amp_model = converted(name)
     unpickled = pickle.loads(pickle.dumps(amp_model))

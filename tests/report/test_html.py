@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import pickle
 import re
+from datetime import datetime, timedelta, timezone
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,78 @@ def test_only_the_page_takes_a_comparison() -> None:
         autocastfx.dump(amp_model, comparison=autocastfx.compare(None, amp_model, torch.randn(2, 3, 8, 8)))
 
 
+def test_the_head_holds_what_is_known_of_the_model() -> None:
+    amp_model = autocastfx.convert(
+        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), (torch.ones(2, 8),), fold="kernel", dtype="float16"
+    )
+    shown = data(page(amp_model))
+    assert shown["model"] == {
+        "name": "Sequential",
+        "parameters": 88,
+        "fold": "kernel",
+        "date": "2026-01-01 00:00 UTC",
+        "autocastfx": autocastfx.__version__,
+        "torch": torch.__version__,
+    }
+    variant = shown["variants"][0]
+    assert (variant["device"], variant["low"], variant["op_list"]) == ("cpu", "float16", amp_model.plan.op_list)
+
+
+def test_tied_parameters_are_counted_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = self.other = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.other(self.one(x))
+
+    assert data(page(autocastfx.convert(Tied(), (torch.ones(2, 8),), dtype="float16")))["model"]["parameters"] == 64
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_unpickled_model_gives_the_same_without_its_name_and_the_shapes_of_values(name: str) -> None:
+    text, whole = page(pickle.loads(pickle.dumps(converted(name)))), data(page(converted(name)))
+    assert "<title>autocastfx: " in text
+    del whole["model"]["name"]
+    for node in (node for variant in whole["variants"] for node in variant["nodes"]):
+        if node["kind"] not in ("parameter", "buffer", "constant"):
+            node.pop("shape", None), node.pop("size", None)
+    assert data(text) == whole
+
+
+def test_an_enabled_model_has_a_head_too() -> None:
+    model = nn.Linear(8, 4)
+    autocastfx.enable(model, fold="kernel", dtype="float16")
+    model(torch.ones(2, 8))
+    found = data(autocastfx.dump(model, format="html"))["model"]
+    assert (found["name"], found["parameters"], found["fold"]) == ("Linear", 36, "kernel")
+
+
+def test_the_date_is_that_of_now_or_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SOURCE_DATE_EPOCH")
+    before = datetime.now(timezone.utc).replace(second=0, microsecond=0, tzinfo=None)
+    made = datetime.strptime(data(page(converted("cnn")))["model"]["date"], "%Y-%m-%d %H:%M UTC")
+    assert before <= made <= before + timedelta(minutes=5)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+    assert data(page(converted("cnn")))["model"]["date"] == "1970-01-01 00:00 UTC"
+
+
+@pytest.mark.parametrize("seconds", ["soon", "1e9", "9" * 30])
+def test_a_date_that_is_no_number_is_refused(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", seconds)
+    with pytest.raises(
+        ValueError, match=f"SOURCE_DATE_EPOCH is '{seconds}', which is no number of seconds since 1970: "
+    ):
+        page(converted("cnn"))
+
+
+def test_scripts_are_short() -> None:
+    folder = Path(autocastfx.__file__).parent / "report" / "assets"
+    assert {path.name for path in folder.glob("*.js")} == set(SCRIPTS)
+    assert {name: asset(name).count("\n") for name in SCRIPTS if asset(name).count("\n") > 300} == {}
+
+
 def colours(theme: int) -> dict[str, tuple[float, ...]]:
     """The named colours of the style sheet, in light (0) or dark (1)."""
     found = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", asset("page.css"))
@@ -209,6 +283,8 @@ def test_text_and_outlines_have_the_contrast_of_wcag_aa(theme: int) -> None:
     texts += [(name, "page") for name in ("text", "muted", "accent")]
     texts += [("text", "stage"), ("muted", "stage"), ("text", "group-fill"), ("cast", "cast-fill")]
     texts += [("cast", f"{shade}-fill") for shade in shades]
+    texts += [("text", f"{heat}-fill") for heat in (*(f"heat{level}" for level in range(5)), "lost")]
+    texts += [("alert", "alert-fill"), ("change", "page"), *(("change", f"{shade}-fill") for shade in shades)]
     outlines = [(shade, "stage") for shade in shades] + [("edge", "stage"), ("cast", "stage"), ("accent", "stage")]
     for front, back in texts:
         assert contrast(named[front], named[back]) >= 4.5, (front, back)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,53 +11,18 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.capture.call import CallSignature
-from tests.browser import Browser, browser, needs_browser
+from autocastfx.report.dump import view_of
+from autocastfx.report.html import render_html
+from autocastfx.report.row import Row
+from autocastfx.report.view import View
+from tests.browser import Browser, needs_browser
 from tests.golden.models import converted
+from tests.report.shown import Shown, in_its_mode
 from tests.report.test_html import HOSTILE, hostile
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = needs_browser
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A model and the page that shows it."""
-
-    amp_model: autocastfx.AmpModule
-    path: Path
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as found:
-        yield found
-
-
-@pytest.fixture
-def page(chromium: Browser) -> Iterator[Browser]:
-    chromium.complaints()
-    yield chromium
-    assert chromium.complaints() == []
-
-
-@pytest.fixture
-def shown(tmp_path: Path) -> Callable[..., Shown]:
-    def write(amp_model: autocastfx.AmpModule, **options: object) -> Shown:
-        path = tmp_path / "page.html"
-        autocastfx.dump(amp_model, path, "html", **options)  # type: ignore[arg-type]
-        return Shown(amp_model, path)
-
-    return write
-
-
-def in_its_mode(model: nn.Module, ids: torch.Tensor) -> autocastfx.AmpModule:
-    """Converted for the model's present mode alone, which takes half the time. Nothing is recomposed: more nodes."""
-    amp_model = autocastfx.convert(model, dtype=torch.bfloat16, recompose=False)
-    call, modes = CallSignature.of(model.forward).bind((ids,), {}), tuple(m.training for m in model.modules())
-    amp_model._mounted.capture(call, modes, amp_model._held())
-    return amp_model
 
 
 def bert() -> autocastfx.AmpModule:
@@ -103,8 +68,48 @@ def test_a_model_of_1700_nodes_opens_within_five_seconds(page: Browser, shown: C
     assert page.text("#panel h2") == "softmax_23"
 
 
+def stacked(view: View, count: int, *, equal: bool) -> View:
+    """A graph of so many layers, each with the nodes of ``view``; where they are not equal, each second op differs."""
+    rows: list[Row] = []
+    for number in range(count):
+        for row in view.rows:
+            name = f"{row.name}_{number}"
+            reads = tuple(f"{read}_{number}" for read in row.reads)
+            if row.kind == "input" and number:
+                reads, row = (f"{view.rows[-2].name}_{number - 1}",), replace(row, kind="made")
+            if row.planned is not None:
+                module = f"layers.{number}.{row.planned.module}".rstrip(".")
+                planned = replace(row.planned, name=name, module=module, op=row.op if equal else f"{row.op}_{number}")
+                row = replace(row, op=planned.op, planned=planned)
+            if row.kind != "output" or number + 1 == count:
+                rows.append(replace(row, name=name, reads=reads))
+    return replace(view, rows=tuple(rows))
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_model_of_5000_nodes_opens_within_five_seconds(page: Browser, tmp_path: Path, equal: bool) -> None:
+    view = stacked(view_of(converted("encoder_layer")), 100, equal=equal)
+    assert len(view.rows) > 5000
+    path = tmp_path / "page.html"
+    path.write_text(render_html([view], 0), encoding="utf-8")
+    check_it_opens_quickly(page, path)
+    assert page.count("[aria-label^='99 equal layers layers.1 … 99, closed']") == equal
+    page.search("softmax layers.99")
+    assert page.text("#panel h2") == "softmax_99"
+
+
 def test_a_way_through_bert(page: Browser, bert_page: Shown) -> None:
     check_it_opens_quickly(page, bert_page.path)
+    assert page.count("[aria-label^='module encoder.layer.'][aria-expanded=false]") == 0
+    assert (
+        page.text("[aria-label^='12 equal layers encoder.layer.0 … 11, closed'] .title")
+        == "▸ encoder.layer.0 … 11 \u00d712"
+    )
+    page.click("[aria-label^='12 equal layers encoder.layer.0']")
+    assert page.count("[aria-label^='module encoder.layer.'][aria-expanded=false]") == 12
+    page.click("[aria-label^='12 equal layers encoder.layer.0 … 11, open']")
+    page.click("#folds")
+    assert page.count("[aria-label*='equal layers']") == 0
     assert page.count("[aria-label^='module encoder.layer.'][aria-expanded=false]") == 12
 
     page.click("[aria-label^='module encoder.layer.0, closed']")

@@ -103,6 +103,16 @@ def test_words_are_those_of_explain() -> None:
         assert f"  to change it: {node['change']}.\n" in said
 
 
+def test_shapes_bytes_and_attributes_are_those_of_the_rows() -> None:
+    view = view_of(converted("encoder_layer"))
+    nodes = named(page_data([view], 0)["variants"][0])
+    for row in view.rows:
+        node = nodes[row.name]
+        assert (node.get("shape", ""), node.get("size", 0)) == (row.shape, row.bytes)
+        assert node.get("attributes", ()) == row.attributes
+    assert nodes["softmax"]["attributes"] == (("dim", "-1"),)
+
+
 def test_nodes_stand_in_their_modules() -> None:
     shown = variant(converted("encoder_layer"))
     nodes = named(shown)
@@ -215,6 +225,22 @@ def test_numbers_of_a_variant_that_is_not_there_are_refused(key: dict[str, str])
     with pytest.raises(ValueError, match="is of a variant that this model lacks: ") as raised:
         page_data(views, 0, comparison(views[0], compared("softmax"), **key))
     assert next(iter(key.values())) in str(raised.value)
+
+
+def test_where_an_error_begins_goes_to_the_variant_that_was_compared() -> None:
+    view = view_of(converted("encoder_layer"))
+
+    def begin(*nodes: autocastfx.ComparedNode) -> Any:
+        return page_data([view], 0, comparison(view, *nodes))["variants"][0]["begin"]
+
+    said = "Inf and NaN begin at softmax () in module (root)"
+    assert begin(compared("linear", 0.5), compared("softmax", 0.25, overflow=0.5)) == {
+        "says": said,
+        "node": "softmax",
+        "failing": True,
+    }
+    assert begin(compared("linear", 0.5)).keys() == {"says", "node"}
+    assert begin(compared("linear")) == {}
 
 
 @pytest.mark.usefixtures("both_modes")

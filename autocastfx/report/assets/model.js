@@ -9,18 +9,22 @@ const Model = (() => {
   const MOST_AT_FIRST = 60, SMALL_MODEL = 40;
   const MOST_ENDS = 4; // a box with more lines in or out has them drawn when it is selected
 
-  /* Groups are the modules, and the bundles of what a large module computes itself. Group 0 is the root. */
-  function build(variant) {
+  /* Groups are the modules, the bundles of what a large module computes itself, and folded layers. Group 0 is the root. */
+  function build(variant, folds) {
     const groups = variant.modules.map((m, id) => ({ id, key: `g${id}`, name: m.name, around: m.around, runs: m.runs }));
     const nodes = variant.nodes.map((n, id) => ({ op: "", dtype: "", ...n, id, key: `n${id}`, group: n.in, readers: [] }));
     for (const node of nodes) {
       node.held = HELD.has(node.kind);
       node.drawn = node.kind !== "cast";
       node.aside = node.held || (node.shade === "other" && !node.dtype && node.kind === "op"); // weights and sizes
+      const error = node.numerics ? Words.value(node.numerics.error) : NaN;
+      if (!Number.isNaN(error)) node.error = error;
+      node.lost = Boolean(node.numerics && (Words.value(node.numerics.overflow) || Words.value(node.numerics.nan)));
       for (const read of node.reads) nodes[read].readers.push(node.id);
     }
     bundle(groups, nodes);
-    for (const group of groups) Object.assign(group, { inner: [], nodes: [], counts: {}, ops: 0, casts: 0, bytes: 0 });
+    if (folds) Repeats.fold(groups, nodes);
+    for (const group of groups) Object.assign(group, { inner: [], nodes: [], counts: {}, ops: 0, casts: 0, bytes: 0, size: 0 });
     for (const group of groups) {
       if (group.around >= 0) groups[group.around].inner.push(group.id);
       group.path = pathOf(groups, group);
@@ -48,8 +52,10 @@ const Model = (() => {
       group.ops += 1;
       group.counts[node.shade] = (group.counts[node.shade] || 0) + 1;
     }
-    const error = node.numerics ? Number(node.numerics.error) : NaN;
-    if (!Number.isNaN(error)) group.error = Math.max(group.error ?? 0, error);
+    if (node.drawn && !node.held) group.size = Math.max(group.size, node.size || 0);
+    if (node.error !== undefined) group.error = Math.max(group.error ?? 0, node.error);
+    group.lost ||= node.lost;
+    if (node.before) group.differ = (group.differ || 0) + 1;
   }
 
   function bundle(groups, nodes) {
@@ -82,14 +88,19 @@ const Model = (() => {
 
   function pathOf(groups, group) {
     const names = [];
-    for (let g = group; g.around >= 0; g = groups[g.around]) names.unshift(g.bundle ? `(${g.name})` : g.name);
+    for (let g = group; g.around >= 0; g = groups[g.around]) {
+      if (!g.layers || g === group) names.unshift(g.bundle ? `(${g.name})` : g.name);
+    }
     return names.join(".");
   }
 
   function labelOf(groups, group) {
-    if (group.bundle) return `${groups[group.around].name || "model"}: ${group.name}`;
+    if (group.layers) return `${group.path} ×${group.layers}`;
+    let above = groups[group.around];
+    if (above?.layers) above = groups[above.around];
+    if (group.bundle) return `${above.name || "model"}: ${group.name}`;
     if (group.runs) return `sub-graph ${group.name}`;
-    return /^\d+$/.test(group.name) ? `${groups[group.around].name}.${group.name}` : group.name || "model";
+    return /^\d+$/.test(group.name) ? `${above.name}.${group.name}` : group.name || "model";
   }
 
   /* What a cast reads; any other node is its own source. */
@@ -104,7 +115,7 @@ const Model = (() => {
     const queue = [...model.groups[0].inner];
     while (queue.length) {
       const group = model.groups[queue.shift()];
-      if (group.single || (all > SMALL_MODEL && group.ops * 4 <= all)) continue;
+      if (group.single || group.layers || (all > SMALL_MODEL && group.ops * 4 <= all)) continue;
       if (boxes(model, new Set([...open, group.id]), {}).length > MOST_AT_FIRST) continue;
       open.add(group.id);
       queue.push(...group.inner);
@@ -175,12 +186,13 @@ const Model = (() => {
     return wider;
   }
 
-  /* Nodes in which every word of the query occurs; op:NAME and runs:PRECISION are exact. */
+  /* Nodes in which every word of the query occurs; op:NAME, runs:PRECISION and is:changed are exact. */
   function find(model, query) {
     const words = query.toLowerCase().split(/\s+/).filter(Boolean);
     if (!words.length) return [];
     const fits = (node, word) => {
       if (word.startsWith("op:")) return node.op.toLowerCase() === word.slice(3);
+      if (word === "is:changed") return Boolean(node.before);
       if (word.startsWith("runs:")) return node.shade === word.slice(5);
       return `${node.op || ""} ${node.name} ${node.module || ""}`.toLowerCase().includes(word);
     };

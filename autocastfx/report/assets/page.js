@@ -3,9 +3,10 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
-  const graph = $("graph"), view = $("view"), { h } = Panel, port = Viewport.of(graph, view);
-  const state = { model: null, open: new Set(), scene: null, selected: null, current: null, tab: "selection", hits: [], hit: -1 };
-  const options = { weights: false, numerics: false };
+  const graph = $("graph"), view = $("view"), { h } = Elements, port = Viewport.of(graph, view), map = Minimap.of($("map"), port);
+  const state = { variant: 0, model: null, open: new Set(), scene: null, selected: null, current: null };
+  const options = { weights: false, numerics: false, shapes: true, changes: false, folds: true, colour: "precision", direction: "TB" };
+  const found = Search.of((query) => Model.find(state.model, query), (node) => goTo(node));
   let viz = null;
 
   /* ---- what is drawn ---- */
@@ -20,12 +21,13 @@
   function redraw(anchor) {
     const before = anchor && state.scene ? spot(anchor) : null;
     try {
-      state.scene = Drawing.place(viz, state.model, state.open, options);
+      state.scene = Layout.place(viz, state.model, state.open, options);
     } catch (error) {
       $("status").textContent = `The graph cannot be drawn: ${error.message}. The tables beside it are complete.`;
       return;
     }
     view.replaceChildren(Drawing.draw(state.scene, state.model, options));
+    map.update(state.scene, state.model, options);
     $("status").textContent = "";
     const after = anchor ? spot(anchor) : null;
     if (before && after) port.shift(before.x - after.x, before.y - after.y);
@@ -71,33 +73,8 @@
   }
 
   function mark() {
-    for (const old of view.querySelectorAll(".selected, .beside")) {
-      old.classList.remove("selected", "beside");
-      if (old.hasAttribute("aria-pressed")) old.setAttribute("aria-pressed", "false");
-    }
-    for (const old of view.querySelectorAll(".over")) old.remove();
-    const key = state.selected, chosen = item(key);
-    if (!chosen) return;
-    const cast = chosen.kind === "cast" ? chosen : null;
-    for (const line of state.scene.lines) {
-      const near = cast ? line.edge.casts.has(cast) : line.edge.key === key || line.edge.from.key === key || line.edge.to.key === key;
-      if (near) view.querySelector(`[data-edge="${line.edge.key}"]`).classList.add(cast || line.edge.key === key ? "selected" : "beside");
-      if (near && (cast || line.edge.key === key)) part(line.edge.key).closest(".mark")?.classList.add("selected");
-    }
-    for (const one of view.querySelectorAll(`.mark`)) {
-      const edge = item(one.dataset.key);
-      if (edge && (edge.key === key || (cast && edge.casts.has(cast)))) one.classList.add("selected");
-    }
-    for (const edge of state.scene.far) {
-      const ends = [edge.from, edge.to].map((end) => state.scene.places.get(end.key));
-      if (cast ? edge.casts.has(cast) : edge.from.key === key || edge.to.key === key) {
-        view.firstChild.append(Drawing.straight(...ends, edge.casts.size > 0));
-      }
-    }
-    const box = part(key);
-    if (!box) return;
-    box.classList.add("selected");
-    if (box.hasAttribute("aria-pressed")) box.setAttribute("aria-pressed", "true");
+    if (!state.scene) return;
+    Marks.show(view, state.scene, state.selected, item(state.selected), options.direction);
   }
 
   /* ---- moving about ---- */
@@ -142,6 +119,7 @@
     state.selected = key;
     const chosen = item(key);
     mark();
+    Address.write(state.variant, key && key[0] === "n" ? chosen.name : null);
     if (!chosen) show("selection", Panel.nothing(state.model));
     else if (key[0] === "e") show("selection", Panel.ofEdge(state.model, chosen, goTo));
     else show("selection", Panel.ofNode(state.model, chosen, goTo));
@@ -150,7 +128,7 @@
   /* Open all that is around a node, and select it. */
   function goTo(node) {
     const needed = node.kind === "cast" ? [Model.source(state.model.nodes, node), ...node.readers.map((id) => state.model.nodes[id])] : [node];
-    if (needed.some((n) => n.held)) setChoice("weights", true);
+    if (needed.some((n) => n.held)) choose("weights", true);
     let open = state.open;
     for (const one of needed.slice(0, 3)) open = Model.openTo(state.model, open, one);
     const same = open.size === state.open.size;
@@ -159,102 +137,80 @@
     const target = node.kind === "cast" ? needed[needed.length - 1] : node;
     state.selected = node.key;
     select(node.key);
-    if (!viz) return;
+    if (!state.scene) return;
     setCurrent(part(target.key) ? target.key : state.current, false);
     port.reveal(spot(target.key), true);
   }
 
-  function setChoice(name, on) {
-    if (options[name] === on) return;
-    options[name] = $(name).checked = on;
-    if (viz) redraw(state.current);
+  /* Draw in another way. */
+  function choose(name, value) {
+    if (options[name] === value) return;
+    options[name] = value;
+    if ($(name).type === "checkbox") $(name).checked = value;
+    else $(name).value = value;
+    Head.legend(state.model, options);
+    if (!viz) return;
+    redraw(state.current);
+    const at = state.selected && spot(state.selected);
+    if (name === "direction" && at) port.reveal(at, true);
+    else if (name === "direction") port.fit(state.scene, false, options.direction);
+  }
+
+  /* Fold equal layers or not. What is open stays so, and so does what is selected. */
+  function fold(on) {
+    options.folds = on;
+    const before = state.model, selected = state.selected?.[0] === "n" ? before.nodes[Number(state.selected.slice(1))].name : null;
+    const open = new Set([...state.open].map((id) => before.groups[id]?.path));
+    state.model = Model.build(data.variants[state.variant], on);
+    state.open = new Set(state.model.groups.filter((g) => !g.layers && open.has(g.path)).map((g) => g.id));
+    Object.assign(state, { scene: null, selected: null, current: null });
+    found.lookUp();
+    if (viz) {
+      redraw();
+      port.fit(state.scene, false, options.direction);
+    }
+    if (selected) goTo(state.model.byName.get(selected));
+    else show("selection", Panel.nothing(state.model));
   }
 
   /* ---- the panel ---- */
 
-  const TABS = { selection: "Selection", ops: "Operations", casts: "Casts", errors: "Errors" };
-
   function tabs() {
-    const names = Object.keys(TABS).filter((name) => name !== "errors" || state.model.nodes.some((n) => n.numerics));
-    $("tabs").replaceChildren(...names.map((name) => h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "panel",
-      on: () => pick(name) }, TABS[name])));
+    Tabs.make($("tabs"), { errors: state.model.nodes.some((n) => n.numerics), changes: "changes" in state.model.variant }, pick);
   }
 
   function pick(name) {
     if (name === "selection") return void (state.selected ? select(state.selected) : show(name, Panel.nothing(state.model)));
-    if (name === "ops") show(name, Panel.ops(state.model, search));
-    if (name === "casts") show(name, Panel.casts(state.model, goTo));
-    if (name === "errors") show(name, Panel.errors(state.model, goTo));
+    show(name, name === "ops" ? Tables.ops(state.model, found.search) : Tables[name](state.model, goTo));
   }
 
   function show(name, content) {
-    state.tab = name;
-    for (const tab of $("tabs").children) {
-      const on = tab.id === `tab-${name}`;
-      tab.setAttribute("aria-selected", String(on));
-      tab.setAttribute("tabindex", on ? "0" : "-1");
-    }
-    $("panel").setAttribute("aria-labelledby", `tab-${name}`);
-    $("panel").replaceChildren(...content.filter(Boolean));
-    $("panel").scrollTop = 0;
-  }
-
-  /* ---- search ---- */
-
-  function search(query) {
-    $("query").value = query;
-    lookUp();
-    next(1);
-  }
-
-  function lookUp() {
-    state.hits = Model.find(state.model, $("query").value);
-    state.hit = -1;
-    $("hits").textContent = $("query").value.trim() ? (state.hits.length ? `${state.hits.length} found` : "nothing found") : "";
-  }
-
-  function next(by) {
-    if (!state.hits.length) return;
-    state.hit = (state.hit + by + state.hits.length) % state.hits.length;
-    $("hits").textContent = `${state.hit + 1} of ${state.hits.length}`;
-    goTo(state.hits[state.hit]);
+    Tabs.show($("tabs"), $("panel"), name, content);
   }
 
   /* ---- wiring ---- */
 
   function start(number) {
-    state.model = Model.build(data.variants[number]);
+    state.variant = number;
+    state.model = Model.build(data.variants[number], options.folds);
     Object.assign(state, { open: Model.firstOpen(state.model), scene: null, selected: null, current: null });
     const measured = state.model.nodes.some((n) => n.numerics);
     $("numerics-choice").hidden = !measured;
     options.numerics = $("numerics").checked = measured;
-    legend();
+    $("changes-choice").hidden = !("changes" in state.model.variant);
+    if ($("changes-choice").hidden) options.changes = $("changes").checked = false;
+    $("colour").querySelector("[value=error]").disabled = !measured;
+    if (!measured && options.colour === "error") options.colour = $("colour").value = "precision";
+    Head.legend(state.model, options);
+    Head.facts(data.model || {}, state.model.variant);
+    Head.banner(state.model, goTo);
     tabs();
     show("selection", Panel.nothing(state.model));
-    lookUp();
+    found.lookUp();
     if (!viz) return;
     redraw();
-    port.fit(state.scene, false);
+    port.fit(state.scene, false, options.direction);
   }
-
-  function legend() {
-    const low = Drawing.short(state.model.variant.low), shades = state.model.groups[0].counts;
-    const words = { low: `16 bits (${low})`, mixed: "runs in one, stored in the other", float32: "float32", given: "as its inputs are", other: "no float32 value" };
-    const entries = Model.SHADES.filter((s) => shades[s]).map((s) => h("li", {}, h("span", { class: `swatch ${s}`, "aria-hidden": "true" }), words[s]));
-    $("legend").replaceChildren(...entries, h("li", {}, h("span", { class: "swatch castline", "aria-hidden": "true" }, "◆"), "cast"));
-  }
-
-  const ARROWS = { ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0] };
-
-  graph.addEventListener("keydown", (event) => {
-    const key = event.target.dataset?.key;
-    if (!key || event.ctrlKey || event.metaKey || event.altKey) return;
-    if (ARROWS[event.key]) step(key, ARROWS[event.key]);
-    else if (event.key === "Enter" || event.key === " ") activate(key, true);
-    else if (event.key === "Backspace") closeAround(key);
-    else return;
-    event.preventDefault();
-  });
 
   function closeAround(key) {
     const one = item(key);
@@ -269,44 +225,30 @@
     if (key) activate(key, !key.startsWith("e"));
     else select(null);
   });
-  document.addEventListener("keydown", (event) => {
-    const typing = event.target.matches?.("input, select, textarea");
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.key === "Escape") {
+  Keyboard.listen(graph, {
+    step, closeAround,
+    activate: (key) => activate(key, true),
+    escape: () => {
       select(null);
       if (state.scene) setCurrent(state.current, true);
-    } else if (typing && event.target.type !== "checkbox") return;
-    else if (event.key === "/") $("query").select();
-    else if (event.key === "+") port.zoomBy(1.25);
-    else if (event.key === "-") port.zoomBy(0.8);
-    else if (event.key === "0") port.fit(state.scene, true);
-    else return;
-    event.preventDefault();
+    },
+    search: () => $("query").select(),
+    zoom: (factor) => port.zoomBy(factor),
+    fit: () => port.fit(state.scene, true),
   });
-  $("tabs").addEventListener("keydown", (event) => {
-    const all = [...$("tabs").children], at = all.indexOf(event.target);
-    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: all.length - 1 }[event.key];
-    if (to === undefined) return;
-    const tab = all[(to + all.length) % all.length];
-    pick(tab.id.slice(4));
-    tab.focus();
-    event.preventDefault();
-  });
-  $("search").addEventListener("submit", (event) => {
-    event.preventDefault();
-    next(1);
-  });
-  $("query").addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || !event.shiftKey) return;
-    event.preventDefault();
-    next(-1);
-  });
-  $("query").addEventListener("input", lookUp);
+  Keyboard.listenToTabs($("tabs"), pick);
   $("closer").addEventListener("click", () => port.zoomBy(1.25));
   $("farther").addEventListener("click", () => port.zoomBy(0.8));
   $("fit").addEventListener("click", () => port.fit(state.scene, true));
-  $("reset").addEventListener("click", () => start(Number($("variant").value)));
-  for (const name of ["weights", "numerics"]) $(name).addEventListener("change", (event) => setChoice(name, event.target.checked));
+  $("reset").addEventListener("click", () => begin(state.variant));
+  for (const name of ["weights", "numerics", "shapes", "changes"]) $(name).addEventListener("change", (event) => choose(name, event.target.checked));
+  for (const name of ["colour", "direction"]) $(name).addEventListener("change", (event) => choose(name, event.target.value));
+  $("folds").addEventListener("change", (event) => fold(event.target.checked));
+  const file = (suffix) => `${(data.model?.name || "model").replace(/\W+/g, "_")}.${suffix}`;
+  $("svg").addEventListener("click", () => state.scene && Picture.save(file("svg"), Picture.svg(view, state.scene), "image/svg+xml"));
+  $("png").addEventListener("click", () => state.scene && Picture.png(view, state.scene).then((made) => Picture.save(file("png"), made, "image/png"), (error) => {
+    $("status").textContent = `The picture cannot be made: ${error.message}. Save it as SVG.`;
+  }));
 
   const THEMES = ["system", "light", "dark"];
   $("theme").addEventListener("click", () => {
@@ -315,15 +257,33 @@
     $("theme").textContent = `Theme: ${now}`;
   });
   $("variant").replaceChildren(...data.variants.map((v, i) => h("option", { value: i }, v.title)));
-  $("variant").value = String(data.shown);
   document.querySelector(".variant").hidden = data.variants.length < 2;
-  $("variant").addEventListener("change", () => start(Number($("variant").value)));
+  $("variant").addEventListener("change", () => begin(Number($("variant").value)));
 
-  start(data.shown);
+  function begin(number) {
+    Address.write(number, null);
+    start(number);
+  }
+
+  /* Show what the address says; without it, where a comparison failed. */
+  function visit() {
+    const said = Address.read(), number = data.variants[said.variant] ? Number(said.variant) : data.shown;
+    if (state.model === null || state.variant !== number) start(number);
+    $("variant").value = String(number);
+    const begin = state.model.variant.begin, name = said.node ?? (begin?.failing ? begin.node : null);
+    return name ? state.model.byName.get(name) : undefined;
+  }
+
+  window.addEventListener("hashchange", () => {
+    const node = visit();
+    if (node) goTo(node);
+  });
+  const first = visit();
   Viz.instance().then((made) => {
     viz = made;
     redraw();
-    port.fit(state.scene, false);
+    port.fit(state.scene, false, options.direction);
+    if (first) goTo(first);
     document.documentElement.dataset.drawn = String(Math.round(performance.now()));
   }).catch((error) => {
     $("status").textContent = `Graphviz cannot be started: ${error.message}. The tables beside this are complete.`;

@@ -1,51 +1,7 @@
 "use strict";
-/* What the side panel says: of what is selected, and tables of the whole variant. Text goes in as text, never as HTML. */
+/* What the side panel says: of what is selected. */
 const Panel = (() => {
-  const MOST_ROWS = 200;
-  const { bytes, many, number } = Drawing;
-
-  function h(tag, attributes, ...children) {
-    const made = document.createElement(tag);
-    for (const [key, value] of Object.entries(attributes || {})) {
-      if (key === "on") made.addEventListener("click", value);
-      else if (value !== undefined && value !== null) made.setAttribute(key, value);
-    }
-    made.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== ""));
-    return made;
-  }
-
-  function percent(share) {
-    const plain = Number(share);
-    if (!plain) return "none";
-    return plain < 0.0001 ? "< 0.01 %" : `${(100 * plain).toFixed(2)} %`;
-  }
-
-  function link(node, go, said) {
-    return h("button", { type: "button", class: "link", on: () => go(node) }, breakable(said || (node.held && node.op) || node.name));
-  }
-
-  /* A name that may go on in the next line after a dot, a slash or an underscore. */
-  function breakable(name) {
-    return name.split(/(?<=[._/])/).flatMap((piece, i) => (i ? [document.createElement("wbr"), piece] : [piece]));
-  }
-
-  function facts(pairs) {
-    const shown = pairs.filter(([, value]) => value !== undefined && value !== null && value !== "");
-    return h("dl", {}, shown.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]).flat());
-  }
-
-  function table(titles, rows, empty) {
-    if (!rows.length) return h("p", { class: "none" }, empty);
-    const shown = rows.slice(0, MOST_ROWS);
-    const head = h("tr", {}, titles.map((title) => h("th", { scope: "col" }, title)));
-    const body = shown.map((cells) => h("tr", {}, cells.map((cell) => (cell instanceof Node ? h("td", {}, cell) : h("td", { class: /^[\d<∞]/.test(cell) ? "number" : null }, cell)))));
-    const rest = rows.length > shown.length ? h("p", { class: "none" }, `and ${rows.length - shown.length} more`) : null;
-    return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, head), h("tbody", {}, body)), rest);
-  }
-
-  function list(nodes, go, after) {
-    return h("ul", {}, nodes.map((node) => h("li", {}, link(node, go), after ? ` ${after(node)}` : "")));
-  }
+  const { MOST_ROWS, breakable, copier, facts, h, link, list } = Elements, { bytes, many, number, percent } = Words;
 
   function nothing(model) {
     return [
@@ -68,11 +24,15 @@ const Panel = (() => {
         [node.held ? "path" : "op", shown],
         ["module", node.module ? h("span", {}, breakable(node.module)) : node.kind === "op" ? "(root)" : null],
         ["dtype", node.dtype],
+        ["shape", node.shape],
+        ["size", node.size ? bytes(node.size) : null],
         ["precision", node.runs],
         ["category", node.category],
         ["of", node.of ? named(model, node.of, go) : null],
       ]),
+      before(node),
       why(node),
+      settings(node),
       code(node),
       numerics(node),
       node.own ? h("p", {}, "The model casts here itself.") : null,
@@ -99,11 +59,6 @@ const Panel = (() => {
     return [h("h3", {}, title), shown, once.length > 12 ? h("p", { class: "none" }, `and ${once.length - 12} more`) : null];
   }
 
-  function path(model, name) {
-    const node = model.byName.get(name);
-    return node && node.held ? node.op : name;
-  }
-
   function named(model, name, go) {
     const node = model.byName.get(name);
     return node ? link(node, go) : name;
@@ -120,7 +75,28 @@ const Panel = (() => {
         ["rule", node.shade === "other" ? null : h("code", {}, node.source)],
         ["placed", node.placed ? node.placed.map((clause) => h("p", {}, `${clause}.`)) : null],
         ["to change it", node.change ? `${node.change}.` : null],
-      ].map(([name, value]) => [name, Array.isArray(value) ? h("div", {}, value) : value])));
+      ].map(([name, value]) => [name, Array.isArray(value) ? h("div", {}, value) : value])),
+      proposed(node));
+  }
+
+  /* What another plan says of the node. */
+  function before(node) {
+    if (!node.before) return null;
+    const was = node.before;
+    return h("section", { class: "before", "aria-label": "In the other plan" }, h("h3", {}, was.added ? "Not in the other plan" : "In the other plan"),
+      was.added ? null : facts([["runs", `${was.runs}: ${was.because}`], ["decided", was.decided]]));
+  }
+
+  /* The op list that asks for the other precision. */
+  function proposed(node) {
+    if (!node.list) return null;
+    const shown = h("pre", { tabindex: 0, class: "yaml", "aria-label": "Op list" }, node.list);
+    return h("div", {}, h("p", { class: "offer" }, `A list that asks for ${node.shade === "float32" ? "16 bits" : "float32"}:`, copier(node.list, shown)), shown);
+  }
+
+  function settings(node) {
+    if (!node.attributes) return null;
+    return h("section", { "aria-label": "Attributes" }, h("h3", {}, "Attributes"), facts(node.attributes.map(([name, value]) => [name, h("code", {}, value)])));
   }
 
   function code(node) {
@@ -146,6 +122,7 @@ const Panel = (() => {
       facts([
         ["what", "cast, made by the conversion"],
         ["dtype", cast.dtype],
+        ["shape", cast.shape],
         ["of", named(model, cast.of, go)],
         ["bytes moved", (cast.bytes || 0).toLocaleString("en")],
         ["saturates", cast.saturates ? "yes: finite values beyond the range become the largest finite one" : null],
@@ -161,71 +138,25 @@ const Panel = (() => {
       h("h2", {}, `${end(edge.from)} → ${end(edge.to)}`),
       casts.length ? [h("h3", {}, `${many(casts.length, "cast")}, ${bytes(total(casts))}`), castList(model, casts, go, (c) => c)] : null,
       h("h3", {}, many(edge.values.size, "value")),
-      list([...edge.values].slice(0, MOST_ROWS), go, (node) => node.dtype),
+      list([...edge.values].slice(0, MOST_ROWS), go, (node) => [node.dtype, node.shape, node.size ? bytes(node.size) : ""].filter(Boolean).join(" ")),
     ].flat(2);
   }
 
   function ofGroup(model, group) {
-    const low = Drawing.short(model.variant.low);
+    const low = Words.short(model.variant.low);
     const words = { low: `16 bits (${low})`, float32: "float32", mixed: "mixed", given: "as given", other: "no float32 value" };
     return [
       h("h2", {}, breakable(group.path || "(root)")),
       facts([
+        ["layers", group.layers ? `${group.layers} with the same operations, decisions and shapes` : null],
         ["operations", String(group.ops)],
         ...Model.SHADES.map((shade) => [words[shade], group.counts[shade] ? String(group.counts[shade]) : ""]),
         ["casts", group.casts ? `${group.casts}, ${bytes(group.bytes)}` : "none"],
+        ["largest value", group.size ? bytes(group.size) : null],
         ["largest error", group.error === undefined ? null : number(group.error)],
       ]),
     ];
   }
 
-  function ops(model, search) {
-    const counts = new Map();
-    for (const node of model.nodes) {
-      if (!node.shade || node.shade === "other" || node.kind !== "op") continue;
-      if (!counts.has(node.op)) counts.set(node.op, { low: 0, float32: 0, mixed: 0, given: 0 });
-      counts.get(node.op)[node.shade] += 1;
-    }
-    const used = ["low", "float32", "mixed", "given"].filter((shade) => [...counts.values()].some((row) => row[shade]));
-    const titles = { low: Drawing.short(model.variant.low), float32: "f32", mixed: "mixed", given: "as given" };
-    const all = (row) => used.reduce((sum, shade) => sum + row[shade], 0);
-    const rows = [...counts].sort((a, b) => all(b[1]) - all(a[1]) || a[0].localeCompare(b[0])).map(([op, row]) => [
-      h("button", { type: "button", class: "link", on: () => search(`op:${op}`) }, op),
-      ...used.map((shade) => (row[shade] ? h("button", { type: "button", class: "link number", "aria-label": `${row[shade]} ${op} in ${titles[shade]}`,
-        on: () => search(`op:${op} runs:${shade}`) }, String(row[shade])) : "")),
-    ]);
-    const unlisted = Object.entries(model.variant.unlisted || {}).map(([op, count]) => [
-      h("button", { type: "button", class: "link", on: () => search(`op:${op}`) }, op), String(count)]);
-    return [
-      h("h2", {}, "Operations by precision"), table(["op", ...used.map((shade) => titles[shade])], rows, "No operation has a float32 value."),
-      h("h2", {}, "Operations that no list names"), table(["op", "count"], unlisted, "None."),
-    ];
-  }
-
-  function casts(model, go) {
-    const all = model.nodes.filter((n) => n.kind === "cast").sort((a, b) => (b.bytes || 0) - (a.bytes || 0));
-    const rows = all.map((cast) => [link(cast, go, path(model, cast.of)), cast.dtype.split(" → ").map(Drawing.short).join(" → "), bytes(cast.bytes || 0)]);
-    return [h("h2", {}, "Casts, the costliest first"), h("p", { class: "none" }, `${many(all.length, "cast")}, ${bytes(total(all))} in each call`),
-      table(["value", "dtype", "bytes"], rows, "There is no cast.")];
-  }
-
-  function errors(model, go) {
-    const values = model.nodes.filter((n) => n.numerics), gradients = values.filter((n) => n.numerics.gradient).reverse();
-    const parameters = model.variant.parameters || [];
-    const titled = (title, what, rows) => [h("h2", {}, title), table([what, "error", "overflow", "underflow"], rows, "Nothing was compared.")];
-    return [
-      ...titled("Against float32, the worst first", "node", worst(values, (n) => n.numerics, (n) => link(n, go))),
-      ...(gradients.length ? titled("Gradients", "node", worst(gradients, (n) => n.numerics.gradient, (n) => link(n, go))) : []),
-      ...(parameters.length ? titled("Gradients of parameters", "parameter", worst(parameters, (p) => p, (p) => h("span", {}, breakable(p.name)))) : []),
-    ];
-  }
-
-  /* Rows of a table, those that overflowed first. */
-  function worst(all, numbersOf, first) {
-    const rank = (n) => (Number(n.overflow) || Number(n.nan) ? Infinity : Number(n.error));
-    const ranked = all.map((one) => [one, numbersOf(one)]).sort(([, a], [, b]) => (rank(a) === rank(b) ? 0 : rank(b) - rank(a)));
-    return ranked.map(([one, n]) => [first(one), number(n.error), percent(n.overflow), percent(n.underflow)]);
-  }
-
-  return { h, nothing, ofNode, ofEdge, ofGroup, ops, casts, errors };
+  return { nothing, ofNode, ofEdge, ofGroup };
 })();

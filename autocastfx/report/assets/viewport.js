@@ -1,23 +1,27 @@
 "use strict";
 /* Which part of the drawing is seen, and how large: dragging, wheel, zoom. */
 const Viewport = (() => {
-  const EDGE = 40, MARGIN = 16, READABLE = 0.85, SMALLEST = 0.5;
+  const EDGE = 40, MARGIN = 16, READABLE = 0.85, LEGIBLE = 0.8, SMALLEST = 0.5;
 
   function of(frame, view) {
     let x = 0, y = 0, zoom = 1, drag = null;
 
-    const move = () => view.setAttribute("transform", `translate(${x} ${y}) scale(${zoom})`);
+    const listeners = [];
+    const move = () => {
+      view.setAttribute("transform", `translate(${x} ${y}) scale(${zoom})`);
+      for (const told of listeners) told();
+    };
 
     function room() {
       const box = frame.getBoundingClientRect();
       return [box.width, box.height];
     }
 
-    /* Show a scene: all of it, or from its top as large as can be read. */
-    function fit(scene, whole) {
+    /* Show a scene: all of it, or from its beginning as large as can be read. */
+    function fit(scene, whole, direction) {
       if (!scene) return;
-      const [w, h] = room(), across = (w - 2 * MARGIN) / scene.across, all = Math.min(across, (h - 2 * MARGIN) / scene.down, 1);
-      zoom = whole ? all : Math.max(all, Math.min(across, 1), SMALLEST);
+      const [w, h] = room(), across = (w - 2 * MARGIN) / scene.across, down = (h - 2 * MARGIN) / scene.down, all = Math.min(across, down, 1);
+      zoom = whole || all >= LEGIBLE ? all : Math.max(all, Math.min(direction === "LR" ? down : across, 1), SMALLEST);
       x = Math.max((w - scene.across * zoom) / 2, MARGIN);
       y = Math.max((h - scene.down * zoom) / 2, MARGIN);
       move();
@@ -28,6 +32,24 @@ const Viewport = (() => {
       const next = Math.min(3, Math.max(0.05, zoom * factor)), ratio = next / zoom;
       [x, y, zoom] = [px - (px - x) * ratio, py - (py - y) * ratio, next];
       move();
+    }
+
+    /* The part of the drawing that is seen. */
+    function seen() {
+      const [w, h] = room();
+      return { x: -x / zoom, y: -y / zoom, w: w / zoom, h: h / zoom };
+    }
+
+    /* Bring a point of the drawing into the middle. */
+    function centre(px, py) {
+      const [w, h] = room();
+      [x, y] = [w / 2 - px * zoom, h / 2 - py * zoom];
+      move();
+    }
+
+    /* Call a function after each move. */
+    function listen(told) {
+      listeners.push(told);
     }
 
     /* Move by a distance of the drawing. */
@@ -76,7 +98,8 @@ const Viewport = (() => {
       }
     }, { passive: false });
 
-    return { fit, zoomBy, shift, reveal };
+    new ResizeObserver(() => move()).observe(frame);
+    return { centre, fit, listen, reveal, seen, shift, zoomBy };
   }
 
   return { of };
