@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -124,7 +124,7 @@ def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow
         VariantError: no variant fits the call, and none can be captured.
         NodeError: a node raises; with its line, and the list by which it runs in float32.
     """
-    run = run_side_by_side(None, amp_model, inputs, kwargs, ask=_ranges)
+    run = run_side_by_side(None, amp_model, inputs, kwargs, ask=_reads)
     known = _Known({entry.name: entry for entry in run.variant.plan.nodes}, run.names)
     trail, found = _Trail(has_float32=run.full is not None), list[Overflow]()
     with closing(run.steps()) as steps:
@@ -167,7 +167,7 @@ class _Trail:
 
     @staticmethod
     def is_finite(step: Step) -> bool:
-        return all(bool(tensor.isfinite().all()) for tensor in floating(step.value))
+        return not any(map(_lost, floating(step.value)))
 
     def judge(self, step: Step) -> tuple[bool, bool | None]:
         """Return whether Inf or NaN begins at a node that is not finite, and whether float32 has it there too."""
@@ -176,8 +176,13 @@ class _Trail:
         if step.twin is not None and not in_float32:
             self.astray.add(node)
             return not carries, in_float32
+        if step.twin is None and is_cast(node):  # element by element what it reads, but for the dtype
+            begins = sum(map(_lost, floating(step.value))) > sum(one.lost for read in step.before for one in read)
+            if carries:
+                self.astray.add(node)
+            return begins, in_float32
         begins = _reads_finite(step) and not _is_written(node)
-        if step.twin is None and (carries if is_cast(node) else not begins):
+        if step.twin is None and not begins:
             self.astray.add(node)
         return begins, in_float32
 
@@ -216,19 +221,33 @@ class _Known:
             yield from self.vanished.get(_uncast(read), ())
 
 
-def _ranges(value: Any) -> tuple[tuple[str, float, float], ...]:
-    return tuple(_range(tensor) for tensor in floating(value) if tensor.numel())
+class _Read(NamedTuple):
+    """A floating-point value that a node reads: its dtype, its ends, and how many elements are Inf or NaN."""
+
+    dtype: str
+    lowest: float
+    highest: float
+    lost: int
 
 
-def _range(tensor: torch.Tensor) -> tuple[str, float, float]:
+def _reads(value: Any) -> tuple[_Read, ...]:
+    return tuple(_read(tensor) for tensor in floating(value) if tensor.numel())
+
+
+def _read(tensor: torch.Tensor) -> _Read:
     lowest, highest = torch.aminmax(tensor)
-    return dtype_name(tensor.dtype), float(lowest), float(highest)
+    return _Read(dtype_name(tensor.dtype), float(lowest), float(highest), _lost(tensor))
+
+
+def _lost(tensor: torch.Tensor) -> int:
+    """How many elements are Inf or NaN."""
+    return tensor.numel() - int(torch.count_nonzero(tensor.isfinite()))
 
 
 def _reads_finite(step: Step) -> bool:
     """True if the node reads floating-point values, and all are finite."""
-    ranges = [one for read in step.before for one in read]
-    return bool(ranges) and all(math.isfinite(end) for _, *ends in ranges for end in ends)
+    reads: list[_Read] = [one for read in step.before for one in read]
+    return bool(reads) and not any(one.lost for one in reads)
 
 
 def _is_written(node: fx.Node) -> bool:
@@ -265,7 +284,9 @@ def _overflow(step: Step, in_float32: bool | None, known: _Known) -> Overflow:
         precision=str(entry.placement.run) if entry is not None else "",
         infinite=sum(int(t.isinf().sum()) for t in values),
         nans=sum(int(t.isnan().sum()) for t in values),
-        inputs=tuple(InputRange(name, *one) for name, found in zip(names, step.before, strict=True) for one in found),
+        inputs=tuple(
+            InputRange(name, *one[:3]) for name, found in zip(names, step.before, strict=True) for one in found
+        ),
         line=str(source_line(stack_trace(node.all_input_nodes[0] if cast else node)) or ""),
         because=because,
         in_float32=in_float32,

@@ -29,6 +29,7 @@ MODULES = (
     "numerics/find_overflow.py",
     "numerics/paired_run.py",
     "numerics/paired_backward.py",
+    *(f"numerics/{name}.py" for name in ("node_counts", "place", "value_counts", "watch")),
 )
 
 # Beside the test file that mirrors a module: the others that exercise it, the quickest first.
@@ -110,6 +111,9 @@ ALSO: dict[str, tuple[str, ...]] = {
     "runtime/working_copies.py": ("runtime/test_copy_group.py", "runtime/test_stored_low.py"),
     "runtime/variant_table.py": _VARIANTS,
     "numerics/compare.py": ("numerics/test_paired_backward.py",),
+    "numerics/node_counts.py": ("numerics/test_watch.py",),
+    "numerics/place.py": ("numerics/test_bisect.py",),
+    "numerics/value_counts.py": ("numerics/test_watch.py",),
     "numerics/paired_run.py": ("numerics/test_compare.py", "numerics/test_find_overflow.py"),
     "numerics/paired_backward.py": ("numerics/test_compare.py", "numerics/test_gradient_histogram.py"),
 }

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autocastfx import AmpModule, NodeError, OpList, Overflow, convert, find_overflow
+from autocastfx.numerics.find_overflow import _reads, _Trail
+from autocastfx.numerics.paired_run import Step
 from tests.helpers import Function
 from tests.numerics.faults import OVERFLOWS, Fault, Inside, refused
 
@@ -166,6 +168,81 @@ def test_infinite_on_purpose_is_no_fault() -> None:
     amp_model = convert(Function(attention), (x, mask, extra), dtype="float16")
     assert find_overflow(amp_model, x, mask, extra) is None
     assert find_overflow(pickle.loads(pickle.dumps(convert(nn.Linear(4, 4), (x,), dtype="float16"))), x) is None
+
+
+def masked_by_logarithm(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.softmax(x @ x.t() + torch.log(mask), -1) @ x
+
+
+def test_a_mask_that_softmax_takes_is_a_note_and_not_true() -> None:
+    x, mask = torch.randn(4, 4), torch.ones(4, 4).tril()
+    found = find_overflow(convert(Function(masked_by_logarithm), (x, mask)), x, mask)
+    assert found is not None
+    assert not found
+    assert (found.name, found.in_float32, found.is_fault, found.fix) == ("log", True, False, "")
+    assert str(found).startswith("no fault: log (log) in module (root) gives 6 Inf in float32.")
+    assert "precision is not the cause: float32 gives it here too, and it reaches no output of the model." in str(found)
+    mask[1] = 0  # a row without any key: NaN reaches the output
+    found = find_overflow(convert(Function(masked_by_logarithm), (x, mask)), x, mask)
+    assert found
+    assert found.name == "log"
+    assert str(found).startswith("log (log) in module (root) gives 8 Inf in float32.")
+
+
+def test_of_two_in_float32_the_one_that_reaches_an_output_is_the_fault() -> None:
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.softmax(torch.log(x), -1), torch.log2(x - x)
+
+    x = torch.tensor([[0.0, 1.0, 2.0]])
+    for amp_model in (convert(Function(two), (x,)), pickle.loads(pickle.dumps(convert(Function(two), (x,))))):
+        found = find_overflow(amp_model, x)
+        assert found
+        assert found.name == "log2"
+
+
+def test_without_the_float32_graph_what_reaches_no_output_is_a_note() -> None:
+    x, mask = torch.randn(4, 4), torch.ones(4, 4).tril()
+    amp_model = pickle.loads(pickle.dumps(convert(Function(masked_by_logarithm), (x, mask))))
+    found = find_overflow(amp_model, x, mask)
+    assert found is not None
+    assert not found
+    assert "nothing: it reaches no output of the model." in str(found)
+
+
+def test_an_overflow_beside_a_mask_is_found_and_what_carries_it_on_is_not() -> None:
+    def masked(x: Tensor, mask: Tensor) -> Tensor:
+        scores = (x + mask) * 100  # reads -inf, and makes another Inf
+        return scores * 2
+
+    x = torch.full((2, 4), 400.0)
+    mask = torch.tensor([0.0, 300.0, -torch.inf, -torch.inf])
+    listed = {"allow": ["add", "mul"]}
+    found = find_overflow(planted(Function(masked), x, mask, data=listed), x, mask)
+    assert found
+    assert (found.name, found.infinite, found.in_float32) == ("mul", 6, False)
+    assert found.inputs[0].lowest == -torch.inf
+    assert found.fix == "deny: [mul]\n"
+
+
+def test_a_cast_that_overflows_beside_another_inf_is_found() -> None:
+    x = torch.full((16, 16), 12.0)
+    x[0, 0] = torch.inf
+    inputs = x, torch.ones(16, 16)
+    found = find_overflow(convert(Function(lambda x, w: torch.exp(x) @ w), inputs), *inputs)
+    assert found
+    assert (found.op, found.in_float32, found.infinite) == ("cast to float16", False, 256)
+    assert found.fix == "deny: [matmul]\n"
+
+
+def test_what_follows_a_node_of_which_float32_is_not_known_is_not_blamed() -> None:
+    graph = fx.Graph()
+    unknown = graph.call_function(torch.masked_fill, (graph.placeholder("x"), None, -torch.inf))
+    reader = graph.call_function(torch.neg, (unknown,))
+    lost, good = torch.tensor([torch.inf]), torch.ones(1)
+    trail = _Trail(has_float32=True)
+    assert trail.judge(Step("unknown", unknown, lost, (_reads(good),), None, None)) == (False, None)
+    assert trail.judge(Step("reader", reader, lost, (_reads(lost),), reader, good)) == (False, False)
+    assert _Trail(has_float32=True).judge(Step("reader", reader, lost, (), reader, good)) == (True, False)
 
 
 def test_a_clean_model_is_left_as_it_was() -> None:

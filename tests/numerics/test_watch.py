@@ -324,6 +324,16 @@ def test_a_call_that_raises_is_not_observed_on() -> None:
     assert seen.rows == ()
 
 
+def test_what_is_compiled_is_not_observed_and_compiles_whole() -> None:
+    model = converted()
+    with watch(model, every=1) as seen:
+        compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(torch.ones(4, 8)), model(torch.ones(4, 8)))
+        compiled(torch.ones(4, 8)).sum().backward()
+    assert row(seen, "exp").elements == 64, "of the plain call"
+    torch.compiler.reset()
+
+
 def test_the_inputs_kept_hold_no_graph() -> None:
     model = converted()
     x = torch.ones(4, 8, requires_grad=True) * 2
