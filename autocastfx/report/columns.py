@@ -22,12 +22,14 @@ class Column:
         paint: the kind of its cells, for colours; empty for none.
         from_end: too long cells lose their end, not their middle.
         weight: where columns are cut, a column of weight 2 keeps twice as much as one of weight 1.
+        least: it keeps as much in any case.
     """
 
     title: str
     paint: str = ""
     from_end: bool = False
     weight: float = 1
+    least: int = _LEAST
 
 
 def aligned(
@@ -49,9 +51,7 @@ def aligned(
     shown = [columns[i] for i in kept]
     whole = [row if len(row) == len(shown) else row[:-1] for row in table]  # the last cell of the others extends
     natural = [max(len(c.title), *(len(row[i]) for row in whole if len(row) > i), 0) for i, c in enumerate(shown)]
-    widths = (
-        natural if width is None else _fitting(natural, [c.weight for c in shown], width - len(_GAP) * (len(shown) - 1))
-    )
+    widths = natural if width is None else _fitting(natural, shown, width - len(_GAP) * (len(shown) - 1))
     lines = [_GAP.join(f"{shortened(c.title, w):<{w}}" for c, w in zip(shown, widths, strict=True)).rstrip()]
     return lines + [_line(row, shown, widths, width, painted) for row in table]
 
@@ -75,14 +75,14 @@ def _line(
     return line
 
 
-def _fitting(natural: Sequence[int], weights: Sequence[float], room: int) -> list[int]:
+def _fitting(natural: Sequence[int], columns: Sequence[Column], room: int) -> list[int]:
     """Return widths whose sum is at most ``room``, where that can be: the largest are cut to one level."""
     for level in range(max(natural), _LEAST, -1):
-        widths = [min(width, max(_LEAST, int(level * weight))) for width, weight in zip(natural, weights, strict=True)]
+        widths = [min(w, max(c.least, int(level * c.weight))) for w, c in zip(natural, columns, strict=True)]
         if sum(widths) <= room:
             break
     else:
-        return [min(width, _LEAST) for width in natural]
+        return [min(width, column.least) for width, column in zip(natural, columns, strict=True)]
     for i, width in enumerate(natural):  # what the level leaves over goes to the first that are cut
         extra = min(width - widths[i], room - sum(widths))
         widths[i] += min(extra, 1)

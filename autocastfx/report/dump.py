@@ -44,8 +44,8 @@ def dump(
 
     Shows the variant of ``amp_model.graph`` and ``amp_model.plan``, the first captured for the model's present mode.
     ``"html"`` holds all variants, and shows this one or the compared one first; it is dated by SOURCE_DATE_EPOCH, else
-    now. The text has no values, and is the same on every machine. Of an enabled model all graphs captured so far are
-    shown, one after the other.
+    now. The text has no values, and is the same on every machine; of a model that was unpickled it has no shapes. Of an
+    enabled model all graphs captured so far are shown, one after the other.
 
     Args:
         amp_model: a converted model, unpickled or not, or an enabled one.
@@ -58,8 +58,8 @@ def dump(
         comparison: a result of :func:`compare` for ``amp_model``, shown on the page with the variant that was compared.
         against: the plan of the same model, converted in another way. The page marks the nodes that it decides or
             places differently, as :func:`diff` lists them, in the variant that is shown first.
-        width: of the text: the most characters of a line, at least 40. Names that are too long lose their middle, and
-            reasons their end; None shortens nothing.
+        width: of the text: the most characters of a line, at least 40. Names that are too long lose their middle, lists
+            of casts and reasons their end; None shortens nothing.
         full: give each parameter, cast and other node of the text a line of its own; by default the line of an op tells
             of the casts that it reads.
         only: let the text show a part of the nodes: those of a precision (``"low"``, ``"float32"``, ``"captured"``,

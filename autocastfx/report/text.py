@@ -19,9 +19,10 @@ from autocastfx.report.view import View
 __all__ = ["render_text"]
 
 _LEGEND = {"+": "made by the conversion", "-": "in the captured graph only", "*": "the model's own cast"}
+_WHY = Column("why", from_end=True, least=10)  # a category and the number of its reason
 _PLACE = (Column("module", weight=1.5), Column("dtype"), Column("shape", weight=1.2), Column("runs", "runs"))
-_FOLDED = (Column("  name (op)", "mark", weight=1.5), *_PLACE, Column("casts"), Column("why", from_end=True))
-_FULL = (Column("  name", "mark", weight=1.5), Column("op"), *_PLACE, Column("why", from_end=True))
+_FOLDED = (Column("  name (op)", "mark", weight=1.5), *_PLACE, Column("casts", from_end=True), _WHY)
+_FULL = (Column("  name", "mark", weight=1.5), Column("op"), *_PLACE, _WHY)
 _MARKS = {"cast": "+", "made": "+", "copy": "+", "removed": "-"}
 _MOST_READERS = 4
 _COLOURS = {"low": "32", "float32": "33", "captured": "2", "given": "2", "+": "32", "-": "31", "*": "35"}

@@ -165,9 +165,7 @@ def test_dump_takes_what_dump_takes(
     capsys: pytest.CaptureFixture[str], argv: list[str], options: dict[str, Any], tmp_path: Path
 ) -> None:
     said = run(capsys, "dump", "cli_models:small", *INPUTS, *argv)
-    expected = autocastfx.dump(
-        autocastfx.convert(model(), (torch.ones(4, 32),)), **{"width": None, **options}
-    )
+    expected = autocastfx.dump(autocastfx.convert(model(), (torch.ones(4, 32),)), **{"width": None, **options})
     assert said == (0, expected, "")
     assert run(capsys, "dump", "cli_models:small", *INPUTS, *argv, "-o", str(tmp_path / "x.txt")) == (0, "", "")
     assert (tmp_path / "x.txt").read_text(encoding="utf-8") == expected

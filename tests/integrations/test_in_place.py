@@ -302,6 +302,9 @@ def test_an_enabled_model_is_dumped_and_explained() -> None:
     text = autocastfx.dump(model)
     assert [f"graph {number} of 2, captured by torch.compile" in text for number in (1, 2)] == [True, True]
     assert "graph 2 of 2" in autocastfx.dump(model, format="html")
+    assert autocastfx.dump(model, only="tanh").count("only tanh\n") == 2
+    with pytest.raises(ValueError, match=r"not 'tahn' \(did you mean 'tanh'\?\)"):
+        autocastfx.dump(model, only="tahn")
     assert autocastfx.explain(model, "tanh") == why, "the same of both graphs is said once"
     with pytest.raises(ValueError, match=r"has 2 graphs, and 'json' holds one: take 'text' or 'html', or dump one of"):
         autocastfx.dump(model, format="json")

@@ -104,6 +104,13 @@ def test_no_line_is_wider_than_asked_for(name: str, options: dict[str, Any], wid
     assert len(table(converted(name), width=width, **options)) == len(table(converted(name), width=None, **options))
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("full", [False, True])
+def test_the_number_of_a_reason_is_never_cut(name: str, full: bool) -> None:
+    wide, narrow = (table(converted(name), width=width, full=full) for width in (None, 40))
+    assert [WHY.findall(line) for line in narrow] == [WHY.findall(line) for line in wide]
+
+
 def test_without_a_width_nothing_is_shortened() -> None:
     assert "…" in autocastfx.dump(converted("no_grad"), width=80, full=True)
     text = autocastfx.dump(converted("no_grad"), width=None, full=True)
