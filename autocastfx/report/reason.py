@@ -78,9 +78,9 @@ class Reasons:
         return Reason(runs, str(node.decision), placed, self._advice(node), op_list)
 
     def _op_list(self, node: PlannedNode) -> str:
-        because = node.placement.because.why
+        why = node.placement.because.why
         is_part = node.op == "getitem" or not node.dtype  # of what another op gives
-        if is_part or isinstance(node.decision.source, Forced) or because in (Why.SHARES_STORAGE, Why.FOLDED):
+        if is_part or isinstance(node.decision.source, Forced) or why in (Why.SHARES_STORAGE, Why.FOLDED):
             return ""
         return proposed_list([node], "low" if node.placement.run is Precision.FLOAT32 else "float32")
 
