@@ -15,7 +15,10 @@ def because_of(entry: PlannedNode | None) -> str:
     """The reason for a node's precision; ``entry`` is None for a node that the conversion made."""
     if entry is None:
         return "the conversion made this node"
-    return f"{entry.placement.because}; {entry.decision}"
+    because = entry.placement.because
+    if because.why in (Why.ALLOW, Why.DENY, Why.KEEP, Why.PROMOTE):
+        return f"its category is {entry.decision}"
+    return f"{because.clause}; its category is {entry.decision}"
 
 
 def op_list_for(entries: Sequence[PlannedNode]) -> str:

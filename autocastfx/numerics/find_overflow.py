@@ -19,7 +19,7 @@ from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.advice import because_of, op_list_for
 from autocastfx.numerics.paired_run import Step, floating, run_side_by_side
 from autocastfx.plan.cause import Why
-from autocastfx.plan.plan import PlannedNode
+from autocastfx.plan.plan import PlannedNode, Precision
 from autocastfx.report.source_line import source_line
 from autocastfx.runtime.amp_module import AmpModule
 
@@ -87,7 +87,8 @@ class Overflow:
         lines = [self.headline if self.is_fault else f"no fault: {self.headline}"]
         lines += [f"  line: {self.line}"] if self.line else []
         lines += [f"  reads {one}" for one in self.inputs]
-        lines += [f"  runs {self.precision}: {self.because}" if self.precision else f"  why: {self.because}"]
+        runs = f"runs {Precision(self.precision).in_words}" if self.precision else "why"
+        lines += [f"  {runs}: {self.because}"]
         lines += [f"  what to do: {self.advice}"]
         lines += [f"    {line}" for line in self.fix.splitlines()]
         return "\n".join(lines)

@@ -119,7 +119,7 @@ class PairedRun:
         name, line = self.names[node], source_line(stack_trace(node))
         entry = next((entry for entry in self.variant.plan.nodes if entry.name == name), None)
         where = f"in module {module_path(node) or '(root)'}"
-        runs = f"It runs {entry.placement.run}: {because_of(entry)}. " if entry is not None else ""
+        runs = f"It runs {entry.placement.run.in_words}: {because_of(entry)}. " if entry is not None else ""
         fix = op_list_for([entry]) if entry is not None else ""
         advice = f"If it does not take 16 bits, add this to your op list:\n{fix}" if fix else ""
         words = next(iter(str(error).splitlines()), "")

@@ -42,6 +42,22 @@ class Why(str, Enum):
     NAMES_DTYPE = "the call names its dtype"
 
 
+# The clause of a sentence, where the value is none.
+_CLAUSES = {
+    **{why: f"its category is {why.value}" for why in (Why.ALLOW, Why.DENY, Why.KEEP, Why.PROMOTE)},
+    Why.AFTER: "it comes after {}, which does",
+    Why.UPDATES: "it updates {}",
+    Why.SHARES_STORAGE: "it shares memory that stays float32",
+    Why.NO_ALLOW_BEFORE: "there is no allow op before it",
+    Why.FEWEST_BYTES: "this moves the fewest bytes",
+    Why.FOLDED: "it is folded: its kernel computes in float32 inside",
+    Why.VIEW_OF_WEIGHT: "it is a view of a 16-bit weight",
+    Why.EDITED: "the plan given to convert says so",
+    Why.BETWEEN: "it lies between {} and {}",
+    Why.NEXT_TO: "it lies next to {}",
+}
+
+
 @dataclass(frozen=True)
 class Cause:
     """A kind of cause, with the name of a node for each ``{}`` in its text."""
@@ -51,6 +67,11 @@ class Cause:
 
     def __str__(self) -> str:
         return self.why.value.format(*self.nodes)
+
+    @property
+    def clause(self) -> str:
+        """The cause as a clause of a sentence that says how the node runs."""
+        return _CLAUSES.get(self.why, self.why.value).format(*self.nodes)
 
     def inside(self, prefix: str) -> Cause:
         """The same cause in a sub-graph, whose nodes have ``prefix`` before their names in a plan."""

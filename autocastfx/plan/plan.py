@@ -47,6 +47,12 @@ class Precision(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+    @property
+    def in_words(self) -> str:
+        """The precision in a sentence, after ``runs`` or ``stored``."""
+        words = {Precision.LOW: "in 16 bits", Precision.FLOAT32: "in float32", Precision.CAPTURED: "as captured"}
+        return words.get(self, "in the dtypes of its inputs")
+
 
 class Forced(str, Enum):
     """A rule that decides a node whatever op lists say."""
@@ -99,6 +105,11 @@ class Placement:
     store: Precision
     because: Cause
     as_stored: tuple[str, ...] = ()
+
+    @property
+    def in_words(self) -> str:
+        """The precisions in a sentence, after ``runs``."""
+        return self.run.in_words + (f" and is stored {self.store.in_words}" if self.store is not self.run else "")
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Reasons:
         """The reason of a planned node of the graph."""
         if node.placement.run is Precision.CAPTURED:
             return Reason(f"runs as captured: {node.decision.reason}")
-        runs = f"runs {self._rows[node.name].precisions}: {node.placement.because}"
+        runs = f"runs {node.placement.in_words}: {node.placement.because.clause}"
         placed, op_list = tuple(self._placed(node)), self._op_list(node)
         return Reason(runs, str(node.decision), placed, self._advice(node), op_list)
 

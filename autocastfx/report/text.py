@@ -142,9 +142,10 @@ def _why(row: Row, notes: _Notes) -> str:
     """The category with the number of its reason, and what else led to the precision."""
     if row.planned is None or row.decision is None or row.precision is Precision.CAPTURED:
         return ""
-    category, because = str(row.decision.category), str(row.planned.placement.because)
+    category, cause = str(row.decision.category), row.planned.placement.because
     words = f"{category} [{notes.number(row.decision, row.op)}]"
-    return words if because in (category, str(Why.FEWEST_BYTES.value)) else f"{words}: {because}"
+    says_more = cause.why is not Why.FEWEST_BYTES and cause.why.value != category
+    return f"{words}: {cause}" if says_more else words
 
 
 def _listed(names: Sequence[str]) -> str:

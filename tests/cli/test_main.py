@@ -203,7 +203,7 @@ def test_explain_says_what_explain_returns(capsys: pytest.CaptureFixture[str]) -
     code, out, err = run(capsys, "explain", "cli_models:small", "gelu", "3", *INPUTS)
     assert (code, err) == (0, "")
     assert out.split("\n\n")[0] == autocastfx.explain(amp_model, "gelu").strip()
-    assert "layer_norm (layer_norm) in module 3 runs float32: deny." in out
+    assert "layer_norm (layer_norm) in module 3 runs in float32: its category is deny." in out
     code, out, _ = run(capsys, "explain", "cli_models:small", "gelu", *INPUTS, "--json")
     (found,) = json.loads(out)
     assert (found["what"], [node["name"] for node in found["nodes"]]) == ("gelu", ["gelu"])

@@ -56,7 +56,10 @@ def test_a_kernel_that_takes_no_16_bits_is_named() -> None:
         find_overflow(amp_model, x)
     said = str(raised.value)
     assert said.startswith("exact (faults::exact) in module inner raised RuntimeError: exact takes float32 alone. ")
-    assert ": return self.function(*args). It runs low: allow; allow, no reason given (OpList:allow[0])." in said
+    assert (
+        ": return self.function(*args). It runs in 16 bits: its category is allow, no reason given (OpList:allow[0])."
+        in said
+    )
     fix = OpList.of(yaml.safe_load(said.partition("add this to your op list:\n")[2]))
     assert find_overflow(convert(Inside(refused).eval(), (x,), op_list=["default", fix], dtype="float16"), x) is None
 
@@ -75,7 +78,7 @@ def test_the_report() -> None:
         "exp (exp) in module (root) gives 16 Inf in float16.",
         f"  line: {__file__}:{line}: return torch.exp(scaled)",
         "  reads mul_float16: float16, 14 to 14",
-        "  runs low: allow; allow, no reason given (OpList:allow[0])",
+        "  runs in 16 bits: its category is allow, no reason given (OpList:allow[0])",
         "  what to do: add this to your op list:",
         "    deny: [exp]",
     ]
@@ -228,7 +231,7 @@ def test_a_cast_that_overflows_beside_another_inf_is_found() -> None:
     x = torch.full((16, 16), 12.0)
     x[0, 0] = torch.inf
     inputs = x, torch.ones(16, 16)
-    found = find_overflow(convert(Function(lambda x, w: torch.exp(x) @ w), inputs), *inputs)
+    found = find_overflow(convert(Function(lambda x, w: torch.exp(x) @ w), inputs, dtype="float16"), *inputs)
     assert found
     assert (found.op, found.in_float32, found.infinite) == ("cast to float16", False, 256)
     assert found.fix == "deny: [matmul]\n"

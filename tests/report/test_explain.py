@@ -39,7 +39,7 @@ def explained(what: str) -> list[str]:
 
 def test_what_a_list_says_outright() -> None:
     assert explained("softmax") == [
-        "softmax (softmax) in module (root) runs float32: deny.",
+        "softmax (softmax) in module (root) runs in float32: its category is deny.",
         "  decided: deny, exponentials, logarithms and what is made of them (op_lists/base.yaml:33:100).",
         "  to change it: in a list of your own softmax under allow:; or let it run: low in an edited plan, "
         "convert(plan=...).",
@@ -48,7 +48,7 @@ def test_what_a_list_says_outright() -> None:
 
 def test_what_draws_a_node_to_float32_and_through_what() -> None:
     lines = explained("mul")
-    assert lines[0] == "mul (mul) in module (root) runs float32: after softmax."
+    assert lines[0] == "mul (mul) in module (root) runs in float32: it comes after softmax, which does."
     assert lines[2] == (
         "  placed: softmax (softmax) is deny, exponentials, logarithms and what is made of them "
         "(op_lists/base.yaml:33:100); reached through add (infer), relu (clear)."
@@ -71,7 +71,7 @@ def test_forced_nodes_say_what_could_be_done_instead() -> None:
 
 def test_what_updates_a_buffer() -> None:
     assert explained("mul_1")[:3] == [
-        "mul_1 (mul) in module (root) runs float32: deny.",
+        "mul_1 (mul) in module (root) runs in float32: its category is deny.",
         "  decided: deny, leads to add_: it computes the next contents of average (forced:update).",
         "  to change it: a buffer takes what is computed here, in float32: let it run: low in an edited plan.",
     ]
@@ -83,8 +83,8 @@ def test_what_updates_a_buffer() -> None:
 
 def test_a_module_and_a_pattern_explain_what_runs_inside() -> None:
     assert [line for line in explained("b") if not line.startswith("  ") and line] == [
-        "layer_norm (layer_norm) in module b.0 runs float32: deny.",
-        "linear_1 (linear) in module b.1 runs low: allow.",
+        "layer_norm (layer_norm) in module b.0 runs in float32: its category is deny.",
+        "linear_1 (linear) in module b.1 runs in 16 bits: its category is allow.",
     ]
     assert explained("b.*") == explained("b")
     assert "under modules: a rule {path: b.1, category: float32}" in explained("linear_1")[2]
