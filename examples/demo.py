@@ -15,7 +15,7 @@ OUTPUT = Path(__file__).resolve().parents[1] / "build" / "demo"
 
 
 def describe(amp_model: autocastfx.AmpModule, title: str, path: Path) -> None:
-    """Print what the plan says of the graph, and write the whole dump to ``path``."""
+    """Print what the plan says of the graph, and write the page of the whole graph to ``path``."""
     plan = amp_model.plan
     by_op = plan.by_op()
     precisions = {"low": plan.low, "float32": "float32"}
@@ -28,7 +28,7 @@ def describe(amp_model: autocastfx.AmpModule, title: str, path: Path) -> None:
     print("  ops that no list names: " + (", ".join(f"{op} {n}" for op, n in plan.unlisted.items()) or "none"))
     path.parent.mkdir(parents=True, exist_ok=True)
     autocastfx.dump(amp_model, path)
-    print(f"  every node with its reason: {path}")
+    print(f"  every node with its reason, open it in a browser: {path}")
 
 
 def main() -> int:
@@ -39,9 +39,9 @@ def main() -> int:
     trained = train_digits.run()
     passed &= train_digits.report(trained)
     print("\n3. What was decided\n")
-    describe(embedded[0].amp_model, "Sentence encoder", OUTPUT / "sentence_encoder.txt")
+    describe(embedded[0].amp_model, "Sentence encoder", OUTPUT / "sentence_encoder.html")
     print()
-    describe(trained[0].amp_model.train(), "Digits CNN in training", OUTPUT / "digits_cnn.txt")
+    describe(trained[0].amp_model.train(), "Digits CNN in training", OUTPUT / "digits_cnn.html")
     print("\nBoth parts passed." if passed else "\nA part FAILED, see above.")
     return 0 if passed else 1
 
