@@ -1,7 +1,7 @@
 """``python -m tests.first_steps FOLDER`` goes a newcomer's way: README.md, the tutorial, and the pages that they make.
 
-Every Python block runs, and what it prints is compared with what the page says. A browser opens the page of the README's
-model, and one of the tutorial's planted fault. FOLDER gets the files that were made, a transcript and the pictures.
+Every Python block runs, and what it prints is compared with what the page says. A browser opens the page of the model
+in README.md, and one of the tutorial's planted fault. FOLDER gets the files, a transcript and the pictures.
 """
 
 from __future__ import annotations

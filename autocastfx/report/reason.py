@@ -27,11 +27,11 @@ _ADVICE = {
     Forced.NO_KERNEL: "the device cannot run it in 16 bits: nothing but another device changes it",
     Forced.RANGE: "what was measured comes too near to the dtype's maximum: give convert a smaller headroom=, or use "
     "bfloat16",
-    Forced.WHOLE: "the numbers are too large for 16 bits to tell them apart: scale them in the model, or let it "
-    "run: low in an edited plan",
-    Forced.DISTANCE: "compute the distance without its squares in the model (torch.cdist), or let it run: low in an "
+    Forced.WHOLE: "the numbers are too large for 16 bits to tell them apart: scale them in the model, or set run "
+    "to low in an edited plan",
+    Forced.DISTANCE: "compute the distance without its squares in the model (torch.cdist), or set run to low in an "
     "edited plan",
-    Forced.UPDATE: "a buffer takes what is computed here, in float32: let it run: low in an edited plan",
+    Forced.UPDATE: "a buffer takes what is computed here, in float32: set run to low in an edited plan",
     Forced.NOT_FLOAT32: "only float32 values are ever cast: there is none here, or it is made here",
     Forced.SUB_GRAPH: "values cross the border of a sub-graph as captured: nothing changes it",
 }
@@ -139,9 +139,9 @@ class Reasons:
     def _advice(self, node: PlannedNode) -> str:
         source, cause = node.decision.source, self._cause(node)
         wanted = "float32" if node.placement.run is Precision.LOW else "low"
-        ways = [f"let it run: {wanted} in an edited plan, convert(plan=...)"]
+        ways = [f"set run to {wanted} in an edited plan, convert(plan=...)"]
         if node.module:
-            ways.insert(0, f"under modules: a rule {{path: {node.module}, category: {wanted}}}")
+            ways.insert(0, f"under modules the rule {{path: {node.module}, category: {wanted}}}")
         if isinstance(source, Forced):
             return _ADVICE[source]
         if node.placement.because.why is Why.SHARES_STORAGE:
@@ -150,9 +150,9 @@ class Reasons:
             advice = _ADVICE[cause.decision.source]
             return f"{cause.name} draws it to float32, and {advice}; or {'; or '.join(ways)}"
         if cause is not None:
-            ways.insert(0, f"{cause.op}, which draws it to float32, under infer: or allow:")
+            ways.insert(0, f"{cause.op}, which draws it to float32, under infer or allow")
         category = "deny" if wanted == "float32" else "allow"
-        return f"in a list of your own {node.op} under {category}:; or {'; or '.join(ways)}"
+        return f"write {node.op} under {category} in a list of your own; or {'; or '.join(ways)}"
 
 
 def _kind(row: Row) -> str:

@@ -41,7 +41,7 @@ def test_what_a_list_says_outright() -> None:
     assert explained("softmax") == [
         "softmax (softmax) in module (root) runs in float32: its category is deny.",
         "  decided: deny, exponentials, logarithms and what is made of them (op_lists/base.yaml:33:100).",
-        "  to change it: in a list of your own softmax under allow:; or let it run: low in an edited plan, "
+        "  to change it: write softmax under allow in a list of your own; or set run to low in an edited plan, "
         "convert(plan=...).",
     ]
 
@@ -53,7 +53,9 @@ def test_what_draws_a_node_to_float32_and_through_what() -> None:
         "  placed: softmax (softmax) is deny, exponentials, logarithms and what is made of them "
         "(op_lists/base.yaml:33:100); reached through add (infer), relu (clear)."
     )
-    assert "mul under allow:; or softmax, which draws it to float32, under infer: or allow:" in lines[3]
+    assert (
+        "mul under allow in a list of your own; or softmax, which draws it to float32, under infer or allow" in lines[3]
+    )
 
 
 def test_the_neighbours_that_made_it_cheapest() -> None:
@@ -73,7 +75,7 @@ def test_what_updates_a_buffer() -> None:
     assert explained("mul_1")[:3] == [
         "mul_1 (mul) in module (root) runs in float32: its category is deny.",
         "  decided: deny, leads to add_: it computes the next contents of average (forced:update).",
-        "  to change it: a buffer takes what is computed here, in float32: let it run: low in an edited plan.",
+        "  to change it: a buffer takes what is computed here, in float32: set run to low in an edited plan.",
     ]
     assert explained("add_")[2:] == [
         "  placed: all that shares memory has one precision, and this memory is float32.",
