@@ -89,7 +89,7 @@ def test_a_module_and_a_pattern_explain_what_runs_inside() -> None:
         "linear_1 (linear) in module b.1 runs in 16 bits: its category is allow.",
     ]
     assert explained("b.*") == explained("b")
-    assert "under modules: a rule {path: b.1, category: float32}" in explained("linear_1")[2]
+    assert "under modules the rule {path: b.1, category: float32}" in explained("linear_1")[2]
 
 
 def test_an_op_explains_all_its_nodes() -> None:
