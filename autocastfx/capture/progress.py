@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Generator
@@ -20,7 +21,7 @@ def stage(what: str) -> Generator[None]:
 
     The cursor stays at the start of the line, so that a warning overwrites it. The line is erased at the end.
     """
-    on_terminal = sys.stderr.isatty()
+    on_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     started = time.perf_counter()
     if on_terminal:
         print(f"{_ERASE}autocastfx: {what} …\r", end="", file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from autocastfx.cli import commands, conversion_options, run_script
 from autocastfx.cli import lint as lint_command
 from autocastfx.cli import numerics as numerics_command
+from autocastfx.cli.completion import complete
 from autocastfx.cli.interrupt import interrupted, raise_when_interrupted
 from autocastfx.cli.suggesting_parser import suggesting_parser
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
@@ -57,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         raise_when_interrupted()
-        options = _parser().parse_args(argv)
+        parser = _parser()
+        complete(parser)
+        options = parser.parse_args(argv)
     except KeyboardInterrupt:
         return interrupted()
     if isinstance(sys.stdout, io.TextIOWrapper):

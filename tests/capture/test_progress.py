@@ -21,9 +21,19 @@ class Terminal(io.StringIO):
 def test_a_terminal_shows_a_line_that_is_erased(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
     with stage("thinking"):
         assert terminal.getvalue() == "\r\x1b[Kautocastfx: thinking …\r"
     assert terminal.getvalue().endswith("\r\r\x1b[K")
+
+
+def test_a_terminal_that_knows_no_codes_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    with stage("thinking"):
+        pass
+    assert terminal.getvalue() == ""
 
 
 def test_elsewhere_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +45,7 @@ def test_elsewhere_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> Non
 def test_an_error_erases_the_line_and_logs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
     with heard() as lines, pytest.raises(KeyError), stage("thinking"):
         raise KeyError
     assert terminal.getvalue().endswith("\x1b[K")
