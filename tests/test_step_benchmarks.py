@@ -397,7 +397,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 torch.set_num_threads(1)
-given_back, is_kept, _, kept = faults(), keep_memory(), faults(), faults()
+given_back, is_kept, _, _, kept = faults(), keep_memory(), faults(), faults(), faults()
 print(given_back, is_kept, kept)
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()

@@ -21,6 +21,7 @@ from tests.cli.run_command import run
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = """
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -69,7 +70,9 @@ def slow():
 
     def metric(amp_model):
         calls.append(None)
-        time.sleep(60 * (len(calls) - 1))  # whoever waits for the first evaluation has time to interrupt the second
+        if len(calls) > 1:
+            Path("second").touch()
+            time.sleep(60)  # whoever waits for the file has time to interrupt
         return 1.0
 
     return metric
@@ -330,7 +333,7 @@ def test_a_process_that_is_interrupted_goes_on(folder: Path, tmp_path: Path) -> 
     )
     try:
         until = time.monotonic() + 120
-        while not file.exists() and process.poll() is None and time.monotonic() < until:
+        while not (folder / "second").exists() and process.poll() is None and time.monotonic() < until:
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
