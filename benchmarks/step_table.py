@@ -122,9 +122,11 @@ def _line(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Write the table to print: the rows and the targets."""
+    """Write the table to print: the rows, the geometric means of their times, and the targets."""
     told = (f"{'reached' if reached else 'MISSED '}  {what}" for what, reached in targets(rows))
-    return "\n".join([_HEADER, *map(_line, rows), "", *told])
+    timed = [row for row in rows if row.backward_to_autocast and row.step_to_autocast]
+    means = _all_means(timed)
+    return "\n".join([_HEADER, *map(_line, rows), "", *means, *([""] if means else []), *told])
 
 
 _COMPILED_HEADER = f"{'':<34}|{'forward + backward':^24}|{'step':^24}\n{'model':<13} {'side':<19} " + 2 * (
@@ -134,8 +136,7 @@ _COMPILED_HEADER = f"{'':<34}|{'forward + backward':^24}|{'step':^24}\n{'model':
 
 def compiled_table(rows: Sequence[Row]) -> str:
     """Write the table of models under torch.compile: times, and their geometric means over the models."""
-    means = (_means(side, [r for r in rows if r.side == side]) for side in dict.fromkeys(row.side for row in rows))
-    return "\n".join([_COMPILED_HEADER, *map(_compiled_line, rows), "", *means])
+    return "\n".join([_COMPILED_HEADER, *map(_compiled_line, rows), "", *_all_means(rows)])
 
 
 def _compiled_line(row: Row) -> str:
@@ -144,6 +145,10 @@ def _compiled_line(row: Row) -> str:
     backward = f"{_number(row.backward_ms):>8} {_quartiles(row.backward_to_autocast):>15}"
     step = f"{_number(row.step_ms):>8} {_quartiles(row.step_to_autocast):>15}"
     return f"{row.model:<13} {row.side:<19} |{backward}|{step}"
+
+
+def _all_means(rows: Sequence[Row]) -> list[str]:
+    return [_means(side, [r for r in rows if r.side == side]) for side in dict.fromkeys(row.side for row in rows)]
 
 
 def _means(side: str, rows: Sequence[Row]) -> str:
