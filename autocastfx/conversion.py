@@ -29,6 +29,7 @@ from autocastfx.plan.read_plan import read_plan
 from autocastfx.policy.kernel_facts import LEVELS, load_kernel_facts
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.report.conversion_warnings import (
+    warn_of_low_parameters,
     warn_of_slow_kernels,
     warn_of_unmatched_ranges,
     warn_of_unmatched_rules,
@@ -113,6 +114,7 @@ def convert(
     """
     check_arguments(fold, weights, headroom)
     module, target = _as_module(model), named_device(device)
+    warn_of_low_parameters(module, stacklevel=3)
     args, kwargs = inputs_of(example_inputs, example_kwargs)
     is_given = example_inputs is not None or example_kwargs is not None
     if not is_given and isinstance(model, ExportedProgram) and model.example_inputs is not None:

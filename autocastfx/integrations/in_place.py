@@ -12,6 +12,7 @@ from autocastfx.dtypes import chosen_dtype
 from autocastfx.errors import UnsupportedError
 from autocastfx.integrations.compile_backend import CompileBackend
 from autocastfx.integrations.compiled_call import CompiledCall
+from autocastfx.report.conversion_warnings import warn_of_low_parameters
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["backend_of", "disable", "enable"]
@@ -52,6 +53,7 @@ def enable(
         raise UnsupportedError(
             f"this {name} is compiled already: enable it instead, with inner= the backend that it was compiled by."
         )
+    warn_of_low_parameters(model, stacklevel=3)
     return CompileBackend(dtype=chosen_dtype(dtype, device_of(model)), inner=inner, **arguments).compile(model)
 
 

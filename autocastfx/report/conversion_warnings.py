@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch import nn
 
-from autocastfx.errors import UnmatchedRuleWarning
+from autocastfx.dtypes import LOW_DTYPES, dtype_name
+from autocastfx.errors import StateWarning, UnmatchedRuleWarning
 from autocastfx.graph.walk import all_nodes
 from autocastfx.plan.plan import Precision
 from autocastfx.plan.ranges import Ranges
@@ -15,7 +17,7 @@ from autocastfx.policy.match import unmatched
 from autocastfx.policy.op_list import OpList
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["warn_of_slow_kernels", "warn_of_unmatched_ranges", "warn_of_unmatched_rules"]
+__all__ = ["warn_of_low_parameters", "warn_of_slow_kernels", "warn_of_unmatched_ranges", "warn_of_unmatched_rules"]
 
 
 def warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None) -> None:
@@ -31,6 +33,19 @@ def warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None) -> Non
             f"being {first.name!r} ({first.op}) in module {first.module or '(root)'!r}: they were measured on another "
             "version of the model, or in other calls. Calibrate again.",
             stacklevel=3,
+        )
+
+
+def warn_of_low_parameters(model: nn.Module, stacklevel: int) -> None:
+    """Warn of a model whose floating-point parameters are all in 16 bits: only float32 values are converted."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if dtypes and dtypes <= set(LOW_DTYPES):
+        warnings.warn(
+            f"the parameters of this {type(model).__name__} are {' and '.join(sorted(map(dtype_name, dtypes)))} "
+            "already, and only float32 values are converted: what they compute stays as it is. Convert the model in "
+            "float32, whose parameters stay the optimizer's masters.",
+            StateWarning,
+            stacklevel=stacklevel,
         )
 
 
