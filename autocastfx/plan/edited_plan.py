@@ -1,13 +1,13 @@
 """A plan that a person edited and gives to a conversion: read, laid over what the lists say, and checked.
 
-A line speaks of the node with its name and op (and module, if it has one), in every variant that has such a node. What
-it says otherwise than the lists do is an edit:
+A line of the plan is for the node with the same name and op (and module, if the line has one), in every variant with
+such a node. A line that differs from the lists' decision is an edit:
 
-- another ``placement`` is obeyed: the node runs, and its output is stored, in that precision;
-- another category alone decides the node as if a list had said it.
+- another ``placement``: the node runs, and its output is stored, in that precision;
+- only another category: it decides the node as if a list had said it.
 
 The other lines hold their nodes where they are, so that an edit moves nothing else. Nodes without a line are decided as
-usual. Casts follow from all that; those of the file are not read.
+usual. The casts of the file are not read; they follow from the placements.
 """
 
 from __future__ import annotations
