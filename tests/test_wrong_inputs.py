@@ -135,7 +135,10 @@ ARGUMENTS: dict[str, tuple[Act, str]] = {
     "weights": (lambda: convert(weights="cache"), "weights is one of 'cast', 'cached', 'low', not 'cache'"),
     "recompose": (lambda: convert(recompose=["gelu"]), "recompose: there is no pattern 'gelu'; the patterns are"),
     "headroom": (lambda: convert(headroom=0.5), "headroom is a finite factor of at least 1, not 0.5"),
-    "device": (lambda: convert(device="gpu"), r"device='gpu' is no device of torch's \(did you mean 'cuda'\?\)"),
+    "device": (
+        lambda: convert(device="gpu"),
+        r"device='gpu' is not a device that torch knows \(did you mean 'cuda'\?\)",
+    ),
     "calibrate: nothing": (lambda: convert(calibrate=[]), "there are no batches to calibrate on"),
     "calibrate: a tensor": (lambda: convert(calibrate=X), r"batches is an iterable .*; write \[batch\] for one"),
     "dump: not converted": (

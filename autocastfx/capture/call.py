@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.capture.tree_spec import leaf_paths, written
 from autocastfx.errors import UnsupportedError, shown
 
-__all__ = ["Call", "CallSignature", "CallStructure", "pack_spec", "unpack_spec"]
+__all__ = ["Call", "CallSignature", "CallStructure", "pack_spec", "sized", "unpack_spec"]
 
 _EMPTY = inspect.Parameter.empty
 # The values that an argument may hold besides tensors. Compilers pass symbols for numbers.
@@ -87,7 +87,8 @@ def _word(leaf: tuple[Any, ...]) -> str:
     return f"{str(of).removeprefix('torch.')}[{held}d]" if kind == "tensor" else shown(held)
 
 
-def _sized(tensor: torch.Tensor) -> str:
+def sized(tensor: torch.Tensor) -> str:
+    """Write a tensor as ``float32[3, 5]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -105,7 +106,7 @@ class Call:
     def __str__(self) -> str:
         """Write the arguments, tensors as ``x=float32[3, 5]``; cut where that is long."""
         rest = iter(self.tensors)
-        words = [_sized(next(rest)) if leaf[0] == "tensor" else _word(leaf) for leaf in self.structure.leaves]
+        words = [sized(next(rest)) if leaf[0] == "tensor" else _word(leaf) for leaf in self.structure.leaves]
         said = self.structure.written(words)
         return said if len(said) <= _MOST else f"{said[:_MOST]}…"
 

@@ -79,4 +79,6 @@ def named_device(given: torch.device | str | None) -> torch.device | None:
     except RuntimeError as error:
         near = "cuda" if str(given).lower().startswith("gpu") else "cpu"
         known = str(error).partition("\n")[0]
-        raise ValueError(f"device={given!r} is no device of torch's (did you mean {near!r}?): {known}") from None
+        raise ValueError(
+            f"device={given!r} is not a device that torch knows (did you mean {near!r}?): {known}"
+        ) from None

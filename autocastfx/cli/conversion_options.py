@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autocastfx.capture.given_inputs import named_device
 from autocastfx.cli.factory_call import is_factory_call
 from autocastfx.cli.model_spec import load_batches, load_inputs
 from autocastfx.errors import ModelSpecError
@@ -61,9 +62,9 @@ def conversion_arguments(options: Namespace, device: torch.device) -> dict[str, 
     found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if "device" in found:
         try:
-            torch.device(found["device"])
-        except RuntimeError as error:
-            raise ModelSpecError(f"--device {found['device']} is no device: give cpu, cuda or cuda:1, say.") from error
+            named_device(found["device"])
+        except ValueError as error:
+            raise ModelSpecError(f"--{error}.") from None
     if found.get("recompose"):
         try:
             chosen(found["recompose"])

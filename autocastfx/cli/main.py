@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import logging
 import os
 import sys
 import traceback
@@ -40,7 +39,6 @@ _INPUTS = (
     "else zeros)"
 )
 _MOST_LINES = 3
-_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters such as arrows must not end a command
     try:
-        with _current_directory_importable(), _warnings_in_one_line(), _quiet_torch(not options.traceback):
+        with _current_directory_importable(), _warnings_in_one_line():
             found: int | Callable[[], int] = options.run(options)
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -119,20 +117,6 @@ def _warnings_in_one_line() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
-
-
-@contextlib.contextmanager
-def _quiet_torch(quiet: bool) -> Generator[None]:
-    """Silence the traceback that torch logs for each failed capture attempt; the error has the message."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    before = [logger.disabled for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.disabled = logger.disabled or quiet
-        yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch._C._dynamo import eval_frame
 
 from autocastfx.capture.failure import quiet_logs
+from autocastfx.capture.given_inputs import device_of
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from autocastfx.graph.any_size import any_size
@@ -162,7 +163,7 @@ class CompiledCall:
             elif one.is_in_parts:
                 runs = "Its modules are converted one by one; what it computes besides runs in float32."
             elif backend.uncaptured == "autocast":
-                device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+                device = device_of(self.model)
                 for module in holders:
                     in_autocast = InAutocast(module, device.type, low)
                     if module is self.model:

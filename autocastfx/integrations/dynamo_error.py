@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autocastfx.capture.call import CallSignature
+from autocastfx.capture.call import CallSignature, sized
 from autocastfx.capture.failure import place
 from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
 from autocastfx.integrations.graph_break import is_torchs
@@ -59,5 +59,5 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     try:
         return f"called with {CallSignature.of(model.forward).bind(args, kwargs)}"
     except (TypeError, UnsupportedError):  # arguments that have no words, as a cache
-        sizes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in args if isinstance(t, torch.Tensor)]
+        sizes = [sized(one) for one in args if isinstance(one, torch.Tensor)]
         return f"called with {', '.join(sizes)}, among others" if sizes else ""

@@ -1,4 +1,4 @@
-"""What the page says of a model as a whole, and of itself."""
+"""Facts about a converted model and its page, for the header of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the text of ``dump`` shows, and how wide."""
+"""Options of the text format of ``dump``."""
 
 from __future__ import annotations
 

@@ -401,7 +401,11 @@ BAD = {
     "a narrow table": (["dump", "cli_models:small", "--width", "9"], 2, "width is at least 40"),
     "a near module": (["dump", "cli_model:small"], 2, "here (did you mean 'cli_models'?)."),
     "a near submodule": (["dump", "torch.outograd:f"], 2, "'torch.outograd' here (did you mean 'torch.autograd'?)."),
-    "no device": (["dump", "cli_models:small", "--device", "gpu9"], 2, "--device gpu9 is no device"),
+    "no device": (
+        ["dump", "cli_models:small", "--device", "gpu9"],
+        2,
+        "--device='gpu9' is not a device that torch knows",
+    ),
     "no pattern": (["dump", "cli_models:small", "--recompose", "gelo"], 2, "there is no pattern 'gelo'"),
     "no ranges": (["dump", "cli_models:small", "--calibrate", "none.json"], 2, "no such file of ranges"),
     "no batches": (["dump", "cli_models:small", "--calibrate", "cli_models:number"], 2, "batches are an iterable of"),
