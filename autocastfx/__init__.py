@@ -37,8 +37,9 @@ from autocastfx.integrations.in_place import backend_of, disable, enable
 from autocastfx.numerics.bisect import Bisection, bisect
 from autocastfx.numerics.compare import compare
 from autocastfx.numerics.exponent_counts import Exponents, Margin, Shares
-from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
+from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.gradient_histogram import GradientHistogram, gradient_histogram
+from autocastfx.numerics.overflow import InputRange, Overflow
 from autocastfx.numerics.place import Place
 from autocastfx.numerics.watch import Watch, watch
 from autocastfx.numerics.watched_node import SkippedStep, WatchedNode

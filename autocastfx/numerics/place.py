@@ -9,7 +9,8 @@ from typing import Any
 
 from autocastfx.graph.node import attribute
 from autocastfx.graph.walk import walk
-from autocastfx.numerics.find_overflow import Overflow, find_overflow
+from autocastfx.numerics.find_overflow import find_overflow
+from autocastfx.numerics.overflow import Overflow
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.report.lint.work import work_of
 from autocastfx.runtime.amp_module import AmpModule

@@ -15,9 +15,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autocastfx.errors import LossScaleError, SkippedStepWarning
-from autocastfx.numerics.find_overflow import Overflow, find_overflow
+from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.node_counts import NodeCounts, check_nodes
 from autocastfx.numerics.one_graph import random_state, set_random_state
+from autocastfx.numerics.overflow import Overflow
 from autocastfx.numerics.watched_node import SkippedStep, WatchedNode, report
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.grad_scaler import GradScaler

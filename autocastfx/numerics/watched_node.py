@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autocastfx.numerics.find_overflow import Overflow
+from autocastfx.numerics.overflow import Overflow
 
 __all__ = ["SkippedStep", "WatchedNode", "report"]
 
