@@ -25,7 +25,7 @@ def tree_of(data: Mapping[str, Any], name: str) -> Tree:
     try:
         root = _node(data, start)
     except RecursionError:
-        raise OpListError("this is no op list: it is nested too deeply.", start) from None
+        raise OpListError("this is not an op list: it is nested too deeply.", start) from None
     tree = Tree(root, start)
     tree.items()
     return tree
@@ -46,5 +46,5 @@ def _node(data: Any, place: KeyPath) -> yaml.Node:
     try:
         text = yaml.safe_dump(data).split()[0]
     except ValueError:  # Python writes integers of 4,300 digits at most
-        raise OpListError(f"an {shown(data)} is no number of an op list", place) from None
+        raise OpListError(f"an op list takes no {shown(data)}", place) from None
     return yaml.ScalarNode(f"{STANDARD}{_WORDS[type(data)]}", text, mark)

@@ -323,7 +323,7 @@ def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
         character = f"#x{ord(text[error.position]):04x}"
         raise OpListError(f"this is not YAML: the character {character} is not allowed.", place) from None
     except RecursionError:
-        raise OpListError("this is no op list: it is nested too deeply.", start) from None
+        raise OpListError("this is not an op list: it is nested too deeply.", start) from None
     if node is None:
         raise OpListError(
             "the file is empty. A list has at least one category, such as 'deny: [my_lib::my_op]'.", start

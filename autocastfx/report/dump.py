@@ -72,11 +72,11 @@ def dump(
         The text, which ends with a newline.
 
     Raises:
-        ValueError: the format is unknown; or SOURCE_DATE_EPOCH is no number; or ``only`` or ``module`` names nothing in
-            the model, and the message suggests the nearest; or an argument of the text is wrong, or given with another
-            format; or ``comparison`` or ``against`` is given with a format other than ``"html"``, or is of another
-            model; or this model lacks the variant that was compared; or an enabled model has several graphs, of which
-            the format holds one.
+        ValueError: the format is unknown; ``only`` or ``module`` names nothing in the model, and the message suggests
+            the nearest; an argument of the text is wrong, or given with another format; ``comparison`` or ``against``
+            is given with a format other than ``"html"``, or is of another model; this model lacks the variant that was
+            compared; an enabled model has several graphs, and the format holds one; or the environment variable
+            SOURCE_DATE_EPOCH is not a number.
         TypeError: ``amp_model`` is neither converted nor enabled, or ``comparison`` is not a comparison, or
             ``against`` no plan.
         VariantError: nothing is captured yet.

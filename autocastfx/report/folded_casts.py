@@ -15,7 +15,7 @@ _FOLDED = (*_HELD, "cast", "copy")
 
 @dataclass(frozen=True)
 class FoldedCasts:
-    """What a line says in place of the nodes that its node reads.
+    """The casts of a node, as the node's own line shows them.
 
     Attributes:
         words: the casts that it reads, such as ``x, weight → bfloat16``; in brackets those that a node above reads.

@@ -42,7 +42,7 @@ def model_facts(model: nn.Module) -> ModelFacts:
     """Collect the facts of a converted or enabled model.
 
     Raises:
-        ValueError: the environment variable SOURCE_DATE_EPOCH is no number of seconds.
+        ValueError: the environment variable SOURCE_DATE_EPOCH is not a number of seconds.
     """
     original = model._maker.model if isinstance(model, AmpModule) else model
     return ModelFacts(
@@ -60,6 +60,6 @@ def _date(seconds: str | None) -> str:
         moment = datetime.now(timezone.utc) if not seconds else datetime.fromtimestamp(int(seconds), timezone.utc)
     except (ValueError, OverflowError, OSError) as error:
         raise ValueError(
-            f"{_DATE} is {seconds!r}, which is no number of seconds since 1970: set it to one, or unset it"
+            f"{_DATE} is {seconds!r}, which is not a number of seconds since 1970: set it to one, or unset it"
         ) from error
     return f"{moment:%Y-%m-%d %H:%M} UTC"

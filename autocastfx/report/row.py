@@ -31,10 +31,10 @@ class Row:
         runs: names of the sub-graphs that it runs, for which there are rows.
         planned, cast, copy, mark: what the plan and the node itself say, where they say anything.
         line: of the model's code that made it, where that is known.
-        shape: of its value, as in :class:`~autocastfx.report.shape.Shapes`. Empty where there is no tensor, and where
-            nothing says it: in a graph that was unpickled only parameters, buffers and constants have one.
-        attributes: arguments of the op that are no values, each with its name: ``("dim", "-1")``.
-        bytes: of its value, for the sizes of the example inputs; 0 where the shape is empty.
+        shape: the value's shape, as in :class:`~autocastfx.report.shape.Shapes`. Empty if the value is not a tensor, or
+            if the shape is unknown: in an unpickled graph only parameters, buffers and constants have one.
+        attributes: the op's constant arguments, each with its name: ``("dim", "-1")``.
+        bytes: the value's bytes for the sizes of the example inputs; 0 where the shape is empty.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a command prints on a terminal, and what into a pipe or a file."""
+"""The width and the colours of a command's output, on a terminal and in a pipe or a file."""
 
 from __future__ import annotations
 

@@ -314,13 +314,13 @@ def test_errors_of_python_data_name_the_key_path(data: Any, message: str) -> Non
 def test_python_data_in_a_ring() -> None:
     ring: list[Any] = []
     ring.append(ring)
-    with pytest.raises(OpListError, match=r"^mine: this is no op list: it is nested too deeply\.$"):
+    with pytest.raises(OpListError, match=r"^mine: this is not an op list: it is nested too deeply\.$"):
         OpList.of({"deny": ring}, name="mine")
 
 
 @pytest.mark.parametrize("data", [{"reduction_depth": 10**5000}, {"deny": [10**5000]}, {10**5000: ["sum"]}])
 def test_a_number_of_thousands_of_digits_in_python_data(data: Any) -> None:
-    with pytest.raises(OpListError, match=r"^mine:.* an int of 16610 bits is no number of an op list$"):
+    with pytest.raises(OpListError, match=r"^mine:.* an op list takes no int of 16610 bits$"):
         OpList.of(data, name="mine")
 
 

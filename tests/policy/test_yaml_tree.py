@@ -52,7 +52,7 @@ NOT_TEXT = {
         "2:1: this is not YAML: while scanning a quoted scalar, found unexpected end of stream.",
     ),
     "digits": (b"reduction_depth: " + b"1" * 5000, "1:18: a number has 5000 digits. An op list takes 1000 at most."),
-    "nested": (b"deny: " + b"[" * 5000 + b"]" * 5000, "1:1: this is no op list: it is nested too deeply."),
+    "nested": (b"deny: " + b"[" * 5000 + b"]" * 5000, "1:1: this is not an op list: it is nested too deeply."),
 }
 
 

@@ -247,7 +247,7 @@ def test_the_date_is_that_of_now_or_of_the_environment(monkeypatch: pytest.Monke
 def test_a_date_that_is_no_number_is_refused(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", seconds)
     with pytest.raises(
-        ValueError, match=f"SOURCE_DATE_EPOCH is '{seconds}', which is no number of seconds since 1970: "
+        ValueError, match=f"SOURCE_DATE_EPOCH is '{seconds}', which is not a number of seconds since 1970: "
     ):
         page(converted("cnn"))
 
