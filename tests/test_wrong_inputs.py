@@ -6,6 +6,7 @@ Nothing else is printed or logged, and the traceback is that of one error: none 
 from __future__ import annotations
 
 import pickle
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -232,8 +233,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def test_a_wrong_command_is_one_short_message(
     line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    import re
-
     monkeypatch.chdir(tmp_path)
     assert main(line.split()) in (1, 2, 3)
     out, said = capfd.readouterr()
@@ -241,6 +240,24 @@ def test_a_wrong_command_is_one_short_message(
     assert re.match(f"autocastfx: error: {message}", said)
     assert len(said.splitlines()) <= LINES
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("dumb net:model", r"autocastfx: error: .*'dumb'.* \(did you mean 'dump'\?\)\nautocastfx --help shows"),
+        ("dump net:model --dtype fp16", r"autocastfx dump: error: .*'fp16'.* \(did you mean 'float16'\?\)\n.*--help"),
+        ("dump net:model --inptus x", r"autocastfx: error: unrecognized arguments: --inptus x\nautocastfx --help"),
+        ("dump", r"autocastfx dump: error: the following arguments are required: MODEL\nautocastfx dump --help"),
+    ],
+)
+def test_wrong_arguments_are_two_lines(line: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    out, said = capfd.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert re.match(message, said)
+    assert len(said.splitlines()) == 2
 
 
 def test_there_are_fifty_and_more() -> None:

@@ -1,9 +1,9 @@
-"""An argument parser that says what was meant by an unknown command or choice."""
+"""An argument parser that says in two lines what is wrong, and what was meant by an unknown command or choice."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, NoReturn
 
 from autocastfx.policy.yaml_tree import nearest
 
@@ -24,3 +24,7 @@ class _SuggestingParser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             hint = nearest(str(value), map(str, action.choices or ()))
             raise argparse.ArgumentError(action, f"{error.message}{hint}") from error
+
+    def error(self, message: str) -> NoReturn:
+        """End with code 2 and the message, without the usage, which takes ten lines."""
+        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help shows all arguments.\n")

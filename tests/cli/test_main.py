@@ -502,7 +502,7 @@ def test_unknown_arguments_end_with_2(capsys: pytest.CaptureFixture[str], argv: 
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2
-    assert "usage: autocastfx" in capsys.readouterr().err
+    assert "--help shows all arguments" in capsys.readouterr().err
 
 
 def test_the_path_of_imports_and_random_numbers_are_left_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
