@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -15,18 +13,18 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from autocastfx.capture.batches import arguments_of, iterated
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.export import capture
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.measure import MeasuredGraph, Seen, apart, read_all
+from autocastfx.capture.progress import Progress, counted
 from autocastfx.errors import CalibrationError, CaptureError, UnsupportedError
 from autocastfx.plan.ranges import Key, Range, Ranges, mode_of
 from autocastfx.policy.op_list import OpListLike, load_op_list
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["calibrate", "first_call", "ranges_of"]
-
-Progress = bool | Callable[[int], object] | None
 
 
 def calibrate(
@@ -75,9 +73,9 @@ def calibrate(
         tensors=_own_tensors(module),
     )
     signature, done = CallSignature.of(module.forward), 0
-    with random_numbers_kept(), _shown(progress) as show:
-        for done, batch in enumerate(_iterated(batches), 1):
-            args, kwargs = _arguments(batch)
+    with random_numbers_kept(), counted(progress, "calibrating") as show:
+        for done, batch in enumerate(iterated(batches), 1):
+            args, kwargs = arguments_of(batch)
             insists = replace(signature, by_position=len(args) if baked else 0)
             try:
                 call = insists.bind(args, kwargs)
@@ -106,43 +104,13 @@ def first_call(batches: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any],
     Raises:
         CalibrationError: there are no batches.
     """
-    rest = _iterated(batches)
+    rest = iterated(batches)
     for batch in rest:
-        return *_arguments(batch), itertools.chain([batch], rest)
+        return *arguments_of(batch), itertools.chain([batch], rest)
     raise CalibrationError(_NO_BATCHES)
 
 
 _NO_BATCHES = "there are no batches to calibrate on. An iterator can be read only once."
-
-
-def _iterated(batches: Iterable[Any]) -> Iterator[Any]:
-    if isinstance(batches, (torch.Tensor, Mapping)) or not isinstance(batches, Iterable):
-        raise TypeError(f"batches is an iterable of batches, not a {type(batches).__name__}; write [batch] for one")
-    return iter(batches)
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(cast("Mapping[str, Any]", batch))
-    if not isinstance(batch, (tuple, list)):
-        return (batch,), {}
-    parts: tuple[Any, ...] = tuple(cast("Iterable[Any]", batch))
-    if len(parts) == 2 and isinstance(parts[0], (tuple, list)) and isinstance(parts[1], Mapping):
-        return tuple(cast("Iterable[Any]", parts[0])), dict(cast("Mapping[str, Any]", parts[1]))
-    return parts, {}
-
-
-@contextmanager
-def _shown(progress: Progress) -> Generator[Callable[[int], object]]:
-    if callable(progress):
-        yield progress
-    elif progress or (progress is None and sys.stderr.isatty()):
-        try:
-            yield lambda done: print(f"\rautocastfx: calibrating, batch {done}", end="", file=sys.stderr, flush=True)
-        finally:
-            print(file=sys.stderr)
-    else:
-        yield lambda done: None
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

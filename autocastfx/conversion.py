@@ -19,13 +19,15 @@ from autocastfx.calibration import first_call, ranges_of
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.given_inputs import device_of, inputs_of, named_device
 from autocastfx.dtypes import chosen_dtype, dtype_name
-from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnsupportedError, shown
+from autocastfx.errors import CaptureError, SensitivityError, UnmatchedPlanWarning, UnsupportedError, shown
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
 from autocastfx.passes.variant_maker import VariantMaker
 from autocastfx.plan.plan import Plan
+from autocastfx.plan.prices import Prices
 from autocastfx.plan.ranges import Ranges
 from autocastfx.plan.read_plan import read_plan
+from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.kernel_facts import LEVELS, load_kernel_facts
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.report.conversion_warnings import (
@@ -36,7 +38,7 @@ from autocastfx.report.conversion_warnings import (
 )
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["check_arguments", "conversion_is_off", "convert", "convert_again"]
+__all__ = ["check_arguments", "conversion_is_off", "convert", "convert_again", "convert_captured"]
 
 
 def convert(
@@ -54,6 +56,7 @@ def convert(
     keep_output_dtype: bool = True,
     plan: Plan | str | Path | None = None,
     recompose: bool | Sequence[str] = True,
+    sensitivity: Sensitivity | str | os.PathLike[str] | None = None,
 ) -> AmpModule:
     """Turn a float32 model into a graph whose every cast to 16 bits, and back, is a node.
 
@@ -97,6 +100,9 @@ def convert(
             backward faster. ``False``, none; or the names of those wanted, among which may be ``"attention"`` and
             ``"masked_attention"``. Rules for ops no longer see the parts. A list with ``placement: follow`` recomposes
             nothing.
+        sensitivity: what :func:`sensitivity` measured, or the path of its file: the plan, dumps and ``explain`` then
+            tell the error that is predicted for each node and for the whole. It changes no placement; :func:`tune`
+            chooses by it.
 
     Returns:
         A ``torch.fx.GraphModule`` that is called like ``model``.
@@ -105,6 +111,7 @@ def convert(
         CaptureError: the model cannot be captured; it says why and what would help.
         OpListError: a list is wrong, or two rules fit a node equally well; with file, line and column.
         CalibrationError: the ranges cannot be measured or read.
+        SensitivityError: the sensitivity cannot be read, or was measured for another dtype.
         BannedOpError: the list bans an op of the model.
         PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
         UnsupportedError: a reserved argument was given, a parameter is a DTensor, or ``weights="low"`` was given
@@ -131,6 +138,8 @@ def convert(
     converter = Converter(lists, facts, low, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights)
     if calibrate is not None:
         converter = replace(converter, ranges=ranges_of(calibrate, model, converter.op_list), headroom=headroom)
+    if sensitivity is not None:
+        converter = replace(converter, prices=Prices(_sensitivity(sensitivity, dtype_name(low))))
     if weights == "low" and not is_given:
         raise UnsupportedError(
             'weights="low" keeps no original that could be captured at the first call: give convert the inputs of one '
@@ -158,6 +167,13 @@ def convert(
     if weights == "low":
         amp_model._store_low(low)
     return amp_model
+
+
+def _sensitivity(given: Sensitivity | str | os.PathLike[str], dtype: str) -> Sensitivity:
+    found = given if isinstance(given, Sensitivity) else Sensitivity.load(given)
+    if found.dtype != dtype:
+        raise SensitivityError(f"the sensitivity was measured for {found.dtype}, and this converts to {dtype}.")
+    return found
 
 
 def _as_module(model: object) -> nn.Module:
@@ -202,11 +218,16 @@ def convert_again(amp_model: AmpModule, op_list: OpList) -> AmpModule | None:
     Raises:
         BannedOpError: the list bans an op of the model.
     """
+    converter = cast("VariantMaker", amp_model._maker).converter
+    return convert_captured(amp_model, replace(converter, op_list=converter.op_list.merged(op_list)))
+
+
+def convert_captured(amp_model: AmpModule, converter: Converter) -> AmpModule | None:
+    """Convert by ``converter`` what was captured for ``amp_model``, as :func:`convert_again` does."""
     maker = cast("VariantMaker", amp_model._maker)
     captured = [variant.captured for variant in amp_model.variants]
     if maker.model is None or None in captured:
         return None
-    converter = replace(maker.converter, op_list=maker.converter.op_list.merged(op_list))
     again = AmpModule(maker.model, maker.signature, replace(maker, converter=converter))
     held = amp_model._held()
     for found in captured:

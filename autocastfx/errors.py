@@ -115,6 +115,10 @@ class BisectError(AutocastFXError, RuntimeError):
     """``bisect`` cannot search: the metric exceeds the tolerance even in float32, or no output is floating-point."""
 
 
+class SensitivityError(AutocastFXError, ValueError):
+    """The effect of 16 bits on a model cannot be measured or read, or no plan fits a budget."""
+
+
 class GpuError(AutocastFXError, ValueError):
     """A GPU is unknown, its rates are not positive numbers, or its tensor cores lack the dtype."""
 

@@ -6,10 +6,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-__all__ = ["stage"]
+__all__ = ["Progress", "counted", "stage"]
+
+Progress = bool | Callable[[int], object] | None
 
 _LOG = logging.getLogger("autocastfx")
 _ERASE = "\r\x1b[K"
@@ -31,3 +33,22 @@ def stage(what: str) -> Generator[None]:
         if on_terminal:
             print(_ERASE, end="", file=sys.stderr, flush=True)
     _LOG.info("%s: %.1f s", what, time.perf_counter() - started)
+
+
+@contextmanager
+def counted(progress: Progress, what: str) -> Generator[Callable[[int], object]]:
+    """While open, give a function that tells how many batches are done.
+
+    Args:
+        progress: True: a line on standard error; None: if that is a terminal; False: nothing. Or the function.
+        what: what is done with the batches, in the line.
+    """
+    if callable(progress):
+        yield progress
+    elif progress or (progress is None and sys.stderr.isatty()):
+        try:
+            yield lambda done: print(f"\rautocastfx: {what}, batch {done}", end="", file=sys.stderr, flush=True)
+        finally:
+            print(file=sys.stderr)
+    else:
+        yield lambda done: None

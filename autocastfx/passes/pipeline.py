@@ -16,6 +16,7 @@ from autocastfx.graph.node import copy_graph, dtypes
 from autocastfx.graph.op_name import op_name
 from autocastfx.graph.walk import converted_inside
 from autocastfx.passes.analysis.held_values import HeldValues, cast_once
+from autocastfx.passes.analysis.node_errors import NodeErrors
 from autocastfx.passes.classify import Classify
 from autocastfx.passes.drop_loss_casts import DropLossCasts
 from autocastfx.passes.insert_casts import InsertCasts
@@ -33,6 +34,7 @@ from autocastfx.passes.torch_autocast.insert_casts import InsertFollowedCasts
 from autocastfx.passes.verify import Verify
 from autocastfx.plan.plan import Plan, PlannedCast, PlannedNode, Recomposed, Traffic
 from autocastfx.plan.ranges import Key, key_of, mode_of
+from autocastfx.plan.sensitivity import Effect, Signature, added, rms
 from autocastfx.runtime.variant import Variant
 
 __all__ = ["FOLLOW_PIPELINE", "PIPELINE", "ConvertedGraph", "Converter"]
@@ -109,13 +111,15 @@ class Converter(Policy):
         draft = guesses is not None
         policy = replace(self, device=device.type, op_list=self.op_list.lenient() if draft else self.op_list)
         known = self.ranges.magnitudes(mode) if self.ranges is not None else {}
-        made = _converted(policy, graph, attributes, tensors, known, guesses)
+        effects = self.prices.sensitivity.effects_in(mode) if self.prices is not None else {}
+        made = _converted(policy, graph, attributes, tensors, _Measured(known, effects), guesses)
         plan = Plan(
             *(self.low_name, device.type, self.op_list.name),
             *(tuple(made.nodes), tuple(made.casts), made.traffic),
             unverified=draft,
             recomposed=tuple(made.recomposed),
             copies=tuple(planned_copies(made.graph)),
+            error=made.error,
         )
         return ConvertedGraph(made.graph, made.attributes, plan)
 
@@ -129,6 +133,14 @@ class ConvertedGraph:
     plan: Plan
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """What was measured of the nodes of a graph and of its sub-graphs."""
+
+    magnitudes: Mapping[Key, Magnitude]
+    effects: Mapping[Key, Effect]
+
+
 @dataclass
 class _Converted:
     """A converted graph and its part of the plan, those of its sub-graphs first."""
@@ -139,6 +151,7 @@ class _Converted:
     casts: list[PlannedCast] = field(default_factory=list[PlannedCast])
     recomposed: list[Recomposed] = field(default_factory=list[Recomposed])
     traffic: Traffic = field(default_factory=Traffic)
+    effects: list[Signature] = field(default_factory=list[Signature])
 
     def take_over(self, inside: _Converted) -> None:
         """Record a sub-graph's part of the plan."""
@@ -146,6 +159,12 @@ class _Converted:
         self.casts += inside.casts
         self.recomposed += inside.recomposed
         self.traffic += inside.traffic
+        self.effects += inside.effects
+
+    @property
+    def error(self) -> float | None:
+        """The predicted relative error of the target; None if nothing was measured."""
+        return rms(added(self.effects)) if self.effects else None
 
 
 def _converted(
@@ -153,7 +172,7 @@ def _converted(
     source: fx.Graph,
     attributes: Mapping[str, Any],
     held: Mapping[str, torch.Tensor],
-    known: Mapping[Key, Magnitude],
+    known: _Measured,
     guesses: frozenset[str] | None = None,
     prefix: str = "",
 ) -> _Converted:
@@ -175,14 +194,20 @@ def _converted(
         ops={node: op_name(node) for node in graph.nodes},
         cached=cast_once(held),
         numbers={name: id(t) for name, t in held.items() if isinstance(t, nn.Parameter)},
-        measured={node: known[key] for node in graph.nodes if (key := key_of(node, prefix)) in known},
+        measured={n: known.magnitudes[key] for n in graph.nodes if (key := key_of(n, prefix)) in known.magnitudes},
+        errors=NodeErrors.of(graph, known.effects, prefix),
         prefix=prefix,
         guesses=guesses,
     )
+    effects: Mapping[fx.Node, Signature] = {}
     for step in FOLLOW_PIPELINE if follows else PIPELINE:
         state = step(policy)(state)
+        if not step.rewrites and state.placements:  # later steps put casts between a node and what it reads
+            effects = state.errors.of_nodes(state.placements)
     computing = [node for node in state.dtypes if node.op in ("call_function", "call_method", "call_module")]
-    made.nodes += [planned_node(node, state, policy.low, prefix) for node in computing]
+    made.effects += effects.values()
+    errors = {node: rms(effect) for node, effect in effects.items()}
+    made.nodes += [planned_node(node, state, policy.low, prefix, errors.get(node)) for node in computing]
     made.casts += planned_casts(graph, prefix)
     made.recomposed += [_prefixed(one, prefix) for one in state.recomposed]
     made.traffic += state.traffic

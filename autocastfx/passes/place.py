@@ -10,11 +10,14 @@ from torch import fx
 from autocastfx.passes.analysis.bytes_moved import bytes_moved
 from autocastfx.passes.analysis.folding import Folding
 from autocastfx.passes.analysis.low_reads import LowReads, lower_views
+from autocastfx.passes.analysis.min_cut import Term
+from autocastfx.passes.analysis.node_errors import equal_terms, product_terms
 from autocastfx.passes.analysis.place_cheaply import place_cheaply
 from autocastfx.passes.analysis.place_simply import place_simply
 from autocastfx.passes.analysis.units import Units, units_of
-from autocastfx.passes.state import Pass, State
-from autocastfx.plan.plan import Decision, Placement, Traffic
+from autocastfx.passes.state import Classification, Pass, State
+from autocastfx.plan.plan import Decision, Forced, Placement, Traffic
+from autocastfx.policy.rule import Category
 
 __all__ = ["Place"]
 
@@ -31,7 +34,8 @@ class Place(Pass):
         Raises:
             PlanError: the edited plan asks for what cannot be.
         """
-        policy, found = self.policy, state.classification
+        policy, state = self.policy, self._without_overflows(state)
+        found = state.classification
         units = units_of(state.graph, found.decisions, policy.ports)
         simple = self._with_views(state, found.decisions, place_simply(found.decisions, units))
         placements = simple if policy.op_list.placement == "simple" else self._cheaply(state, units)
@@ -45,7 +49,7 @@ class Place(Pass):
         return replace(state, placements=placements, traffic=traffic)
 
     def _cheaply(self, state: State, units: Units) -> dict[fx.Node, Placement]:
-        policy, decisions = self.policy, state.classification.decisions
+        policy, decisions, prices = self.policy, state.classification.decisions, self.policy.prices
         folding = Folding(policy.ports, policy.fold, policy.low_name)
         placed = place_cheaply(
             *(state.graph, decisions, units),
@@ -54,8 +58,52 @@ class Place(Pass):
             parameters=state.parameters,
             rounds=policy.fold == "kernel",
             sizes_known=state.guesses is None,
+            measured=self._measured(state) if prices is not None and prices.per_error is not None else frozenset(),
+            priced=self._priced(state, units),
         )
         return self._with_views(state, decisions, placed)
+
+    def _without_overflows(self, state: State) -> State:
+        """The state with a decision for float32 on each node whose measured values are beyond the dtype's range."""
+        prices, found = self.policy.prices, state.classification
+        if prices is None or prices.per_error is None:
+            return state
+        reason = f"a measured value is beyond {self.policy.low_name}'s range"
+        decisions = {
+            node: Decision(Category.DENY, reason, Forced.RANGE)
+            for node, effect in state.errors.effects.items()
+            if effect.overflows and node in found.decisions and not self._is_hard(node, found)
+        }
+        return replace(state, classification=replace(found, decisions={**found.decisions, **decisions}))
+
+    def _measured(self, state: State) -> frozenset[fx.Node]:
+        """The nodes that errors and bytes place: those measured that no hard rule and no person decides."""
+        found = state.classification
+        return frozenset(
+            node
+            for node, effect in state.errors.effects.items()
+            if effect.computes and node in found.decisions and not self._is_hard(node, found)
+        )
+
+    def _is_hard(self, node: fx.Node, found: Classification) -> bool:
+        decision, rule = found.decisions[node], self.policy.matcher(node)
+        is_open = decision.category in (Category.ALLOW, Category.DENY, Category.INFER, Category.CLEAR)
+        is_persons = rule is not None and not rule.shipped
+        special = node in found.wide or node in found.unable or node in found.fills
+        meets_wide = not found.wide.isdisjoint(node.all_input_nodes)
+        return not is_open or isinstance(decision.source, Forced) or is_persons or special or meets_wide
+
+    def _priced(self, state: State, units: Units) -> list[Term]:
+        prices = self.policy.prices
+        if prices is None or prices.per_error is None:
+            return []
+        measured = self._measured(state)
+        alone = [unit for unit in units if len(unit.nodes) == 1 and unit.nodes[0] in measured]
+        return [
+            *state.errors.terms(units, prices.per_error),
+            *equal_terms(alone),
+            *product_terms(units, self.policy.facts.reduces, prices.bytes_per_flop),
+        ]
 
     def _with_views(
         self, state: State, decisions: Mapping[fx.Node, Decision], placed: dict[fx.Node, Placement]

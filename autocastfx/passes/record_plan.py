@@ -21,8 +21,8 @@ from autocastfx.runtime.working_copies import working_copy
 __all__ = ["planned_casts", "planned_copies", "planned_node"]
 
 
-def planned_node(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> PlannedNode:
-    """The plan's entry of a node of the graph before rewriting."""
+def planned_node(node: fx.Node, state: State, low: torch.dtype, prefix: str, error: float | None = None) -> PlannedNode:
+    """The plan's entry of a node of the graph before rewriting; ``error`` is the one predicted for it."""
     placement, captured = state.placements[node], state.dtypes[node]
     guessed = "?" if node.name in (state.guesses or ()) else ""
     after = tuple(low if placement.store is Precision.LOW and d == torch.float32 else d for d in captured)
@@ -36,6 +36,7 @@ def planned_node(node: fx.Node, state: State, low: torch.dtype, prefix: str) -> 
         placement=replace(placement, because=placement.because.inside(prefix)),
         captured=_names(captured) + guessed,
         dtype=_names(after) + guessed,
+        error=error,
     )
 
 

@@ -16,11 +16,13 @@ from autocastfx.graph.node import dtypes
 from autocastfx.graph.op_name import op_name
 from autocastfx.passes.analysis.held_values import HeldValues
 from autocastfx.passes.analysis.masks import Fill
+from autocastfx.passes.analysis.node_errors import NodeErrors
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.torch_autocast.dispatch import Followed
 from autocastfx.plan.edited_plan import EditedPlan
 from autocastfx.plan.plan import Decision, Placement, Recomposed, Traffic
+from autocastfx.plan.prices import Prices
 from autocastfx.plan.ranges import Ranges
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
@@ -44,6 +46,7 @@ class Policy:
     plan: EditedPlan | None = None
     recompose: tuple[str, ...] = chosen(True)  # names of patterns
     weights: str = "cast"
+    prices: Prices | None = None
     device: str = "cpu"
 
     @property
@@ -96,6 +99,7 @@ class State:
         ops: the name of each node's op, likewise.
         guesses: names of nodes taken for float32 in a graph made without inputs; None for other graphs.
         measured: magnitudes from a calibration.
+        errors: what 16 bits do to the target, from a measurement of sensitivity.
         classification: decisions.
         placements: precisions.
         traffic: bytes moved.
@@ -114,6 +118,7 @@ class State:
     ops: Mapping[fx.Node, str]
     guesses: frozenset[str] | None = None
     measured: Mapping[fx.Node, Magnitude] = field(default_factory=dict)
+    errors: NodeErrors = field(default_factory=lambda: NodeErrors({}, {}))
     classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))
     placements: Mapping[fx.Node, Placement] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
@@ -134,6 +139,7 @@ class State:
             self,
             recomposed=tuple(recomposed),
             measured={node: names[node.name] for node in nodes if node.name in names},
+            errors=self.errors.after(self.graph, recomposed, self.prefix),
             dtypes={node: dtypes(node) for node in nodes},
             ops={node: op_name(node) for node in nodes},
         )

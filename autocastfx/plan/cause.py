@@ -23,6 +23,7 @@ class Why(str, Enum):
     INPUT_IS_FLOAT32 = "an input is float32"
     FEWEST_BYTES = "fewest bytes moved"
     FOLDED = "folded"
+    MEASURED = "measured: fewest bytes for its error"
     VIEW_OF_WEIGHT = "a view of a 16-bit weight"
     EDITED = "the plan"
     # TensorFlow's rule, ``placement: simple``.
@@ -51,6 +52,7 @@ _CLAUSES = {
     Why.NO_ALLOW_BEFORE: "there is no allow op before it",
     Why.FEWEST_BYTES: "this moves the fewest bytes",
     Why.FOLDED: "it is folded: its kernel computes in float32 inside",
+    Why.MEASURED: "this moves the fewest bytes for the error that was measured",
     Why.VIEW_OF_WEIGHT: "it is a view of a 16-bit weight",
     Why.EDITED: "the plan given to convert says so",
     Why.BETWEEN: "it lies between {} and {}",

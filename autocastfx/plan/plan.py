@@ -117,7 +117,8 @@ class PlannedNode:
     """One node of the captured graph with all that was decided of it.
 
     ``captured`` and ``dtype`` are the dtypes of its output before and after the conversion, joined by commas where it
-    has several; empty where it has none. ``name`` of a node in a sub-graph is ``subgraph/name``.
+    has several; empty where it has none. ``name`` of a node in a sub-graph is ``subgraph/name``. ``error`` is the
+    relative error of the gradient or the output that its placement is predicted to make; None if none was measured.
     """
 
     name: str
@@ -127,6 +128,7 @@ class PlannedNode:
     placement: Placement
     captured: str
     dtype: str
+    error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ class Traffic:
 class Plan:
     """All decisions and casts of one graph, in graph order, and which of its nodes were written out when captured.
 
+    ``error``: the relative error of the gradient or the output that a measured sensitivity predicts; None without one.
     ``unverified``: made without inputs, so that dtypes and sizes are guesses, until the first call's inputs replace it.
     """
 
@@ -187,6 +190,7 @@ class Plan:
     unverified: bool = False
     recomposed: tuple[Recomposed, ...] = ()
     copies: tuple[PlannedCopy, ...] = ()
+    error: float | None = None
 
     def __str__(self) -> str:
         """The summary in a line; ``repr`` holds everything."""
@@ -194,8 +198,12 @@ class Plan:
         unlisted = f"; unlisted ops: {', '.join(sorted(self.unlisted))}" if self.unlisted else ""
         return (
             f"{self.low} on {self.device}, op list {self.op_list}; nodes: {runs[Precision.LOW]} in {self.low}, "
-            f"{runs[Precision.FLOAT32]} in float32; casts: {len(self.casts)}{unlisted}"
+            f"{runs[Precision.FLOAT32]} in float32; casts: {len(self.casts)}{unlisted}{self._error_in_words}"
         )
+
+    @property
+    def _error_in_words(self) -> str:
+        return f"; predicted error: {self.error:.1e}" if self.error is not None else ""
 
     def __getitem__(self, name: str) -> PlannedNode:
         """The entry of the node called ``name``.
@@ -224,6 +232,10 @@ class Plan:
         for entry, node in zip(data["nodes"], self.nodes, strict=True):
             entry["decision"]["source"] = str(node.decision.source)
             entry["placement"]["because"] = str(node.placement.because)
+            if node.error is None:  # as in plans of earlier versions
+                del entry["error"]
+        if self.error is None:
+            del data["error"]
         return json.dumps(data, indent=1, ensure_ascii=False)
 
     @classmethod

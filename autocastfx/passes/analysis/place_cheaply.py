@@ -6,6 +6,8 @@ between low neighbours. float32 stays float32 until an ``allow`` asks for less: 
 only if its operands are (torch's own promotion), and so is a ``clear``, but for one that ``allow`` ops alone read. An
 ``infer`` that they alone read may cast a parameter. With ``rounds``, an ``infer`` may narrow what an ``allow`` led to,
 never what came from outside. Ties are float32.
+
+A node whose error was measured is free of these rules: bytes and errors choose.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from autocastfx.graph.node import elements, has_float32, is_float32, is_member, 
 from autocastfx.graph.reachable import reachable
 from autocastfx.passes.analysis.bytes_moved import BYTES, CAST
 from autocastfx.passes.analysis.folding import Fold
-from autocastfx.passes.analysis.min_cut import Label, Term, cheapest
+from autocastfx.passes.analysis.min_cut import OUTSIDE, Label, Term, cheapest
 from autocastfx.passes.analysis.provenance import Provenance, decisive
 from autocastfx.passes.analysis.units import Unit, Units
 from autocastfx.plan.cause import Cause, Why
@@ -30,7 +32,6 @@ from autocastfx.policy.rule import Category
 
 __all__ = ["place_cheaply"]
 
-_OUTSIDE = "float32"  # the label of what is float32 whatever is placed: graph inputs, parameters, outputs
 _EXTRA = BYTES[Precision.FLOAT32] - BYTES[Precision.LOW]
 
 
@@ -54,6 +55,8 @@ def place_cheaply(
     parameters: frozenset[str] = frozenset(),
     rounds: bool = False,
     sizes_known: bool = True,
+    measured: frozenset[fx.Node] = frozenset(),
+    priced: Iterable[Term] = (),
 ) -> dict[fx.Node, Placement]:
     """A placement for each computing node of ``graph``.
 
@@ -67,20 +70,26 @@ def place_cheaply(
         parameters: ``get_attr`` targets that an ``infer`` may cast whose result ``allow`` ops alone read.
         rounds: an ``infer`` may narrow activations, as a 16-bit model does.
         sizes_known: false for a graph made without inputs, whose values are stand-ins of one element.
+        measured: nodes that errors and bytes place, whatever their category.
+        priced: what errors cost.
     """
-    folding = _folding(units, folds or {})
-    float32 = _forced(units, folding)
-    low = {u: Cause(Why.ALLOW) for u in units if u.category is Category.ALLOW}
+    open_ones = {u for u in units if len(u.nodes) == 1 and u.nodes[0] in measured}
+    folding = {u: fold for u, fold in _folding(units, folds or {}).items() if u not in open_ones}
+    float32 = _forced(units, folding, open_ones)
+    low = {u: Cause(Why.ALLOW) for u in units if u.category is Category.ALLOW and u not in open_ones}
     readers = {u: _readers(u, units, keep_output_dtype) for u in units}
     terms = list(_Terms(graph, units, float32, keep_output_dtype))
     provenance = Provenance.of(graph, units, parameters, sizes_known=sizes_known)
     spared = {u for u in units if u.category is Category.INFER} if rounds else _spared(units, readers)
-    terms += _rules(units, folding, provenance, readers, spared, rounds=rounds)
-    terms += _taints(folding, float32)
-    fixed: dict[Label, bool] = {_OUTSIDE: False, **dict.fromkeys(float32, False), **dict.fromkeys(low, True)}
+    terms += _rules(units, folding, provenance, readers, spared, open_ones, rounds=rounds)
+    terms += _taints(folding, float32.keys() | open_ones)
+    terms += priced
+    fixed: dict[Label, bool] = {OUTSIDE: False, **dict.fromkeys(float32, False), **dict.fromkeys(low, True)}
     found = cheapest(terms, fixed)
     for unit in units:
-        if unit in found:
+        if unit in open_ones:
+            (low if unit in found else float32)[unit] = Cause(Why.MEASURED)
+        elif unit in found:
             low.setdefault(unit, Cause(Why.FOLDED if unit in folding else Why.FEWEST_BYTES))
         else:
             float32.setdefault(unit, Cause(_why(unit, folding, units, found, provenance, spared, rounds=rounds)))
@@ -92,19 +101,19 @@ def _folding(units: Units, folds: Mapping[fx.Node, Fold]) -> dict[Unit, Fold]:
     return {u: folds[u.nodes[0]] for u in alone if u.nodes[0] in folds}
 
 
-def _forced(units: Units, folding: Mapping[Unit, Fold]) -> dict[Unit, Cause]:
+def _forced(units: Units, folding: Mapping[Unit, Fold], open_ones: Set[Unit]) -> dict[Unit, Cause]:
     """The units that are float32 wherever the rest is placed, with the reasons."""
-    denied = [u for u in units if u.category in (Category.DENY, Category.KEEP)]
+    denied = [u for u in units if u.category in (Category.DENY, Category.KEEP) and u not in open_ones]
     found = {u: Cause(Why(u.category.value)) for u in denied if u not in folding}
     starts = [u for u in found if u.category is not Category.KEEP]
-    tainted = reachable(starts, lambda u: (v for v in u.after if v.is_free))
+    tainted = reachable(starts, lambda u: (v for v in u.after if v.is_free and v not in open_ones))
     for unit, start in tainted.items():
         if unit.category in (Category.INFER, Category.PROMOTE):
             found.setdefault(unit, Cause(Why.AFTER, (start.name,)))
-    allow = [u for u in units if u.category is Category.ALLOW or u in folding]
+    allow = [u for u in units if u.category is Category.ALLOW or u in folding or u in open_ones]
     reached = reachable(allow, lambda u: (v for v in u.after if v.is_free))
     for unit in units:
-        if unit.category is Category.INFER and unit not in reached:
+        if unit.category is Category.INFER and unit not in reached and unit not in open_ones:
             found.setdefault(unit, Cause(Why.NO_ALLOW_BEFORE))
     return found
 
@@ -127,7 +136,7 @@ def _why(
     elif unit.category is Category.INFER:
         outside = (n for n in unit.nodes if n in provenance.outside)
         asked = outside if rounds else _widening(unit, units, provenance, spares=unit in spared)
-    if not found.issuperset(units.stored(read) or _OUTSIDE for read in asked):
+    if not found.issuperset(units.stored(read) or OUTSIDE for read in asked):
         return Why.INPUT_IS_FLOAT32
     return Why.FEWEST_BYTES
 
@@ -148,12 +157,12 @@ class _Terms:
                 yield from self._node(node, self.units.of[node])
             elif node.op == "output" and self.keep_output_dtype:
                 for read in dict.fromkeys(u.node for u in uses(node) if is_float32(u.node)):
-                    self.float32_readers[read][node] = _OUTSIDE
+                    self.float32_readers[read][node] = OUTSIDE
         for value in dict.fromkeys((*self.low_readers, *self.float32_readers)):
             yield from self._casts(value)
 
     def _stored(self, value: fx.Node) -> Label:
-        return self.units.stored(value) or _OUTSIDE
+        return self.units.stored(value) or OUTSIDE
 
     def _node(self, node: fx.Node, unit: Unit) -> Iterator[Term]:
         ports, moved = self.units.ports, moves(node)
@@ -162,7 +171,7 @@ class _Terms:
         for use in (u for u in uses(node) if is_float32(u.node)):
             read, extra = use.node, _EXTRA * elements(use.node) if moved else 0
             if ports.stays_float32(node, use):
-                self.float32_readers[read][node] = _OUTSIDE
+                self.float32_readers[read][node] = OUTSIDE
             elif ports.converts(node, use):
                 yield Term(extra, (), (self._stored(read),))
                 self.low_readers[read].setdefault(node, unit)
@@ -220,7 +229,7 @@ def _readers(unit: Unit, units: Units, keep_output_dtype: bool) -> tuple[Label, 
         if reader in units.of:
             found[units.of[reader]] = None
         elif reader.op == "output" and keep_output_dtype:
-            found[_OUTSIDE] = None
+            found[OUTSIDE] = None
     return tuple(label for label in found if label is not unit)
 
 
@@ -230,13 +239,14 @@ def _rules(
     provenance: Provenance,
     readers: _Readers,
     spared: Set[Label],
+    open_ones: Set[Unit],
     *,
     rounds: bool,
 ) -> Iterator[Term]:
     """Each neighbour that must be low where a unit is."""
     only_for_low = _only_for_allow(units, readers)
     only_beside_low = _only_for(only_for_low | spared, units, readers)
-    for unit in units:
+    for unit in (u for u in units if u not in open_ones):
         asked: Iterable[fx.Node] = ()
         if unit in folding:
             asked = dict.fromkeys(folding[unit].reads)
@@ -246,11 +256,11 @@ def _rules(
         elif unit.category is Category.INFER and not rounds:
             asked = _widening(unit, units, provenance, spares=unit in spared)
         elif unit.category is Category.INFER and not provenance.outside.isdisjoint(unit.nodes):
-            yield Term(None, (unit,), (_OUTSIDE,))
+            yield Term(None, (unit,), (OUTSIDE,))
         elif unit.category is Category.CLEAR and unit not in only_for_low:
             held = provenance.parameters if unit in only_beside_low else frozenset[fx.Node]()
             asked = (read for read in provenance.read_by(unit, units) if read not in held)
-        yield from (Term(None, (unit,), (units.stored(read) or _OUTSIDE,)) for read in asked)
+        yield from (Term(None, (unit,), (units.stored(read) or OUTSIDE,)) for read in asked)
 
 
 def _only_for(chosen: Set[Label], units: Units, readers: _Readers) -> set[Label]:
@@ -295,7 +305,7 @@ def _is_whole(parameter: fx.Node, node: fx.Node, provenance: Provenance) -> bool
     return provenance.sizes_known and statically_known_true(same)
 
 
-def _taints(folding: Mapping[Unit, Fold], float32: Mapping[Unit, Cause]) -> Iterator[Term]:
+def _taints(folding: Mapping[Unit, Fold], float32: Set[Unit]) -> Iterator[Term]:
     """Where a ``deny`` that folds is float32 after all, it may taint what follows."""
     tainting = {unit for unit, fold in folding.items() if fold.taints}
     reached = reachable(tainting, lambda u: (v for v in u.after if v.is_free and v not in float32))

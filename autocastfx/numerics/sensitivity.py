@@ -1,0 +1,186 @@
+"""``sensitivity``: measure what 16 bits would cost each node of a model in accuracy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autocastfx.capture.batches import arguments_of, iterated
+from autocastfx.capture.call import CallSignature
+from autocastfx.capture.leave_intact import random_numbers_kept
+from autocastfx.capture.progress import Progress, counted
+from autocastfx.conversion import convert
+from autocastfx.errors import SensitivityError, UnsupportedError
+from autocastfx.numerics.flat_graph import flatten
+from autocastfx.numerics.node_effects import NodeEffects
+from autocastfx.numerics.probe_run import ProbeRun, twice_differentiable
+from autocastfx.numerics.replay import Replay
+from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.plan.ranges import mode_of
+from autocastfx.plan.sensitivity import TARGETS, Sensitivity
+from autocastfx.policy.op_list import OpListLike
+from autocastfx.runtime.amp_module import AmpModule
+
+__all__ = ["Inputs", "LossFunction", "Measuring", "loss_of", "sensitivity"]
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+Inputs = Callable[[Any], Any]
+
+
+def sensitivity(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFunction | None = None,
+    *,
+    of: str = "gradient",
+    probes: int = 8,
+    dtype: torch.dtype | str | None = None,
+    op_list: OpListLike = "default",
+    inputs: Inputs | None = None,
+    progress: Progress = None,
+) -> Sensitivity:
+    """Measure, for each op and each value of ``model``, what 16 bits would do to its gradient or its output.
+
+    Each node is run in 16 bits and in float32 on the same inputs; the difference, and the rounding of each of its
+    reads, is carried to the target by derivatives: to first order, for all nodes at once. For the gradient this takes
+    ``probes`` backward passes through the backward pass, about three times as many gradient evaluations in all. The
+    model is unchanged: it runs on copies of its buffers, in its own modes.
+
+    Args:
+        model: a float32 model, not a converted one.
+        batches: as for :func:`calibrate`; read once, one at a time.
+        loss_fn: of the model's output and the batch, one number; by default the output itself, its ``loss``, or its
+            first member, if that is one number.
+        of: ``"gradient"``, of the loss by all parameters; or ``"output"``, all floating-point outputs, for inference.
+        probes: the number of random projections per batch. An error is estimated within about 1/√(2·probes·batches).
+        dtype: the 16-bit dtype, as for :func:`convert`.
+        op_list: the op list of the conversion; it says which inputs stay float32.
+        inputs: gives the part of a batch that the model takes, where a batch holds targets too:
+            ``lambda batch: batch[0]``.
+        progress: as for :func:`calibrate`.
+
+    Returns:
+        The effects of all nodes, for :func:`convert` (``sensitivity=``) and :func:`tune`.
+
+    Raises:
+        SensitivityError: there are no batches, one does not fit the model, the loss is no single number or does not
+            depend on a parameter, or the target is zero or not finite.
+        CaptureError: the model cannot be captured.
+        UnsupportedError: the model is converted already.
+        ValueError: ``of`` is no target, or ``probes`` is less than 1.
+    """
+    if of not in TARGETS:
+        raise ValueError(f"of is one of {', '.join(map(repr, TARGETS))}, not {of!r}")
+    if not isinstance(probes, int) or probes < 1:
+        raise ValueError(f"probes is a count of at least 1, not {probes!r}")
+    if isinstance(model, AmpModule):
+        raise UnsupportedError("the model is converted already: measure the original.")
+    rest = iterated(batches)
+    first = next(rest, None)
+    if first is None:
+        raise SensitivityError("there are no batches to measure on. An iterator can be read only once.")
+    args, kwargs = arguments_of(first if inputs is None else inputs(first))
+    _check_fits(model, args, kwargs)
+    amp_model = convert(model, args, kwargs or None, dtype=dtype, op_list=op_list)
+    measuring = Measuring(amp_model, loss_fn, of, probes, inputs)
+    with counted(progress, "measuring sensitivity") as show:
+        for done, batch in enumerate(itertools.chain([first], rest), 1):
+            measuring.add(batch)
+            show(done)
+    return cast("Sensitivity", measuring.found)
+
+
+@dataclass
+class Measuring:
+    """The measurement of a model that was converted, batch by batch.
+
+    Attributes:
+        amp_model: the converted model, from whose captured graphs everything is measured.
+        loss_fn, of, probes, inputs: as for :func:`sensitivity`.
+        found: what was measured so far.
+    """
+
+    amp_model: AmpModule
+    loss_fn: LossFunction | None
+    of: str
+    probes: int
+    inputs: Inputs | None
+    found: Sensitivity | None = field(default=None)
+
+    def add(self, batch: Any) -> None:
+        """Measure one more batch."""
+        args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
+        _check_fits(self.amp_model, args, kwargs)
+        variant = self.amp_model._variant_for(args, kwargs)
+        captured = variant.captured
+        if captured is None:
+            raise SensitivityError("the captured graph is not at hand: convert the model again.")
+        call = CallSignature.of(self.amp_model.forward).bind(args, kwargs)
+        held: Mapping[str, Any] = {**captured.attributes, **self.amp_model._held()}
+        converter = cast("VariantMaker", self.amp_model._maker).converter
+        with random_numbers_kept():
+            torch.manual_seed(0)
+            run = ProbeRun.of(flatten(captured.graph, held.__getitem__), call)
+        replay = Replay(replace(converter, device=variant.plan.device).ports, converter.low)
+        effects = NodeEffects(run, replay, mode_of(captured.training), self._seeds())
+        try:
+            if self.of == "gradient":
+                if not run.parameters:
+                    raise SensitivityError("no parameter requires a gradient: unfreeze those trained, or of='output'.")
+                found = effects.of_gradient(self._loss(pytree.tree_unflatten(run.output, captured.out_spec), batch))
+            else:
+                found = effects.of_output()
+        finally:
+            run.close()
+        one = Sensitivity(self.of, variant.plan.low, self.probes, 1, found, effects.unmeasured)
+        self.found = one if self.found is None else self.found.merged(one)
+
+    def _seeds(self) -> list[int]:
+        """Half of the directions are the same in all batches, to tell a bias; the others are new, to tell more."""
+        done = self.found.batches if self.found is not None else 0
+        return [i if 2 * i < self.probes else self.probes * (done + 1) + i for i in range(self.probes)]
+
+    def _loss(self, output: Any, batch: Any) -> torch.Tensor:
+        with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableAutocast(), twice_differentiable():
+            return loss_of(output, batch, self.loss_fn)
+
+
+def _check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    try:
+        CallSignature.of(model.forward).bind(args, kwargs)
+    except TypeError as error:
+        raise SensitivityError(
+            f"a batch does not fit {type(model).__name__}.forward: {error}. Where a batch holds targets too, say which "
+            "part the model takes: inputs=lambda batch: batch[0]."
+        ) from None
+
+
+def loss_of(output: Any, batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
+    """Return the loss of a model's output.
+
+    Raises:
+        SensitivityError: it is no single number, or does not depend on anything that requires a gradient.
+    """
+    found: Any = _own_loss(output) if loss_fn is None else loss_fn(output, batch)
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        kind = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        asks = "give loss_fn(output, batch), which" if loss_fn is None else "loss_fn"
+        raise SensitivityError(f"the loss is {kind}: {asks} returns one number, as a tensor.")
+    if not found.requires_grad:
+        raise SensitivityError(
+            "the loss does not depend on anything that requires a gradient: compute it from the output without detach "
+            "and no_grad."
+        )
+    return found.float().reshape(())
+
+
+def _own_loss(output: Any) -> Any:
+    if isinstance(output, Mapping) and "loss" in output:
+        return cast("Mapping[str, Any]", output)["loss"]
+    return cast("tuple[Any, ...]", output)[0] if isinstance(output, tuple) and output else output

@@ -1,0 +1,144 @@
+"""Measured effects of 16 bits on the nodes of a graph: terms of a cut, and the predicted error of a placement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autocastfx.graph.node import elements, is_float32, module_path, producer, uses
+from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.graph.product import product
+from autocastfx.graph.sizes import example
+from autocastfx.passes.analysis.min_cut import OUTSIDE, Term
+from autocastfx.passes.analysis.units import Unit, Units
+from autocastfx.plan.plan import Placement, Precision, Recomposed
+from autocastfx.plan.ranges import Key, key_of
+from autocastfx.plan.sensitivity import OUTPUT, Effect, Signature, added, rms
+
+__all__ = ["NodeErrors", "equal_terms", "product_terms"]
+
+
+@dataclass(frozen=True)
+class NodeErrors:
+    """The effects of the nodes of a graph, and the names of its values there.
+
+    Attributes:
+        effects: by node; that of the graph's output holds what comes back from there.
+        names: of the values, as the effects have them.
+    """
+
+    effects: Mapping[fx.Node, Effect]
+    names: Mapping[fx.Node, str]
+
+    @classmethod
+    def of(cls, graph: fx.Graph, known: Mapping[Key, Effect], prefix: str = "") -> NodeErrors:
+        """Find the effects of the nodes of a captured graph. ``prefix`` names its sub-graph."""
+        found = {node: known[key] for node in graph.nodes if (key := key_of(node, prefix)) in known}
+        output = known.get((OUTPUT, OUTPUT, ""))
+        if output is not None and not prefix:
+            found[graph.output_node()] = output
+        return cls(found, {node: prefix + node.name for node in graph.nodes})
+
+    def after(self, graph: fx.Graph, recomposed: Iterable[Recomposed], prefix: str = "") -> NodeErrors:
+        """The effects after nodes of the graph were replaced.
+
+        A node that stands for several rounds what it reads as they do, and what it gives as the last of them does.
+        """
+        by_name = {self.names[node]: effect for node, effect in self.effects.items()}
+        effects, names = dict(self.effects), {node: prefix + node.name for node in graph.nodes} | dict(self.names)
+        made = {node.name: node for node in graph.nodes}
+        for one in recomposed:
+            parts = [by_name[name] for n in one.replaced if (name := prefix + n) in by_name]
+            node = made.get(one.node)
+            if node is None or node in effects or not parts or parts[-1].name != prefix + one.replaced[-1]:
+                continue
+            inside = {prefix + n for n in one.replaced}
+            effects[node] = replace(
+                parts[-1],
+                reads=_outside([part.reads for part in parts], inside),
+                returns=_outside([part.returns for part in parts], inside),
+                overflows=any(part.overflows for part in parts),
+            )
+            names[node] = parts[-1].name
+        here = set(graph.nodes)
+        return NodeErrors({n: e for n, e in effects.items() if n in here}, names)
+
+    def terms(self, units: Units, per_error: float) -> Iterator[Term]:
+        """Yield the squared errors, in bytes, as terms of a cut. They are added up as if independent.
+
+        Args:
+            units: of the graph.
+            per_error: the bytes that a squared relative error of 1 costs.
+        """
+        for node, effect in self.effects.items():
+            unit = units.of.get(node)
+            if unit is not None:
+                yield Term(_bytes(effect.computes, per_error), (unit,), ())
+            for read in dict.fromkeys(use.node for use in uses(node) if is_float32(use.node)):
+                stored, name = units.stored(read) or OUTSIDE, self.names.get(read, "")
+                if unit is not None and stored is not unit:
+                    yield Term(_bytes(effect.reads.get(name, ()), per_error), (unit,), (stored,))
+                if stored is not OUTSIDE and stored is not unit:
+                    yield Term(_bytes(effect.returns.get(name, ()), per_error), (stored,), (unit or OUTSIDE,))
+
+    def of_nodes(self, placements: Mapping[fx.Node, Placement]) -> dict[fx.Node, Signature]:
+        """The effect of each node as it is placed, for those that have one."""
+        found: dict[fx.Node, Signature] = {}
+        for node, effect in self.effects.items():
+            parts = list(self._parts(node, effect, placements))
+            if parts:
+                found[node] = added(parts)
+        return found
+
+    def _parts(self, node: fx.Node, effect: Effect, placements: Mapping[fx.Node, Placement]) -> Iterator[Signature]:
+        placement = placements.get(node)
+        is_low = placement is not None and placement.run is Precision.LOW
+        if is_low and effect.computes:
+            yield effect.computes
+        as_stored = placement.as_stored if placement is not None else ()
+        for use in {use.node: use for use in uses(node) if is_float32(use.node)}.values():
+            made_by = placements.get(producer(use.node))
+            stored_low = made_by is not None and made_by.store is Precision.LOW
+            name = self.names.get(use.node, "")
+            if is_low and not stored_low and use.argument not in as_stored and effect.reads.get(name):
+                yield effect.reads[name]
+            elif not is_low and stored_low and effect.returns.get(name):
+                yield effect.returns[name]
+
+    def total(self, placements: Mapping[fx.Node, Placement]) -> float | None:
+        """The predicted relative error of the target under ``placements``; None if nothing was measured."""
+        if not self.effects:
+            return None
+        found = list(self.of_nodes(placements).values())
+        return rms(added(found)) if found else 0.0
+
+
+def _outside(mappings: Sequence[Mapping[str, Signature]], inside: set[str]) -> dict[str, Signature]:
+    names = dict.fromkeys(name for mapping in mappings for name in mapping if name not in inside)
+    return {name: added([mapping[name] for mapping in mappings if mapping.get(name)]) for name in names}
+
+
+def _bytes(signature: Signature, per_error: float) -> int:
+    return round(per_error * rms(signature) ** 2)
+
+
+def equal_terms(units: Iterable[Unit]) -> Iterator[Term]:
+    """Yield the terms by which units of the same module and op take one precision, so that a rule can say it."""
+    first: dict[tuple[str, str], Unit] = {}
+    for unit in units:
+        node = unit.nodes[0]
+        other = first.setdefault((module_path(node), base_name(op_name(node))), unit)
+        if other is not unit:
+            yield Term(None, (unit,), (other,))
+            yield Term(None, (other,), (unit,))
+
+
+def product_terms(units: Units, kinds: Mapping[str, str], bytes_per_flop: float) -> Iterator[Term]:
+    """Yield what float32 products take longer, in bytes. ``kinds`` says where an op's depth is found."""
+    for node, unit in units.of.items():
+        kind = kinds.get(base_name(op_name(node)))
+        found = product(node, kind, example) if kind not in (None, "elements") else None
+        if found is not None:
+            yield Term(round(bytes_per_flop * 2 * found.depth * elements(node)), (), (unit,))

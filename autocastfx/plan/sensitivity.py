@@ -1,0 +1,245 @@
+"""What 16 bits would cost each node in accuracy, measured once, as plain data to and from JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from autocastfx.errors import SensitivityError
+from autocastfx.files import read_whole, write_whole
+from autocastfx.plan.json_text import parsed_json
+from autocastfx.plan.ranges import MODES, Key
+
+__all__ = ["OUTPUT", "TARGETS", "Effect", "Sensitivity", "Signature", "added", "rms"]
+
+VERSION = 1
+TARGETS = ("gradient", "output")
+OUTPUT = "output"  # the name of the graph's output, as a reader
+# The change of a random projection of the target, relative to the target's norm: a number for each batch and probe.
+# Its root mean square estimates the relative error in the 2-norm (M. F. Hutchinson, 1989).
+Signature = tuple[float, ...]
+
+
+def rms(signature: Iterable[float]) -> float:
+    """Return the root mean square: the relative error that a signature stands for."""
+    squares = [number * number for number in signature]
+    return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
+
+
+def added(signatures: Iterable[Signature]) -> Signature:
+    """Add up signatures: what several roundings do together, to first order."""
+    return tuple(map(sum, zip(*signatures, strict=True)))
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a node in 16 bits does to the target.
+
+    Attributes:
+        mode: ``"train"`` or ``"eval"``.
+        name: the node's name.
+        op: its op name.
+        module: the path of the module that made it.
+        computes: the effect of the 16-bit kernel, forwards and backwards, on inputs that are rounded already. Empty
+            where no 16-bit kernel ran, or nothing is computed.
+        reads: by the name of each float32 value that it reads: the effect of rounding that value for this read.
+        returns: by the name of each value, the effect of rounding the gradient that comes back from this read: what
+            happens where the value is stored in 16 bits, and this node reads it in float32.
+        overflows: a finite float32 value was beyond the 16-bit dtype's range.
+    """
+
+    mode: str
+    name: str
+    op: str
+    module: str
+    computes: Signature = ()
+    reads: Mapping[str, Signature] = field(default_factory=dict[str, Signature])
+    returns: Mapping[str, Signature] = field(default_factory=dict[str, Signature])
+    overflows: bool = False
+
+    @property
+    def key(self) -> Key:
+        """The key of the node in a graph of this mode, as :class:`Ranges` has it."""
+        return self.name, self.op, self.module
+
+    @property
+    def error(self) -> float:
+        """The relative error of the target if this node alone runs in 16 bits."""
+        parts = [found for found in (self.computes, *self.reads.values()) if found]
+        return rms(added(parts)) if parts else 0.0
+
+    def merged(self, other: Effect) -> Effect:
+        """Append what further batches gave."""
+        return dataclasses.replace(
+            self,
+            computes=_appended(self.computes, other.computes),
+            reads=_each(self.reads, other.reads),
+            returns=_each(self.returns, other.returns),
+            overflows=self.overflows or other.overflows,
+        )
+
+
+def _appended(first: Signature, then: Signature) -> Signature:
+    """Append, if both were measured: a node that one batch could not measure is not measured."""
+    return (*first, *then) if first and then else ()
+
+
+def _each(first: Mapping[str, Signature], then: Mapping[str, Signature]) -> dict[str, Signature]:
+    return {name: _appended(found, then[name]) for name, found in first.items() if name in then}
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What 16 bits would cost each node of a model.
+
+    Attributes:
+        of: the target: ``"gradient"``, of the loss by all parameters as one vector, or ``"output"``.
+        dtype: name of the 16-bit dtype.
+        probes: the number of random projections per batch.
+        batches: the number of batches.
+        effects: one for each node and mode.
+        unmeasured: names of the nodes that read float32 values and could not be measured, with the reason.
+    """
+
+    of: str
+    dtype: str
+    probes: int
+    batches: int
+    effects: tuple[Effect, ...]
+    unmeasured: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __str__(self) -> str:
+        """The summary in a line."""
+        worst = max(self.effects, key=lambda effect: effect.error, default=None)
+        said = f"; the most sensitive: {worst.name} ({worst.op}), {worst.error:.1e}" if worst is not None else ""
+        missing = f"; {len(self.unmeasured)} nodes not measured" if self.unmeasured else ""
+        return (
+            f"sensitivity of the {self.of} to {self.dtype}: {len(self.effects)} nodes, {self.batches} batches of "
+            f"{self.probes} probes{said}{missing}"
+        )
+
+    def __getitem__(self, name: str) -> Effect:
+        """Return the effect of the node called ``name``; the largest if modes or modules share the name.
+
+        Raises:
+            KeyError: no measured node has this name.
+        """
+        found = [effect for effect in self.effects if effect.name == name]
+        if not found:
+            raise KeyError(f"no node {name!r} was measured")
+        return max(found, key=lambda effect: effect.error)
+
+    @cached_property
+    def _by_mode(self) -> dict[str, dict[Key, Effect]]:
+        return {mode: {e.key: e for e in self.effects if e.mode == mode} for mode in MODES}
+
+    def effects_in(self, mode: str) -> Mapping[Key, Effect]:
+        """Return the effects in graphs of ``mode``; of the other mode if only that was measured."""
+        own, other = self._by_mode[mode], self._by_mode[MODES[mode == MODES[0]]]
+        return own or other
+
+    def bias(self, signature: Signature) -> float:
+        """Return the part of an error that is the same in all batches, which adds up over steps.
+
+        Half of the random directions are the same in all batches, and tell.
+        """
+        rows = [signature[i :: self.probes] for i in range(self.probes) if 2 * i < self.probes]
+        return rms(sum(row) / len(row) for row in rows if row)
+
+    def merged(self, other: Sensitivity) -> Sensitivity:
+        """Append what was measured on further batches.
+
+        Raises:
+            SensitivityError: it is of another target, dtype or number of probes.
+        """
+        for name in ("of", "dtype", "probes"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                raise SensitivityError(f"{name} is {ours!r} here and {theirs!r} there: measure both alike.")
+        return dataclasses.replace(
+            self,
+            batches=self.batches + other.batches,
+            effects=_merged((*self.effects, *other.effects)),
+            unmeasured={**self.unmeasured, **other.unmeasured},
+        )
+
+    def to_json(self) -> str:
+        """Write as JSON text, one node a line; :meth:`from_json` reads it back."""
+        head = {"autocastfx_sensitivity": VERSION, "of": self.of, "dtype": self.dtype, "probes": self.probes}
+        rest = {**head, "batches": self.batches, "unmeasured": dict(self.unmeasured)}
+        lines = ",\n".join(json.dumps(_plain(effect), ensure_ascii=False) for effect in self.effects)
+        return f'{json.dumps(rest, ensure_ascii=False)[:-1]}, "effects": [\n{lines}\n]}}\n'
+
+    @classmethod
+    def from_json(cls, text: str, *, file: str = "sensitivity") -> Sensitivity:
+        """Read what :meth:`to_json` wrote. ``file`` is the text's name in messages.
+
+        Raises:
+            SensitivityError: the text is not such JSON, or of another version.
+        """
+        try:
+            data: dict[str, Any] = parsed_json(text)
+            version = data.pop("autocastfx_sensitivity")
+            if version != VERSION:
+                raise SensitivityError(f"{file} is version {version!r} of the format, not {VERSION}. Measure again.")
+            return cls(effects=tuple(_effect(entry) for entry in data.pop("effects")), **data)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise SensitivityError(f"{file} holds no sensitivity, which save writes ({what}). Measure again.") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to ``path`` as JSON.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        write_whole(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Sensitivity:
+        """Read the sensitivity that :meth:`save` wrote to ``path``.
+
+        Raises:
+            SensitivityError: the file cannot be read, or holds none.
+        """
+        try:
+            text = read_whole(Path(path))
+        except (OSError, UnicodeDecodeError) as error:
+            what = getattr(error, "strerror", None) or error
+            raise SensitivityError(f"cannot read {path}: {what}. Sensitivity.save writes such a file.") from None
+        return cls.from_json(text, file=str(path))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # without what is computed from the fields
+        return (Sensitivity, tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
+
+
+def _merged(effects: Iterable[Effect]) -> tuple[Effect, ...]:
+    found: dict[tuple[str, Key], Effect] = {}
+    for one in effects:
+        before = found.get((one.mode, one.key))
+        found[one.mode, one.key] = one if before is None else before.merged(one)
+    return tuple(found.values())
+
+
+def _plain(effect: Effect) -> dict[str, Any]:
+    def short(signature: Signature) -> list[float]:
+        return [float(f"{number:.4g}") for number in signature]
+
+    named = {what: {n: short(s) for n, s in getattr(effect, what).items()} for what in ("reads", "returns")}
+    return {**dataclasses.asdict(effect), "computes": short(effect.computes), **named}
+
+
+def _effect(data: Mapping[str, Any]) -> Effect:
+    named = {
+        what: {str(n): tuple(map(float, s)) for n, s in cast("dict[str, list[float]]", data[what]).items()}
+        for what in ("reads", "returns")
+    }
+    rest: dict[str, Any] = {**data, "computes": tuple(map(float, data["computes"])), **named}
+    return Effect(**rest)
