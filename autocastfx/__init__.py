@@ -23,6 +23,7 @@ from autocastfx.errors import (
     OpListError,
     PlanError,
     ScaledGradientsWarning,
+    SensitivityError,
     SkippedStepWarning,
     StateWarning,
     UncapturedGraphWarning,
@@ -41,6 +42,9 @@ from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.gradient_histogram import GradientHistogram, gradient_histogram
 from autocastfx.numerics.overflow import InputRange, Overflow
 from autocastfx.numerics.place import Place
+from autocastfx.numerics.sensitivity import sensitivity
+from autocastfx.numerics.tune import tune
+from autocastfx.numerics.tuned import Budget, Point, Tuned
 from autocastfx.numerics.watch import Watch, watch
 from autocastfx.numerics.watched_node import SkippedStep, WatchedNode
 from autocastfx.plan.cause import Cause, Why
@@ -57,6 +61,7 @@ from autocastfx.plan.plan import (
 )
 from autocastfx.plan.plan_diff import Difference, PlanDiff, diff
 from autocastfx.plan.ranges import Range, Ranges
+from autocastfx.plan.sensitivity import Effect, Sensitivity
 from autocastfx.policy.list_diff import Change
 from autocastfx.policy.op_list import OpList, load_op_list
 from autocastfx.policy.presets import presets
@@ -88,6 +93,7 @@ __all__ = [
     "Beginning",
     "BisectError",
     "Bisection",
+    "Budget",
     "CalibrationError",
     "CaptureError",
     "Category",
@@ -103,6 +109,7 @@ __all__ = [
     "Deviation",
     "Difference",
     "DynamicLossScale",
+    "Effect",
     "EvaluationsError",
     "Exponents",
     "Forced",
@@ -136,12 +143,15 @@ __all__ = [
     "PlannedCast",
     "PlannedCopy",
     "PlannedNode",
+    "Point",
     "Precision",
     "Range",
     "Ranges",
     "Recomposed",
     "Rule",
     "ScaledGradientsWarning",
+    "Sensitivity",
+    "SensitivityError",
     "Shares",
     "SkippedStep",
     "SkippedStepWarning",
@@ -149,6 +159,7 @@ __all__ = [
     "StaticLossScale",
     "StepResult",
     "Total",
+    "Tuned",
     "UncapturedGraphWarning",
     "UnmatchedPlanWarning",
     "UnmatchedRuleWarning",
@@ -174,7 +185,9 @@ __all__ = [
     "lint",
     "load_op_list",
     "presets",
+    "sensitivity",
     "show",
     "suggest_loss_scale",
+    "tune",
     "watch",
 ]

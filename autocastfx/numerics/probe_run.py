@@ -200,7 +200,7 @@ class ProbeRun:
         wanted = self._distinct()
         with torch.inference_mode(False), torch.enable_grad(), twice_differentiable():
             found = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
-        given: Sequence[torch.Tensor | None] = found  # torch's types leave None out
+        given = cast("Sequence[torch.Tensor | None]", found)  # torch's types leave None out
         return [torch.zeros_like(p) if g is None else g for g, p in zip(given, wanted, strict=True)]
 
     def pass_from(

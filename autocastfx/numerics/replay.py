@@ -122,9 +122,10 @@ class Replay:
             roots = [(t, g) for t, g in zip(made, gradients, strict=False) if g is not None and t.requires_grad]
             if roots:
                 given = [(g * self.scale).to(self.low).to(t.dtype) for t, g in roots]
-                back: Sequence[torch.Tensor | None]
                 back = torch.autograd.grad([t for t, _ in roots], leaves, given, allow_unused=True)
-                found = [None if g is None else g.float() / self.scale for g in back]
+                found = [
+                    None if g is None else g.float() / self.scale for g in cast("Sequence[torch.Tensor | None]", back)
+                ]
         return [t.detach().float() for t in made], found
 
 

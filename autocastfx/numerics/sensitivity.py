@@ -27,7 +27,7 @@ from autocastfx.plan.sensitivity import TARGETS, Sensitivity
 from autocastfx.policy.op_list import OpListLike
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["Inputs", "LossFunction", "Measuring", "loss_of", "sensitivity"]
+__all__ = ["Inputs", "LossFunction", "Measuring", "check_fits", "loss_of", "sensitivity"]
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Inputs = Callable[[Any], Any]
@@ -86,7 +86,7 @@ def sensitivity(
     if first is None:
         raise SensitivityError("there are no batches to measure on. An iterator can be read only once.")
     args, kwargs = arguments_of(first if inputs is None else inputs(first))
-    _check_fits(model, args, kwargs)
+    check_fits(model, args, kwargs)
     amp_model = convert(model, args, kwargs or None, dtype=dtype, op_list=op_list)
     measuring = Measuring(amp_model, loss_fn, of, probes, inputs)
     with counted(progress, "measuring sensitivity") as show:
@@ -116,7 +116,7 @@ class Measuring:
     def add(self, batch: Any) -> None:
         """Measure one more batch."""
         args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
-        _check_fits(self.amp_model, args, kwargs)
+        check_fits(self.amp_model, args, kwargs)
         variant = self.amp_model._variant_for(args, kwargs)
         captured = variant.captured
         if captured is None:
@@ -151,7 +151,12 @@ class Measuring:
             return loss_of(output, batch, self.loss_fn)
 
 
-def _check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Check that a batch's arguments are those of the model's forward.
+
+    Raises:
+        SensitivityError: they are not.
+    """
     try:
         CallSignature.of(model.forward).bind(args, kwargs)
     except TypeError as error:
