@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ __all__ = ["tune"]
 _MOST_CUTS = 20
 _MOST_MEASURED = 5
 _DECADES = range(-3, 4)  # of the price of an error, around the one at which it costs what all bytes do
+_SLACK = 1.25  # a predicted error above the budget by this factor may yet be measured below it
 _CLOSE = 1.05  # prices that are not told apart
 
 
@@ -173,16 +175,16 @@ class _Search:
         for decade in _DECADES:
             self.at(unit * 10.0**decade)
         self._refine(limit)
-        ratio = started.measured / started.predicted if started.measured and started.predicted else 1.0
-        found = [self._said(plan) for plan in self._near(limit, ratio)]
+        ratios = [started.measured / started.predicted] if started.measured and started.predicted else [1.0]
+        found = [self._said(plan) for plan in self._near(limit, ratios[0])]
         tried: list[_Found] = []
-        while len(tried) < _MOST_MEASURED and (following := self._next(found, limit, ratio, tried)) is not None:
+        while len(tried) < _MOST_MEASURED and (following := self._next(found, limit, ratios, tried)) is not None:
             found.remove(following)
             listed = replace(self.converter, op_list=self.converter.op_list.merged(following.rules))
             measured = judge(cast("AmpModule", convert_captured(self.base, listed)), self.low)
             tried.append(replace(following, point=replace(following.point, measured=measured)))
             if following.point.predicted and math.isfinite(measured):
-                ratio = measured / following.point.predicted
+                ratios.append(measured / following.point.predicted)
         tried.append(_Found(started, OpList(name="tuned"), start))
         kept = [one for one in tried if limit.keeps(one.point)]
         if not kept:
@@ -248,13 +250,19 @@ class _Search:
         rules, found = rules_for(plan, self.with_rules, self.sensitivity)
         return _Found(Point("tuned", found.traffic.moved, found.error or 0.0), rules, found)
 
-    def _next(self, found: Sequence[_Found], limit: Budget, ratio: float, tried: Sequence[_Found]) -> _Found | None:
-        """What to measure next: the cheapest that should keep the limit, by errors measured so far."""
+    def _next(
+        self, found: Sequence[_Found], limit: Budget, ratios: Sequence[float], tried: Sequence[_Found]
+    ) -> _Found | None:
+        """What to measure next: the cheapest that should keep the limit, by errors measured so far; or nearly so."""
         best = min((limit.rank(one.point) for one in tried if limit.keeps(one.point)), default=None)
-        expected = [(one, _expected(one.plan, ratio)) for one in found]
-        fits = [(one, point) for one, point in expected if limit.keeps(point)]
-        fits = [(one, point) for one, point in fits if best is None or limit.rank(point) < best]
-        return min(fits, key=lambda pair: limit.rank(pair[1]), default=(None, None))[0]
+        ratio = statistics.median(ratios)
+        for slack in (1.0, _SLACK):
+            expected = [_expected(one.plan, ratio / slack) for one in found]
+            fits = [(limit.rank(point), i) for i, point in enumerate(expected) if limit.keeps(point)]
+            fits = [pair for pair in fits if best is None or pair[0] < best]
+            if fits:
+                return found[min(fits)[1]]
+        return None
 
 
 @dataclass(frozen=True)
