@@ -66,21 +66,17 @@ class NodeEffects:
             SensitivityError: the gradient is zero or not finite, or an op cannot be differentiated twice.
         """
         at_values: dict[fx.Node, dict[int, torch.Tensor]] = defaultdict(dict)
-        messages: dict[tuple[fx.Node, int], torch.Tensor] = {}
 
         def at_value(node: fx.Node, number: int, gradient: torch.Tensor) -> None:
             at_values[node][number] = gradient
 
         def at_read(read: Read, gradient: torch.Tensor) -> None:
-            messages[read.node, read.place] = gradient
+            self._returned[read.node, read.place] = gradient
 
         results = self.run.first_pass(loss, Taken(value=at_value, read=at_read))
         norm = _norm(results, "gradient")
-        largest = max(float(g.detach().abs().max()) for g in (*results, *messages.values()) if g.numel())
+        largest = max(float(g.detach().abs().max()) for g in (*results, *self._returned.values()) if g.numel())
         self.replay = Replay(self.replay.ports, self.replay.low, gradient_scale(largest, self.replay.low))
-        while messages:
-            place, message = messages.popitem()
-            self._returned[place] = rounding(message, self.replay.low, self.replay.scale).to(torch.bfloat16)
         self._replay_all(at_values)
         rows: list[dict[fx.Node, _Sums]] = []
         for last, seed in _with_last(self.seeds):
@@ -115,13 +111,13 @@ class NodeEffects:
             rows.append(self._sums)
         return self._effects(rows, norm)
 
-    def _replay_all(self, at_values: Mapping[fx.Node, Mapping[int, torch.Tensor]]) -> None:
+    def _replay_all(self, at_values: dict[fx.Node, dict[int, torch.Tensor]]) -> None:
         for node, reads in self.run.reads.items():
             if not reads or node in self.run.unmeasured or not _gives_float32(self.run.values.get(node)):
                 continue
             if not isinstance(node.target, OpOverload):
                 continue
-            known = at_values.get(node, {})
+            known = at_values.pop(node, {})
             gradients = [known.get(number) for number in range(max(known, default=-1) + 1)]
             try:
                 self._kernels[node] = self.replay(node, self.run.values.__getitem__, reads, gradients)
@@ -146,7 +142,8 @@ class NodeEffects:
         kernel = self._kernels.get(read.node)
         if kernel is not None and (changed := kernel.gradients[read.place]) is not None:
             self._add(read.node, "computes", "", tangent, changed)
-        if (changed := self._returned.get((read.node, read.place))) is not None:
+        if (returned := self._returned.get((read.node, read.place))) is not None:
+            changed = rounding(returned, self.replay.low, self.replay.scale)
             self._add(read.node, "returns", self.run.flat.names[read.use.node], tangent, changed)
 
     def _add(self, node: fx.Node, what: str, name: str, by: torch.Tensor, changed: torch.Tensor) -> None:
@@ -184,10 +181,8 @@ def _effect(
     overflows: bool,
 ) -> Effect:
     key = (OUTPUT, OUTPUT, "") if node.op == "output" else (names[node], op_name(node), module_path(node))
-    if overflows:
-        return Effect(mode, *key, overflows=True)
     named = {what: {n: c for (w, n), c in columns.items() if w == what} for what in ("reads", "returns")}
-    return Effect(mode, *key, columns.get(("computes", ""), (0.0,) * probes), named["reads"], named["returns"])
+    return Effect(mode, *key, columns.get(("computes", ""), (0.0,) * probes), **named, overflows=overflows)
 
 
 def _read_or_made(node: fx.Node) -> list[fx.Node]:

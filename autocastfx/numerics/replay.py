@@ -21,10 +21,26 @@ _KEPT = torch.bfloat16  # of a difference itself, 8 bits are enough
 
 
 def rounding(value: torch.Tensor, low: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """Return what rounding to ``low`` changes. ``scale`` is a power of two that ``low`` holds the value times."""
+    """Return what rounding to ``low`` changes; nothing where the value is infinite.
+
+    Args:
+        value: in float32.
+        low: the 16-bit dtype.
+        scale: a power of two by which the value is multiplied to be held in ``low``.
+    """
     scaled = value if scale == 1.0 else value * scale
-    changed = scaled.to(low).float() - scaled
+    changed = _difference(saturated(scaled, low).float(), scaled)
     return changed if scale == 1.0 else changed / scale
+
+
+def saturated(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
+    """Cast as a conversion casts masks: finite numbers beyond the range of ``low`` become its largest."""
+    most = torch.finfo(low).max
+    return torch.where(value.isinf(), value, value.clamp(-most, most)).to(low)
+
+
+def _difference(low: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    return (low - full).nan_to_num_(0.0, 0.0, 0.0)  # infinite numbers hide what they are added to
 
 
 @dataclass(frozen=True)
@@ -78,8 +94,8 @@ class Replay:
         full, full_gradients = self._run(node, values, reads, gradients, is_low=False)
         pairs = zip(low_gradients, full_gradients, strict=True)
         return KernelError(
-            values=tuple((x - y).to(_KEPT) for x, y in zip(low, full, strict=True)),
-            gradients=tuple(None if x is None or y is None else (x - y).to(_KEPT) for x, y in pairs),
+            values=tuple(_difference(x, y).to(_KEPT) for x, y in zip(low, full, strict=True)),
+            gradients=tuple(None if x is None or y is None else _difference(x, y).to(_KEPT) for x, y in pairs),
         )
 
     def _result_alone(self, value: Any, reads: int) -> KernelError:
@@ -108,7 +124,7 @@ class Replay:
             expected = next(of_reads, None)
             leaf = value.detach()
             if not self.ports.stays_float32(node, use):
-                leaf = leaf.to(self.low) if is_low else leaf.to(self.low).float()
+                leaf = saturated(leaf, self.low) if is_low else saturated(leaf, self.low).float()
             leaves.append(leaf.requires_grad_(wanted))
             return leaves[-1]
 
