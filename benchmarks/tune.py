@@ -134,7 +134,7 @@ def measure(name: str, dtype: str) -> Row:
     floor = min(p.bytes for p in fewer.front)
     results = [bench.share(bench.tuned(t.op_list), error, moved) for t in (fewer, nearer)]
     (fewer_bytes, fewer_error), (nearer_bytes, nearer_error) = results
-    left = (fewer.point.bytes - floor) / max(moved - floor, 1)
+    left = (fewer.point.bytes - floor) / (moved - floor) if moved > 1.01 * floor else 1.0  # else all is low already
     rank, count = bench.spearman()
     gains = nearer_error <= 0.75 and nearer_bytes <= 1.0
     gains |= left <= 0.5 and fewer_error <= 1.0

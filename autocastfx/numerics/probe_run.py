@@ -62,6 +62,7 @@ class ProbeRun:
     Attributes:
         flat: the graph. Its ``no_grad`` regions run with gradients here, which stop at their ends in the first pass
             alone: a rounded value reaches the result whether or not gradients do.
+        stays_float32: whether a read is never rounded: such reads of buffers have no taps (batch norm's statistics).
         values: what each node gave.
         reads: the taps on each node's reads, in order.
         parameters: the leaves in place of the caller's parameters, by name; tied ones are one leaf.
@@ -70,6 +71,7 @@ class ProbeRun:
     """
 
     flat: FlatGraph
+    stays_float32: Callable[[fx.Node, Use], bool]
     values: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
     reads: dict[fx.Node, list[Read]] = field(default_factory=dict[fx.Node, list[Read]])
     parameters: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
@@ -80,9 +82,9 @@ class ProbeRun:
     _is_first: bool = True
 
     @classmethod
-    def of(cls, flat: FlatGraph, call: Call) -> ProbeRun:
+    def of(cls, flat: FlatGraph, call: Call, stays_float32: Callable[[fx.Node, Use], bool]) -> ProbeRun:
         """Run ``call``. The caller's tensors get no gradients and are not written into."""
-        run = cls(flat)
+        run = cls(flat, stays_float32)
         tensors = {name: held for name, held in flat.held.items() if isinstance(held, torch.Tensor)}
         written = written_outside(flat.graph, flat.held)
         buffers = {name for name, held in tensors.items() if not isinstance(held, nn.Parameter)}
@@ -143,6 +145,8 @@ class ProbeRun:
             use, made = next(places), self.values[read]
             if not is_open or read in shared or not is_float32(read) or not made.requires_grad:
                 return made
+            if read.op == "get_attr" and str(read.target) not in self.parameters and self.stays_float32(node, use):
+                return made.detach()
             tap = made.view_as(made)
             one = Read(node, len(found), use)
             found.append(one)

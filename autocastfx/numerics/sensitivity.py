@@ -124,10 +124,11 @@ class Measuring:
         call = CallSignature.of(self.amp_model.forward).bind(args, kwargs)
         held: Mapping[str, Any] = {**captured.attributes, **self.amp_model._held()}
         converter = cast("VariantMaker", self.amp_model._maker).converter
+        ports = replace(converter, device=variant.plan.device).ports
         with random_numbers_kept():
             torch.manual_seed(0)
-            run = ProbeRun.of(flatten(captured.graph, held.__getitem__), call)
-        replay = Replay(replace(converter, device=variant.plan.device).ports, converter.low)
+            run = ProbeRun.of(flatten(captured.graph, held.__getitem__), call, ports.stays_float32)
+        replay = Replay(ports, converter.low)
         effects = NodeEffects(run, replay, mode_of(captured.training), self._seeds())
         try:
             if self.of == "gradient":
