@@ -174,11 +174,13 @@ class ProbeRun:
         is_number = isinstance(value, torch.Tensor) and value.is_floating_point() and value.requires_grad
         return _Stop.apply(value, self) if is_number else value
 
-    def _at_value(self, node: fx.Node, number: int, gradient: torch.Tensor) -> None:
-        if self._taken.value is not None:
+    def _at_value(self, node: fx.Node, number: int, gradient: torch.Tensor | None) -> None:
+        if self._taken.value is not None and gradient is not None:
             self._taken.value(node, number, gradient.detach())
 
-    def _at_read(self, read: Read, gradient: torch.Tensor) -> torch.Tensor | None:
+    def _at_read(self, read: Read, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:  # none comes back from here, as behind a detach
+            return None
         if self._taken.read is not None:
             self._taken.read(read, gradient.detach())
         if not (self._is_first and torch.is_grad_enabled()):
@@ -191,8 +193,8 @@ class ProbeRun:
         tap.register_hook(partial(self._at_tangent, read))
         return tap
 
-    def _at_tangent(self, read: Read, tangent: torch.Tensor) -> None:
-        if self._taken.tangent is not None:
+    def _at_tangent(self, read: Read, tangent: torch.Tensor | None) -> None:
+        if self._taken.tangent is not None and tangent is not None:
             self._taken.tangent(read, tangent.detach())
 
     def first_pass(self, loss: torch.Tensor, taken: Taken) -> list[torch.Tensor]:

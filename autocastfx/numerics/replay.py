@@ -120,7 +120,7 @@ class Replay:
             nonlocal expected
             use, value = next(places), values(read)
             if expected is None or expected.use != use:
-                return value
+                return value.detach() if isinstance(value, torch.Tensor) else value
             expected = next(of_reads, None)
             leaf = value.detach()
             if not self.ports.stays_float32(node, use):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -175,6 +175,7 @@ def _converted(
     known: _Measured,
     guesses: frozenset[str] | None = None,
     prefix: str = "",
+    given: Mapping[str, str] | None = None,
 ) -> _Converted:
     follows = policy.op_list.placement == "follow"
     graph = expand(source, dispatch_of(policy, source)) if follows else copy_graph(source)
@@ -182,7 +183,8 @@ def _converted(
     for node in graph.nodes:
         for target, module in converted_inside(node, attributes).items():
             names = {**dict(module.named_children()), **dict(module.named_buffers())}
-            inside = _converted(inner, module.graph, names, {}, known, prefix=f"{prefix}{target}/")
+            outer = dict(_outer_names(node, module.graph, prefix, given))
+            inside = _converted(inner, module.graph, names, {}, known, prefix=f"{prefix}{target}/", given=outer)
             made.attributes[target] = fx.GraphModule(inside.attributes, inside.graph)
             made.take_over(inside)
     state = State(
@@ -195,7 +197,7 @@ def _converted(
         cached=cast_once(held),
         numbers={name: id(t) for name, t in held.items() if isinstance(t, nn.Parameter)},
         measured={n: known.magnitudes[key] for n in graph.nodes if (key := key_of(n, prefix)) in known.magnitudes},
-        errors=NodeErrors.of(graph, known.effects, prefix),
+        errors=NodeErrors.of(graph, known.effects, prefix, given),
         prefix=prefix,
         guesses=guesses,
     )
@@ -212,6 +214,16 @@ def _converted(
     made.recomposed += [_prefixed(one, prefix) for one in state.recomposed]
     made.traffic += state.traffic
     return made
+
+
+def _outer_names(
+    node: fx.Node, inside: fx.Graph, prefix: str, given: Mapping[str, str] | None
+) -> Iterator[tuple[str, str]]:
+    """Each input of a sub-graph that ``node`` runs, with the name that the value has outside of all sub-graphs."""
+    inputs = [n for n in inside.nodes if n.op == "placeholder"]
+    for placeholder, value in zip(inputs, node.args[-len(inputs) :] if inputs else (), strict=False):
+        if isinstance(value, fx.Node):
+            yield placeholder.name, (given or {}).get(value.name, prefix + value.name)
 
 
 def _prefixed(found: Recomposed, prefix: str) -> Recomposed:

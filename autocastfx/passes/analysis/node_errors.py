@@ -33,13 +33,23 @@ class NodeErrors:
     names: Mapping[fx.Node, str]
 
     @classmethod
-    def of(cls, graph: fx.Graph, known: Mapping[Key, Effect], prefix: str = "") -> NodeErrors:
-        """Find the effects of the nodes of a captured graph. ``prefix`` names its sub-graph."""
+    def of(
+        cls, graph: fx.Graph, known: Mapping[Key, Effect], prefix: str = "", outer: Mapping[str, str] | None = None
+    ) -> NodeErrors:
+        """Find the effects of the nodes of a captured graph.
+
+        Args:
+            graph: captured.
+            known: effects by key.
+            prefix: of a sub-graph.
+            outer: for the inputs of a sub-graph, the names of the values outside.
+        """
         found = {node: known[key] for node in graph.nodes if (key := key_of(node, prefix)) in known}
         output = known.get((OUTPUT, OUTPUT, ""))
         if output is not None and not prefix:
             found[graph.output_node()] = output
-        return cls(found, {node: prefix + node.name for node in graph.nodes})
+        given: Mapping[str, str] = outer or {}
+        return cls(found, {node: given.get(node.name, prefix + node.name) for node in graph.nodes})
 
     def after(self, graph: fx.Graph, recomposed: Iterable[Recomposed], prefix: str = "") -> NodeErrors:
         """The effects after nodes of the graph were replaced.
