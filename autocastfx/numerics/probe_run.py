@@ -167,7 +167,9 @@ class ProbeRun:
                 leaves[i] = leaf = leaf.detach().requires_grad_()
                 self._leaves.append(leaf)
             if node.op.startswith("call_") and op_name(node) != "getitem":
-                leaf.register_hook(partial(self._at_value, node, number))
+                # A view: the node's own backward may read what it gave, which a replay of the node has counted.
+                leaves[i] = tap = leaf.view_as(leaf)
+                tap.register_hook(partial(self._at_value, node, number))
         return pytree.tree_unflatten(leaves, spec)
 
     def _stopped(self, value: Any) -> Any:

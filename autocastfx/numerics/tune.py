@@ -176,15 +176,16 @@ class _Search:
             self.at(unit * 10.0**decade)
         self._refine(limit)
         ratios = [started.measured / started.predicted] if started.measured and started.predicted else [1.0]
-        found = [self._said(plan) for plan in self._near(limit, ratios[0])]
+        found = self._near(limit, ratios[0])
         tried: list[_Found] = []
         while len(tried) < _MOST_MEASURED and (following := self._next(found, limit, ratios, tried)) is not None:
             found.remove(following)
-            listed = replace(self.converter, op_list=self.converter.op_list.merged(following.rules))
+            said = following if following.is_said else self._said(following.plan)
+            listed = replace(self.converter, op_list=self.converter.op_list.merged(said.rules))
             measured = judge(cast("AmpModule", convert_captured(self.base, listed)), self.low)
-            tried.append(replace(following, point=replace(following.point, measured=measured)))
-            if following.point.predicted and math.isfinite(measured):
-                ratios.append(measured / following.point.predicted)
+            tried.append(replace(said, point=replace(said.point, measured=measured)))
+            if said.point.predicted and math.isfinite(measured):
+                ratios.append(measured / said.point.predicted)
         tried.append(_Found(started, OpList(name="tuned"), start))
         kept = [one for one in tried if limit.keeps(one.point)]
         if not kept:
@@ -235,14 +236,14 @@ class _Search:
         a, b = self.plans[price], self.plans[other]
         return abs(a.traffic.moved - b.traffic.moved) * abs((a.error or 0.0) - (b.error or 0.0))
 
-    def _near(self, limit: Budget, ratio: float) -> list[Plan]:
+    def _near(self, limit: Budget, ratio: float) -> list[_Found]:
         """The distinct plans of the sweep, and three between those on either side of the limit."""
         distinct = {(plan.traffic.moved, plan.error): plan for _, plan in sorted(self.plans.items())}
         plans = sorted(distinct.values(), key=lambda plan: plan.traffic.moved)
         within = [limit.keeps(_expected(plan, ratio)) for plan in plans]
         for (cheap, dear), (first, second) in zip(itertools.pairwise(plans), itertools.pairwise(within), strict=True):
             if first != second:
-                between = [mixed(dear, cheap, share) for share in (0.25, 0.5, 0.75)]
+                between = [self._said(mixed(dear, cheap, share)) for share in (0.25, 0.5, 0.75)]
                 return [*_around(plans, limit, ratio), *between]
         return _around(plans, limit, ratio)
 
@@ -267,11 +268,12 @@ class _Search:
 
 @dataclass(frozen=True)
 class _Found:
-    """A plan said as rules."""
+    """A plan, as it was cut, or as it follows from rules."""
 
     point: Point
     rules: OpList
     plan: Plan
+    is_said: bool = True
 
 
 def _expected(plan: Plan, ratio: float) -> Point:
@@ -279,9 +281,10 @@ def _expected(plan: Plan, ratio: float) -> Point:
     return Point("", plan.traffic.moved, error, error * ratio)
 
 
-def _around(plans: Sequence[Plan], limit: Budget, ratio: float) -> list[Plan]:
+def _around(plans: Sequence[Plan], limit: Budget, ratio: float) -> list[_Found]:
     """The plans within the limit that are best, and the nearest beyond it."""
     order = sorted(plans, key=lambda plan: limit.rank(_expected(plan, ratio)))
     kept = [plan for plan in order if limit.keeps(_expected(plan, ratio))]
     beyond = [plan for plan in reversed(order) if plan not in kept]
-    return [*kept[:_MOST_MEASURED], *beyond[:1]]
+    chosen = [*kept[:_MOST_MEASURED], *beyond[:1]]
+    return [_Found(_expected(plan, ratio), OpList(), plan, is_said=False) for plan in chosen]

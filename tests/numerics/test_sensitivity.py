@@ -246,3 +246,28 @@ def test_values_beyond_the_range_are_told() -> None:
     found = measured(made(Large), dtype="float16")
     assert any(effect.overflows for effect in found.effects)
     assert not any(effect.overflows for effect in measured(made(Large), dtype="bfloat16").effects)
+
+
+class Kept(nn.Module):
+    """Whose tanh, exp and softmax keep what they give for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)).exp().softmax(-1))
+
+
+@pytest.mark.parametrize("op", ["tanh", "exp", "softmax"])
+def test_a_result_that_backward_reads_is_counted_once(op: str) -> None:
+    model = made(Kept)
+    found = measured(model, dtype="bfloat16", probes=PROBES)
+    sides = {name: "low" if name == op else "float32" for name in ("linear", "tanh", "exp", "softmax")}
+    rules = [{"path": "**", "category": side, "ops": [name]} for name, side in sides.items()]
+    op_list = ("default", autocastfx.OpList.of({"modules": rules}))
+    options: dict[str, Any] = {"dtype": "bfloat16", "op_list": op_list, "fold": "none", "sensitivity": found}
+    amp_model = autocastfx.convert(model, inputs(batch()), **options)
+    assert [n.op for n in amp_model.plan.nodes if n.placement.run is autocastfx.Precision.LOW] == [op]
+    true = TargetError(model, [batch()], loss, "gradient", inputs)(amp_model, torch.bfloat16)
+    assert amp_model.plan.error == pytest.approx(true, rel=WITHIN)

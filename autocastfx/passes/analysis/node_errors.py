@@ -49,7 +49,7 @@ class NodeErrors:
         if output is not None and not prefix:
             found[graph.output_node()] = output
         given: Mapping[str, str] = outer or {}
-        return cls(found, {node: given.get(node.name, prefix + node.name) for node in graph.nodes})
+        return cls(found, {n: given[n.name] if n.name in given else prefix + n.name for n in graph.nodes})
 
     def after(self, graph: fx.Graph, recomposed: Iterable[Recomposed], prefix: str = "") -> NodeErrors:
         """The effects after nodes of the graph were replaced.

@@ -1,0 +1,71 @@
+"""The relative error of a converted model's gradient or output."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autocastfx
+from autocastfx import SensitivityError
+from autocastfx.numerics.target_error import TargetError
+
+
+def model() -> nn.Module:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+X = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+
+
+def loss(output: Any, batch: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+def test_the_same_model_has_no_error_and_is_unchanged() -> None:
+    plain = model().train()
+    before = copy.deepcopy(plain.state_dict())
+    judge = TargetError(plain, [X, X + 1], loss, "gradient", None)
+    assert judge(plain, torch.bfloat16) == 0.0  # dropout draws the same numbers
+    assert all(torch.equal(now, before[name]) for name, now in plain.state_dict().items())
+    assert all(p.grad is None for p in plain.parameters())
+
+
+@pytest.mark.parametrize("of", ["gradient", "output"])
+def test_a_factor_is_its_own_error(of: str) -> None:
+    plain = model().eval()
+    judge = TargetError(plain, [X], loss if of == "output" else (lambda out, batch: out.sum()), of, None)
+
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return plain(x) * 1.25
+
+    assert judge(Scaled(), torch.bfloat16) == pytest.approx(0.25, rel=1e-5)
+
+
+def test_an_overflow_is_an_infinite_error() -> None:
+    plain = nn.Linear(8, 2)
+    judge = TargetError(plain, [X], None, "output", None)
+
+    class Large(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (plain(x) * 1e30).half()
+
+    assert judge(Large(), torch.float16) == float("inf")
+
+
+def test_a_target_of_zero_is_refused() -> None:
+    with pytest.raises(SensitivityError, match="the gradient of batch 0 is zero or not finite in float32"):
+        TargetError(model(), [X], lambda out, batch: (out * 0).sum(), "gradient", None)
+
+
+def test_small_gradients_keep_their_digits_in_float16() -> None:
+    plain = nn.Linear(8, 2)
+    amp_model = autocastfx.convert(plain, X, dtype="float16")
+    tiny = TargetError(plain, [X], lambda out, batch: out.sum() * 1e-9, "gradient", None)
+    assert tiny(amp_model, torch.float16) < 4 * torch.finfo(torch.float16).eps

@@ -1,0 +1,191 @@
+"""Tuning keeps its budget on batches held out, says its plan as rules, and says when nothing is gained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+import autocastfx
+from autocastfx import Budget, Precision, SensitivityError, Tuned
+from autocastfx.numerics.target_error import TargetError
+
+
+def bert() -> nn.Module:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return transformers.BertForMaskedLM(
+            transformers.BertConfig(**sizes, **off, vocab_size=64)  # type: ignore[arg-type]
+        ).train()
+
+
+def tokens(seed: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+BATCHES = [tokens(seed) for seed in range(3)]
+FRESH = [tokens(seed) for seed in range(10, 12)]
+
+
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def tuned(request: pytest.FixtureRequest) -> tuple[nn.Module, Tuned]:
+    model = bert()
+    return model, autocastfx.tune(model, BATCHES, dtype=request.param, progress=False)
+
+
+def test_the_default_budget_is_kept_with_fewer_bytes(tuned: tuple[nn.Module, Tuned]) -> None:
+    model, found = tuned
+    assert found.gains
+    assert found.point.bytes < found.start.bytes
+    assert found.point.measured is not None
+    assert found.start.measured is not None
+    assert found.point.measured <= found.start.measured
+    assert found.budget.error == found.start.measured
+    judge, low = TargetError(model, BATCHES[-1:], None, "gradient", None), getattr(torch, found.plan.low)
+    again = found.convert(model, (), BATCHES[0])
+    assert judge(again, low) == pytest.approx(found.point.measured, rel=1e-3)
+
+
+def test_the_list_alone_gives_the_plan(tuned: tuple[nn.Module, Tuned], tmp_path: Path) -> None:
+    model, found = tuned
+    found.save(tmp_path / "tuned.yaml")
+    saved = autocastfx.load_op_list(tmp_path / "tuned.yaml")
+    assert saved == found.op_list
+    assert (tmp_path / "tuned.yaml").read_text().startswith(f"extends: {found.plan.low}\n")
+    for op_list in (found.op_list, tmp_path / "tuned.yaml"):
+        amp_model = autocastfx.convert(model, (), BATCHES[0], dtype=found.plan.low, op_list=op_list)
+        runs = {n.name: n.placement.run for n in amp_model.plan.nodes}
+        assert runs == {n.name: n.placement.run for n in found.plan.nodes}
+    assert all(rule.reason.startswith("tuned") for rule in found.rules.modules)
+
+
+def test_the_front_is_in_the_order_of_bytes(tuned: tuple[nn.Module, Tuned]) -> None:
+    _, found = tuned
+    assert [p.bytes for p in found.front] == sorted(p.bytes for p in found.front)
+    assert {p.name for p in found.front} == {"start", "cut", "tuned"}
+    assert 2 <= sum(p.measured is not None for p in found.front) <= 6
+    assert len({p for p in found.front if p.name == "cut"}) <= 20
+    errors = [p.predicted for p in found.front]
+    assert max(errors) > 10 * min(errors)
+    report = found.report()
+    assert f"budget: an error of {found.budget.error:.2e}" in report
+    assert "extends:" in report
+
+
+def test_at_no_more_bytes_the_error_is_less(tuned: tuple[nn.Module, Tuned]) -> None:
+    model, found = tuned
+    nearer = autocastfx.tune(
+        model,
+        BATCHES,
+        budget=Budget(bytes=1.0),
+        dtype=found.plan.low,
+        sensitivity=found.sensitivity,
+        progress=False,
+    )
+    assert nearer.point.bytes <= nearer.start.bytes
+    judge, low = TargetError(model, FRESH, None, "gradient", None), getattr(torch, found.plan.low)
+    options: dict[str, Any] = {"dtype": found.plan.low}
+    default = autocastfx.convert(model, (), BATCHES[0], **options)
+    assert judge(nearer.convert(model, (), BATCHES[0]), low) < 0.75 * judge(default, low)
+
+
+def test_another_list_is_a_budget(tuned: tuple[nn.Module, Tuned]) -> None:
+    model, before = tuned
+    options: dict[str, Any] = {"dtype": before.plan.low, "sensitivity": before.sensitivity, "progress": False}
+    found = autocastfx.tune(model, BATCHES, budget="conservative", **options)
+    amp_model = autocastfx.convert(model, (), BATCHES[0], dtype=before.plan.low, op_list="conservative")
+    low = getattr(torch, before.plan.low)
+    expected = TargetError(model, BATCHES[-1:], None, "gradient", None)(amp_model, low)
+    assert found.budget.error == pytest.approx(expected, rel=1e-3)
+    assert found.point.measured is not None
+    assert found.point.measured <= found.budget.error
+
+
+def test_a_persons_rules_stay() -> None:
+    rules = autocastfx.OpList.of({"modules": [{"path": "bert.encoder.layer.0.attention", "category": "float32"}]})
+    found = autocastfx.tune(bert(), BATCHES, dtype="bfloat16", op_list=("default", rules), progress=False)
+    inside = [
+        n for n in found.plan.nodes if n.module.startswith("bert.encoder.layer.0.attention") and n.op != "getitem"
+    ]
+    assert {n.placement.run for n in inside} <= {Precision.FLOAT32, Precision.CAPTURED}
+    assert any(n.placement.run is Precision.LOW for n in found.plan.nodes)
+
+
+class Cancelling(nn.Module):
+    """Adds 1000 and takes it away again: digits that 16 bits do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(torch.tanh(self.first(x)) + 1000 - 1000))
+
+
+def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(512, 64, generator=generator), torch.randint(4, (512,), generator=generator)
+
+
+OPTIONS: dict[str, Any] = {
+    "loss_fn": lambda output, batch: F.cross_entropy(output, batch[1]),
+    "inputs": lambda batch: batch[0],
+    "dtype": "bfloat16",
+    "progress": False,
+}
+
+
+def test_a_planted_fault_is_found_and_made_float32() -> None:
+    batches = [rows(seed) for seed in range(3)]
+    found = autocastfx.tune(Cancelling(), batches, budget=Budget(error=0.05), **OPTIONS)
+    assert found.start.measured is not None
+    assert found.start.measured > 0.3
+    runs = {n.op: n.placement.run for n in found.plan.nodes}
+    assert runs["add"] is runs["sub"] is Precision.FLOAT32
+    assert any(rule.wanted == "float32" and {"add", "sub"} <= set(rule.ops) for rule in found.rules.modules)
+
+
+def test_nothing_to_gain_is_said() -> None:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))  # all is low already
+    found = autocastfx.tune(model, [rows(seed) for seed in range(3)], **OPTIONS)
+    assert not found.gains
+    assert "nothing to gain" in found.report()
+
+
+def test_of_the_output() -> None:
+    found = autocastfx.tune(bert(), BATCHES, of="output", dtype="bfloat16", progress=False)
+    assert found.sensitivity.of == "output"
+    assert found.point.bytes <= found.start.bytes
+
+
+def test_an_impossible_budget_is_an_error() -> None:
+    with pytest.raises(SensitivityError, match=r"no plan keeps the budget \(0\.00 MB\)"):
+        autocastfx.tune(bert(), BATCHES, budget=Budget(bytes=1e-6), dtype="bfloat16", progress=False)
+
+
+def test_too_few_batches_are_an_error() -> None:
+    with pytest.raises(SensitivityError, match="there are 1 batches, of which 1 are held out"):
+        autocastfx.tune(bert(), BATCHES[:1], dtype="bfloat16")
+
+
+def test_a_sensitivity_of_another_kind_is_refused() -> None:
+    model = bert()
+    found = autocastfx.sensitivity(model, BATCHES[:1], dtype="bfloat16", of="output", progress=False)
+    with pytest.raises(SensitivityError, match="of the output to bfloat16, and this tunes the gradient in bfloat16"):
+        autocastfx.tune(model, BATCHES, dtype="bfloat16", sensitivity=found)
+
+
+@pytest.mark.parametrize("given", [{}, {"error": 1.0, "bytes": 1.0}, {"error": 0.0}, {"bytes": -1.0}])
+def test_a_budget_is_one_number_above_0(given: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="a budget is an error or a share of bytes, above 0"):
+        Budget(**given)

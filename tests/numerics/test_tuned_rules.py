@@ -1,0 +1,99 @@
+"""A plan as rules by module and op."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autocastfx
+from autocastfx import Effect, OpList, Placement, Plan, Precision, Sensitivity
+from autocastfx.conversion import convert_again
+from autocastfx.numerics.tuned_rules import mixed, rules_for
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.exp()
+
+
+BASE = autocastfx.convert(Model(), torch.randn(4, 8), dtype="bfloat16", fold="none")
+EFFECTS = tuple(Effect("eval", n.name, n.op, n.module, (1e-3,)) for n in BASE.plan.nodes)
+SENSITIVITY = Sensitivity("gradient", "bfloat16", 1, 1, EFFECTS)
+
+
+def converted(rules: OpList) -> Plan:
+    again = convert_again(BASE, rules)
+    assert again is not None
+    return again.plan
+
+
+def wanted(low: set[str], float32: set[str]) -> Plan:
+    """The plan with the named nodes changed."""
+
+    def placed(name: str, was: Placement) -> Placement:
+        run = Precision.LOW if name in low else Precision.FLOAT32 if name in float32 else was.run
+        return replace(was, run=run, store=run)
+
+    return replace(BASE.plan, nodes=tuple(replace(n, placement=placed(n.name, n.placement)) for n in BASE.plan.nodes))
+
+
+def nodes(op: str, module: str = "") -> list[str]:
+    return [n.name for n in BASE.plan.nodes if n.op == op and n.module.startswith(module)]
+
+
+def test_layers_that_agree_share_a_rule() -> None:
+    rules, plan = rules_for(wanted(set(nodes("layer_norm")), set()), converted, SENSITIVITY)
+    assert [(r.path, r.wanted, r.ops) for r in rules.modules] == [("layers.*.norm", "low", ("layer_norm",))]
+    assert all(plan[name].placement.run is Precision.LOW for name in nodes("layer_norm"))
+
+
+def test_a_layer_that_differs_has_its_own() -> None:
+    (one,) = nodes("linear", "layers.1")
+    rules, plan = rules_for(wanted(set(), {one}), converted, SENSITIVITY)
+    assert [(r.path, r.wanted) for r in rules.modules if "linear" in r.ops] == [("layers.1.linear", "float32")]
+    runs = {n.name: n.placement.run for n in plan.nodes if n.op == "linear"}
+    assert runs == {name: Precision.FLOAT32 if name == one else Precision.LOW for name in nodes("linear")}
+    (rule,) = (r for r in rules.modules if "linear" in r.ops)
+    assert rule.reason == "tuned: in 16 bits it would add 1.0e-03 to the gradient's error of 0.0e+00"
+
+
+def test_the_root_has_rules_too() -> None:
+    rules, plan = rules_for(wanted({"exp"}, set()), converted, SENSITIVITY)
+    assert [(r.path, r.wanted, r.ops) for r in rules.modules] == [("re:^$", "low", ("exp",))]
+    assert plan["exp"].placement.run is Precision.LOW
+
+
+def test_a_plan_that_is_there_needs_no_rules() -> None:
+    rules, plan = rules_for(BASE.plan, converted, SENSITIVITY)
+    assert not rules.modules
+    assert plan.nodes == BASE.plan.nodes
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.5, 1), (1.0, 2)])
+def test_a_mixture_changes_what_costs_least_error_first(share: float, count: int) -> None:
+    cheap = wanted(set(nodes("layer_norm")) | {"exp"}, set())
+    errors = {**dict.fromkeys(nodes("layer_norm"), 1e-3), "exp": 5e-3}
+    cheap = replace(cheap, nodes=tuple(replace(n, error=errors.get(n.name)) for n in cheap.nodes))
+    # The three norms are in modules of their own: the dearest of the four groups, exp, comes last.
+    found = mixed(BASE.plan, cheap, share)
+    changed = [n.name for n, was in zip(found.nodes, BASE.plan.nodes, strict=True) if n.placement != was.placement]
+    assert len(changed) == {0: 0, 1: 2, 2: 4}[count]
+    assert ("exp" in changed) is (share == 1.0)
