@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.calibration import first_call, ranges_of
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.given_inputs import device_of, inputs_of, named_device
-from autocastfx.dtypes import chosen_dtype, dtype_name
+from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import CaptureError, UnmatchedPlanWarning, UnsupportedError, shown
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
@@ -26,6 +26,7 @@ from autocastfx.passes.variant_maker import VariantMaker
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.ranges import Ranges
 from autocastfx.plan.read_plan import read_plan
+from autocastfx.policy.keep_in_float32 import kept_in_float32
 from autocastfx.policy.kernel_facts import LEVELS, load_kernel_facts
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.report.conversion_warnings import (
@@ -114,21 +115,33 @@ def convert(
     """
     check_arguments(fold, weights, headroom)
     module, target = _as_module(model), named_device(device)
-    warn_of_low_parameters(module, stacklevel=3)
+    warn_of_low_parameters(module, stacklevel=3, mixed=True)
     args, kwargs = inputs_of(example_inputs, example_kwargs)
     is_given = example_inputs is not None or example_kwargs is not None
     if not is_given and isinstance(model, ExportedProgram) and model.example_inputs is not None:
         (args, kwargs), is_given = model.example_inputs, True
     elif not (is_given or calibrate is None or isinstance(calibrate, (Ranges, str, os.PathLike))):
         (args, kwargs, calibrate), is_given = first_call(calibrate), True
-    low = chosen_dtype(dtype, target or device_of(module, args, kwargs))
+    own = one_low_dtype(p.dtype for p in module.parameters())
+    low = chosen_dtype(own if dtype is None else dtype, target or device_of(module, args, kwargs))
     lists = load_op_list(op_list, default=dtype_name(low))
+    follows = lists.placement == "follow"  # torch.autocast's dispatch casts 16-bit values, too
+    if follows:
+        own, low = None, chosen_dtype(dtype, target or device_of(module, args, kwargs))
     if conversion_is_off():
         lists, calibrate, plan, recompose = load_op_list("float32"), None, None, False
+    elif not follows:
+        lists = replace(kept_in_float32(module, low).merged(lists), name=lists.name)
+    if own is not None:
+        given = {"weights": weights != "cast", "fold": fold == "kernel", "calibrate": calibrate is not None}
+        given |= {"dtype": low != own, "recompose": not isinstance(recompose, bool)}
+        _refuse_for_low_model(module, own, next((name for name, is_given in given.items() if is_given), None))
+        recompose = False
     edited = None if plan is None else read_plan(plan)
     patterns = chosen(recompose)
     facts = load_kernel_facts()
     converter = Converter(lists, facts, low, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights)
+    converter = replace(converter, raises=own is not None)
     if calibrate is not None:
         converter = replace(converter, ranges=ranges_of(calibrate, model, converter.op_list), headroom=headroom)
     if weights == "low" and not is_given:
@@ -213,6 +226,25 @@ def convert_again(amp_model: AmpModule, op_list: OpList) -> AmpModule | None:
         if found is not None:
             again._mounted.add(converter(found, held, maker.device or found.device))
     return again
+
+
+# Of a model that is 16-bit already.
+_REFUSED = {
+    "dtype": "the conversion has the dtype of the model: leave dtype out, or convert the float32 model",
+    "weights": 'its parameters are stored in 16 bits as they are: leave weights="cast"',
+    "fold": 'what the list denies is raised to float32: leave fold="exact", and name in op_list what is to be raised',
+    "calibrate": "nothing is rounded that was not: name in op_list what is to be float32, or convert the float32 model",
+    "recompose": "its ops stay those that they are, to the bit: leave recompose out, or convert the float32 model",
+}
+
+
+def _refuse_for_low_model(module: nn.Module, own: torch.dtype, name: str | None) -> None:
+    """Refuse an argument that means nothing for a 16-bit model."""
+    if name is not None:
+        raise UnsupportedError(
+            f"{name} was given, and the parameters of this {type(module).__name__} are {dtype_name(own)} already: "
+            f"{_REFUSED[name]}."
+        )
 
 
 def _check_parameters(model: nn.Module) -> None:
