@@ -39,6 +39,7 @@ from autocastfx.numerics.compare import compare
 from autocastfx.numerics.exponent_counts import Exponents, Margin, Shares
 from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.gradient_histogram import GradientHistogram, gradient_histogram
+from autocastfx.numerics.logprob_gap import LogprobGap, logprob_gap
 from autocastfx.numerics.overflow import InputRange, Overflow
 from autocastfx.numerics.place import Place
 from autocastfx.numerics.watch import Watch, watch
@@ -112,6 +113,7 @@ __all__ = [
     "GradientHistogram",
     "InputRange",
     "Lint",
+    "LogprobGap",
     "LossScaleError",
     "LossScaler",
     "LossScalingOptimizer",
@@ -173,6 +175,7 @@ __all__ = [
     "gradient_histogram",
     "lint",
     "load_op_list",
+    "logprob_gap",
     "presets",
     "show",
     "suggest_loss_scale",

@@ -6,7 +6,7 @@ import copy
 import itertools
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.export import capture
+from autocastfx.capture.given_inputs import arguments_of, batches_of
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.measure import MeasuredGraph, Seen, apart, read_all
 from autocastfx.errors import CalibrationError, CaptureError, UnsupportedError
@@ -76,8 +77,8 @@ def calibrate(
     )
     signature, done = CallSignature.of(module.forward), 0
     with random_numbers_kept(), _shown(progress) as show:
-        for done, batch in enumerate(_iterated(batches), 1):
-            args, kwargs = _arguments(batch)
+        for done, batch in enumerate(batches_of(batches), 1):
+            args, kwargs = arguments_of(batch)
             insists = replace(signature, by_position=len(args) if baked else 0)
             try:
                 call = insists.bind(args, kwargs)
@@ -106,30 +107,13 @@ def first_call(batches: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any],
     Raises:
         CalibrationError: there are no batches.
     """
-    rest = _iterated(batches)
+    rest = batches_of(batches)
     for batch in rest:
-        return *_arguments(batch), itertools.chain([batch], rest)
+        return *arguments_of(batch), itertools.chain([batch], rest)
     raise CalibrationError(_NO_BATCHES)
 
 
 _NO_BATCHES = "there are no batches to calibrate on. An iterator can be read only once."
-
-
-def _iterated(batches: Iterable[Any]) -> Iterator[Any]:
-    if isinstance(batches, (torch.Tensor, Mapping)) or not isinstance(batches, Iterable):
-        raise TypeError(f"batches is an iterable of batches, not a {type(batches).__name__}; write [batch] for one")
-    return iter(batches)
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(cast("Mapping[str, Any]", batch))
-    if not isinstance(batch, (tuple, list)):
-        return (batch,), {}
-    parts: tuple[Any, ...] = tuple(cast("Iterable[Any]", batch))
-    if len(parts) == 2 and isinstance(parts[0], (tuple, list)) and isinstance(parts[1], Mapping):
-        return tuple(cast("Iterable[Any]", parts[0])), dict(cast("Mapping[str, Any]", parts[1]))
-    return parts, {}
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from autocastfx.report.conversion_warnings import (
 )
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["check_arguments", "conversion_is_off", "convert", "convert_again"]
+__all__ = ["check_arguments", "conversion_is_off", "convert", "convert_again", "refuse_for_low_model"]
 
 
 def convert(
@@ -58,6 +58,9 @@ def convert(
 ) -> AmpModule:
     """Turn a float32 model into a graph whose every cast to 16 bits, and back, is a node.
 
+    A model whose parameters all have one 16-bit dtype keeps them, and the ops that ``op_list`` denies run in float32:
+    nothing is rounded that was not, and without such rules it stays as it is, to the bit.
+
     Args:
         model: left as it is; the result shares its parameters and buffers, so training one trains the other.
         example_inputs: positional inputs of one call, as a tuple (one tensor may stand alone), or its keyword inputs,
@@ -67,9 +70,10 @@ def convert(
         example_kwargs: keyword inputs of that call.
         dtype: the 16-bit dtype: ``torch.float16`` or ``torch.bfloat16``, or ``"float16"`` or ``"bfloat16"``. By default
             bfloat16 for a CPU, whose float16 kernels are slow, and float16 for all other devices; the logger
-            ``autocastfx`` says which.
+            ``autocastfx`` says which. A 16-bit model has its own.
         op_list: which op runs in which precision: a preset's name, a YAML path, an ``OpList``, or a sequence of these,
-            of which the later win. ``"default"`` is the preset of ``dtype``.
+            of which the later win. ``"default"`` is the preset of ``dtype``. Below them are rules for the modules that
+            a transformers model keeps in float32 in this dtype (:mod:`autocastfx.policy.keep_in_float32`).
         weights: ``"cast"``: parameters stay float32 and are cast in the graph, in each call. ``"cached"``: parameters
             stay float32; the graph reads 16-bit working copies, which are made anew when a parameter has changed (after
             writes into ``parameter.data`` call :meth:`AmpModule.refresh_weights`). Results are the same to the bit.
@@ -97,7 +101,7 @@ def convert(
             attention that torch would compute in float32 is written out; ``"short_attention"``, that of few tokens goes
             backward faster. ``False``, none; or the names of those wanted, among which may be ``"attention"`` and
             ``"masked_attention"``. Rules for ops no longer see the parts. A list with ``placement: follow`` recomposes
-            nothing.
+            nothing; nor is a 16-bit model recomposed.
 
     Returns:
         A ``torch.fx.GraphModule`` that is called like ``model``.
@@ -108,14 +112,15 @@ def convert(
         CalibrationError: the ranges cannot be measured or read.
         BannedOpError: the list bans an op of the model.
         PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
-        UnsupportedError: a reserved argument was given, a parameter is a DTensor, or ``weights="low"`` was given
-            without example inputs.
+        UnsupportedError: a reserved argument was given, a parameter is a DTensor, ``weights="low"`` was given without
+            example inputs; or the model is 16-bit, and was given another ``dtype``, ``weights``, ``fold="kernel"``,
+            ``calibrate``, or names to ``recompose``.
         ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
     check_arguments(fold, weights, headroom)
     module, target = _as_module(model), named_device(device)
-    warn_of_low_parameters(module, stacklevel=3, mixed=True)
+    warn_of_low_parameters(module, stacklevel=3)
     args, kwargs = inputs_of(example_inputs, example_kwargs)
     is_given = example_inputs is not None or example_kwargs is not None
     if not is_given and isinstance(model, ExportedProgram) and model.example_inputs is not None:
@@ -133,9 +138,9 @@ def convert(
     elif not follows:
         lists = replace(kept_in_float32(module, low).merged(lists), name=lists.name)
     if own is not None:
-        given = {"weights": weights != "cast", "fold": fold == "kernel", "calibrate": calibrate is not None}
-        given |= {"dtype": low != own, "recompose": not isinstance(recompose, bool)}
-        _refuse_for_low_model(module, own, next((name for name, is_given in given.items() if is_given), None))
+        refuse_for_low_model(
+            module, own, dtype=low, weights=weights, fold=fold, recompose=recompose, calibrate=calibrate
+        )
         recompose = False
     edited = None if plan is None else read_plan(plan)
     patterns = chosen(recompose)
@@ -238,13 +243,23 @@ _REFUSED = {
 }
 
 
-def _refuse_for_low_model(module: nn.Module, own: torch.dtype, name: str | None) -> None:
-    """Refuse an argument that means nothing for a 16-bit model."""
-    if name is not None:
-        raise UnsupportedError(
-            f"{name} was given, and the parameters of this {type(module).__name__} are {dtype_name(own)} already: "
-            f"{_REFUSED[name]}."
-        )
+def refuse_for_low_model(module: nn.Module, own: torch.dtype, **given: Any) -> None:
+    """Refuse arguments of a conversion that mean nothing for a model whose parameters are ``own``, a 16-bit dtype.
+
+    Raises:
+        UnsupportedError: one of them is given.
+    """
+    wanted = {"dtype": own, "weights": "cast", "calibrate": None}
+    for name, value in given.items():
+        if name == "fold":
+            is_fit = value != "kernel"
+        else:
+            is_fit = isinstance(value, bool) if name == "recompose" else value == wanted.get(name, value)
+        if not is_fit:
+            raise UnsupportedError(
+                f"{name} was given, and the parameters of this {type(module).__name__} are {dtype_name(own)} already: "
+                f"{_REFUSED[name]}."
+            )
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -36,15 +36,14 @@ def warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None) -> Non
         )
 
 
-def warn_of_low_parameters(model: nn.Module, stacklevel: int, *, mixed: bool = False) -> None:
-    """Warn of a model whose floating-point parameters are all in 16 bits; with ``mixed``, of several dtypes."""
+def warn_of_low_parameters(model: nn.Module, stacklevel: int) -> None:
+    """Warn of a model whose floating-point parameters have both 16-bit dtypes: only float32 values are converted."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if dtypes and dtypes <= set(LOW_DTYPES) and (len(dtypes) > 1 or not mixed):
-        otherwise = "" if mixed else " convert raises to float32 what its lists deny, of a model of one 16-bit dtype."
+    if dtypes == set(LOW_DTYPES):
         warnings.warn(
             f"the parameters of this {type(model).__name__} are {' and '.join(sorted(map(dtype_name, dtypes)))} "
-            "already, and only float32 values are converted: what they compute stays as it is. Convert the model in "
-            f"float32, whose parameters stay the optimizer's masters.{otherwise}",
+            "already, and only float32 values are converted: what they compute stays as it is. Give them one dtype, or "
+            "convert the model in float32, whose parameters stay the optimizer's masters.",
             StateWarning,
             stacklevel=stacklevel,
         )
