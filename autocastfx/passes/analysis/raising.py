@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.abstract_values import abstract_call, concrete_sizes, dtypes_of, in_dtype_of
-from autocastfx.graph.node import argument, dtypes, is_member, tensors, uses, value
+from autocastfx.graph.node import argument, dtypes, is_member, uses, value
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.view_ops import is_view_or_copy
 from autocastfx.passes.analysis.listed import listed, refuse_banned
@@ -155,12 +155,12 @@ class _Flow:
         decision = self.decisions.get(node)
         if decision is None:
             return node.op == "output" and not self.keep_output_dtype
-        if not tensors(node):  # it reads a size
-            return decision.category is Category.CLEAR and isinstance(node.target, OpOverload)
+        if isinstance(value(node), (int, torch.SymInt)):  # it reads a size
+            return True
         if node in self.fixed or argument(node, "other") is not None:  # a cast that has nothing to do gives no copy
             return False
         names = base_name(op_name(node)) in self.takes_dtype and argument(node, "dtype") in _WIDE
-        casts = decision.source is Forced.USER_CAST and set(dtypes(node)) <= {*_WIDE, self.low}
+        casts = decision.source is Forced.USER_CAST and set(dtypes(node)) <= {*_WIDE}
         return (names or casts) and sum(self.low in dtypes(use.node) for use in uses(node)) == 1
 
     def _placement(self, node: fx.Node, wide: Set[fx.Node], source: fx.Node | None) -> Placement:
