@@ -77,14 +77,7 @@ def logprob_gap(
     gaps: list[torch.Tensor] = []
     number = 0
     for number, batch in enumerate(batches_of(batches), 1):
-        place = f"batch {number}"
-        args, kwargs = arguments_of(batch)
-        first, second = _logits_of(a, b, args, kwargs, place)
-        if chosen is None:
-            tokens, first, second = _tokens_of(a, args, kwargs, first, second, place)
-        else:
-            tokens = _checked(chosen(batch), place)
-        gaps.append(_gaps(first, second, tokens, place))
+        gaps.append(_of_batch(a, b, batch, chosen, f"batch {number}"))
     if not number:
         raise ValueError("there are no batches to compare the models on. An iterator can be read only once.")
     every = torch.cat(gaps).sort().values
@@ -97,6 +90,14 @@ def logprob_gap(
         largest=float(every[-1]),
         tokens=len(every),
     )
+
+
+def _of_batch(a: Model, b: Model, batch: Any, chosen: Callable[[Any], torch.Tensor] | None, place: str) -> torch.Tensor:
+    args, kwargs = arguments_of(batch)
+    first, second = _logits_of(a, b, args, kwargs, place)
+    if chosen is not None:
+        return _gaps(first, second, _checked(chosen(batch), place), place)
+    return _gaps(*_tokens_of(a, args, kwargs, first, second, place), place)
 
 
 def _logits_of(
@@ -127,7 +128,7 @@ def _tokens_of(
     second: torch.Tensor,
     place: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the chosen tokens of a call, and the logits of both models that chose them."""
+    """Return the logits of both models that chose tokens of a call, and these tokens."""
     named = _named(model, args, kwargs)
     integers = {id(t): t for t in pytree.tree_leaves((args, dict(kwargs))) if _is_integer(t)}
     found = next((named[name] for name in ("labels", "input_ids") if _is_integer(named.get(name))), None)
@@ -141,11 +142,11 @@ def _tokens_of(
     tokens = cast("torch.Tensor", found)
     config: object = getattr(model, "config", None)
     if found is named.get("labels") and getattr(config, "is_encoder_decoder", False):
-        return tokens, first, second
+        return first, second, tokens
     mask = named.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape:
         tokens = tokens.masked_fill(mask == 0, IGNORED)
-    return tokens[..., 1:], first[..., :-1, :], second[..., :-1, :]
+    return first[..., :-1, :], second[..., :-1, :], tokens[..., 1:]
 
 
 def _named(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
