@@ -263,9 +263,7 @@ def test_the_default_dtype_is_that_of_where_the_model_is() -> None:
 
 
 def test_a_model_of_both_16_bit_dtypes_is_told(x: Tensor) -> None:
-    told = (
-        r"the parameters of this Sequential are bfloat16 and float16 already, and only float32 values are converted: "
-    )
+    told = r"the parameters of this Sequential are bfloat16 and float16 already, and only float32 values"
     for convert in (autocastfx.convert, autocastfx.enable):
         with pytest.warns(StateWarning, match=told) as caught:
             convert(nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8).half()), dtype="bfloat16")

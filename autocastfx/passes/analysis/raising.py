@@ -12,6 +12,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from autocastfx.capture.failure import quiet_logs
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.abstract_values import abstract_call, concrete_sizes, dtypes_of, in_dtype_of
 from autocastfx.graph.node import argument, dtypes, is_member, uses, value
@@ -139,7 +140,7 @@ class _Flow:
     def _carries(self, node: fx.Node) -> bool:
         """True for an op that gives float32 of float32, and may."""
         decision = self.decisions[node]
-        may = decision.category in _FOLLOWS and not isinstance(decision.source, Forced) and node not in self.fixed
+        may = decision.category in _FOLLOWS and node not in self.fixed
         return may and self.low in dtypes(node) and op_name(node) not in CASTS
 
     def _goes_on(self, node: fx.Node, raised: Set[fx.Node], sources: Mapping[fx.Node, fx.Node]) -> bool:
@@ -148,7 +149,7 @@ class _Flow:
             return False
         if is_member(node) and (node.all_input_nodes[0] in raised or self.low not in dtypes(node)):
             return True  # the op gives its results so, whoever reads them
-        return bool(node.users) and all(u in raised or u in sources or self._takes_any(u) for u in node.users)
+        return all(u in raised or u in sources or self._takes_any(u) for u in node.users)
 
     def _takes_any(self, node: fx.Node) -> bool:
         """True if ``node`` gives the same dtype, and nothing less exact, whatever the precision of its operand is."""
@@ -157,11 +158,11 @@ class _Flow:
             return node.op == "output" and not self.keep_output_dtype
         if isinstance(value(node), (int, torch.SymInt)):  # it reads a size
             return True
-        if node in self.fixed or argument(node, "other") is not None:  # a cast that has nothing to do gives no copy
+        if argument(node, "other") is not None:  # a type_as that has nothing to do gives no copy, and no schema says so
             return False
         names = base_name(op_name(node)) in self.takes_dtype and argument(node, "dtype") in _WIDE
         casts = decision.source is Forced.USER_CAST and set(dtypes(node)) <= {*_WIDE}
-        return (names or casts) and sum(self.low in dtypes(use.node) for use in uses(node)) == 1
+        return names or casts
 
     def _placement(self, node: fx.Node, wide: Set[fx.Node], source: fx.Node | None) -> Placement:
         decision = self.decisions[node]
@@ -194,7 +195,8 @@ class _InFloat32:
         args, kwargs = map_arg((node.args, node.kwargs), lambda read: self._raised(value(read)))
         target = node.target if callable(node.target) else getattr(torch.Tensor, str(node.target))
         try:
-            given = dtypes_of(abstract_call(target, args, kwargs))
+            with quiet_logs():
+                given = dtypes_of(abstract_call(target, args, kwargs))
         except Exception as error:  # whatever a kernel raises on dtypes that it does not take
             first = str(error).partition("\n")[0]
             return f"it does not take float32: {first}"
