@@ -79,6 +79,13 @@ def test_arguments_that_mean_nothing_are_refused(options: dict[str, Any], name: 
     assert autocastfx.backend_of(model) is None
 
 
+def test_lists_that_follow_torch_autocast_take_any_dtype() -> None:
+    model = autocastfx.enable(llama().bfloat16(), dtype="float16", op_list="torch_autocast_cuda")
+    backend = autocastfx.backend_of(model)
+    assert backend is not None
+    assert backend.low == torch.float16
+
+
 def test_a_part_in_16_bits_of_a_float32_model_stays_as_it_is() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

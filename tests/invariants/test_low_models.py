@@ -169,6 +169,12 @@ def test_arguments_that_say_what_holds_are_taken() -> None:
     assert convert(llama().half(), batches()[0]).plan.low == "float16"
 
 
+def test_lists_that_follow_torch_autocast_take_any_dtype() -> None:
+    options: dict[str, Any] = {"dtype": "float16", "op_list": "torch_autocast_cuda", "fold": "kernel"}
+    assert convert(gpt2().bfloat16(), batches()[0], **options).plan.low == "float16"
+    assert convert(gpt2().half(), batches()[0], op_list="torch_autocast_cpu").plan.low == "bfloat16"
+
+
 def test_models_of_two_16_bit_dtypes_are_warned_of() -> None:
     model = nn.Sequential(nn.Linear(4, 4).half(), nn.Linear(4, 4).bfloat16())
     with pytest.warns(StateWarning, match="are bfloat16 and float16 already, .* Give them one dtype, or convert"):
