@@ -18,7 +18,7 @@ transformers: Any = pytest.importorskip("transformers")
 
 LOW = [torch.float16, torch.bfloat16]
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4},
+    **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4},
     **{"intermediate_size": 64, "max_position_embeddings": 64, "use_cache": False},
 }
 STREAM = {"path": "model.layers.*", "ops": ["add"], "category": "float32", "reason": "the residual stream"}
@@ -51,6 +51,11 @@ def gpt2() -> Any:
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, use_cache=False)
     return transformers.GPT2LMHeadModel(config).eval()
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)).eval()
 
 
 def batches(count: int = 1) -> list[dict[str, torch.Tensor]]:
@@ -87,7 +92,6 @@ def test_raised_it_is_nearer_to_the_float32_model() -> None:
     assert gap.tokens == plain.tokens == 4 * 2 * 15
     assert gap.mean < plain.mean / 2
     assert gap.quantile < plain.quantile / 2
-    assert logprob_gap(low, convert(low, runs[0], op_list=NOTHING), runs).largest == 0
     for rule in (HEAD, NORMS):
         part = convert(low, runs[0], op_list=["default", OpList.of({"modules": [rule]})], keep_output_dtype=False)
         assert logprob_gap(low, part, runs).largest > 0
@@ -101,7 +105,7 @@ def test_gradients_of_a_raised_model_are_16_bit_and_near_those_of_float32(low: t
     _, ours = gradients(amp_model, batch)
     _, theirs = gradients(full, batch)
     assert {g.dtype for g in ours} == {low}
-    bound = 16 * torch.finfo(low).eps  # roundings of a path through six layers
+    bound = 8 * torch.finfo(low).eps  # roundings of a path through two layers
     for a, b in zip(ours, theirs, strict=True):
         assert (a.float() - b).norm() <= bound * b.norm() + torch.finfo(low).tiny
 
@@ -132,11 +136,13 @@ def test_other_sizes_and_training_are_served() -> None:
 
 
 def test_without_inputs_the_first_call_captures_it() -> None:
-    model, (batch,) = llama().bfloat16(), batches()
-    amp_model = convert(model, op_list=["default", RAISED])
-    given = convert(model, batch, op_list=["default", RAISED])
-    assert torch.equal(amp_model(**batch).logits, given(**batch).logits)
+    model, x = small().bfloat16(), torch.linspace(-1, 1, 16).view(2, 8).bfloat16()
+    amp_model, given = convert(model), convert(model, x)
+    with pytest.raises(autocastfx.NotCapturedError, match="in float32 shows in the dtypes of a call's values"):
+        str(amp_model.plan)
+    assert torch.equal(amp_model(x), given(x))
     assert amp_model.plan == given.plan
+    assert amp_model.plan["softmax"].placement.run is autocastfx.Precision.FLOAT32
 
 
 @pytest.mark.parametrize(
@@ -157,22 +163,22 @@ def test_arguments_that_mean_nothing_are_refused(options: dict[str, Any], messag
     model = llama().bfloat16()
     before = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(UnsupportedError, match=message):
-        convert(model, batches()[0], **options)
+        convert(model, batches()[0], **options)  # before anything is captured
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_arguments_that_say_what_holds_are_taken() -> None:
     options: dict[str, Any] = {"weights": "cast", "fold": "none", "recompose": False, "dtype": "bfloat16"}
-    plan = convert(llama().bfloat16(), batches()[0], **options).plan
-    assert plan == convert(llama().bfloat16(), batches()[0]).plan
+    plan = convert(small().bfloat16(), torch.ones(2, 8).bfloat16(), **options).plan
+    assert plan == convert(small().bfloat16(), torch.ones(2, 8).bfloat16()).plan
     assert plan.low == "bfloat16"
-    assert convert(llama().half(), batches()[0]).plan.low == "float16"
+    assert convert(small().half(), torch.ones(2, 8).half()).plan.low == "float16"
 
 
 def test_lists_that_follow_torch_autocast_take_any_dtype() -> None:
     options: dict[str, Any] = {"dtype": "float16", "op_list": "torch_autocast_cuda", "fold": "kernel"}
-    assert convert(gpt2().bfloat16(), batches()[0], **options).plan.low == "float16"
-    assert convert(gpt2().half(), batches()[0], op_list="torch_autocast_cpu").plan.low == "bfloat16"
+    assert convert(small().bfloat16(), torch.ones(2, 8).bfloat16(), **options).plan.low == "float16"
+    assert convert(small().half(), torch.ones(2, 8).half(), op_list="torch_autocast_cpu").plan.low == "bfloat16"
 
 
 def test_models_of_two_16_bit_dtypes_are_warned_of() -> None:
