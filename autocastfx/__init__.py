@@ -40,6 +40,7 @@ from autocastfx.numerics.compare import compare
 from autocastfx.numerics.exponent_counts import Exponents, Margin, Shares
 from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.gradient_histogram import GradientHistogram, gradient_histogram
+from autocastfx.numerics.logprob_gap import LogprobGap, logprob_gap
 from autocastfx.numerics.overflow import InputRange, Overflow
 from autocastfx.numerics.place import Place
 from autocastfx.numerics.sensitivity import sensitivity
@@ -119,6 +120,7 @@ __all__ = [
     "GradientHistogram",
     "InputRange",
     "Lint",
+    "LogprobGap",
     "LossScaleError",
     "LossScaler",
     "LossScalingOptimizer",
@@ -184,6 +186,7 @@ __all__ = [
     "gradient_histogram",
     "lint",
     "load_op_list",
+    "logprob_gap",
     "presets",
     "sensitivity",
     "show",

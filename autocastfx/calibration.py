@@ -13,9 +13,9 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from autocastfx.capture.batches import arguments_of, iterated
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.export import capture
+from autocastfx.capture.given_inputs import arguments_of, batches_of
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.measure import MeasuredGraph, Seen, apart, read_all
 from autocastfx.capture.progress import Progress, counted
@@ -74,7 +74,7 @@ def calibrate(
     )
     signature, done = CallSignature.of(module.forward), 0
     with random_numbers_kept(), counted(progress, "calibrating") as show:
-        for done, batch in enumerate(iterated(batches), 1):
+        for done, batch in enumerate(batches_of(batches), 1):
             args, kwargs = arguments_of(batch)
             insists = replace(signature, by_position=len(args) if baked else 0)
             try:
@@ -104,7 +104,7 @@ def first_call(batches: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any],
     Raises:
         CalibrationError: there are no batches.
     """
-    rest = iterated(batches)
+    rest = batches_of(batches)
     for batch in rest:
         return *arguments_of(batch), itertools.chain([batch], rest)
     raise CalibrationError(_NO_BATCHES)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.calibration import first_call, ranges_of
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.given_inputs import device_of, inputs_of, named_device
-from autocastfx.dtypes import chosen_dtype, dtype_name
+from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import CaptureError, SensitivityError, UnmatchedPlanWarning, UnsupportedError, shown
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
@@ -28,6 +28,7 @@ from autocastfx.plan.prices import Prices
 from autocastfx.plan.ranges import Ranges
 from autocastfx.plan.read_plan import read_plan
 from autocastfx.plan.sensitivity import Sensitivity
+from autocastfx.policy.keep_in_float32 import kept_in_float32
 from autocastfx.policy.kernel_facts import LEVELS, load_kernel_facts
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.report.conversion_warnings import (
@@ -38,7 +39,14 @@ from autocastfx.report.conversion_warnings import (
 )
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["check_arguments", "conversion_is_off", "convert", "convert_again", "convert_captured"]
+__all__ = [
+    "check_arguments",
+    "conversion_is_off",
+    "convert",
+    "convert_again",
+    "convert_captured",
+    "refuse_for_low_model",
+]
 
 
 def convert(
@@ -60,6 +68,9 @@ def convert(
 ) -> AmpModule:
     """Turn a float32 model into a graph whose every cast to 16 bits, and back, is a node.
 
+    A model whose parameters all have one 16-bit dtype keeps them, and the ops that ``op_list`` denies run in float32:
+    nothing is rounded that was not, and without such rules it stays as it is, to the bit.
+
     Args:
         model: left as it is; the result shares its parameters and buffers, so training one trains the other.
         example_inputs: positional inputs of one call, as a tuple (one tensor may stand alone), or its keyword inputs,
@@ -69,9 +80,10 @@ def convert(
         example_kwargs: keyword inputs of that call.
         dtype: the 16-bit dtype: ``torch.float16`` or ``torch.bfloat16``, or ``"float16"`` or ``"bfloat16"``. By default
             bfloat16 for a CPU, whose float16 kernels are slow, and float16 for all other devices; the logger
-            ``autocastfx`` says which.
+            ``autocastfx`` says which. A 16-bit model has its own.
         op_list: which op runs in which precision: a preset's name, a YAML path, an ``OpList``, or a sequence of these,
-            of which the later win. ``"default"`` is the preset of ``dtype``.
+            of which the later win. ``"default"`` is the preset of ``dtype``. Below them are rules for the modules that
+            a transformers model keeps in float32 in this dtype (:mod:`autocastfx.policy.keep_in_float32`).
         weights: ``"cast"``: parameters stay float32 and are cast in the graph, in each call. ``"cached"``: parameters
             stay float32; the graph reads 16-bit working copies, which are made anew when a parameter has changed (after
             writes into ``parameter.data`` call :meth:`AmpModule.refresh_weights`). Results are the same to the bit.
@@ -99,7 +111,7 @@ def convert(
             attention that torch would compute in float32 is written out; ``"short_attention"``, that of few tokens goes
             backward faster. ``False``, none; or the names of those wanted, among which may be ``"attention"`` and
             ``"masked_attention"``. Rules for ops no longer see the parts. A list with ``placement: follow`` recomposes
-            nothing.
+            nothing; nor is a 16-bit model recomposed.
         sensitivity: what :func:`sensitivity` measured, or the path of its file: the plan, dumps and ``explain`` then
             tell the error that is predicted for each node and for the whole. It changes no placement; :func:`tune`
             chooses by it.
@@ -114,8 +126,9 @@ def convert(
         SensitivityError: the sensitivity cannot be read, or was measured for another dtype.
         BannedOpError: the list bans an op of the model.
         PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
-        UnsupportedError: a reserved argument was given, a parameter is a DTensor, or ``weights="low"`` was given
-            without example inputs.
+        UnsupportedError: a reserved argument was given, a parameter is a DTensor, ``weights="low"`` was given without
+            example inputs; or the model is 16-bit, and was given another ``dtype``, ``weights``, ``fold="kernel"``,
+            ``calibrate``, ``sensitivity``, or names to ``recompose``.
         ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
@@ -128,14 +141,25 @@ def convert(
         (args, kwargs), is_given = model.example_inputs, True
     elif not (is_given or calibrate is None or isinstance(calibrate, (Ranges, str, os.PathLike))):
         (args, kwargs, calibrate), is_given = first_call(calibrate), True
-    low = chosen_dtype(dtype, target or device_of(module, args, kwargs))
+    own = one_low_dtype(p.dtype for p in module.parameters())
+    low = chosen_dtype(own if dtype is None else dtype, target or device_of(module, args, kwargs))
     lists = load_op_list(op_list, default=dtype_name(low))
+    follows = lists.placement == "follow"  # torch.autocast's dispatch casts 16-bit values, too
+    if follows:
+        own, low = None, chosen_dtype(dtype, target or device_of(module, args, kwargs))
     if conversion_is_off():
         lists, calibrate, plan, recompose = load_op_list("float32"), None, None, False
+    elif not follows:
+        lists = replace(kept_in_float32(module, low).merged(lists), name=lists.name)
+    if own is not None:
+        given = {"recompose": recompose, "calibrate": calibrate, "sensitivity": sensitivity}
+        refuse_for_low_model(module, own, dtype=low, weights=weights, fold=fold, **given)
+        recompose = False
     edited = None if plan is None else read_plan(plan)
     patterns = chosen(recompose)
     facts = load_kernel_facts()
     converter = Converter(lists, facts, low, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights)
+    converter = replace(converter, raises=own is not None)
     if calibrate is not None:
         converter = replace(converter, ranges=ranges_of(calibrate, model, converter.op_list), headroom=headroom)
     if sensitivity is not None:
@@ -234,6 +258,36 @@ def convert_captured(amp_model: AmpModule, converter: Converter) -> AmpModule | 
         if found is not None:
             again._mounted.add(converter(found, held, maker.device or found.device))
     return again
+
+
+# Of a model that is 16-bit already.
+_REFUSED = {
+    "dtype": "the conversion has the dtype of the model: leave dtype out, or convert the float32 model",
+    "weights": 'its parameters are stored in 16 bits as they are: leave weights="cast"',
+    "fold": 'what the list denies is raised to float32: leave fold="exact", and name in op_list what is to be raised',
+    "calibrate": "nothing is rounded that was not: name in op_list what is to be float32, or convert the float32 model",
+    "sensitivity": "nothing is rounded that was not: convert the float32 model, for which it was measured",
+    "recompose": "its ops stay those that they are, to the bit: leave recompose out, or convert the float32 model",
+}
+
+
+def refuse_for_low_model(module: nn.Module, own: torch.dtype, **given: Any) -> None:
+    """Refuse arguments of a conversion that mean nothing for a model whose parameters are ``own``, a 16-bit dtype.
+
+    Raises:
+        UnsupportedError: one of them is given.
+    """
+    wanted = {"dtype": own, "weights": "cast", "calibrate": None, "sensitivity": None}
+    for name, value in given.items():
+        if name == "fold":
+            is_fit = value != "kernel"
+        else:
+            is_fit = isinstance(value, bool) if name == "recompose" else value == wanted.get(name, value)
+        if not is_fit:
+            raise UnsupportedError(
+                f"{name} was given, and the parameters of this {type(module).__name__} are {dtype_name(own)} already: "
+                f"{_REFUSED[name]}."
+            )
 
 
 def _check_parameters(model: nn.Module) -> None:

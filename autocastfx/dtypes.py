@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
-__all__ = ["LOW_DTYPES", "chosen_dtype", "dtype_name", "low_dtype"]
+__all__ = ["LOW_DTYPES", "chosen_dtype", "dtype_name", "low_dtype", "one_low_dtype"]
 
 _LOG = logging.getLogger("autocastfx")
 
@@ -16,6 +17,12 @@ LOW_DTYPES = (torch.float16, torch.bfloat16)
 def dtype_name(dtype: torch.dtype) -> str:
     """``"float16"`` for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def one_low_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """Return the 16-bit dtype that all floating-point ones of ``dtypes`` are; None if they are not all one."""
+    floating = {dtype for dtype in dtypes if dtype.is_floating_point}
+    return floating.pop() if len(floating) == 1 and floating <= set(LOW_DTYPES) else None
 
 
 _SAID = {"fp16": torch.float16, "half": torch.float16, "bf16": torch.bfloat16} | {

@@ -262,15 +262,12 @@ def test_the_default_dtype_is_that_of_where_the_model_is() -> None:
     assert autocastfx.convert(nn.ReLU()).plan.low == "bfloat16"
 
 
-def test_a_model_that_is_low_already_is_told(x: Tensor) -> None:
-    told = r"the parameters of this Linear are bfloat16 already, and only float32 values are converted: .* in float32"
-    with pytest.warns(StateWarning, match=told) as caught:
-        amp_model = autocastfx.convert(nn.Linear(8, 8).bfloat16(), (x.bfloat16(),), dtype="bfloat16")
-    assert caught[0].filename == __file__
-    assert not any(str(node.placement.run) == "low" for node in amp_model.plan.nodes)
-    with pytest.warns(StateWarning, match=told) as caught:
-        autocastfx.enable(nn.Linear(8, 8).bfloat16(), dtype="bfloat16")
-    assert caught[0].filename == __file__
+def test_a_model_of_both_16_bit_dtypes_is_told(x: Tensor) -> None:
+    told = r"the parameters of this Sequential are bfloat16 and float16 already, and only float32 values"
+    for convert in (autocastfx.convert, autocastfx.enable):
+        with pytest.warns(StateWarning, match=told) as caught:
+            convert(nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8).half()), dtype="bfloat16")
+        assert caught[0].filename == __file__
     mixed = nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8))
     autocastfx.enable(mixed, dtype="bfloat16")
     autocastfx.convert(nn.ReLU(), (x,), dtype="bfloat16")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature
 
-__all__ = ["batch_of", "device_of", "inputs_of", "named_device"]
+__all__ = ["arguments_of", "batch_of", "batches_of", "device_of", "inputs_of", "named_device"]
 
 _FROM_NUMPY = "Make a tensor of it: torch.from_numpy(array)."
 _IN_A_TUPLE = "An object that is the model's first argument goes into a tuple: (inputs,)."
@@ -56,6 +56,34 @@ def batch_of(
         if given and signature.takes(given):
             return (), given
     return tuple(args), kwargs
+
+
+def batches_of(batches: Iterable[Any]) -> Iterator[Any]:
+    """Return an iterator of the batches that a user gave.
+
+    Raises:
+        TypeError: one batch was given, or nothing that can be iterated.
+    """
+    if isinstance(batches, (torch.Tensor, Mapping)) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches is an iterable of batches, not a {type(batches).__name__}; write [batch] for one")
+    return iter(batches)
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword inputs of the call that a batch is for.
+
+    Args:
+        batch: a tensor; a tuple or list of positional inputs; a mapping of keyword inputs; or a pair of a tuple and a
+            mapping, for both.
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(cast("Mapping[str, Any]", batch))
+    if not isinstance(batch, (tuple, list)):
+        return (batch,), {}
+    parts: tuple[Any, ...] = tuple(cast("Iterable[Any]", batch))
+    if len(parts) == 2 and isinstance(parts[0], (tuple, list)) and isinstance(parts[1], Mapping):
+        return tuple(cast("Iterable[Any]", parts[0])), dict(cast("Mapping[str, Any]", parts[1]))
+    return parts, {}
 
 
 def _is_array(held: object) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -15,7 +16,7 @@ from autocastfx.capture.progress import stage
 from autocastfx.capture.saved_tensors import no_saved_tensors_hooks
 from autocastfx.capture.whole_calls import places
 from autocastfx.conversion import check_arguments, conversion_is_off
-from autocastfx.dtypes import chosen_dtype, dtype_name
+from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.any_size import own_sizes
 from autocastfx.integrations.compiled_call import CompiledCall
@@ -23,6 +24,7 @@ from autocastfx.integrations.hook_guards import guard_hooks
 from autocastfx.integrations.skipped_code import SkippedCode
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
+from autocastfx.policy.keep_in_float32 import kept_in_float32
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph
@@ -149,6 +151,10 @@ class CompileBackend:
         """
         if not conversion_is_off():
             self._models.add(model)
+            lists = self._converter.op_list
+            if lists.placement != "follow":
+                merged = replace(kept_in_float32(model, self.low).merged(lists), name=lists.name)
+                self._converter = replace(self._converter, op_list=merged)
             model._compiled_call_impl = CompiledCall(model, self, options)
         return model
 
@@ -158,22 +164,38 @@ class CompileBackend:
         return {id(held): name for name, held in named}
 
     def _converted(
-        self, module: fx.GraphModule, inputs: list[Any] | None, device: torch.device, found: list[CompiledGraph]
+        self,
+        module: fx.GraphModule,
+        inputs: list[Any] | None,
+        device: torch.device,
+        found: list[CompiledGraph],
+        raises: bool = False,
     ) -> fx.GraphModule:
-        """Convert a graph, and those that it recomputes; adds to ``found``."""
+        """Convert a graph, and those that it recomputes; adds to ``found``.
+
+        Its parameters, or with ``raises`` those of the graph around it, are 16-bit already.
+        """
         from autocastfx.capture.dynamo_graph import WholeCall, aten_graph, run_as_dynamo
 
         captured = aten_graph(module, inputs, self._whole, self._paths())
-        made = self._converter.convert_graph(
+        raises = raises or self._is_low(captured.parameters.values())
+        made = replace(self._converter, raises=raises).convert_graph(
             captured.graph, captured.attributes, captured.parameters, device, mode="train"
         )
         converted = run_as_dynamo(captured, made.graph, made.attributes)
         for node in converted.graph.nodes:
             if isinstance(node.target, WholeCall) and (inside := node.target.recomputed) is not None:
-                node.target = node.target.with_recomputed(self._converted(inside, None, device, found))
+                node.target = node.target.with_recomputed(self._converted(inside, None, device, found, raises))
         converted.recompile()
         found.append(CompiledGraph(converted, made.plan))
         return converted
+
+    def _is_low(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """True if what the list denies is raised: these parameters, and all of the compiled models, are 16-bit."""
+        if self._converter.op_list.placement == "follow":
+            return False
+        groups = (parameters, *(model.parameters() for model in self._models))
+        return all(one_low_dtype(p.dtype for p in group) == self.low for group in groups)
 
     def _compile_unconverted(
         self, module: fx.GraphModule, inputs: list[Any], device: torch.device, error: Exception

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from autocastfx.capture.given_inputs import device_of
-from autocastfx.dtypes import chosen_dtype
+from autocastfx.conversion import refuse_for_low_model
+from autocastfx.dtypes import chosen_dtype, one_low_dtype
 from autocastfx.errors import UnsupportedError
 from autocastfx.integrations.compile_backend import CompileBackend
 from autocastfx.integrations.compiled_call import CompiledCall
+from autocastfx.policy.op_list import load_op_list
 from autocastfx.report.conversion_warnings import warn_of_low_parameters
 from autocastfx.runtime.amp_module import AmpModule
 
@@ -30,7 +32,7 @@ def enable(
 
     Args:
         model: the model, or a part of one.
-        dtype: as in :func:`convert`; the model is where it should run.
+        dtype: as in :func:`convert`; the model is where it should run. A 16-bit model is converted as there.
         inner: as in :class:`CompileBackend`, but by default ``"eager"``, which needs no compiler.
         arguments: of :class:`CompileBackend`, such as ``op_list``.
 
@@ -38,7 +40,8 @@ def enable(
         The same model.
 
     Raises:
-        UnsupportedError: the model is enabled already, compiled by ``torch.compile``, or what ``convert`` returned.
+        UnsupportedError: the model is enabled already, compiled by ``torch.compile``, or what ``convert`` returned; or
+            it is 16-bit, and was given another dtype, ``fold="kernel"``, or names to recompose.
         OpListError: a list is wrong.
         ValueError: an argument has no such choice.
     """
@@ -54,7 +57,13 @@ def enable(
             f"this {name} is compiled already: enable it instead, with inner= the backend that it was compiled by."
         )
     warn_of_low_parameters(model, stacklevel=3)
-    return CompileBackend(dtype=chosen_dtype(dtype, device_of(model)), inner=inner, **arguments).compile(model)
+    follows = load_op_list(arguments.get("op_list", "default")).placement == "follow"  # it casts 16-bit values, too
+    own = None if follows else one_low_dtype(p.dtype for p in model.parameters())
+    low = chosen_dtype(own if dtype is None else dtype, device_of(model))
+    if own is not None:
+        named = {name: arguments[name] for name in ("fold", "recompose") if name in arguments}
+        refuse_for_low_model(model, own, dtype=low, **named)
+    return CompileBackend(dtype=low, inner=inner, **arguments).compile(model)
 
 
 def disable(model: nn.Module) -> nn.Module:

@@ -44,7 +44,8 @@ def compare(
 
     Args:
         model: the float32 original, for its parameters and buffers; None: the float32 graph uses those of
-            ``amp_model``, which by default are the original's.
+            ``amp_model``, which by default are the original's. If the original is 16-bit itself, None compares with it,
+            as captured, and ``model`` may be it in float32.
         amp_model: a converted model.
         *inputs: positional inputs of the call; or one dict, of its keyword inputs.
         gradients: also compare the gradients of the loss with respect to each value and parameter.

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.export import capture
 from autocastfx.capture.given_inputs import batch_of
-from autocastfx.dtypes import LOW_DTYPES
+from autocastfx.dtypes import LOW_DTYPES, one_low_dtype
 from autocastfx.errors import NodeError
 from autocastfx.graph.node import attribute, is_cast, module_path, origin, stack_trace
 from autocastfx.graph.op_name import op_name
@@ -193,6 +193,8 @@ def run_side_by_side(
         }
         _check_fits(theirs, ours)
         signature, kept = CallSignature.of(model.forward), amp_model._maker.leaves
+        if _is_low(ours) and not _is_low(theirs):  # what was captured has the casts of the 16-bit model
+            captured = None
         captured = captured or capture(model, signature, call, training=variant.modes, held=theirs, leaves=kept)
     if captured is None:
         return PairedRun(variant, Side.of(low, call, gradients), None, {}, 0, ask)
@@ -203,6 +205,10 @@ def run_side_by_side(
     gone = sum(map(_computes, full.graph.nodes)) - len(twins)
     run, beside = (Side.of(flat, call, gradients) for flat in (low, full))
     return PairedRun(variant, run, beside, twins, made + gone, ask)
+
+
+def _is_low(held: Mapping[str, torch.Tensor]) -> bool:
+    return one_low_dtype(t.dtype for t in held.values() if isinstance(t, nn.Parameter)) is not None
 
 
 def _check_fits(theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.batches import arguments_of, iterated
 from autocastfx.capture.call import CallSignature
+from autocastfx.capture.given_inputs import arguments_of, batches_of
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert
@@ -72,7 +72,7 @@ def sensitivity(
         SensitivityError: there are no batches, one does not fit the model, the loss is no single number or does not
             depend on a parameter, or the target is zero or not finite.
         CaptureError: the model cannot be captured.
-        UnsupportedError: the model is converted already.
+        UnsupportedError: the model is converted already, or is 16-bit.
         ValueError: ``of`` is no target, or ``probes`` is less than 1.
     """
     if of not in TARGETS:
@@ -81,7 +81,7 @@ def sensitivity(
         raise ValueError(f"probes is a count of at least 1, not {probes!r}")
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: measure the original.")
-    rest = iterated(batches)
+    rest = batches_of(batches)
     first = next(rest, None)
     if first is None:
         raise SensitivityError("there are no batches to measure on. An iterator can be read only once.")
@@ -115,6 +115,12 @@ class Measuring:
 
     def add(self, batch: Any) -> None:
         """Measure one more batch."""
+        converter = cast("VariantMaker", self.amp_model._maker).converter
+        if converter.raises:
+            raise UnsupportedError(
+                "the model is 16-bit already, and a sensitivity compares float32 with 16 bits: measure the float32 "
+                "model, and give its list to convert."
+            )
         args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
         check_fits(self.amp_model, args, kwargs)
         variant = self.amp_model._variant_for(args, kwargs)
@@ -123,7 +129,6 @@ class Measuring:
             raise SensitivityError("the captured graph is not at hand: convert the model again.")
         call = CallSignature.of(self.amp_model.forward).bind(args, kwargs)
         held: Mapping[str, Any] = {**captured.attributes, **self.amp_model._held()}
-        converter = cast("VariantMaker", self.amp_model._maker).converter
         ports = replace(converter, device=variant.plan.device).ports
         with random_numbers_kept():
             torch.manual_seed(0)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.batches import arguments_of
+from autocastfx.capture.given_inputs import arguments_of
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.errors import SensitivityError
 from autocastfx.numerics.node_effects import gradient_scale

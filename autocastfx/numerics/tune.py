@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from autocastfx.capture.batches import arguments_of, iterated
+from autocastfx.capture.given_inputs import arguments_of, batches_of
 from autocastfx.capture.progress import Progress, counted, stage
 from autocastfx.conversion import convert, convert_captured
 from autocastfx.dtypes import low_dtype
@@ -86,7 +86,7 @@ def tune(
         SensitivityError: as for :func:`sensitivity`; there are too few batches; or no plan keeps the budget.
         OpListError, CaptureError: as for :func:`convert`.
     """
-    given = list(iterated(batches))
+    given = list(batches_of(batches))
     if held_out < 1 or len(given) < held_out + (sensitivity is None):
         raise SensitivityError(
             f"there are {len(given)} batches, of which {held_out} are held out to judge on: give at least one of each."

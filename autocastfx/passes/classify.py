@@ -11,14 +11,12 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from autocastfx.dtypes import dtype_name
-from autocastfx.errors import BannedOpError
 from autocastfx.graph.node import (
     argument,
     constants,
     dtypes,
     has_float32,
     is_float32,
-    module_path,
     uses,
 )
 from autocastfx.graph.op_name import base_name, op_name
@@ -27,11 +25,12 @@ from autocastfx.graph.sizes import example, largest_size, unknown_size
 from autocastfx.passes.analysis.demands import Demands
 from autocastfx.passes.analysis.distances import distance_products
 from autocastfx.passes.analysis.exact_numbers import forced_by_number
+from autocastfx.passes.analysis.listed import listed, refuse_banned
 from autocastfx.passes.analysis.masks import Fill, come_in, fills, fits, takes_mask
 from autocastfx.passes.analysis.value_ranges import Limit, reach
 from autocastfx.passes.analysis.whole_numbers import WholeNumbers, told_apart
 from autocastfx.passes.state import Classification, Pass, State
-from autocastfx.plan.plan import NO_SOURCE, UNLISTED, Decision, Forced
+from autocastfx.plan.plan import NO_SOURCE, Decision, Forced
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.op_list import OpList
@@ -131,12 +130,7 @@ class Classifier:
             return Decision(Category.KEEP, "values cross the border of a sub-graph as captured", Forced.SUB_GRAPH)
         rule = Matcher(self.op_list, self.device)(node)
         listed = self._listed(rule)
-        if listed.category is Category.BAN:
-            raise BannedOpError(
-                f"node {node.name!r} in module {module_path(node) or '(root)'!r} is {op_name(node)}, which "
-                f"{listed.source} bans: {listed.reason or 'no reason given'}. Replace the op in the model, or list it "
-                "in another category."
-            )
+        refuse_banned(node, listed)
         if self.op_list.placement == "follow":  # torch.autocast knows no forced rules, and casts 16-bit values too
             return listed
         reads = [u.node for u in uses(node) if has_float32(u.node)]
@@ -199,9 +193,7 @@ class Classifier:
         return made and any(largest < abs(number) < math.inf for _, number in constants(node))
 
     def _listed(self, rule: Rule | ModuleRule | None) -> Decision:
-        if rule is None:
-            return Decision(self.op_list.unlisted or Category.KEEP, "in no list", UNLISTED)
-        return Decision(rule.category, rule.reason, rule.source or NO_SOURCE)
+        return listed(self.op_list, rule)
 
     @property
     def _low_name(self) -> str:

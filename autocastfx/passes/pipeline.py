@@ -20,9 +20,11 @@ from autocastfx.passes.analysis.node_errors import NodeErrors
 from autocastfx.passes.classify import Classify
 from autocastfx.passes.drop_loss_casts import DropLossCasts
 from autocastfx.passes.insert_casts import InsertCasts
+from autocastfx.passes.insert_raises import InsertRaises
 from autocastfx.passes.make_conditional import MakeConditional
 from autocastfx.passes.merge_repeated import MergeRepeated
 from autocastfx.passes.place import Place
+from autocastfx.passes.raise_nodes import RaiseNodes
 from autocastfx.passes.recompose import Recompose
 from autocastfx.passes.record_plan import planned_casts, planned_copies, planned_node
 from autocastfx.passes.replace_attention import RecomputeAttention, WriteOutAttention
@@ -37,7 +39,7 @@ from autocastfx.plan.ranges import Key, key_of, mode_of
 from autocastfx.plan.sensitivity import Effect, Signature, added, rms
 from autocastfx.runtime.variant import Variant
 
-__all__ = ["FOLLOW_PIPELINE", "PIPELINE", "ConvertedGraph", "Converter"]
+__all__ = ["FOLLOW_PIPELINE", "PIPELINE", "RAISE_PIPELINE", "ConvertedGraph", "Converter"]
 
 PIPELINE: tuple[type[Pass], ...] = (
     *(Recompose, WriteOutAttention, RecomputeAttention, MergeRepeated, DropLossCasts),
@@ -49,6 +51,8 @@ FOLLOW_PIPELINE: tuple[type[Pass], ...] = (
     *(Classify, Follow),
     *(InsertFollowedCasts, StoreWeights, MakeConditional, Verify),
 )
+# For a model whose parameters are 16-bit already.
+RAISE_PIPELINE: tuple[type[Pass], ...] = (RaiseNodes, InsertRaises, Verify)
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,7 @@ def _converted(
         guesses=guesses,
     )
     effects: Mapping[fx.Node, Signature] = {}
-    for step in FOLLOW_PIPELINE if follows else PIPELINE:
+    for step in FOLLOW_PIPELINE if follows else RAISE_PIPELINE if policy.raises else PIPELINE:
         state = step(policy)(state)
         if not step.rewrites and state.placements:  # later steps put casts between a node and what it reads
             effects = state.errors.of_nodes(state.placements)

@@ -28,6 +28,8 @@ def planned_node(node: fx.Node, state: State, low: torch.dtype, prefix: str, err
     after = tuple(low if placement.store is Precision.LOW and d == torch.float32 else d for d in captured)
     if state.followed is not None:
         after = state.followed.dtypes[node]
+    elif state.raised is not None:
+        after = state.raised[node]
     return PlannedNode(
         name=prefix + node.name,
         op=state.ops[node],

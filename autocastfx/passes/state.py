@@ -48,6 +48,7 @@ class Policy:
     weights: str = "cast"
     prices: Prices | None = None
     device: str = "cpu"
+    raises: bool = False  # the model's parameters are ``low`` already: what the list denies is raised to float32
 
     @property
     def low_name(self) -> str:
@@ -106,6 +107,7 @@ class State:
         cached: parameters that torch.autocast casts once, each with a number that tied ones share.
         numbers: all parameters, likewise.
         followed: how torch.autocast runs the graph, where that is the plan.
+        raised: the dtypes of each node's values after the conversion of a 16-bit model; None for other models.
         prefix: of the names of its nodes in the plan.
         recomposed: nodes that stand for captured ones.
     """
@@ -125,6 +127,7 @@ class State:
     cached: Mapping[str, int] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
     followed: Followed | None = None
+    raised: Mapping[fx.Node, tuple[torch.dtype, ...]] | None = None
     prefix: str = ""
     recomposed: tuple[Recomposed, ...] = ()
 

@@ -85,6 +85,8 @@ class VariantMaker:
             raise CaptureError("the original model is not at hand")
         if self.converter.op_list.placement == "follow":
             raise CaptureError("an op list that follows torch.autocast's dispatch needs the inputs' dtypes and sizes")
+        if self.converter.raises:
+            raise CaptureError("what a 16-bit model has in float32 shows in the dtypes of a call's values")
         found = capture_symbolically(self.model, self.signature, training=modes, held=held, leaves=self.leaves)
         return self.rebuild(found, held, self.device or found.device)
 

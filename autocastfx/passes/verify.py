@@ -33,6 +33,7 @@ def verify(
     keep_output_dtype: bool,
     attributes: Mapping[str, Any],
     followed: Followed | None = None,
+    raised: Mapping[fx.Node, tuple[torch.dtype, ...]] | None = None,
 ) -> None:
     """Check ``graph`` and give its new nodes abstract values.
 
@@ -49,6 +50,7 @@ def verify(
         keep_output_dtype: whether the outputs must have their captured dtype.
         attributes: what the graph's ``get_attr`` nodes read, parameters and buffers apart.
         followed: how torch.autocast runs the graph, where that is the plan.
+        raised: the planned dtypes of the captured nodes, for a model that is 16-bit already.
 
     Raises:
         VerifyError: naming the first wrong node; the printed graph is attached, with the node marked.
@@ -66,6 +68,8 @@ def verify(
         if followed is not None:  # expanded parts have values of their own, and what gives no tensor has no dtype
             known = followed.dtypes.get(node, ())
             again = value(node) is None or (known != () and (again or known != dtypes(node)))
+        elif raised is not None:
+            again = again or raised.get(node, dtypes(node)) != dtypes(node)
         if computes and again:
             before = value(node)
             set_value(node, _run(node, graph))
@@ -75,7 +79,9 @@ def verify(
             set_value(node, sizes(value(node)))
             if node.op == "get_attr" and dtypes(node) != captured.get(node, dtypes(node)):  # it is stored low
                 changed.add(node)
-        if followed is None:
+        if raised is not None:
+            problem = _raised_problem(node, placements, captured, raised, low=low, keeps=keep_output_dtype)
+        elif followed is None:
             problem = _problem(node, placements, captured, low=low, ports=ports, keeps=keep_output_dtype)
         else:
             problem = _followed_problem(node, followed, captured, keeps=keep_output_dtype)
@@ -163,6 +169,37 @@ def _followed_problem(
     return None
 
 
+def _raised_problem(
+    node: fx.Node,
+    placements: Mapping[fx.Node, Placement],
+    captured: Mapping[fx.Node, tuple[torch.dtype, ...]],
+    raised: Mapping[fx.Node, tuple[torch.dtype, ...]],
+    *,
+    low: torch.dtype,
+    keeps: bool,
+) -> str | None:
+    placement = placements.get(node)
+    if placement is None and node.op != "output":
+        return None
+    for target in mutated_inputs(node):
+        if origin(target) is not None:
+            return f"writes into {target.name}, a cast that nobody else reads"
+    for use in uses(node):
+        source = _captured_of(use.node, captured)
+        wanted = captured.get(source, ())
+        is_read_as_stored = use.argument in placement.as_stored if placement is not None else not keeps
+        if is_read_as_stored or isinstance(value(use.node), (tuple, list)):  # results of several are never cast
+            wanted = raised.get(source, ())
+        elif placement is not None and placement.run is Precision.FLOAT32:
+            wanted = tuple(torch.float32 if dtype == low else dtype for dtype in wanted)
+        if dtypes(use.node) != wanted:
+            found = f"argument {use.argument!r} ({use.node.name}) is {_names(dtypes(use.node))}"
+            return f"{found}, planned {_names(wanted)}"
+    if placement is not None and dtypes(node) != raised[node]:
+        return f"gives {_names(dtypes(node))}, planned {_names(raised[node])}"
+    return None
+
+
 def _captured_of(node: fx.Node, captured: Mapping[fx.Node, Any]) -> fx.Node:
     """The captured node whose value ``node`` holds: itself, or what a chain of inserted casts started from."""
     while node not in captured and origin(node) is not None:
@@ -201,5 +238,6 @@ class Verify(Pass):
                 keep_output_dtype=self.policy.keep_output_dtype,
                 attributes=state.attributes,
                 followed=state.followed,
+                raised=state.raised,
             )
         return state

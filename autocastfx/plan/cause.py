@@ -26,6 +26,7 @@ class Why(str, Enum):
     MEASURED = "measured: fewest bytes for its error"
     VIEW_OF_WEIGHT = "a view of a 16-bit weight"
     EDITED = "the plan"
+    AS_CAPTURED = "as the model has it"  # of a model that is 16-bit already
     # TensorFlow's rule, ``placement: simple``.
     BETWEEN = "between {} and {}"
     NEXT_TO = "next to {}"

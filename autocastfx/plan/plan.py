@@ -68,6 +68,7 @@ class Forced(str, Enum):
     DISTANCE = "forced:distance"  # a product that squares are added to
     UPDATE = "forced:update"  # it computes the next contents of a buffer
     NOT_FLOAT32 = "eligibility"  # no float32 value is at stake
+    STAYS_LOW = "forced:stays-low"  # of a 16-bit model: it cannot be raised to float32
     SUB_GRAPH = "sub-graph"  # values cross a sub-graph's border as captured
 
     def __str__(self) -> str:

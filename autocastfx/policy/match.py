@@ -43,9 +43,17 @@ class Matcher:
         Raises:
             OpListError: two rules fit equally well and contradict each other.
         """
-        own = self._conditional(node) or self._plain(node)
+        own = self.own(node)
         is_fixed = own is None or own.category in (Category.KEEP, Category.BAN)
         return self._of_module(node, is_fixed) or own
+
+    def own(self, node: fx.Node) -> Rule | None:
+        """Return the rule that decides ``node`` where no rule for its module does; None if there is none.
+
+        Raises:
+            OpListError: two rules fit equally well and contradict each other.
+        """
+        return self._conditional(node) or self._plain(node)
 
     def matching(self, node: fx.Node) -> Iterator[Rule | ModuleRule]:
         """Yield every rule that applies to ``node``, also those that lose to another."""

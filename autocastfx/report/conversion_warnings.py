@@ -37,13 +37,13 @@ def warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None) -> Non
 
 
 def warn_of_low_parameters(model: nn.Module, stacklevel: int) -> None:
-    """Warn of a model whose floating-point parameters are all in 16 bits: only float32 values are converted."""
+    """Warn of a model whose floating-point parameters have both 16-bit dtypes: only float32 values are converted."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if dtypes and dtypes <= set(LOW_DTYPES):
+    if dtypes == set(LOW_DTYPES):
         warnings.warn(
             f"the parameters of this {type(model).__name__} are {' and '.join(sorted(map(dtype_name, dtypes)))} "
-            "already, and only float32 values are converted: what they compute stays as it is. Convert the model in "
-            "float32, whose parameters stay the optimizer's masters.",
+            "already, and only float32 values are converted: what they compute stays as it is. Give them one dtype, or "
+            "convert the model in float32, whose parameters stay the optimizer's masters.",
             StateWarning,
             stacklevel=stacklevel,
         )
@@ -53,7 +53,8 @@ def warn_of_slow_kernels(amp_model: AmpModule, dtype: torch.dtype) -> None:
     """Warn of float16 convolutions on a CPU."""
     if dtype != torch.float16 or not amp_model._shown or amp_model.plan.device != "cpu":
         return
-    if any(n.op.startswith("conv") and n.placement.run is Precision.LOW for n in amp_model.plan.nodes):
+    low = (n for n in amp_model.plan.nodes if n.placement.run is Precision.LOW and n.captured != amp_model.plan.low)
+    if any(n.op.startswith("conv") for n in low):
         warnings.warn(
             "float16 convolutions on a CPU are hundreds of times slower than float32 ones; use dtype=torch.bfloat16 "
             "there.",

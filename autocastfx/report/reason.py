@@ -33,6 +33,7 @@ _ADVICE = {
     "edited plan",
     Forced.UPDATE: "a buffer takes what is computed here, in float32: set run to low in an edited plan",
     Forced.NOT_FLOAT32: "only float32 values are ever cast: there is none here, or it is made here",
+    Forced.STAYS_LOW: "what it does has no float32 form here: change the model's code, or convert the float32 model",
     Forced.SUB_GRAPH: "values cross the border of a sub-graph as captured: nothing changes it",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from autocastfx.plan.cause import Why
 from autocastfx.plan.plan import Plan, Precision, Traffic
 from autocastfx.report.view import View
 
@@ -27,7 +28,7 @@ def summary(view: View) -> list[str]:
         *([f"model: {view.model}"] if view.model else []),
         *([draft] if plan.unverified else []),
         f"variant: {view.variant}",
-        f"nodes: {low} low ({plan.low}), {wide} float32{given}, {captured} captured (no float32 value)",
+        f"nodes: {low} low ({plan.low}), {wide} float32{given}, {captured} captured ({_captured(plan)})",
         f"casts: {len(casts)}, of which {len(casts) - to_float32} to {plan.low} and {to_float32} to float32; "
         f"{saturating} saturating",
         *([_copies(plan)] if plan.copies else []),
@@ -35,6 +36,11 @@ def summary(view: View) -> list[str]:
         f"unlisted ops: {unlisted}",
         *recomposed,
     ]
+
+
+def _captured(plan: Plan) -> str:
+    is_low_already = any(node.placement.because.why is Why.AS_CAPTURED for node in plan.nodes)
+    return f"no {plan.low} value, or the model's own cast" if is_low_already else "no float32 value"
 
 
 def _copies(plan: Plan) -> str:

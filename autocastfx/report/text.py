@@ -144,7 +144,7 @@ def _why(row: Row, notes: _Notes) -> str:
         return ""
     category, cause = str(row.decision.category), row.planned.placement.because
     words = f"{category} [{notes.number(row.decision, row.op)}]"
-    says_more = cause.why is not Why.FEWEST_BYTES and cause.why.value != category
+    says_more = cause.why not in (Why.FEWEST_BYTES, Why.AS_CAPTURED) and cause.why.value != category
     return f"{words}: {cause}" if says_more else words
 
 

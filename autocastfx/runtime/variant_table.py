@@ -228,7 +228,8 @@ class VariantTable(nn.ModuleList):
                 continue
             facts = load_kernel_facts().float32_parameters
             here, there = (facts.get(kind, frozenset[str]()) for kind in (variant.device.type, device.type))
-            low = {node.name: node.op for node in variant.plan.nodes if node.placement.run is Precision.LOW}
+            planned = (n for n in variant.plan.nodes if n.captured != variant.plan.low)  # else parameters are low, too
+            low = {node.name: node.op for node in planned if node.placement.run is Precision.LOW}
             for node in (n for n in variant.graph.nodes if low.get(n.name) in here - there):
                 if not any(use.argument in PARAMETERS for use in uses(node)):
                     continue

@@ -223,6 +223,16 @@ def test_a_converted_model_is_refused() -> None:
         measured(amp_model)
 
 
+def test_a_model_of_16_bits_is_refused() -> None:
+    low, x = made().bfloat16(), [(batch()[0].bfloat16(), batch()[1])]
+    with pytest.raises(autocastfx.UnsupportedError, match="16-bit already"):
+        autocastfx.sensitivity(low, x, loss, inputs=inputs, progress=False)
+    with pytest.raises(autocastfx.UnsupportedError, match="16-bit already"):
+        autocastfx.tune(low, x * 2, loss, inputs=inputs, progress=False)
+    with pytest.raises(autocastfx.UnsupportedError, match="sensitivity was given"):
+        autocastfx.convert(low, x[0][0], sensitivity=measured(made(), dtype="bfloat16"))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [({"of": "loss"}, "of is one of 'gradient', 'output', not 'loss'"), ({"probes": 0}, "probes is a count")],
