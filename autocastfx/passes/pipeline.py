@@ -207,8 +207,8 @@ def _converted(
     )
     effects: Mapping[fx.Node, Signature] = {}
     for step in FOLLOW_PIPELINE if follows else RAISE_PIPELINE if policy.raises else PIPELINE:
-        state = step(policy)(state)
-        if not step.rewrites and state.placements:  # later steps put casts between a node and what it reads
+        before, state = state.placements, step(policy)(state)
+        if state.placements is not before:  # later steps put casts between a node and what it reads
             effects = state.errors.of_nodes(state.placements)
     computing = [node for node in state.dtypes if node.op in ("call_function", "call_method", "call_module")]
     made.effects += effects.values()
