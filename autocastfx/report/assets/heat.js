@@ -9,7 +9,7 @@ const Heat = (() => {
   /* {of(item), legend}: the class of a box, and [class, words] for each. */
   function by(what, model) {
     if (what === "error") return byError();
-    if (what === "predicted") return spread(model, (item) => item.predicted, number, "not measured");
+    if (what === "predicted") return spread(model, (item) => item.predicted, number, "none predicted");
     return spread(model, (item) => (item.held ? 0 : item.size), bytes, "not known");
   }
 
