@@ -16,6 +16,7 @@ from pathlib import Path
 from autocastfx.cli import commands, conversion_options, run_script
 from autocastfx.cli import lint as lint_command
 from autocastfx.cli import numerics as numerics_command
+from autocastfx.cli import tune as tune_command
 from autocastfx.cli.completion import complete
 from autocastfx.cli.interrupt import interrupted, raise_when_interrupted
 from autocastfx.cli.suggesting_parser import suggesting_parser
@@ -26,8 +27,8 @@ from autocastfx.report.render import FORMATS
 __all__ = ["main"]
 
 _CODES = (
-    "exit codes: 0 good; 1 the answer is no (a list is wrong, plans or lists differ, values overflow); 2 usage; 3 the "
-    "conversion fails"
+    "exit codes: 0 good; 1 the answer is no (a list is wrong, plans or lists differ, values overflow, nothing is "
+    "to gain); 2 usage; 3 the conversion fails"
 )
 _MODEL = (
     "package.module:name of an nn.Module, or of what gives one when it is called, with literal arguments if need be: "
@@ -48,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; those of this process by default.
 
     Returns:
-        The exit code: 0 good; 1 the answer is no (an op list is wrong, plans or lists differ, values overflow); 2 the
-        arguments cannot be used; 3 the conversion fails; 130 interrupted; 141 the reader closed the output.
+        The exit code: 0 good; 1 the answer is no (an op list is wrong, plans or lists differ, values overflow, nothing
+        is to gain); 2 the arguments cannot be used; 3 the conversion fails; 130 interrupted; 141 the reader closed the
+        output.
 
     Raises:
         SystemExit: with code 2 for unknown arguments, with 0 after ``--help`` and ``--version``.
@@ -136,11 +138,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=tuple(map(dtype_name, LOW_DTYPES)),
         help="the 16-bit dtype; default: bfloat16 for a model on a CPU, else float16",
     )
-    inputs = argparse.ArgumentParser(add_help=False, parents=[dtype])
+    given = argparse.ArgumentParser(add_help=False, parents=[dtype])
+    given.add_argument("--mode", choices=("train", "eval"), help="the factory's by default")
+    given.add_argument("--weights", type=Path, metavar="FILE", help="a state_dict for the model; nothing in it runs")
+    given.add_argument("--trust", action="store_true", help="read a MODEL that is a file, which runs what it says")
+    inputs = argparse.ArgumentParser(add_help=False, parents=[given])
     inputs.add_argument("--inputs", nargs="+", action="extend", default=[], metavar="INPUT", help=_INPUTS)
-    inputs.add_argument("--mode", choices=("train", "eval"), help="the factory's by default")
-    inputs.add_argument("--weights", type=Path, metavar="FILE", help="a state_dict for the model; nothing in it runs")
-    inputs.add_argument("--trust", action="store_true", help="read a MODEL that is a file, which runs what it says")
     how = argparse.ArgumentParser(add_help=False)
     conversion_options.add_to(how)
     lists = argparse.ArgumentParser(add_help=False)
@@ -188,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.set_defaults(run=commands.diff)
 
     numerics_command.add_to(add, [data, inputs, lists], _MODEL)
+    tune_command.add_to(add, [data, given, lists], _MODEL)
     convert = add("convert", parents=[common, inputs, lists, how], help="convert a model and save the result")
     convert.add_argument("model", metavar="MODEL", help=_MODEL)
     convert.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="what torch.save writes")

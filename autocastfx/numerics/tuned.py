@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from autocastfx.files import write_whole
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.op_list import OpList, OpListLike
+from autocastfx.report.front_picture import Front, front_picture
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["Budget", "Point", "Tuned"]
@@ -138,6 +140,30 @@ class Tuned:
             lines.append(f"{p.name:8}{p.bytes / 1e6:>10.2f}{p.predicted:>12.2e}{measured:>12}")
         return "\n".join([*lines, "", self.text().rstrip()])
 
+    def plot(self, path: str | Path | None = None) -> str:
+        """Draw the front: bytes against error. The axis of errors is of ratios, so a plan without any is left out.
+
+        Args:
+            path: also write the picture to this file; an existing file is replaced when it is complete.
+
+        Returns:
+            The picture, as SVG.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        points = dict.fromkeys(self.front)
+        chosen = _place(self.point) if self.gains else None
+        cuts = [(float(p.bytes), p.predicted) for p in points if p.name == "cut" and p.predicted > 0]
+        measured = [_place(p) for p in points if p.measured is not None and p.name != "start"]
+        title = f"{self.plan.low} on {self.plan.device}: error of the {self.sensitivity.of} against bytes"
+        shown = [place for place in measured if place is not None and place != chosen]
+        front = Front(title, cuts, shown, _place(self.start), chosen, self.budget.error, self.budget.bytes)
+        text = front_picture(front)
+        if path is not None:
+            write_whole(Path(path), text)
+        return text
+
     def text(self) -> str:
         """Return the rules as YAML; they extend the preset that was started from, if it was one."""
         extends = f"extends: {self._preset}\n" if self._preset else ""
@@ -159,3 +185,9 @@ class Tuned:
         if not isinstance(self.base, str) or self.base.endswith((".yaml", ".yml")) or "/" in self.base:
             return ""
         return self.plan.low if self.base == "default" else self.base
+
+
+def _place(point: Point) -> tuple[float, float] | None:
+    """Where a point is drawn: at the error that was measured; None if an axis of ratios does not hold it."""
+    error = point.predicted if point.measured is None else point.measured
+    return (float(point.bytes), error) if 0 < error < math.inf else None

@@ -156,6 +156,7 @@ class _Converted:
     recomposed: list[Recomposed] = field(default_factory=list[Recomposed])
     traffic: Traffic = field(default_factory=Traffic)
     effects: list[Signature] = field(default_factory=list[Signature])
+    is_measured: bool = False
 
     def take_over(self, inside: _Converted) -> None:
         """Record a sub-graph's part of the plan."""
@@ -164,11 +165,12 @@ class _Converted:
         self.recomposed += inside.recomposed
         self.traffic += inside.traffic
         self.effects += inside.effects
+        self.is_measured |= inside.is_measured
 
     @property
     def error(self) -> float | None:
         """The predicted relative error of the target; None if nothing was measured."""
-        return rms(added(self.effects)) if self.effects else None
+        return rms(added(self.effects)) if self.effects else 0.0 if self.is_measured else None
 
 
 def _converted(
@@ -212,6 +214,7 @@ def _converted(
             effects = state.errors.of_nodes(state.placements)
     computing = [node for node in state.dtypes if node.op in ("call_function", "call_method", "call_module")]
     made.effects += effects.values()
+    made.is_measured |= bool(state.errors.effects)
     errors = {node: rms(effect) for node, effect in effects.items()}
     made.nodes += [planned_node(node, state, policy.low, prefix, errors.get(node)) for node in computing]
     made.casts += planned_casts(graph, prefix)

@@ -16,6 +16,7 @@ from autocastfx.capture.saved_tensors import no_saved_tensors_hooks
 from autocastfx.errors import CaptureError
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.ranges import mode_of
+from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.runtime.variant import Variant
 
 __all__ = ["VariantMaker"]
@@ -52,6 +53,11 @@ class VariantMaker:
     def fold(self) -> str:
         """The conversion's level of folding."""
         return self.converter.fold
+
+    @property
+    def sensitivity(self) -> Sensitivity | None:
+        """The measurement by which plans predict their errors."""
+        return self.converter.prices.sensitivity if self.converter.prices is not None else None
 
     def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant:
         """Capture the model as it runs ``call`` in ``modes``, and convert the graph.

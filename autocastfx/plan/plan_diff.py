@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autocastfx.plan.plan import Plan, PlannedNode, Precision
@@ -45,7 +45,8 @@ class PlanDiff:
     def changed(self) -> tuple[Difference, ...]:
         """Nodes that differ, in the order of the later plan, but those that moved first."""
         known = {node.name: node for node in self.before.nodes}
-        pairs = (Difference(known[n.name], n) for n in self.after.nodes if n.name in known and known[n.name] != n)
+        both = (Difference(known[n.name], n) for n in self.after.nodes if n.name in known)
+        pairs = (pair for pair in both if _decided(pair.before) != _decided(pair.after))
         return tuple(sorted(pairs, key=lambda pair: not pair.moved))
 
     @cached_property
@@ -79,14 +80,24 @@ class PlanDiff:
             f"nodes moved: {', '.join(moved) or 'none'}; with another reason alone: {same_reason}; "
             f"removed: {len(self.removed)}; added: {len(self.added)}",
             f"casts: {len(before.casts)} → {len(after.casts)}; "
-            f"bytes moved: {before.traffic.moved:,} → {after.traffic.moved:,}",
+            f"bytes moved: {before.traffic.moved:,} → {after.traffic.moved:,}{self._predicted}",
         ]
+
+    @property
+    def _predicted(self) -> str:
+        before, after = self.before.error, self.after.error
+        return "" if before is None or after is None else f"; predicted error: {before:.1e} → {after:.1e}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [(d.name, d.after.op, *_cells(d)) for d in self.changed]
         rows += [(n.name, n.op, "removed", _reason(n)) for n in self.removed]
         rows += [(n.name, n.op, f"added, {_precision(n)}", _reason(n)) for n in self.added]
         return [("node", "op", "runs", "reason"), *rows] if rows else []
+
+
+def _decided(node: PlannedNode) -> PlannedNode:
+    """The node without its predicted error, which changes with the placement of others."""
+    return replace(node, error=None)
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:

@@ -14,6 +14,7 @@ from autocastfx.report.compared import Compared
 from autocastfx.report.compiled_graph import graphs_of, views_of_graphs
 from autocastfx.report.html import render_html
 from autocastfx.report.model_facts import model_facts
+from autocastfx.report.predicted_error import PredictedError
 from autocastfx.report.render import FORMATS, render
 from autocastfx.report.row_filter import check_names
 from autocastfx.report.text import render_text
@@ -177,4 +178,6 @@ def _view(amp_model: AmpModule, number: int) -> View:
     mode = "mixed modes" if variant.mode == "mixed" else f"{variant.mode} mode"
     what = "draft " if variant.plan.unverified else ""
     words = f"{what}{number + 1} of {len(variants)}, {mode}, called with {variant.structure}"
-    return replace(view(amp_model, variant, words), model=amp_model._maker.class_name)
+    shown = replace(view(amp_model, variant, words), model=amp_model._maker.class_name)
+    measured = amp_model._maker.sensitivity
+    return shown if measured is None else replace(shown, predicted=PredictedError.by(measured, shown.mode))

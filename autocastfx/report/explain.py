@@ -9,6 +9,7 @@ from torch import nn
 from autocastfx.plan.plan import PlannedNode, Recomposed
 from autocastfx.plan.select_nodes import select
 from autocastfx.report.dump import views_of
+from autocastfx.report.predicted_error import PredictedError
 from autocastfx.report.reason import Reason, Reasons
 from autocastfx.report.view import View
 from autocastfx.runtime.amp_module import AmpModule
@@ -51,10 +52,12 @@ def _paragraphs(shown: View, what: str) -> Iterator[str]:
     reasons = Reasons(shown.rows)
     recomposed = {one.node: one for one in shown.plan.recomposed}
     for node in select(shown.plan, what):
-        yield "\n".join(_lines(node, reasons.of(node), recomposed.get(node.name)))
+        yield "\n".join(_lines(node, reasons.of(node), recomposed.get(node.name), shown.predicted))
 
 
-def _lines(node: PlannedNode, reason: Reason, recomposed: Recomposed | None) -> Iterator[str]:
+def _lines(
+    node: PlannedNode, reason: Reason, recomposed: Recomposed | None, predicted: PredictedError
+) -> Iterator[str]:
     yield f"{node.name} ({node.op}) in module {node.module or '(root)'} {reason.runs}."
     if recomposed is not None:
         yield f"  recomposed: {recomposed.pattern}, of {', '.join(recomposed.replaced)}; not so with recompose=False."
@@ -62,5 +65,7 @@ def _lines(node: PlannedNode, reason: Reason, recomposed: Recomposed | None) -> 
         yield f"  decided: {reason.decided}."
     for clause in reason.placed:
         yield f"  placed: {clause}."
+    if said := " ".join(predicted.sentences(node)):
+        yield f"  error: {said}"
     if reason.change:
         yield f"  to change it: {reason.change}."

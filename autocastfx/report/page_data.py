@@ -68,7 +68,9 @@ def _variant(view: View, comparison: Compared | None) -> dict[str, Any]:
     rows = [_portable(row) for row in view.rows]
     reasons, homes = Reasons(rows), _Homes(rows)
     places = {row.name: i for i, row in enumerate(rows)}
-    nodes = [_present({**_node(row, reasons), "numerics": numbers.get(row.name)}) for row in rows]
+    nodes = [
+        _present({**_node(row, reasons), **_predicted(row, view), "numerics": numbers.get(row.name)}) for row in rows
+    ]
     for row, node in zip(rows, nodes, strict=True):
         node["in"] = homes.of(row)
         reads = [*row.reads, *(f"{inner}/output" for inner in row.runs)]
@@ -117,6 +119,14 @@ def _node(row: Row, reasons: Reasons) -> dict[str, Any]:
     if row.mark is not None and row.kind == "made":
         data["says"] = f"made by {row.mark.made_by} ({row.mark.rule}), for {row.mark.value}"
     return data
+
+
+def _predicted(row: Row, view: View) -> dict[str, Any]:
+    """Return what was measured for a node: the error of its placement, and what is said of it."""
+    if row.planned is None:
+        return {}
+    error = {} if row.planned.error is None else {"predicted": row.planned.error}
+    return {**error, "predicts": " ".join(view.predicted.sentences(row.planned))}
 
 
 def _shade(row: Row) -> str:

@@ -10,6 +10,7 @@ from autocastfx.plan.plan import Decision, Precision
 from autocastfx.report.columns import Column, aligned, wrapped
 from autocastfx.report.counts import counted
 from autocastfx.report.folded_casts import FoldedCasts, folded_casts, is_folded
+from autocastfx.report.predicted_error import error_cell
 from autocastfx.report.row import Row
 from autocastfx.report.row_filter import selected
 from autocastfx.report.summary import summary
@@ -20,9 +21,10 @@ __all__ = ["render_text"]
 
 _LEGEND = {"+": "made by the conversion", "-": "in the captured graph only", "*": "the model's own cast"}
 _WHY = Column("why", from_end=True, least=10)  # a category and the number of its reason
+_ERROR = Column("error")
 _PLACE = (Column("module", weight=1.5), Column("dtype"), Column("shape", weight=1.2), Column("runs", "runs"))
-_FOLDED = (Column("  name (op)", "mark", weight=1.5), *_PLACE, Column("casts", from_end=True), _WHY)
-_FULL = (Column("  name", "mark", weight=1.5), Column("op"), *_PLACE, _WHY)
+_FOLDED = (Column("  name (op)", "mark", weight=1.5), *_PLACE, Column("casts", from_end=True), _ERROR, _WHY)
+_FULL = (Column("  name", "mark", weight=1.5), Column("op"), *_PLACE, _ERROR, _WHY)
 _MARKS = {"cast": "+", "made": "+", "copy": "+", "removed": "-"}
 _MOST_READERS = 4
 _COLOURS = {"low": "32", "float32": "33", "captured": "2", "given": "2", "+": "32", "-": "31", "*": "35"}
@@ -63,6 +65,8 @@ def _legends(rows: Sequence[Row], cells: Sequence[Sequence[str]]) -> Iterator[st
         yield "casts in brackets: those that an op above reads too"
     if any("[" in line[-1] for line in cells):
         yield "why: category and [reason], then what placed it, if that is not the category or the fewest bytes moved"
+    if any(row.planned is not None and row.planned.error is not None for row in rows):
+        yield "error: what the 16 bits of this node, or of what it reads, are predicted to change"
     found = dict(pair for row in rows for pair in _SYMBOL.findall(row.shape))
     if found:
         known = ", ".join(f"{name}={size}" for name, size in sorted(found.items()))
@@ -98,10 +102,11 @@ def _folded_cells(row: Row, casts: FoldedCasts | None, notes: _Notes) -> tuple[s
     if row.kind == "output":
         return name, f"of {', '.join(casts.reads) if casts is not None and casts.reads else 'nothing'}"
     if row.mark is not None:
-        return name, *cells, "", words, _of_mark(row)
+        return name, *cells, "", words, "", _of_mark(row)
     if row.planned is None:
-        return name, *cells, "", words, "not in the plan" if row.kind == "op" else ""
-    return name, row.planned.module or "(root)", *cells[1:], row.precisions, words, _why(row, notes)
+        return name, *cells, "", words, "", "not in the plan" if row.kind == "op" else ""
+    error = error_cell(row.planned)
+    return name, row.planned.module or "(root)", *cells[1:], row.precisions, words, error, _why(row, notes)
 
 
 def _full_cells(row: Row, notes: _Notes) -> tuple[str, ...]:
@@ -118,10 +123,11 @@ def _full_cells(row: Row, notes: _Notes) -> tuple[str, ...]:
     if row.kind == "output":
         return name, "output", "", f"of {', '.join(row.reads) or 'nothing'}"
     if row.kind not in ("op", "removed"):
-        return name, row.kind, row.op, row.dtype, _shape(row), "", ""
+        return name, row.kind, row.op, row.dtype, _shape(row), "", "", ""
     if row.planned is None:
-        return name, row.op, "", "", _shape(row), "", "not in the plan"
-    return name, row.op, row.planned.module or "(root)", row.dtype, _shape(row), row.precisions, _why(row, notes)
+        return name, row.op, "", "", _shape(row), "", "", "not in the plan"
+    place = (row.planned.module or "(root)", row.dtype, _shape(row), row.precisions)
+    return name, row.op, *place, error_cell(row.planned), _why(row, notes)
 
 
 def _name(row: Row) -> str:

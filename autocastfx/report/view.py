@@ -15,6 +15,7 @@ from autocastfx.graph.node import attributes_of, dtypes, origin, stack_trace, su
 from autocastfx.graph.op_name import op_name
 from autocastfx.plan.plan import Plan, PlannedNode
 from autocastfx.report.attributes import attributes
+from autocastfx.report.predicted_error import PredictedError
 from autocastfx.report.row import Row
 from autocastfx.report.shape import Shapes, Values, bytes_of, captured_values
 from autocastfx.report.source_line import source_line
@@ -37,6 +38,7 @@ class View:
         rows: in graph order; the rows of a sub-graph follow the node that runs it.
         codes: generated Python code by the prefix of node names: ``""`` for the graph, then its sub-graphs.
         model: the name of the model's class, where it is known.
+        predicted: what was measured for the graph, for what its plan predicts.
     """
 
     plan: Plan
@@ -47,6 +49,7 @@ class View:
     sizes: str = ""
     codes: Mapping[str, str] = field(default_factory=dict[str, str])
     model: str = ""
+    predicted: PredictedError = field(default_factory=PredictedError)
 
 
 def view(owner: nn.Module, variant: Variant, words: str) -> View:

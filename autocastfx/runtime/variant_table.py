@@ -16,6 +16,7 @@ from autocastfx.capture.sources import capturing
 from autocastfx.errors import CaptureError, ManyVariantsWarning, StateWarning, UnsupportedError, VariantError, shown
 from autocastfx.graph.node import uses
 from autocastfx.plan.plan import Precision
+from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.kernel_facts import PARAMETERS, load_kernel_facts
 from autocastfx.runtime.hook_watch import HookWatch
 from autocastfx.runtime.variant import Variant
@@ -49,6 +50,9 @@ class Maker(Protocol):
 
     @property
     def fold(self) -> str: ...
+
+    @property
+    def sensitivity(self) -> Sensitivity | None: ...
 
     @property
     def leaves(self) -> tuple[str, ...]:

@@ -561,6 +561,7 @@ def test_the_page_names_every_command_and_is_in_the_index() -> None:
         "diff",
         "compare",
         "bisect",
+        "tune",
         "convert",
         "doctor",
         "lists check",

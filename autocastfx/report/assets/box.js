@@ -48,6 +48,7 @@ const Box = (() => {
       const lines = [`${many(item.ops, "op")}${item.casts ? ` · ${many(item.casts, "cast")}` : ""}`, share(item, low), ...each];
       if (item.differ) lines.push(`Δ ${many(item.differ, "node")} changed`);
       if (options.colour === "bytes" && item.size) lines.push(`largest value ${bytes(item.size)}`);
+      if (options.colour === "predicted" && item.predicted !== undefined) lines.push(`predicted error ${number(item.predicted)}`);
       if (options.numerics && item.lost) lines.push("Inf or NaN inside");
       else if (options.numerics && item.error !== undefined) lines.push(`largest error ${number(item.error)}`);
       return { title: `▸ ${brief(item.label)}`, chip: "", lines: lines.filter(Boolean), bar: item.ops > 0 };
@@ -57,6 +58,7 @@ const Box = (() => {
     if (item.before) lines.push(changed(item));
     if (options.shapes && item.shape) lines.push(`${brief(item.shape)} ${bytes(item.size || 0)}`);
     if (item.heldCasts.length && !options.weights) lines.push(`◆ ${many(item.heldCasts.length, "weight cast")}`);
+    if (options.colour === "predicted" && item.predicted !== undefined) lines.push(`predicted error ${number(item.predicted)}`);
     if (options.numerics && item.numerics) {
       const { error, overflow, nan } = item.numerics; // the error is of the rest
       lines.push(item.lost ? `Inf or NaN: ${percent(Math.max(value(overflow), value(nan)))}` : `error ${number(error)}`);

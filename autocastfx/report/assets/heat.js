@@ -1,13 +1,16 @@
 "use strict";
-/* Colours of boxes by a number: the error of a value, or its bytes. A closed module has that of its largest. */
+/* Colours of boxes by a number: the error of a value, the predicted error, or bytes. A closed module has that of its largest;
+   its predicted error is of all inside. */
 const Heat = (() => {
   const LEVELS = 5;
   const DECADES = [1e-4, 1e-3, 1e-2, 1e-1]; // between the levels of errors
-  const { bytes } = Words;
+  const { bytes, number } = Words;
 
   /* {of(item), legend}: the class of a box, and [class, words] for each. */
   function by(what, model) {
-    return what === "error" ? byError() : byBytes(model);
+    if (what === "error") return byError();
+    if (what === "predicted") return spread(model, (item) => item.predicted, number, "none predicted");
+    return spread(model, (item) => (item.held ? 0 : item.size), bytes, "not known");
   }
 
   function byError() {
@@ -17,14 +20,15 @@ const Heat = (() => {
     return { of, legend: [...legend, ["unknown", "not compared"]] };
   }
 
-  function byBytes(model) {
-    const sizes = model.nodes.filter((n) => n.drawn && !n.held && n.size).map((n) => n.size);
-    const [least, most] = [Math.min(...sizes), Math.max(...sizes)];
-    const bounds = sizes.length ? [1, 2, 3, 4].map((i) => least * (most / least) ** (i / LEVELS)) : [];
-    const legend = [...new Set(bounds)].map((bound, i) => [`heat${i}`, `to ${bytes(bound)}`]);
-    if (sizes.length) legend.push([`heat${LEVELS - 1}`, `to ${bytes(most)}`]);
-    const of = (item) => (item.size ? `heat${level(item.size, bounds)}` : "unknown");
-    return { of, legend: [...legend, ["unknown", "not known"]] };
+  /* Levels of equal ratios between the least and the largest number of a node. */
+  function spread(model, numberOf, words, without) {
+    const numbers = model.nodes.filter((n) => n.drawn && numberOf(n)).map(numberOf);
+    const [least, most] = [Math.min(...numbers), Math.max(...numbers)];
+    const bounds = numbers.length ? [1, 2, 3, 4].map((i) => least * (most / least) ** (i / LEVELS)) : [];
+    const legend = [...new Set(bounds)].map((bound, i) => [`heat${i}`, `to ${words(bound)}`]);
+    if (numbers.length) legend.push([`heat${LEVELS - 1}`, `to ${words(most)}`]);
+    const of = (item) => (numberOf(item) ? `heat${level(numberOf(item), bounds)}` : "unknown");
+    return { of, legend: [...legend, ["unknown", without]] };
   }
 
   function level(value, bounds) {

@@ -54,6 +54,7 @@ const Model = (() => {
     }
     if (node.drawn && !node.held) group.size = Math.max(group.size, node.size || 0);
     if (node.error !== undefined) group.error = Math.max(group.error ?? 0, node.error);
+    if (node.predicted !== undefined) group.predicted = Math.hypot(group.predicted ?? 0, node.predicted); // as if independent
     group.lost ||= node.lost;
     if (node.before) group.differ = (group.differ || 0) + 1;
   }

@@ -201,6 +201,9 @@
     if ($("changes-choice").hidden) options.changes = $("changes").checked = false;
     $("colour").querySelector("[value=error]").disabled = !measured;
     if (!measured && options.colour === "error") options.colour = $("colour").value = "precision";
+    const predicted = state.model.nodes.some((n) => n.predicted !== undefined);
+    $("colour").querySelector("[value=predicted]").disabled = !predicted;
+    if (!predicted && options.colour === "predicted") options.colour = $("colour").value = "precision";
     Head.legend(state.model, options);
     Head.facts(data.model || {}, state.model.variant);
     Head.banner(state.model, goTo);

@@ -74,6 +74,7 @@ const Panel = (() => {
         ["decided", decided],
         ["rule", node.shade === "other" ? null : h("code", {}, node.source)],
         ["placed", node.placed ? node.placed.map((clause) => h("p", {}, `${clause}.`)) : null],
+        ["error", node.predicts],
         ["to change it", node.change ? `${node.change}.` : null],
       ].map(([name, value]) => [name, Array.isArray(value) ? h("div", {}, value) : value])),
       proposed(node));
@@ -153,6 +154,7 @@ const Panel = (() => {
         ...Model.SHADES.map((shade) => [words[shade], group.counts[shade] ? String(group.counts[shade]) : ""]),
         ["casts", group.casts ? `${group.casts}, ${bytes(group.bytes)}` : "none"],
         ["largest value", group.size ? bytes(group.size) : null],
+        ["predicted error", group.predicted === undefined ? null : number(group.predicted)],
         ["largest error", group.error === undefined ? null : number(group.error)],
       ]),
     ];
