@@ -6,13 +6,13 @@ import argparse
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
-from autocastfx.capture.batches import arguments_of
+from autocastfx.capture.given_inputs import arguments_of
 from autocastfx.capture.progress import counted
 from autocastfx.cli.commands import print_json
 from autocastfx.cli.model_options import given_model
@@ -82,6 +82,8 @@ def _run(options: Namespace) -> int:
             check_writable(path)
     functions = {name: _function(getattr(options, name), what) for name, what in _FUNCTIONS.items()}
     model, batches = given_model(options, options.model), load_batches(options.batches)
+    for batch in batches[:1]:
+        _arguments(model, batch, functions["inputs"])  # before work that may take minutes
     how: dict[str, Any] = {"dtype": options.dtype, "op_list": options.op_list or "default"}
     measured = None
     if options.sensitivity is not None:
@@ -132,6 +134,20 @@ def _function(spec: str | None, what: str) -> Callable[..., Any] | None:
     return load_function(spec, what) if spec is not None else None
 
 
+def _arguments(model: nn.Module, batch: Any, inputs: Inputs | None) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return what the model takes of a batch, by position and by keyword.
+
+    Raises:
+        ModelSpecError: it does not fit the model.
+    """
+    args, kwargs = arguments_of(batch if inputs is None else inputs(batch))
+    try:
+        check_fits(model, args, kwargs)
+    except SensitivityError as error:
+        raise ModelSpecError(f"{error} Here that is --inputs.") from error
+    return args, kwargs
+
+
 def _measured(
     options: Namespace,
     model: nn.Module,
@@ -150,8 +166,7 @@ def _measured(
     known = _known(file)
     if not wanted:
         return known
-    args, kwargs = arguments_of(wanted[0] if inputs is None else inputs(wanted[0]))
-    check_fits(model, args, kwargs)
+    args, kwargs = _arguments(model, wanted[0], inputs)
     amp_model = convert(model, args, kwargs or None, **how)
     if known is not None:
         ours = (options.of, amp_model.plan.low, options.probes)

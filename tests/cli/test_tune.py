@@ -197,6 +197,12 @@ BAD = {
         2,
         "the factory of a function of a batch returns a function.",
     ),
+    "targets": (
+        ["tune", "tune_models:model", "--batches", "tune_models:batches", "--loss", "tune_models:loss"],
+        2,
+        "a batch does not fit Sequential.forward: too many positional arguments. Where a batch holds targets too, say "
+        "which part the model takes: inputs=lambda batch: batch[0]. Here that is --inputs.",
+    ),
     "no error": ([*COMMAND, "--budget", "error=small"], 2, "--budget error=small: error is a finite number above 0"),
     "no bytes": ([*COMMAND, "--budget", "bytes=0"], 2, "--budget bytes=0: bytes is a finite number above 0"),
     "an endless one": ([*COMMAND, "--budget", "error=inf"], 2, "error is a finite number above 0, such as error=0.1."),
