@@ -71,7 +71,7 @@ _TEXT = CharacterGPT(steps=10_000, batch=BATCH, rate=1e-3, context=CONTEXT, vali
 
 
 def _text(seed: int) -> Iterator[dict[str, Tensor]]:
-    return ({"input_ids": inputs, "labels": labels} for inputs, labels in _TEXT.batches(seed))
+    return ({"input_ids": inputs, "labels": labels.contiguous()} for inputs, labels in _TEXT.batches(seed))
 
 
 def _masked(seed: int) -> Iterator[dict[str, Tensor]]:
