@@ -181,6 +181,8 @@ class _Search:
         while len(tried) < _MOST_MEASURED and (following := self._next(found, limit, ratios, tried)) is not None:
             found.remove(following)
             said = following if following.is_said else self._said(following.plan)
+            if any(one.rules == said.rules for one in tried):
+                continue
             listed = replace(self.converter, op_list=self.converter.op_list.merged(said.rules))
             measured = judge(cast("AmpModule", convert_captured(self.base, listed)), self.low)
             tried.append(replace(said, point=replace(said.point, measured=measured)))
