@@ -143,10 +143,10 @@ class ProbeRun:
 
         def take(read: fx.Node) -> Any:
             use, made = next(places), self.values[read]
-            if not is_open or read in shared or not is_float32(read) or not made.requires_grad:
-                return made
             if read.op == "get_attr" and str(read.target) not in self.parameters and self.stays_float32(node, use):
                 return made.detach()
+            if not is_open or read in shared or not is_float32(read) or not made.requires_grad:
+                return made
             tap = made.view_as(made)
             one = Read(node, len(found), use)
             found.append(one)

@@ -150,6 +150,15 @@ def test_the_model_and_random_numbers_are_unchanged() -> None:
     assert measured(model, dtype="bfloat16") == found  # random ops draw the same numbers each time
 
 
+def test_a_norm_that_is_written_into_is_left_out_and_told() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(inplace=True), nn.Linear(32, 4))
+
+    found = measured(made(build).train(), dtype="bfloat16")
+    assert {"batch_norm", "relu_"} <= found.unmeasured.keys()
+    assert {effect.op for effect in found.effects} >= {"linear"}
+
+
 def test_transformers_are_measured_whole() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.LlamaConfig(**sizes, vocab_size=64, use_cache=False)  # type: ignore[arg-type]
