@@ -151,10 +151,6 @@ class CompileBackend:
         """
         if not conversion_is_off():
             self._models.add(model)
-            lists = self._converter.op_list
-            if lists.placement != "follow":
-                merged = replace(kept_in_float32(model, self.low).merged(lists), name=lists.name)
-                self._converter = replace(self._converter, op_list=merged)
             model._compiled_call_impl = CompiledCall(model, self, options)
         return model
 
@@ -169,33 +165,37 @@ class CompileBackend:
         inputs: list[Any] | None,
         device: torch.device,
         found: list[CompiledGraph],
-        raises: bool = False,
+        converter: Converter | None = None,
     ) -> fx.GraphModule:
-        """Convert a graph, and those that it recomputes; adds to ``found``.
-
-        Its parameters, or with ``raises`` those of the graph around it, are 16-bit already.
-        """
+        """Convert a graph, and those that it recomputes, by one converter; adds to ``found``."""
         from autocastfx.capture.dynamo_graph import WholeCall, aten_graph, run_as_dynamo
 
         captured = aten_graph(module, inputs, self._whole, self._paths())
-        raises = raises or self._is_low(captured.parameters.values())
-        made = replace(self._converter, raises=raises).convert_graph(
-            captured.graph, captured.attributes, captured.parameters, device, mode="train"
-        )
+        converter = converter or self._converter_for(captured.parameters.values())
+        made = converter.convert_graph(captured.graph, captured.attributes, captured.parameters, device, mode="train")
         converted = run_as_dynamo(captured, made.graph, made.attributes)
         for node in converted.graph.nodes:
             if isinstance(node.target, WholeCall) and (inside := node.target.recomputed) is not None:
-                node.target = node.target.with_recomputed(self._converted(inside, None, device, found, raises))
+                node.target = node.target.with_recomputed(self._converted(inside, None, device, found, converter))
         converted.recompile()
         found.append(CompiledGraph(converted, made.plan))
         return converted
 
-    def _is_low(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """True if what the list denies is raised: these parameters, and all of the compiled models, are 16-bit."""
-        if self._converter.op_list.placement == "follow":
-            return False
-        groups = (parameters, *(model.parameters() for model in self._models))
-        return all(one_low_dtype(p.dtype for p in group) == self.low for group in groups)
+    def _converter_for(self, parameters: Iterable[nn.Parameter]) -> Converter:
+        """Return the converter of a graph with these parameters: that of the compiled models which own them.
+
+        A graph without parameters may belong to any of the compiled models.
+        """
+        lists = self._converter.op_list
+        if lists.placement == "follow":
+            return self._converter
+        held = {id(p): p for p in parameters}
+        owners = [m for m in self._models if not held.keys().isdisjoint(map(id, m.parameters()))]
+        owners = owners if held else list(self._models)
+        dtypes = [p.dtype for group in (held.values(), *(m.parameters() for m in owners)) for p in group]
+        for owner in owners:
+            lists = replace(kept_in_float32(owner, self.low).merged(lists), name=lists.name)
+        return replace(self._converter, op_list=lists, raises=one_low_dtype(dtypes) == self.low)
 
     def _compile_unconverted(
         self, module: fx.GraphModule, inputs: list[Any], device: torch.device, error: Exception

@@ -147,7 +147,7 @@ class Classifier:
         for check in (self._explicit_dtype, self._no_kernel, self._range, self._depth):
             if forced := check(node):
                 return forced
-        if listed.category is Category.ALLOW and not self._is_elementwise(node):
+        if listed.category is Category.ALLOW:
             checks = [self._whole_operand, self._distance]
             for check in checks if isinstance(rule, ModuleRule) else [self._island, *checks]:
                 if forced := check(node):
@@ -160,11 +160,6 @@ class Classifier:
         if (listed.category in _FOLLOWS or asked_low) and (forced := self._number(node)):
             return forced
         return self._wide(node, listed, wide, hidden) or listed
-
-    def _is_elementwise(self, node: fx.Node) -> bool:
-        """True for an op that a rule for its module made ``allow``, and that is no product."""
-        own = self.op_list.rule(op_name(node), self.device)
-        return own is not None and own.category in _FOLLOWS
 
     def _filled(self, fill: Fill, listed: Decision) -> Decision:
         """A number that is any large one: where the node runs low, it is half the largest, for a score may be added."""

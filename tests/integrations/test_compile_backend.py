@@ -522,3 +522,41 @@ def test_constants_without_values_are_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.warns(UncapturedGraphWarning, match="come from code that is not recorded"):
         found = model(x)
     assert torch.equal(found, wanted)
+
+
+class KeepsItsLast(nn.Module):
+    _keep_in_fp32_modules_strict = ("last",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.last(self.first(x))
+        torch._dynamo.graph_break()
+        return hidden.softmax(-1)  # a graph without parameters
+
+
+class KeepsNothing(KeepsItsLast):
+    _keep_in_fp32_modules_strict = ()
+
+
+def test_each_model_of_a_backend_has_its_own_rules_and_dtype() -> None:
+    backend = autocastfx.CompileBackend(dtype=torch.bfloat16, inner="eager")
+    kept, plain = backend.compile(KeepsItsLast()), backend.compile(KeepsNothing().bfloat16())
+    runs: list[list[tuple[str, str]]] = []
+    for model, dtype in ((kept, torch.float32), (plain, torch.bfloat16)):
+        backend.graphs.clear()
+        model(torch.randn(2, 8, dtype=dtype))
+        plans = [graph.plan for graph in backend.graphs]
+        runs.append([(n.op, str(n.placement.run)) for plan in plans if plan is not None for n in plan.nodes])
+    assert runs[0] == [("linear", "low"), ("linear", "float32"), ("softmax", "float32")]
+    assert runs[1][:2] == [("linear", "low"), ("linear", "low")]
+
+
+def test_a_graph_without_parameters_of_a_16_bit_model_is_raised() -> None:
+    backend = autocastfx.CompileBackend(dtype=torch.bfloat16, inner="eager")
+    backend.compile(KeepsNothing().bfloat16())(torch.randn(2, 8, dtype=torch.bfloat16))
+    last = backend.graphs[-1].plan
+    assert last is not None
+    assert [(n.op, str(n.placement.run)) for n in last.nodes] == [("softmax", "float32")]

@@ -94,7 +94,8 @@ class WholeNumbers:
             own = _reach(node, reach, category, facts, size)
             if node.op == "get_attr" and node not in written:
                 own = held.get(str(node.target))
-            blurred = [n for n in node.all_input_nodes if n in scaled or reach.get(n, 0) > told_apart(low)]
+            values = (n for n in node.all_input_nodes if tensors(n))  # a size is none
+            blurred = [n for n in values if n in scaled or reach.get(n, 0) > told_apart(low)]
             if own is not None:
                 reach[node] = min(own, measured.get(node, math.inf))
             elif category in (Category.INFER, Category.CLEAR) and blurred:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, fx
 
 import autocastfx
@@ -207,3 +208,16 @@ def test_a_buffer_that_forward_updates_is_not_known_by_what_it_holds_now() -> No
 
     plan = autocastfx.convert(Counted(), (torch.rand(8, 8),), dtype=torch.bfloat16).plan
     assert "whole numbers of any size" in plan["matmul"].decision.reason
+
+
+@pytest.mark.parametrize("said", [{"allow": ["add"]}, {"modules": [{"path": "**", "category": "low", "ops": ["add"]}]}])
+def test_a_size_blurs_no_value_that_is_shaped_by_it(said: dict[str, Any]) -> None:
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 64, "use_cache": False}
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **special))  # type: ignore[arg-type]
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    op_list = ("default", autocastfx.OpList.of(said))
+    amp_model = autocastfx.convert(model, (), {"input_ids": ids}, dtype="bfloat16", op_list=op_list)
+    residual = [n for n in amp_model.plan.nodes if n.op == "add" and n.module == "transformer.h.0"]
+    assert len(residual) == 2
+    assert {str(n.placement.run) for n in residual} == {"low"}
