@@ -49,7 +49,8 @@ class Place(Pass):
         return replace(state, placements=placements, traffic=traffic)
 
     def _cheaply(self, state: State, units: Units) -> dict[fx.Node, Placement]:
-        policy, decisions, prices = self.policy, state.classification.decisions, self.policy.prices
+        policy, decisions = self.policy, state.classification.decisions
+        measured, priced = self._measured(state, units)
         folding = Folding(policy.ports, policy.fold, policy.low_name)
         placed = place_cheaply(
             *(state.graph, decisions, units),
@@ -58,8 +59,8 @@ class Place(Pass):
             parameters=state.parameters,
             rounds=policy.fold == "kernel",
             sizes_known=state.guesses is None,
-            measured=self._measured(state) if prices is not None and prices.per_error is not None else frozenset(),
-            priced=self._priced(state, units),
+            measured=measured,
+            priced=priced,
         )
         return self._with_views(state, decisions, placed)
 
@@ -76,14 +77,19 @@ class Place(Pass):
         }
         return replace(state, classification=replace(found, decisions={**found.decisions, **decisions}))
 
-    def _measured(self, state: State) -> frozenset[fx.Node]:
-        """The nodes that errors and bytes place: those measured that no hard rule and no person decides."""
-        found = state.classification
-        return frozenset(
-            node
-            for node, effect in state.errors.effects.items()
-            if effect.computes and node in found.decisions and not self._is_hard(node, found)
-        )
+    def _measured(self, state: State, units: Units) -> tuple[frozenset[fx.Node], list[Term]]:
+        """The nodes that errors and bytes place, for no hard rule and no person decides them; and what errors cost."""
+        prices, found, errors = self.policy.prices, state.classification, state.errors
+        if prices is None or prices.per_error is None:
+            return frozenset(), []
+        known = (node for node, effect in errors.effects.items() if effect.computes and node in found.decisions)
+        measured = frozenset(node for node in known if not self._is_hard(node, found))
+        alone = [unit for unit in units if len(unit.nodes) == 1 and unit.nodes[0] in measured]
+        return measured, [
+            *errors.terms(units, prices.per_error),
+            *equal_terms(alone),
+            *product_terms(units, self.policy.facts.reduces, prices.bytes_per_flop),
+        ]
 
     def _is_hard(self, node: fx.Node, found: Classification) -> bool:
         decision, rule = found.decisions[node], self.policy.matcher(node)
@@ -92,18 +98,6 @@ class Place(Pass):
         special = node in found.wide or node in found.unable or node in found.fills
         meets_wide = not found.wide.isdisjoint(node.all_input_nodes)
         return not is_open or isinstance(decision.source, Forced) or is_persons or special or meets_wide
-
-    def _priced(self, state: State, units: Units) -> list[Term]:
-        prices = self.policy.prices
-        if prices is None or prices.per_error is None:
-            return []
-        measured = self._measured(state)
-        alone = [unit for unit in units if len(unit.nodes) == 1 and unit.nodes[0] in measured]
-        return [
-            *state.errors.terms(units, prices.per_error),
-            *equal_terms(alone),
-            *product_terms(units, self.policy.facts.reduces, prices.bytes_per_flop),
-        ]
 
     def _with_views(
         self, state: State, decisions: Mapping[fx.Node, Decision], placed: dict[fx.Node, Placement]

@@ -117,13 +117,6 @@ class NodeErrors:
             elif not is_low and stored_low and effect.returns.get(name):
                 yield effect.returns[name]
 
-    def total(self, placements: Mapping[fx.Node, Placement]) -> float | None:
-        """The predicted relative error of the target under ``placements``; None if nothing was measured."""
-        if not self.effects:
-            return None
-        found = list(self.of_nodes(placements).values())
-        return rms(added(found)) if found else 0.0
-
 
 def _outside(mappings: Sequence[Mapping[str, Signature]], inside: set[str]) -> dict[str, Signature]:
     names = dict.fromkeys(name for mapping in mappings for name in mapping if name not in inside)

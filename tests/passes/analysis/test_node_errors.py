@@ -117,7 +117,6 @@ def test_errors_of_a_placement_add_up_as_signatures() -> None:
     assert errors.of_nodes({product: full, activation: full}) == {}
     both = errors.of_nodes({product: low, activation: low})
     assert both == {product: (3.0, 4.0), activation: (1.0, 1.0)}  # what it reads is 16-bit already
-    assert errors.total({product: low, activation: low}) == rms((4.0, 5.0))
     mixed = errors.of_nodes({product: low, activation: full})
     assert mixed == {product: (3.0, 4.0), activation: (0.0, 2.0)}  # its gradient is rounded on the way back
     assert errors.of_nodes({product: full, activation: low}) == {activation: (6.0, 6.0)}
