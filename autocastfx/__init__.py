@@ -36,6 +36,7 @@ from autocastfx.errors import (
 from autocastfx.integrations.compile_backend import CompileBackend
 from autocastfx.integrations.in_place import backend_of, disable, enable
 from autocastfx.numerics.bisect import Bisection, bisect
+from autocastfx.numerics.budget import Budget, Point
 from autocastfx.numerics.compare import compare
 from autocastfx.numerics.exponent_counts import Exponents, Margin, Shares
 from autocastfx.numerics.find_overflow import find_overflow
@@ -45,7 +46,7 @@ from autocastfx.numerics.overflow import InputRange, Overflow
 from autocastfx.numerics.place import Place
 from autocastfx.numerics.sensitivity import sensitivity
 from autocastfx.numerics.tune import tune
-from autocastfx.numerics.tuned import Budget, Point, Tuned
+from autocastfx.numerics.tuned import Tuned
 from autocastfx.numerics.watch import Watch, watch
 from autocastfx.numerics.watched_node import SkippedStep, WatchedNode
 from autocastfx.plan.cause import Cause, Why

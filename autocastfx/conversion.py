@@ -46,6 +46,7 @@ __all__ = [
     "convert_again",
     "convert_captured",
     "refuse_for_low_model",
+    "refuse_unpredicted",
 ]
 
 
@@ -127,8 +128,9 @@ def convert(
         BannedOpError: the list bans an op of the model.
         PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
         UnsupportedError: a reserved argument was given, a parameter is a DTensor, ``weights="low"`` was given without
-            example inputs; or the model is 16-bit, and was given another ``dtype``, ``weights``, ``fold="kernel"``,
-            ``calibrate``, ``sensitivity``, or names to ``recompose``.
+            example inputs, or ``sensitivity`` with a list that follows torch.autocast's dispatch; or the model is
+            16-bit, and was given another ``dtype``, ``weights``, ``fold="kernel"``, ``calibrate``, ``sensitivity``, or
+            names to ``recompose``.
         ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
@@ -163,6 +165,7 @@ def convert(
     if calibrate is not None:
         converter = replace(converter, ranges=ranges_of(calibrate, model, converter.op_list), headroom=headroom)
     if sensitivity is not None:
+        refuse_unpredicted(converter)
         converter = replace(converter, prices=Prices(_sensitivity(sensitivity, dtype_name(low))))
     if weights == "low" and not is_given:
         raise UnsupportedError(
@@ -191,6 +194,24 @@ def convert(
     if weights == "low":
         amp_model._store_low(low)
     return amp_model
+
+
+def refuse_unpredicted(converter: Converter) -> None:
+    """Refuse to measure or to predict errors of conversions for which a sensitivity says nothing.
+
+    Raises:
+        UnsupportedError: the model is 16-bit already, or the list follows torch.autocast's dispatch.
+    """
+    if converter.raises:
+        raise UnsupportedError(
+            "the model is 16-bit already, and a sensitivity compares float32 with 16 bits: measure the float32 model, "
+            "and give its list to convert."
+        )
+    if converter.op_list.placement == "follow":
+        raise UnsupportedError(
+            f"the op list {converter.op_list.name} follows torch.autocast's dispatch, op by op inside of what a "
+            "sensitivity measures whole: give another op_list. tune takes the name of such a list as its budget."
+        )
 
 
 def _sensitivity(given: Sensitivity | str | os.PathLike[str], dtype: str) -> Sensitivity:

@@ -27,8 +27,8 @@ from autocastfx.report.render import FORMATS
 __all__ = ["main"]
 
 _CODES = (
-    "exit codes: 0 good; 1 the answer is no (a list is wrong, plans or lists differ, values overflow, nothing is "
-    "to gain); 2 usage; 3 the conversion fails"
+    "exit codes: 0 good; 1 the answer is no (a list is wrong, plans or lists differ, values overflow); 2 usage; 3 the "
+    "conversion fails"
 )
 _MODEL = (
     "package.module:name of an nn.Module, or of what gives one when it is called, with literal arguments if need be: "
@@ -49,9 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; those of this process by default.
 
     Returns:
-        The exit code: 0 good; 1 the answer is no (an op list is wrong, plans or lists differ, values overflow, nothing
-        is to gain); 2 the arguments cannot be used; 3 the conversion fails; 130 interrupted; 141 the reader closed the
-        output.
+        The exit code: 0 good; 1 the answer is no (an op list is wrong, plans or lists differ, values overflow); 2 the
+        arguments cannot be used; 3 the conversion fails; 130 interrupted; 141 the reader closed the output.
 
     Raises:
         SystemExit: with code 2 for unknown arguments, with 0 after ``--help`` and ``--version``.

@@ -20,9 +20,10 @@ from autocastfx.cli.model_spec import load_batches, load_function
 from autocastfx.conversion import convert
 from autocastfx.errors import ModelSpecError, SensitivityError
 from autocastfx.files import check_writable
+from autocastfx.numerics.budget import Budget
 from autocastfx.numerics.sensitivity import Inputs, LossFunction, Measuring, check_fits
 from autocastfx.numerics.tune import tune
-from autocastfx.numerics.tuned import Budget, Tuned
+from autocastfx.numerics.tuned import Tuned
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.sensitivity import OUTPUT, TARGETS, Sensitivity
 from autocastfx.policy.kernel_facts import LEVELS
@@ -72,7 +73,7 @@ def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argpar
 
 
 def _run(options: Namespace) -> int:
-    """Run ``tune``. Returns 1 if there is nothing to gain."""
+    """Run ``tune``. Returns 0, also if there is nothing to gain: the list is written."""
     budget = _budget(options.budget)
     for name in ("probes", "held_out"):
         if getattr(options, name) < 1:
@@ -109,14 +110,14 @@ def _run(options: Namespace) -> int:
         print_json(_plain(found))
     else:
         print(found.report())
-    return int(not found.gains)
+    return 0
 
 
 def _budget(given: str) -> str | Budget:
     """Read a budget: the name of a list, or what is limited and its limit.
 
     Raises:
-        ModelSpecError: the limit is no number above 0.
+        ModelSpecError: the limit is not a number above 0.
     """
     name, equals, limit = given.partition("=")
     if not equals or name not in ("error", "bytes"):

@@ -42,7 +42,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a backward pass calls, with a gradient, as soon as it is complete; each may be left out.
+    """The functions that a backward pass calls with each gradient, as soon as it is complete. Each may be left out.
 
     Attributes:
         value: a node and the number of its float32 tensor, and the gradient by it.
@@ -120,7 +120,7 @@ class ProbeRun:
         if node in shared or any(use.node in shared for use in uses(node)):
             self.unmeasured[node] = "it shares a storage that is written into"
         elif not isinstance(node.target, torch._ops.OpOverload) and op_name(node) != "getitem":
-            self.unmeasured[node] = "it is no operator of torch"
+            self.unmeasured[node] = "it is not an operator of torch"
         take = self._tapped(node, shared)
         args: Any = tuple(map_arg(argument, take) for argument in node.args)
         kwargs: Any = {name: map_arg(argument, take) for name, argument in node.kwargs.items()}

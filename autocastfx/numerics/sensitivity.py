@@ -15,7 +15,7 @@ from autocastfx.capture.call import CallSignature
 from autocastfx.capture.given_inputs import arguments_of, batches_of
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.progress import Progress, counted
-from autocastfx.conversion import convert
+from autocastfx.conversion import convert, refuse_unpredicted
 from autocastfx.errors import SensitivityError, UnsupportedError
 from autocastfx.numerics.flat_graph import flatten
 from autocastfx.numerics.node_effects import NodeEffects
@@ -72,7 +72,7 @@ def sensitivity(
         SensitivityError: there are no batches, one does not fit the model, the loss is no single number or does not
             depend on a parameter, or the target is zero or not finite.
         CaptureError: the model cannot be captured.
-        UnsupportedError: the model is converted already, or is 16-bit.
+        UnsupportedError: the model is converted already, or is 16-bit; or the list follows torch.autocast's dispatch.
         ValueError: ``of`` is no target, or ``probes`` is less than 1.
     """
     if of not in TARGETS:
@@ -116,11 +116,7 @@ class Measuring:
     def add(self, batch: Any) -> None:
         """Measure one more batch."""
         converter = cast("VariantMaker", self.amp_model._maker).converter
-        if converter.raises:
-            raise UnsupportedError(
-                "the model is 16-bit already, and a sensitivity compares float32 with 16 bits: measure the float32 "
-                "model, and give its list to convert."
-            )
+        refuse_unpredicted(converter)
         args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
         check_fits(self.amp_model, args, kwargs)
         variant = self.amp_model._variant_for(args, kwargs)

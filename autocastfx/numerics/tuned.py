@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,82 +12,22 @@ from torch import nn
 
 from autocastfx.conversion import convert
 from autocastfx.files import write_whole
+from autocastfx.numerics.budget import Limit, Point
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.op_list import OpList, OpListLike
 from autocastfx.report.front_picture import Front, front_picture
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["Budget", "Point", "Tuned"]
+__all__ = ["Tuned"]
 
+_DOUBTFUL = 2.0  # a factor between measured and predicted errors
 _WORTH = 0.01  # a share of bytes, or of error, below which nothing was gained
 
 
 @dataclass(frozen=True)
-class Point:
-    """A plan's cost and error.
-
-    Attributes:
-        name: where it comes from: ``"start"``, the list to start from; ``"cut"``; or ``"tuned"``, measured as a list.
-        bytes: moved by ops and casts in a call.
-        predicted: relative error of the target.
-        measured: the same, on batches held out; None if it was not measured.
-    """
-
-    name: str
-    bytes: int
-    predicted: float
-    measured: float | None = None
-
-    def __str__(self) -> str:
-        measured = "not measured" if self.measured is None else f"measured {self.measured:.2e}"
-        return f"{self.bytes / 1e6:.2f} MB, predicted error {self.predicted:.2e}, {measured}"
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How much a plan may cost; one of the two.
-
-    Attributes:
-        error: the largest relative error of the target; of the plans within it, the one of fewest bytes is best.
-        bytes: as :func:`tune` takes it, the largest share of the bytes that the list to start from moves; of the plans
-            within it, the one of the least error is best.
-
-    Raises:
-        ValueError: both are given, or none; or it is not above 0.
-    """
-
-    error: float | None = None
-    bytes: float | None = None
-
-    def __post_init__(self) -> None:
-        given = [value for value in (self.error, self.bytes) if value is not None]
-        if len(given) != 1 or not given[0] > 0:
-            raise ValueError(f"a budget is an error or a share of bytes, above 0, not {self}")
-
-    def __str__(self) -> str:
-        return f"an error of {self.error:.2e}" if self.error is not None else f"{(self.bytes or 0) / 1e6:.2f} MB"
-
-    def keeps(self, point: Point) -> bool:
-        """True if a plan is within the budget; by its predicted error if it was not measured."""
-        if self.error is not None:
-            return (point.predicted if point.measured is None else point.measured) <= self.error
-        return point.bytes <= (self.bytes or 0)
-
-    def rank(self, point: Point) -> tuple[float, float]:
-        """Return the order among plans within the budget; the least is best."""
-        error = point.predicted if point.measured is None else point.measured
-        return (point.bytes, error) if self.error is not None else (error, point.bytes)
-
-    def lies_between(self, first: Plan, second: Plan) -> bool:
-        """True if one of two plans is within the budget, by its prediction, and the other is not."""
-        kept = [self.keeps(Point("", plan.traffic.moved, plan.error or 0.0)) for plan in (first, second)]
-        return kept[0] != kept[1]
-
-
-@dataclass(frozen=True)
 class Tuned:
-    """What :func:`tune` found.
+    """The result of :func:`tune`.
 
     Attributes:
         rules: by module path and op, each with its reason; to lay over the list that was started from.
@@ -98,7 +38,7 @@ class Tuned:
         start: those of the list that was started from.
         front: all plans that were looked at, in the order of their bytes.
         sensitivity: what was measured.
-        budget: the budget, as an error or in bytes.
+        budget: the limit that was kept, as an error or in bytes.
         options: further arguments of the conversion.
     """
 
@@ -110,7 +50,7 @@ class Tuned:
     start: Point
     front: tuple[Point, ...]
     sensitivity: Sensitivity
-    budget: Budget
+    budget: Limit
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
@@ -134,11 +74,23 @@ class Tuned:
         ]
         if not self.gains:
             lines.append("nothing to gain: the list that was started from is as good.")
+        lines += self._doubts()
         lines += ["", f"{'plan':8}{'MB':>10}{'predicted':>12}{'measured':>12}"]
         for p in self.front:
             measured = "" if p.measured is None else f"{p.measured:.2e}"
             lines.append(f"{p.name:8}{p.bytes / 1e6:>10.2f}{p.predicted:>12.2e}{measured:>12}")
         return "\n".join([*lines, "", self.text().rstrip()])
+
+    def _doubts(self) -> Iterator[str]:
+        """Yield what the predictions leave out. The plan is chosen by measured errors in any case."""
+        if left_out := self.plan.low_unmeasured:
+            yield f"predictions leave out {left_out} nodes in 16 bits, which were not measured."
+        measured, predicted = self.start.measured or 0.0, self.start.predicted
+        if predicted and not 1 / _DOUBTFUL <= measured / predicted <= _DOUBTFUL:
+            yield (
+                f"predictions are doubtful for this model: the start's measured error is {measured / predicted:.2g} "
+                "times the predicted one. Rounding that switches a ReLU, a maximum or a choice is not predicted."
+            )
 
     def plot(self, path: str | Path | None = None) -> str:
         """Draw the front: bytes against error. The axis of errors is of ratios, so a plan without any is left out.
@@ -189,5 +141,4 @@ class Tuned:
 
 def _place(point: Point) -> tuple[float, float] | None:
     """Where a point is drawn: at the error that was measured; None if an axis of ratios does not hold it."""
-    error = point.predicted if point.measured is None else point.measured
-    return (float(point.bytes), error) if 0 < error < math.inf else None
+    return (float(point.bytes), point.error) if 0 < point.error < math.inf else None

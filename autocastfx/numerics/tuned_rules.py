@@ -21,7 +21,7 @@ _MOST_ROUNDS = 8
 
 
 def rules_for(
-    wanted: Plan, convert: Callable[[OpList], Plan], sensitivity: Sensitivity, name: str = "tuned"
+    wanted: Plan, start: Plan, convert: Callable[[OpList], Plan], sensitivity: Sensitivity, name: str = "tuned"
 ) -> tuple[OpList, Plan]:
     """Find rules by which a conversion places what it computes as ``wanted`` does.
 
@@ -30,6 +30,7 @@ def rules_for(
 
     Args:
         wanted: the plan to say. Nodes of one module and op run in one precision.
+        start: the plan that follows from the base list alone.
         convert: gives the plan that follows from rules laid over the base list.
         sensitivity: for the reasons.
         name: of the list, in plans.
@@ -39,10 +40,9 @@ def rules_for(
     """
     sides = _sides(wanted)
     chosen: dict[Group, str] = {}
-    rules, plan = OpList(name=name), convert(OpList(name=name))
+    rules, plan, views = OpList(name=name), start, _views(wanted)
     for _ in range(_MOST_ROUNDS):
         groups = [group for group in _differing(plan, wanted) if group not in chosen and group in sides]
-        views = _views(wanted)
         missing = [group for group in groups if group not in views]
         if not missing and not _is_alike(plan, wanted):
             missing = groups

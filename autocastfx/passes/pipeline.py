@@ -139,7 +139,7 @@ class ConvertedGraph:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What was measured of the nodes of a graph and of its sub-graphs."""
+    """Measurements of the nodes of a graph and of its sub-graphs."""
 
     magnitudes: Mapping[Key, Magnitude]
     effects: Mapping[Key, Effect]

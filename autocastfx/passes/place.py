@@ -38,7 +38,9 @@ class Place(Pass):
         found = state.classification
         units = units_of(state.graph, found.decisions, policy.ports)
         simple = self._with_views(state, found.decisions, place_simply(found.decisions, units))
-        placements = simple if policy.op_list.placement == "simple" else self._cheaply(state, units)
+        is_priced = policy.prices is not None and policy.prices.per_error is not None
+        is_simple = policy.op_list.placement == "simple" and not is_priced
+        placements = simple if is_simple else self._cheaply(state, units)
         if policy.plan is not None:
             obeyed = policy.plan.obey(found.decisions, placements, found.unable, state.prefix)
             state = replace(state, classification=replace(found, decisions=obeyed.pinned))

@@ -196,15 +196,26 @@ class Plan:
     def __str__(self) -> str:
         """The summary in a line; ``repr`` holds everything."""
         runs = Counter(node.placement.run for node in self.nodes)
+        said = f"; predicted error: {self.error_in_words}" if self.error is not None else ""
         unlisted = f"; unlisted ops: {', '.join(sorted(self.unlisted))}" if self.unlisted else ""
         return (
             f"{self.low} on {self.device}, op list {self.op_list}; nodes: {runs[Precision.LOW]} in {self.low}, "
-            f"{runs[Precision.FLOAT32]} in float32; casts: {len(self.casts)}{unlisted}{self._error_in_words}"
+            f"{runs[Precision.FLOAT32]} in float32; casts: {len(self.casts)}{unlisted}{said}"
         )
 
     @property
-    def _error_in_words(self) -> str:
-        return f"; predicted error: {self.error:.1e}" if self.error is not None else ""
+    def low_unmeasured(self) -> int:
+        """The number of nodes in 16 bits that the predicted error leaves out, for they could not be measured."""
+        low = (n for n in self.nodes if n.placement.run is Precision.LOW and n.op != "getitem")
+        return sum(node.error is None for node in low) if self.error is not None else 0
+
+    @property
+    def error_in_words(self) -> str:
+        """The predicted error, and what it leaves out; empty if nothing was measured."""
+        if self.error is None:
+            return ""
+        without = f", without {self.low_unmeasured} nodes in {self.low} that were not measured"
+        return f"{self.error:.1e}" + (without if self.low_unmeasured else "")
 
     def __getitem__(self, name: str) -> PlannedNode:
         """The entry of the node called ``name``.

@@ -1,4 +1,4 @@
-"""What a placement is chosen by beside the bytes that it moves: measured errors, and the time of products."""
+"""The prices by which a placement is chosen, beside the bytes that it moves: of errors, and of products' time."""
 
 from __future__ import annotations
 

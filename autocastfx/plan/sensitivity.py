@@ -1,4 +1,4 @@
-"""What 16 bits would cost each node in accuracy, measured once, as plain data to and from JSON."""
+"""The error that 16 bits would cause at each node, measured once, as plain data to and from JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def added(signatures: Iterable[Signature]) -> Signature:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a node in 16 bits does to the target.
+    """The effect of a node in 16 bits on the target.
 
     Attributes:
         mode: ``"train"`` or ``"eval"``.
@@ -97,7 +97,7 @@ def _each(first: Mapping[str, Signature], then: Mapping[str, Signature]) -> dict
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What 16 bits would cost each node of a model.
+    """The effects of 16 bits at each node of a model.
 
     Attributes:
         of: the target: ``"gradient"``, of the loss by all parameters as one vector, or ``"output"``.

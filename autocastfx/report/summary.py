@@ -33,7 +33,7 @@ def summary(view: View) -> list[str]:
         f"{saturating} saturating",
         *([_copies(plan)] if plan.copies else []),
         _moved(plan),
-        *([f"predicted error of the {view.predicted.of}: {plan.error:.1e}"] if plan.error is not None else []),
+        *([f"predicted error of the {view.predicted.of}: {plan.error_in_words}"] if plan.error is not None else []),
         f"unlisted ops: {unlisted}",
         *recomposed,
     ]

@@ -173,6 +173,75 @@ def test_an_impossible_budget_is_an_error() -> None:
         autocastfx.tune(bert(), BATCHES, budget=Budget(bytes=1e-6), dtype="bfloat16", progress=False)
 
 
+def test_a_list_that_follows_torch_autocast_is_a_budget_and_no_start() -> None:
+    model = bert()
+    options: dict[str, Any] = {"dtype": "bfloat16", "progress": False}
+    with pytest.raises(autocastfx.UnsupportedError, match=r"follows torch\.autocast's dispatch"):
+        autocastfx.tune(model, BATCHES, op_list="torch_autocast_cuda", **options)
+    found = autocastfx.sensitivity(model, BATCHES[:1], dtype="bfloat16", progress=False)
+    with pytest.raises(autocastfx.UnsupportedError, match=r"follows torch\.autocast's dispatch"):
+        autocastfx.convert(model, (), BATCHES[0], dtype="bfloat16", op_list="torch_autocast_cuda", sensitivity=found)
+    tuned = autocastfx.tune(model, BATCHES, budget="torch_autocast_cuda", sensitivity=found, **options)
+    assert tuned.budget.error is not None
+    assert tuned.point.error <= tuned.budget.error
+
+
+def test_tensorflows_list_can_be_started_from() -> None:
+    found = autocastfx.tune(bert(), BATCHES, op_list="tensorflow", dtype="bfloat16", progress=False)
+    assert len({point.bytes for point in found.front if point.name == "cut"}) > 2
+    assert found.point.bytes <= found.start.bytes
+
+
+def test_a_wrong_budget_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*arguments: Any) -> None:
+        raise AssertionError("it was measured")
+
+    monkeypatch.setattr("autocastfx.numerics.sensitivity.Measuring.add", measured)
+    with pytest.raises(autocastfx.OpListError, match="no_such_list"):
+        autocastfx.tune(bert(), BATCHES, budget="no_such_list", dtype="bfloat16", progress=False)
+    with pytest.raises(autocastfx.GpuError, match="no GPU is known as 'A1000'"):
+        autocastfx.tune(bert(), BATCHES, gpu="A1000", dtype="bfloat16", progress=False)
+
+
+def test_a_start_without_error_has_nothing_to_gain() -> None:
+    found = autocastfx.tune(bert(), BATCHES, op_list="float32", dtype="bfloat16", progress=False)
+    assert found.point.measured == 0.0
+    assert not found.gains
+
+
+def test_a_list_that_overflows_is_no_budget() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x) * 300
+            return self.last(hidden * (hidden + 1) * 1e-4)
+
+    options = {**OPTIONS, "dtype": "float16"}
+    with pytest.raises(SensitivityError, match=r"the budget 'default' has no end.*Give a Budget"):
+        autocastfx.tune(Large(), [rows(seed) for seed in range(2)], **options)
+
+
+def test_what_predictions_leave_out_is_told() -> None:
+    def network() -> nn.Module:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            block = (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True))
+            return nn.Sequential(*block, nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 4)).train()
+
+    found = autocastfx.tune(network(), [rows(seed) for seed in range(3)], **OPTIONS)
+    left_out = found.plan.low_unmeasured
+    assert left_out > 0
+    assert f"predictions leave out {left_out} nodes in 16 bits" in found.report()
+    assert "predictions are doubtful for this model" in found.report()  # ReLU switches
+    amp_model = found.convert(network(), rows(0)[0])
+    said = f"without {left_out} nodes in bfloat16 that were not measured"
+    assert said in str(amp_model.plan)
+    assert said in autocastfx.dump(amp_model)
+
+
 def test_too_few_batches_are_an_error() -> None:
     with pytest.raises(SensitivityError, match="there are 1 batches, of which 1 are held out"):
         autocastfx.tune(bert(), BATCHES[:1], dtype="bfloat16")

@@ -60,14 +60,14 @@ def nodes(op: str, module: str = "") -> list[str]:
 
 
 def test_layers_that_agree_share_a_rule() -> None:
-    rules, plan = rules_for(wanted(set(nodes("layer_norm")), set()), converted, SENSITIVITY)
+    rules, plan = rules_for(wanted(set(nodes("layer_norm")), set()), BASE.plan, converted, SENSITIVITY)
     assert [(r.path, r.wanted, r.ops) for r in rules.modules] == [("layers.*.norm", "low", ("layer_norm",))]
     assert all(plan[name].placement.run is Precision.LOW for name in nodes("layer_norm"))
 
 
 def test_a_layer_that_differs_has_its_own() -> None:
     (one,) = nodes("linear", "layers.1")
-    rules, plan = rules_for(wanted(set(), {one}), converted, SENSITIVITY)
+    rules, plan = rules_for(wanted(set(), {one}), BASE.plan, converted, SENSITIVITY)
     assert [(r.path, r.wanted) for r in rules.modules if "linear" in r.ops] == [("layers.1.linear", "float32")]
     runs = {n.name: n.placement.run for n in plan.nodes if n.op == "linear"}
     assert runs == {name: Precision.FLOAT32 if name == one else Precision.LOW for name in nodes("linear")}
@@ -76,13 +76,13 @@ def test_a_layer_that_differs_has_its_own() -> None:
 
 
 def test_the_root_has_rules_too() -> None:
-    rules, plan = rules_for(wanted({"exp"}, set()), converted, SENSITIVITY)
+    rules, plan = rules_for(wanted({"exp"}, set()), BASE.plan, converted, SENSITIVITY)
     assert [(r.path, r.wanted, r.ops) for r in rules.modules] == [("re:^$", "low", ("exp",))]
     assert plan["exp"].placement.run is Precision.LOW
 
 
 def test_a_plan_that_is_there_needs_no_rules() -> None:
-    rules, plan = rules_for(BASE.plan, converted, SENSITIVITY)
+    rules, plan = rules_for(BASE.plan, BASE.plan, converted, SENSITIVITY)
     assert not rules.modules
     assert plan.nodes == BASE.plan.nodes
 

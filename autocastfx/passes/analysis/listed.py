@@ -1,4 +1,4 @@
-"""What an op list alone says of a node: its rule as a decision, and the error of an op that it bans."""
+"""The decision that an op list alone gives a node, and the error of an op that it bans."""
 
 from __future__ import annotations
 

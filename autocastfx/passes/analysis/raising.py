@@ -35,7 +35,7 @@ _COMPUTES = ("call_function", "call_method", "call_module")
 
 @dataclass(frozen=True)
 class Raiser:
-    """What to raise in the graphs of one conversion.
+    """Chooses the nodes to raise in the graphs of one conversion.
 
     Attributes:
         matcher: gives the rule of a node.

@@ -1,0 +1,189 @@
+"""Search for the plan of fewest bytes within an error, or of the least error within bytes, by measured errors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import torch
+
+from autocastfx.conversion import convert_captured
+from autocastfx.errors import SensitivityError
+from autocastfx.numerics.budget import Limit, Point
+from autocastfx.numerics.target_error import TargetError
+from autocastfx.numerics.tuned_rules import mixed, rules_for
+from autocastfx.passes.pipeline import Converter
+from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.plan.plan import Plan
+from autocastfx.plan.prices import Prices
+from autocastfx.policy.op_list import OpList
+from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.variant import Variant
+
+__all__ = ["Found", "PlanSearch"]
+
+_MOST_CUTS = 20
+_MOST_MEASURED = 5
+_DECADES = range(-3, 4)  # of the price of an error, around the one at which it costs what all bytes do
+_SLACK = 1.25  # a predicted error above the budget by this factor may yet be measured below it
+_CLOSE = 1.05  # prices that are not told apart
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan: as it was cut, without rules yet; or as it follows from rules."""
+
+    point: Point
+    plan: Plan
+    rules: OpList | None = None
+
+
+@dataclass
+class PlanSearch:
+    """One search.
+
+    Attributes:
+        base: converted by the list to start from.
+        variant: of it, the one that was measured.
+        prices: what was measured, and the time of products.
+        low: the 16-bit dtype.
+        start: the plan of the list to start from, with its predicted errors.
+        plans: by the price of an error.
+    """
+
+    base: AmpModule
+    variant: Variant
+    prices: Prices
+    low: torch.dtype
+    start: Plan = field(init=False)
+    plans: dict[float, Plan] = field(default_factory=dict[float, Plan])
+
+    def __post_init__(self) -> None:
+        self.start = self._plan_of(self.converter)
+
+    @property
+    def converter(self) -> Converter:
+        """The converter of the list to start from, which predicts errors."""
+        return replace(cast("VariantMaker", self.base._maker).converter, prices=self.prices)
+
+    def result(self, judge: TargetError, limit: Limit, started: Point) -> tuple[Found, list[Point]]:
+        """Sweep the price of an error, measure plans near the limit, and choose.
+
+        Returns:
+            The best plan within the limit, and the points of all that were looked at.
+
+        Raises:
+            SensitivityError: no plan keeps the limit.
+        """
+        unit = self.start.traffic.moved / max(started.predicted, 1e-12) ** 2
+        for decade in _DECADES:
+            self._at(unit * 10.0**decade)
+        self._refine(limit)
+        ratios = [started.error / started.predicted] if started.error and started.predicted else [1.0]
+        found = self._near(limit, ratios[0])
+        tried: list[Found] = []
+        while len(tried) < _MOST_MEASURED and (following := self._next(found, limit, ratios, tried)) is not None:
+            found.remove(following)
+            said = following if following.rules is not None else self._said(following.plan)
+            if any(one.rules == said.rules for one in tried):
+                continue
+            point = replace(said.point, measured=self._measured(said, judge))
+            tried.append(replace(said, point=point))
+            if point.predicted and math.isfinite(point.error):
+                ratios.append(point.error / point.predicted)
+        tried.append(Found(started, self.start, OpList(name="tuned")))
+        kept = [one for one in tried if limit.keeps(one.point)]
+        if not kept:
+            least = min((one.point for one in tried), key=lambda point: point.error)
+            raise SensitivityError(f"no plan keeps the budget ({limit}): the nearest has {least}.")
+        front = dict.fromkeys(_point("cut", plan) for plan in self.plans.values())
+        return min(kept, key=lambda one: limit.rank(one.point)), [*front, *(one.point for one in tried)]
+
+    def _measured(self, said: Found, judge: TargetError) -> float:
+        again = convert_captured(self.base, self._with(said.rules or OpList()))
+        return judge(cast("AmpModule", again), self.low)
+
+    def _with(self, rules: OpList) -> Converter:
+        return replace(self.converter, op_list=self.converter.op_list.merged(rules))
+
+    def _plan_of(self, converter: Converter) -> Plan:
+        captured = self.variant.captured
+        if captured is None:
+            raise SensitivityError("the captured graph is not at hand: convert the model again.")
+        device = cast("VariantMaker", self.base._maker).device or captured.device
+        return converter(captured, self.base._held(), device).plan
+
+    def _at(self, price: float) -> None:
+        """Find the plan of fewest bytes, at a price of an error."""
+        if price not in self.plans:
+            self.plans[price] = self._plan_of(replace(self.converter, prices=replace(self.prices, per_error=price)))
+
+    def _refine(self, limit: Limit) -> None:
+        """Cut more finely: first where the predictions pass the limit, then in the widest gap of the front."""
+        while len(self.plans) < _MOST_CUTS:
+            pairs = [(a, b) for a, b in itertools.pairwise(sorted(self.plans)) if b / a > _CLOSE]
+            gaps = {pair: self._gap(*pair) for pair in pairs}
+            crossing = [p for p in pairs if self._crosses(limit, *p)]
+            first, last = max(crossing or gaps, key=gaps.__getitem__, default=(1.0, 1.0))
+            if not gaps.get((first, last)):
+                return
+            self._at(math.sqrt(first * last))
+
+    def _crosses(self, limit: Limit, price: float, other: float) -> bool:
+        first, second = (limit.keeps(_point("", self.plans[one])) for one in (price, other))
+        return first != second
+
+    def _gap(self, price: float, other: float) -> float:
+        """The area of the front between two plans; 0 if they are equal."""
+        a, b = self.plans[price], self.plans[other]
+        return abs(a.traffic.moved - b.traffic.moved) * abs((a.error or 0.0) - (b.error or 0.0))
+
+    def _near(self, limit: Limit, ratio: float) -> list[Found]:
+        """The distinct plans of the sweep, and three between those on either side of the limit."""
+        distinct = {(plan.traffic.moved, plan.error): plan for _, plan in sorted(self.plans.items())}
+        plans = sorted(distinct.values(), key=lambda plan: plan.traffic.moved)
+        within = [limit.keeps(_expected(plan, ratio)) for plan in plans]
+        for (cheap, dear), (first, second) in zip(itertools.pairwise(plans), itertools.pairwise(within), strict=True):
+            if first != second:
+                between = [self._said(mixed(dear, cheap, share)) for share in (0.25, 0.5, 0.75)]
+                return [*_around(plans, limit, ratio), *between]
+        return _around(plans, limit, ratio)
+
+    def _said(self, plan: Plan) -> Found:
+        rules, found = rules_for(plan, self.start, lambda r: self._plan_of(self._with(r)), self.prices.sensitivity)
+        return Found(_point("tuned", found), found, rules)
+
+    def _next(
+        self, found: Sequence[Found], limit: Limit, ratios: Sequence[float], tried: Sequence[Found]
+    ) -> Found | None:
+        """Return the plan to measure next: the best that should keep the limit, or nearly so, by the errors so far."""
+        best = min((limit.rank(one.point) for one in tried if limit.keeps(one.point)), default=None)
+        ratio = statistics.median(ratios)
+        for slack in (1.0, _SLACK):
+            expected = [_expected(one.plan, ratio / slack) for one in found]
+            fits = [(limit.rank(point), i) for i, point in enumerate(expected) if limit.keeps(point)]
+            fits = [pair for pair in fits if best is None or pair[0] < best]
+            if fits:
+                return found[min(fits)[1]]
+        return None
+
+
+def _point(name: str, plan: Plan) -> Point:
+    return Point(name, plan.traffic.moved, plan.error or 0.0)
+
+
+def _expected(plan: Plan, ratio: float) -> Point:
+    found = _point("", plan)
+    return replace(found, measured=found.predicted * ratio)
+
+
+def _around(plans: Sequence[Plan], limit: Limit, ratio: float) -> list[Found]:
+    """The plans within the limit that are best, and the nearest beyond it."""
+    order = sorted(plans, key=lambda plan: limit.rank(_expected(plan, ratio)))
+    kept = [plan for plan in order if limit.keeps(_expected(plan, ratio))]
+    beyond = [plan for plan in reversed(order) if plan not in kept]
+    return [Found(_expected(plan, ratio), plan) for plan in (*kept[:_MOST_MEASURED], *beyond[:1])]
