@@ -12,11 +12,12 @@ everything below is judged on batches that neither training nor the measurement 
 - by list: bytes moved and true error, over the default list's; the error alone for torch.autocast's, whose
   bytes are not counted.
 - ``fewer``: ``tune(budget="default")``: bytes and error over the default's.
-- ``float32``: of the bytes that the default list moves beyond the cheapest plan of the sweep, the share that this leaves.
+- ``float32``: of the bytes that the default list moves beyond the cheapest plan of the sweep, the share that this
+  leaves.
 - ``nearer``: ``tune(budget=Budget(bytes=1.0))``, the least error at no more bytes: the same.
 
-The verdict is ``gains`` for at least a quarter less error at no more bytes, or at most half of those bytes left at no more
-error; ``nothing to gain`` where ``tune`` itself says so; else ``little``.
+The verdict is ``gains`` for at least a quarter less error at no more bytes, or at most half of those bytes left at no
+more error; ``nothing to gain`` where ``tune`` itself says so; else ``little``.
 """
 
 from __future__ import annotations
