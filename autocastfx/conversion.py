@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,9 +16,10 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.calibration import first_call, ranges_of
 from autocastfx.capture.call import Call, CallSignature
+from autocastfx.capture.check_arguments import check_arguments, conversion_is_off, refuse_for_low_model
 from autocastfx.capture.given_inputs import device_of, inputs_of, named_device
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
-from autocastfx.errors import CaptureError, SensitivityError, UnmatchedPlanWarning, UnsupportedError, shown
+from autocastfx.errors import CaptureError, SensitivityError, UnmatchedPlanWarning, UnsupportedError
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
 from autocastfx.passes.variant_maker import VariantMaker
@@ -29,25 +29,18 @@ from autocastfx.plan.ranges import Ranges
 from autocastfx.plan.read_plan import read_plan
 from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.keep_in_float32 import kept_in_float32
-from autocastfx.policy.kernel_facts import LEVELS, load_kernel_facts
+from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.report.conversion_warnings import (
     warn_of_low_parameters,
     warn_of_slow_kernels,
+    warn_of_unmatched_effects,
     warn_of_unmatched_ranges,
     warn_of_unmatched_rules,
 )
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = [
-    "check_arguments",
-    "conversion_is_off",
-    "convert",
-    "convert_again",
-    "convert_captured",
-    "refuse_for_low_model",
-    "refuse_unpredicted",
-]
+__all__ = ["convert", "convert_again", "convert_captured", "refuse_unpredicted"]
 
 
 def convert(
@@ -188,6 +181,8 @@ def convert(
         return amp_model  # the first call captures
     if isinstance(calibrate, (Ranges, str, os.PathLike)):
         warn_of_unmatched_ranges(amp_model, converter.ranges)
+    if converter.prices is not None:
+        warn_of_unmatched_effects(amp_model, converter.prices.sensitivity)
     warn_of_unmatched_rules(amp_model, lists, facts)
     if edited is not None and (message := edited.unmatched(v.plan for v in amp_model.variants)):
         warnings.warn(message, UnmatchedPlanWarning, stacklevel=2)
@@ -281,36 +276,6 @@ def convert_captured(amp_model: AmpModule, converter: Converter) -> AmpModule | 
     return again
 
 
-# Of a model that is 16-bit already.
-_REFUSED = {
-    "dtype": "the conversion has the dtype of the model: leave dtype out, or convert the float32 model",
-    "weights": 'its parameters are stored in 16 bits as they are: leave weights="cast"',
-    "fold": 'what the list denies is raised to float32: leave fold="exact", and name in op_list what is to be raised',
-    "calibrate": "nothing is rounded that was not: name in op_list what is to be float32, or convert the float32 model",
-    "sensitivity": "nothing is rounded that was not: convert the float32 model, for which it was measured",
-    "recompose": "its ops stay those that they are, to the bit: leave recompose out, or convert the float32 model",
-}
-
-
-def refuse_for_low_model(module: nn.Module, own: torch.dtype, **given: Any) -> None:
-    """Refuse arguments of a conversion that mean nothing for a model whose parameters are ``own``, a 16-bit dtype.
-
-    Raises:
-        UnsupportedError: one of them is given.
-    """
-    wanted = {"dtype": own, "weights": "cast", "calibrate": None, "sensitivity": None}
-    for name, value in given.items():
-        if name == "fold":
-            is_fit = value != "kernel"
-        else:
-            is_fit = isinstance(value, bool) if name == "recompose" else value == wanted.get(name, value)
-        if not is_fit:
-            raise UnsupportedError(
-                f"{name} was given, and the parameters of this {type(module).__name__} are {dtype_name(own)} already: "
-                f"{_REFUSED[name]}."
-            )
-
-
 def _check_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh"):
@@ -319,31 +284,3 @@ def _check_parameters(model: nn.Module) -> None:
                 "FSDP2 convert first, and give fully_shard the converted model; leave a tensor-parallel model to "
                 "torch.autocast, with a LossScalingOptimizer all the same."
             )
-
-
-def conversion_is_off() -> bool:
-    """True, and told, if the environment has ``AUTOCASTFX_DISABLE=1``: everything runs in float32, to compare runs.
-
-    Raises:
-        ValueError: the variable has another value than 0 or 1.
-    """
-    said = os.environ.get("AUTOCASTFX_DISABLE", "") or "0"
-    if said not in ("0", "1"):
-        raise ValueError(f"AUTOCASTFX_DISABLE is 0 or 1, not {said!r}")
-    if said == "1":
-        warnings.warn("AUTOCASTFX_DISABLE=1 is set: nothing is converted, and all runs in float32.", stacklevel=3)
-    return said == "1"
-
-
-def check_arguments(fold: str, weights: str = "cast", headroom: float = 1.0) -> None:
-    """Check arguments of a conversion.
-
-    Raises:
-        ValueError: one has no such value.
-    """
-    if not 1 <= headroom <= sys.float_info.max:
-        raise ValueError(f"headroom is a finite factor of at least 1, not {shown(headroom)}")
-    choices = {"weights": (weights, ("cast", "cached", "low")), "fold": (fold, tuple(LEVELS))}
-    for name, (given, known) in choices.items():
-        if given not in known:
-            raise ValueError(f"{name} is one of {', '.join(map(repr, known))}, not {given!r}")

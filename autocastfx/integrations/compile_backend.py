@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autocastfx.capture.check_arguments import check_arguments, conversion_is_off
 from autocastfx.capture.progress import stage
 from autocastfx.capture.saved_tensors import no_saved_tensors_hooks
 from autocastfx.capture.whole_calls import places
-from autocastfx.conversion import check_arguments, conversion_is_off
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.any_size import own_sizes

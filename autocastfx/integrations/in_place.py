@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autocastfx.capture.check_arguments import refuse_for_low_model
 from autocastfx.capture.given_inputs import device_of
-from autocastfx.conversion import refuse_for_low_model
 from autocastfx.dtypes import chosen_dtype, one_low_dtype
 from autocastfx.errors import UnsupportedError
 from autocastfx.integrations.compile_backend import CompileBackend

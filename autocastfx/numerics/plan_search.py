@@ -14,6 +14,7 @@ import torch
 from autocastfx.conversion import convert_captured
 from autocastfx.errors import SensitivityError
 from autocastfx.numerics.budget import Limit, Point
+from autocastfx.numerics.sensitivity import captured_of
 from autocastfx.numerics.target_error import TargetError
 from autocastfx.numerics.tuned_rules import mixed, rules_for
 from autocastfx.passes.pipeline import Converter
@@ -111,9 +112,7 @@ class PlanSearch:
         return replace(self.converter, op_list=self.converter.op_list.merged(rules))
 
     def _plan_of(self, converter: Converter) -> Plan:
-        captured = self.variant.captured
-        if captured is None:
-            raise SensitivityError("the captured graph is not at hand: convert the model again.")
+        captured = captured_of(self.variant)
         device = cast("VariantMaker", self.base._maker).device or captured.device
         return converter(captured, self.base._held(), device).plan
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature
+from autocastfx.capture.export import Captured
 from autocastfx.capture.given_inputs import arguments_of, batches_of
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.progress import Progress, counted
@@ -26,8 +27,18 @@ from autocastfx.plan.ranges import mode_of
 from autocastfx.plan.sensitivity import TARGETS, Sensitivity
 from autocastfx.policy.op_list import OpListLike
 from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.variant import Variant
 
-__all__ = ["Inputs", "LossFunction", "Measuring", "check_fits", "loss_of", "sensitivity"]
+__all__ = [
+    "Inputs",
+    "LossFunction",
+    "Measuring",
+    "captured_of",
+    "check_choices",
+    "check_fits",
+    "loss_of",
+    "sensitivity",
+]
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Inputs = Callable[[Any], Any]
@@ -75,10 +86,7 @@ def sensitivity(
         UnsupportedError: the model is converted already, or is 16-bit; or the list follows torch.autocast's dispatch.
         ValueError: ``of`` is no target, or ``probes`` is less than 1.
     """
-    if of not in TARGETS:
-        raise ValueError(f"of is one of {', '.join(map(repr, TARGETS))}, not {of!r}")
-    if not isinstance(probes, int) or probes < 1:
-        raise ValueError(f"probes is a count of at least 1, not {probes!r}")
+    check_choices(of, probes)
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: measure the original.")
     rest = batches_of(batches)
@@ -94,6 +102,29 @@ def sensitivity(
             measuring.add(batch)
             show(done)
     return cast("Sensitivity", measuring.found)
+
+
+def check_choices(of: str, probes: int) -> None:
+    """Check arguments of a measurement.
+
+    Raises:
+        ValueError: one has no such value.
+    """
+    if of not in TARGETS:
+        raise ValueError(f"of is one of {', '.join(map(repr, TARGETS))}, not {of!r}")
+    if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
+        raise ValueError(f"probes is a count of at least 1, not {probes!r}")
+
+
+def captured_of(variant: Variant) -> Captured:
+    """Return the float32 graph that a variant was made from.
+
+    Raises:
+        SensitivityError: it is not at hand.
+    """
+    if variant.captured is None:
+        raise SensitivityError("the captured graph is not at hand: convert the model again.")
+    return variant.captured
 
 
 @dataclass
@@ -120,9 +151,7 @@ class Measuring:
         args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
         check_fits(self.amp_model, args, kwargs)
         variant = self.amp_model._variant_for(args, kwargs)
-        captured = variant.captured
-        if captured is None:
-            raise SensitivityError("the captured graph is not at hand: convert the model again.")
+        captured = captured_of(variant)
         call = CallSignature.of(self.amp_model.forward).bind(args, kwargs)
         held: Mapping[str, Any] = {**captured.attributes, **self.amp_model._held()}
         ports = replace(converter, device=variant.plan.device).ports

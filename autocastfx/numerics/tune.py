@@ -17,13 +17,14 @@ from autocastfx.dtypes import low_dtype
 from autocastfx.errors import SensitivityError
 from autocastfx.numerics.budget import Budget, Limit, Point
 from autocastfx.numerics.plan_search import PlanSearch
-from autocastfx.numerics.sensitivity import Inputs, LossFunction, Measuring, check_fits
+from autocastfx.numerics.sensitivity import Inputs, LossFunction, Measuring, check_choices, check_fits
 from autocastfx.numerics.target_error import TargetError
 from autocastfx.numerics.tuned import Tuned
 from autocastfx.passes.variant_maker import VariantMaker
 from autocastfx.plan.prices import Prices
 from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.op_list import OpList, OpListLike
+from autocastfx.report.conversion_warnings import warn_of_unmatched_effects
 from autocastfx.report.lint.gpu import Gpu, find_gpu
 from autocastfx.runtime.amp_module import AmpModule
 
@@ -75,8 +76,11 @@ def tune(
 
     Raises:
         SensitivityError: as for :func:`sensitivity`; there are too few batches; or no plan keeps the budget.
-        OpListError, CaptureError: as for :func:`convert`.
+        OpListError, CaptureError, UnsupportedError: as for :func:`convert`; before anything is measured.
+        GpuError: no GPU has this name.
+        ValueError: ``of`` is no target, or ``probes`` is less than 1.
     """
+    check_choices(of, probes)
     given = list(batches_of(batches))
     if held_out < 1 or len(given) < held_out + (sensitivity is None):
         raise SensitivityError(
@@ -106,6 +110,7 @@ def tune(
         )
     else:
         refuse_unpredicted(cast("VariantMaker", base._maker).converter)
+        warn_of_unmatched_effects(base, sensitivity)
     judge = TargetError(model, given[-held_out:], loss_fn, of, inputs)
     with stage("choosing plans"):
         search = PlanSearch(base, base._variant_for(args, kwargs), prices_of(sensitivity), low)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -11,28 +12,44 @@ from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import StateWarning, UnmatchedRuleWarning
 from autocastfx.graph.walk import all_nodes
 from autocastfx.plan.plan import Precision
-from autocastfx.plan.ranges import Ranges
+from autocastfx.plan.ranges import Range, Ranges
+from autocastfx.plan.sensitivity import Effect, Sensitivity
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import unmatched
 from autocastfx.policy.op_list import OpList
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["warn_of_low_parameters", "warn_of_slow_kernels", "warn_of_unmatched_ranges", "warn_of_unmatched_rules"]
+__all__ = [
+    "warn_of_low_parameters",
+    "warn_of_slow_kernels",
+    "warn_of_unmatched_effects",
+    "warn_of_unmatched_ranges",
+    "warn_of_unmatched_rules",
+]
 
 
 def warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None) -> None:
     """Warn if measured values match no node."""
+    _warn_of_unmatched(amp_model, ranges.values if ranges is not None else (), "values", "Calibrate again.")
+
+
+def warn_of_unmatched_effects(amp_model: AmpModule, sensitivity: Sensitivity) -> None:
+    """Warn if measured nodes match no node: predictions then leave out nodes of this model."""
+    _warn_of_unmatched(amp_model, sensitivity.effects, "nodes", "Measure the sensitivity again.")
+
+
+def _warn_of_unmatched(amp_model: AmpModule, measured: Sequence[Range | Effect], what: str, again: str) -> None:
     planned = {(n.name, n.op, n.module) for v in amp_model.variants for n in v.plan.nodes}
-    computed = [r for r in ranges.values if r.op != "placeholder"] if ranges is not None else []
+    computed = [m for m in measured if m.op not in ("placeholder", "output")]
     replaced = {name for v in amp_model.variants for whole in v.plan.recomposed for name in whole.replaced}
-    missing = [r for r in computed if r.key not in planned and r.name not in replaced]
+    missing = [m for m in computed if m.key not in planned and m.name not in replaced]
     if missing:
         first = missing[0]
         warnings.warn(
-            f"{len(missing)} of {len(computed)} measured values match no node of the graphs captured now, the first "
+            f"{len(missing)} of {len(computed)} measured {what} match no node of the graphs captured now, the first "
             f"being {first.name!r} ({first.op}) in module {first.module or '(root)'!r}: they were measured on another "
-            "version of the model, or in other calls. Calibrate again.",
-            stacklevel=3,
+            f"version of the model, or in other calls. {again}",
+            stacklevel=4,
         )
 
 

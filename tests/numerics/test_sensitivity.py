@@ -290,3 +290,15 @@ def test_a_result_that_backward_reads_is_counted_once(op: str) -> None:
     assert [n.op for n in amp_model.plan.nodes if n.placement.run is autocastfx.Precision.LOW] == [op]
     true = TargetError(model, [batch()], loss, "gradient", inputs)(amp_model, torch.bfloat16)
     assert amp_model.plan.error == pytest.approx(true, rel=WITHIN)
+
+
+def test_a_sensitivity_of_another_model_is_warned_of() -> None:
+    found = measured(made(), dtype="bfloat16")
+    other = nn.Sequential(nn.Linear(16, 4), nn.Tanh())
+    said = (
+        r"4 of 4 measured nodes match no node .* 'linear' \(linear\) in module 'first'.* Measure the sensitivity again"
+    )
+    with pytest.warns(UserWarning, match=said):
+        autocastfx.convert(other, inputs(batch()), dtype="bfloat16", sensitivity=found)
+    with pytest.warns(UserWarning, match=said):
+        autocastfx.tune(other, [batch()], loss, inputs=inputs, dtype="bfloat16", sensitivity=found, progress=False)

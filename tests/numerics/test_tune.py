@@ -254,6 +254,15 @@ def test_a_sensitivity_of_another_kind_is_refused() -> None:
         autocastfx.tune(model, BATCHES, dtype="bfloat16", sensitivity=found)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"of": "loss"}, "of is one of 'gradient', 'output', not 'loss'"), ({"probes": 0}, "probes is a count")],
+)
+def test_wrong_arguments(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        autocastfx.tune(bert(), BATCHES, dtype="bfloat16", **options)
+
+
 @pytest.mark.parametrize("given", [{}, {"error": 1.0, "bytes": 1.0}, {"error": 0.0}, {"bytes": -1.0}])
 def test_a_budget_is_one_number_above_0(given: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="a budget is an error or a share of bytes, above 0"):
