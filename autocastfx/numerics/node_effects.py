@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,19 +16,16 @@ from torch.utils import _pytree as pytree
 from autocastfx.errors import SensitivityError
 from autocastfx.graph.node import is_float32, module_path
 from autocastfx.graph.op_name import op_name
-from autocastfx.numerics.probe_run import ProbeRun, Read, Taken
-from autocastfx.numerics.replay import KernelError, Replay, rounding
+from autocastfx.numerics.differentiate import NotDifferentiableError
+from autocastfx.numerics.probe_run import ProbeRun, Project
+from autocastfx.numerics.replay import KernelError, Replay, Roundings
+from autocastfx.numerics.segment_run import Read, SegmentRun, Taken
 from autocastfx.plan.sensitivity import OUTPUT, Effect, Signature
 
-__all__ = ["NodeEffects", "directions", "gradient_scale"]
+__all__ = ["NodeEffects", "gradient_scale"]
 
 _Sums = dict[tuple[str, str], torch.Tensor]
-
-
-def directions(like: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """Return random float32 tensors of ±1, of the shapes and devices of ``like``; the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randint(0, 2, t.shape, generator=generator).float() * 2 - 1).to(t.device) for t in like]
+_Changes = dict[fx.Node, torch.Tensor]
 
 
 def gradient_scale(largest: float, low: torch.dtype) -> float:
@@ -56,8 +53,10 @@ class NodeEffects:
     seeds: Sequence[int]
     unmeasured: dict[str, str] = field(default_factory=dict[str, str])
     _kernels: dict[fx.Node, KernelError] = field(default_factory=dict[fx.Node, KernelError])
-    _returned: dict[tuple[fx.Node, int], torch.Tensor] = field(default_factory=dict[tuple[fx.Node, int], torch.Tensor])
     _sums: dict[fx.Node, _Sums] = field(default_factory=lambda: defaultdict(dict))
+    _read: _Changes = field(default_factory=dict[fx.Node, torch.Tensor])
+    _returned: dict[tuple[fx.Node, int], torch.Tensor] = field(default_factory=dict[tuple[fx.Node, int], torch.Tensor])
+    _beyond: set[fx.Node] = field(default_factory=set[fx.Node])
 
     def of_gradient(self, loss: torch.Tensor) -> tuple[Effect, ...]:
         """Measure the effects on the gradient of ``loss`` by all parameters.
@@ -65,33 +64,17 @@ class NodeEffects:
         Raises:
             SensitivityError: the gradient is zero or not finite, or an op cannot be differentiated twice.
         """
-        at_values: dict[fx.Node, dict[int, torch.Tensor]] = defaultdict(dict)
-
-        def at_value(node: fx.Node, number: int, gradient: torch.Tensor) -> None:
-            at_values[node][number] = gradient
-
-        def at_read(read: Read, gradient: torch.Tensor) -> None:
-            self._returned[read.node, read.place] = gradient
-
-        results = self.run.first_pass(loss, Taken(value=at_value, read=at_read))
-        norm = _norm(results, "gradient")
-        largest = max(float(g.detach().abs().max()) for g in (*results, *self._returned.values()) if g.numel())
-        self.replay = Replay(self.replay.ports, self.replay.low, gradient_scale(largest, self.replay.low))
-        self._replay_all(at_values)
-        rows: list[dict[fx.Node, _Sums]] = []
-        for last, seed in _with_last(self.seeds):
-            taken = Taken(value=self._at_value, read=self._at_read, tangent=self._at_tangent)
-            self._sums = defaultdict(dict)
-            try:
-                self.run.pass_from(results, directions(results, seed), taken, again=not last)
-            except RuntimeError as error:  # "derivative for aten::... is not implemented"
-                said = next(iter(str(error).splitlines()), "")
-                raise SensitivityError(
-                    f"the gradient cannot be differentiated again: {said}. Measure of='output', which needs one "
-                    "backward pass alone."
-                ) from error
-            rows.append(self._sums)
-        return self._effects(rows, norm)
+        self.run.differentiate(loss)
+        norm = _norm(self.run.gradients.values(), "gradient")
+        self.replay = replace(self.replay, scale=gradient_scale(self.run.largest, self.replay.low))
+        taken = Taken(value=self._at_value, read=self._at_read, tangent=self._at_tangent)
+        try:
+            return self._effects(self.run.projections(self.seeds), taken, norm)
+        except NotDifferentiableError as error:
+            raise SensitivityError(
+                f"the gradient cannot be differentiated again: {error}. Measure of='output', which needs one backward "
+                "pass alone."
+            ) from error
 
     def of_output(self) -> tuple[Effect, ...]:
         """Measure the effects on the model's floating-point outputs, as one vector.
@@ -102,31 +85,51 @@ class NodeEffects:
         results = [t for t in pytree.tree_leaves(self.run.output) if isinstance(t, torch.Tensor)]
         results = [t for t in results if t.is_floating_point()]
         norm = _norm(results, "output")
-        self._replay_all({})
-        rows: list[dict[fx.Node, _Sums]] = []
-        for last, seed in _with_last(self.seeds):
-            self._sums = defaultdict(dict)
-            taken = Taken(value=self._at_value, read=self._at_read)
-            self.run.pass_from(results, directions(results, seed), taken, again=not last)
-            rows.append(self._sums)
-        return self._effects(rows, norm)
+        taken = Taken(value=self._at_value, read=self._at_read)
+        return self._effects(self.run.projections(self.seeds, results), taken, norm)
 
-    def _replay_all(self, at_values: dict[fx.Node, dict[int, torch.Tensor]]) -> None:
-        for node, reads in self.run.reads.items():
-            if not reads or node in self.run.unmeasured or not _gives_float32(self.run.values.get(node)):
+    def _effects(self, pieces: Iterable[tuple[SegmentRun, Project]], taken: Taken, norm: float) -> tuple[Effect, ...]:
+        found: list[tuple[Effect, ...]] = []
+        for piece, project in pieces:
+            self._replay_all(piece)
+            self._round_all(piece)
+            piece.forget()
+            rows: list[dict[fx.Node, _Sums]] = []
+            for number in range(len(self.seeds)):
+                self._sums = defaultdict(dict)
+                project(number, taken)
+                rows.append(self._sums)
+            found.append(self._of_piece(piece, rows, norm))
+            self._kernels, self._read, self._returned = {}, {}, {}
+        return tuple(effect for effects in reversed(found) for effect in effects)
+
+    def _replay_all(self, piece: SegmentRun) -> None:
+        names = self.run.flat.names
+        for node, reads in piece.reads.items():
+            if not reads or node in piece.unmeasured or not _gives_float32(piece.values.get(node)):
                 continue
             if not isinstance(node.target, OpOverload):
                 continue
-            known = at_values.pop(node, {})
+            known = piece.at_values.pop(node, {})
             gradients = [known.get(number) for number in range(max(known, default=-1) + 1)]
             try:
-                self._kernels[node] = self.replay(node, self.run.values.__getitem__, reads, gradients)
+                self._kernels[node] = self.replay(node, piece.values.__getitem__, reads, gradients)
             except (RuntimeError, NotImplementedError, TypeError) as error:  # there is no 16-bit kernel
                 said = next(iter(str(error).splitlines()), "")
-                self.unmeasured[self.run.flat.names[node]] = f"its kernel in 16 bits raises: {said}"
-        for node, why in self.run.unmeasured.items():
-            if _gives_float32(self.run.values.get(node)):
-                self.unmeasured[self.run.flat.names[node]] = why
+                self.unmeasured[names[node]] = f"its kernel in 16 bits raises: {said}"
+        for node, why in piece.unmeasured.items():
+            if _gives_float32(piece.values.get(node)):
+                self.unmeasured[names[node]] = why
+
+    def _round_all(self, piece: SegmentRun) -> None:
+        roundings, most = Roundings(self.replay.low), torch.finfo(self.replay.low).max
+        for read in (read for reads in piece.reads.values() for read in reads):
+            made = read.use.node
+            if read.node in self._kernels and not self.replay.ports.stays_float32(read.node, read.use):
+                self._read[made] = roundings(piece.values[made])
+            if (returned := piece.returned.get((read.node, read.place))) is not None:
+                self._returned[read.node, read.place] = roundings(returned, self.replay.scale)
+        self._beyond = {node for node, value in piece.values.items() if _is_beyond(value, most)}
 
     def _at_value(self, node: fx.Node, number: int, adjoint: torch.Tensor) -> None:
         kernel = self._kernels.get(node)
@@ -135,40 +138,33 @@ class NodeEffects:
 
     def _at_read(self, read: Read, adjoint: torch.Tensor) -> None:
         if read.node in self._kernels and not self.replay.ports.stays_float32(read.node, read.use):
-            changed = rounding(self.run.values[read.use.node].detach(), self.replay.low)
-            self._add(read.node, "reads", self.run.flat.names[read.use.node], adjoint, changed)
+            self._add(read.node, "reads", self.run.flat.names[read.use.node], adjoint, self._read[read.use.node])
 
     def _at_tangent(self, read: Read, tangent: torch.Tensor) -> None:
         kernel = self._kernels.get(read.node)
         if kernel is not None and (changed := kernel.gradients[read.place]) is not None:
             self._add(read.node, "computes", "", tangent, changed)
-        if (returned := self._returned.get((read.node, read.place))) is not None:
-            changed = rounding(returned, self.replay.low, self.replay.scale)
+        if (changed := self._returned.get((read.node, read.place))) is not None:
             self._add(read.node, "returns", self.run.flat.names[read.use.node], tangent, changed)
 
     def _add(self, node: fx.Node, what: str, name: str, by: torch.Tensor, changed: torch.Tensor) -> None:
         """Add a first-order effect: the gradient by a tensor, times the change of that tensor."""
-        effect = torch.dot(by.reshape(-1), changed.reshape(-1).to(by.dtype))
+        effect = (by * changed).sum()
         sums = self._sums[node]
         sums[what, name] = sums[what, name] + effect if (what, name) in sums else effect
 
-    def _effects(self, rows: list[dict[fx.Node, _Sums]], norm: float) -> tuple[Effect, ...]:
-        most = torch.finfo(self.replay.low).max
+    def _of_piece(self, piece: SegmentRun, rows: list[dict[fx.Node, _Sums]], norm: float) -> tuple[Effect, ...]:
         found: list[Effect] = []
-        for node in self.run.reads:
+        for node in piece.reads:
             is_output = node.op == "output"
             if not (is_output or node in self._kernels):
                 continue
             keys = dict.fromkeys(key for row in rows for key in row.get(node, ()))
             zero = torch.zeros(())
             columns = {key: tuple(float(row.get(node, {}).get(key, zero)) / norm for row in rows) for key in keys}
-            overflows = not is_output and any(_is_beyond(self.run.values[n], most) for n in _read_or_made(node))
+            overflows = not is_output and any(n in self._beyond for n in _read_or_made(node))
             found.append(_effect(self.mode, node, self.run.flat.names, columns, len(self.seeds), overflows=overflows))
         return tuple(found)
-
-
-def _with_last(seeds: Sequence[int]) -> Iterator[tuple[bool, int]]:
-    return ((i == len(seeds) - 1, seed) for i, seed in enumerate(seeds))
 
 
 def _effect(
@@ -200,7 +196,7 @@ def _is_beyond(value: Any, most: float) -> bool:
     return any(bool(((t.abs() > most) & t.isfinite()).any()) for t in tensors)
 
 
-def _norm(results: list[torch.Tensor], what: str) -> float:
+def _norm(results: Iterable[torch.Tensor], what: str) -> float:
     norm = math.sqrt(sum(float(t.detach().double().square().sum()) for t in results))
     if not math.isfinite(norm):
         raise SensitivityError(f"the {what} of a batch is not finite in float32: leave the batch out.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -12,10 +12,10 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.graph.node import draws_random_numbers, uses
-from autocastfx.numerics.probe_run import Read
+from autocastfx.numerics.segment_run import Read
 from autocastfx.passes.analysis.ports import Ports
 
-__all__ = ["KernelError", "Replay", "rounding"]
+__all__ = ["KernelError", "Replay", "Roundings", "rounding"]
 
 _KEPT = torch.bfloat16  # of a difference itself, 8 bits are enough
 
@@ -43,13 +43,46 @@ def _difference(low: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     return (low - full).nan_to_num_(0.0, 0.0, 0.0)  # infinite numbers hide what they are added to
 
 
+def _kept(changed: torch.Tensor) -> torch.Tensor:
+    return changed.to(_KEPT).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _counted(low: torch.Tensor | None, full: torch.Tensor | None) -> torch.Tensor | None:
+    if low is None or full is None:
+        return None
+    changed = _kept(_difference(low, full))
+    return changed if bool(changed.any()) else None
+
+
+@dataclass(frozen=True)
+class Roundings:
+    """What rounding to ``low`` changes of tensors, for those that show the same storage at once."""
+
+    low: torch.dtype
+    _kept: dict[tuple[int, float], torch.Tensor] = field(default_factory=dict[tuple[int, float], torch.Tensor])
+
+    def __call__(self, value: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Return the change, in bfloat16, in the shape of ``value``.
+
+        Args:
+            value: in float32. The caller holds it as long as others are asked for.
+            scale: as for :func:`rounding`.
+        """
+        storage = value.untyped_storage()
+        key = (storage._cdata, scale)
+        if key not in self._kept:
+            whole = value.detach().as_strided((storage.nbytes() // value.element_size(),), (1,), 0)
+            self._kept[key] = _kept(rounding(whole, self.low, scale))
+        return self._kept[key].as_strided(value.size(), value.stride(), value.storage_offset())
+
+
 @dataclass(frozen=True)
 class KernelError:
     """The difference between the 16-bit and the float32 kernel of a node.
 
     Attributes:
-        values: of each float32 tensor that it gives; None where it gives no difference to count.
-        gradients: of the gradient by each of its reads; None where no gradient flows.
+        values: of each float32 tensor that it gives, in bfloat16; None where there is none.
+        gradients: of the gradient by each of its reads, likewise.
     """
 
     values: tuple[torch.Tensor | None, ...]
@@ -94,12 +127,12 @@ class Replay:
         full, full_gradients = self._run(node, values, reads, gradients, is_low=False)
         pairs = zip(low_gradients, full_gradients, strict=True)
         return KernelError(
-            values=tuple(_difference(x, y).to(_KEPT) for x, y in zip(low, full, strict=True)),
-            gradients=tuple(None if x is None or y is None else _difference(x, y).to(_KEPT) for x, y in pairs),
+            values=tuple(_counted(x, y) for x, y in zip(low, full, strict=True)),
+            gradients=tuple(_counted(x, y) for x, y in pairs),
         )
 
     def _result_alone(self, value: Any, reads: int) -> KernelError:
-        made = (rounding(t.detach(), self.low).to(_KEPT) for t in _float32(value))
+        made = (_kept(rounding(t.detach(), self.low)) for t in _float32(value))
         return KernelError(tuple(made), (None,) * reads)
 
     def _run(

@@ -18,9 +18,10 @@ from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert, refuse_unpredicted
 from autocastfx.errors import SensitivityError, UnsupportedError
+from autocastfx.numerics.differentiate import derivable
 from autocastfx.numerics.flat_graph import flatten
 from autocastfx.numerics.node_effects import NodeEffects
-from autocastfx.numerics.probe_run import ProbeRun, twice_differentiable
+from autocastfx.numerics.probe_run import ProbeRun
 from autocastfx.numerics.replay import Replay
 from autocastfx.passes.variant_maker import VariantMaker
 from autocastfx.plan.ranges import mode_of
@@ -153,22 +154,23 @@ class Measuring:
         variant = self.amp_model._variant_for(args, kwargs)
         captured = captured_of(variant)
         call = CallSignature.of(self.amp_model.forward).bind(args, kwargs)
-        held: Mapping[str, Any] = {**captured.attributes, **self.amp_model._held()}
+        held_values: Mapping[str, Any] = {**captured.attributes, **self.amp_model._held()}
         ports = replace(converter, device=variant.plan.device).ports
+        # Kept between segments: a value, its gradient, and its tangents in bfloat16.
+        held = 2 + self.probes / 2 if self.of == "gradient" else 1.0
         with random_numbers_kept():
-            torch.manual_seed(0)
-            run = ProbeRun.of(flatten(captured.graph, held.__getitem__), call, ports.stays_float32)
-        replay = Replay(ports, converter.low)
-        effects = NodeEffects(run, replay, mode_of(captured.training), self._seeds())
-        try:
-            if self.of == "gradient":
-                if not run.parameters:
+            run = ProbeRun.of(flatten(captured.graph, held_values.__getitem__), call, ports.stays_float32, held=held)
+            effects = NodeEffects(run, Replay(ports, converter.low), mode_of(captured.training), self._seeds())
+            try:
+                if self.of == "output":
+                    found = effects.of_output()
+                elif run.parameters:
+                    output = pytree.tree_unflatten(run.output, captured.out_spec)
+                    found = effects.of_gradient(self._loss(output, batch))
+                else:
                     raise SensitivityError("no parameter requires a gradient: unfreeze those trained, or of='output'.")
-                found = effects.of_gradient(self._loss(pytree.tree_unflatten(run.output, captured.out_spec), batch))
-            else:
-                found = effects.of_output()
-        finally:
-            run.close()
+            finally:
+                run.close()
         one = Sensitivity(self.of, variant.plan.low, self.probes, 1, found, effects.unmeasured)
         self.found = one if self.found is None else self.found.merged(one)
 
@@ -178,7 +180,7 @@ class Measuring:
         return [i if 2 * i < self.probes else self.probes * (done + 1) + i for i in range(self.probes)]
 
     def _loss(self, output: Any, batch: Any) -> torch.Tensor:
-        with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableAutocast(), twice_differentiable():
+        with derivable():
             return loss_of(output, batch, self.loss_fn)
 
 
