@@ -61,8 +61,9 @@ def sensitivity(
 
     Each node is run in 16 bits and in float32 on the same inputs; the difference, and the rounding of each of its
     reads, is carried to the target by derivatives: to first order, for all nodes at once. For the gradient this takes
-    ``probes`` backward passes through the backward pass, and several times the memory of a training step. The model is
-    unchanged: it runs on copies of its buffers, in its own modes.
+    ``probes`` backward passes through the backward pass. The graph runs in segments, each several times, and what is
+    inside of a segment is freed before the next. The model is unchanged: it runs on copies of its buffers, in its own
+    modes.
 
     Args:
         model: a float32 model, not a converted one.
