@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autocastfx
 from autocastfx import AmpModule, BisectError, EvaluationsError, OpList, Place, bisect
 from autocastfx.numerics import bisect as bisect_module
+from autocastfx.numerics.place import places_of, search_order
 
 LISTED = OpList.of({"allow": ["exp"]}, name="mine")  # lets what needs float32 into 16 bits
 LAYERS = 5
@@ -151,6 +152,56 @@ def test_of_two_that_hold_alike_it_keeps_the_overflows_or_the_cheaper(
             )
             == found
         )
+
+
+@pytest.mark.parametrize(
+    ("factor", "errors", "kept"),
+    [
+        (1.0, {"exp": 0.2, "sin": 0.1}, "exp"),
+        (1.0, {"exp": 0.1, "sin": 0.2}, "sin"),
+        (1.0, {"tanh": 0.2}, "sin"),  # neither was measured: the cheaper
+        (20.0, {"exp": 0.1, "sin": 0.2}, "exp"),  # where it overflows
+    ],
+)
+def test_of_two_that_hold_alike_it_keeps_the_one_of_the_larger_predicted_error(
+    factor: float, errors: dict[str, float], kept: str
+) -> None:
+    def metric(amp_model: AmpModule) -> float:
+        runs = {node.op: str(node.placement.run) for node in amp_model.plan.nodes}
+        return 1.0 if runs["exp"] == runs["sin"] == "low" else 0.0
+
+    listed = OpList.of({"allow": ["exp", "tanh", "sin", "mul"]}, name="mine")
+    effects = tuple(autocastfx.Effect("train", op, op, "", (error,)) for op, error in errors.items())
+    measured = autocastfx.Sensitivity("gradient", "float16", 1, 1, effects)
+    inputs, lists = (torch.ones(32, 32), torch.tensor(factor)), ["default", listed]
+    found = bisect(TwoWays(), inputs, metric, 0.5, op_list=lists, dtype="float16", sensitivity=measured)
+    assert found.places == (Place("", kept),)
+
+
+def test_effects_of_a_places_nodes_may_cancel() -> None:
+    amp_model = autocastfx.convert(
+        nn.Sequential(Small(True), Small(False)).eval(),
+        (X,),
+        dtype="float16",
+        op_list=["default", OpList.of({"allow": ["tanh", "sin", "mul", "add"]}, name="mine")],
+        sensitivity=autocastfx.Sensitivity(
+            "gradient",
+            "float16",
+            1,
+            1,
+            tuple(
+                autocastfx.Effect("eval", name, op, module, (error,))
+                for name, op, module, error in [
+                    ("mul", "mul", "0", 0.1),
+                    ("add", "add", "0", 0.3),
+                    ("add_1", "add", "0", -0.25),
+                    ("sin", "sin", "1", 0.2),
+                ]
+            ),
+        ),
+    )
+    order = search_order(amp_model, places_of(amp_model.plan), None)
+    assert order[:3] == (Place("1", "sin"), Place("0", "mul"), Place("0", "add"))
 
 
 def test_without_example_inputs_it_searches_in_graph_order() -> None:
