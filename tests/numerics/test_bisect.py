@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import AmpModule, BisectError, EvaluationsError, OpList, Place, bisect
+from autocastfx import AmpModule, BisectError, EvaluationsError, OpList, Place, UnsupportedError, bisect
 from autocastfx.numerics import bisect as bisect_module
 from autocastfx.numerics.place import places_of, search_order
 
@@ -202,6 +203,35 @@ def test_effects_of_a_places_nodes_may_cancel() -> None:
     )
     order = search_order(amp_model, places_of(amp_model.plan), None)
     assert order[:3] == (Place("1", "sin"), Place("0", "mul"), Place("0", "add"))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.02), (torch.float16, 0.1)], ids=str)
+def test_a_16_bit_model_is_searched_as_it_is(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Small(i == 2) for i in range(4)))
+    low_model, x = nn.Sequential(nn.Linear(8, 8), model).to(dtype), X.to(dtype)
+    with torch.no_grad():
+        expected = copy.deepcopy(low_model).float()(X.to(dtype).float())
+
+    def distance(amp_model: nn.Module) -> float:
+        with torch.no_grad():
+            return float((amp_model(x).float() - expected).abs().max())
+
+    listed = OpList.of({"allow": ["exp", "tanh", "sin", "mul", "add"]}, name="mine")
+    found = bisect(low_model, (x,), distance, tolerance, op_list=["default", listed])
+    assert found.low == pytest.approx(distance(low_model), nan_ok=True)
+    assert not found.low <= tolerance
+    assert found.places
+    assert (found.places == (Place("1.2", "exp"),)) == (dtype == torch.float16), "where it overflows"
+    amp_model = autocastfx.convert(low_model, (x,), op_list=["default", listed, found.op_list])
+    assert distance(amp_model) == found.metric <= tolerance
+    assert {p.dtype for p in amp_model.parameters()} == {dtype}
+
+
+def test_a_sensitivity_says_nothing_of_a_16_bit_model() -> None:
+    measured = autocastfx.Sensitivity("output", "bfloat16", 1, 1, ())
+    with pytest.raises(UnsupportedError, match=r"sensitivity was given, .* of this Linear are bfloat16"):
+        bisect(nn.Linear(8, 8).bfloat16(), (X.bfloat16(),), lambda _: 0.0, 0.1, sensitivity=measured)
 
 
 def test_without_example_inputs_it_searches_in_graph_order() -> None:
