@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,17 @@ def test_the_line_is_reached_if_both_dtypes_are_as_close_with_fewer_bytes() -> N
     assert not reached(rows(_all([CLOSE] * 3, share=1.0)))
     assert "nothing to gain" in table(_all([CLOSE] * 3, share=1.0))
     assert not reached([])
+
+
+def test_seeds_without_a_skipped_step_are_told_beside() -> None:
+    runs = list(_runs("a", "float16", [0.01, 0.02, 0.5], [0.02, 0.03, 0.01]))
+    skipped = [replace(run, skipped=int(run.side == DEFAULT and run.seed == 2)) for run in runs]
+    assert "not judged" not in table(runs)
+    mean = (0.01 / 0.015 + 0.01 / 0.015) / 2
+    assert f"the 2 seeds in which neither side skipped a step: the same is {mean:+.2f}, standard error 0.00" in table(
+        skipped
+    )
+    assert rows(skipped)[0].differences == rows(runs)[0].differences
 
 
 def test_what_is_less_close_is_told() -> None:
