@@ -34,6 +34,7 @@ from benchmarks import (
     short_attention,
     step_table,
     tune,
+    tune_training,
     vocabulary,
 )
 from benchmarks.pictures import PICTURES, svg
@@ -63,6 +64,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "compiled-step-cpu.json": lambda held: compiled_step.table([compiled_step.Row(**row) for row in held["rows"]]),
     "reach-cpu.json": lambda held: reach.table([reach.Row(**row) for row in held["rows"]]),
     "tune-cpu.json": lambda held: tune.table([tune.Row(**row) for row in held["rows"]]),
+    "tune-training-cpu.json": lambda held: tune_training.table([tune_training.Run(**row) for row in held["rows"]]),
     "vocabulary-cpu.json": lambda held: vocabulary.table([vocabulary.Row(**row) for row in held["rows"]]),
     "short-attention-cpu.json": lambda held: short_attention.table(
         [short_attention.Row(**row) for row in held["rows"]]

@@ -68,8 +68,9 @@ def bisect(
     """Find the ops that must run in float32 for ``metric`` to be at most ``tolerance``.
 
     Places (ops inside modules) are searched in an order: first the one at which :func:`find_overflow` finds a fault
-    with the example inputs, then those whose nodes move fewer bytes. So of several that mend the metric alike, the
-    fault's is kept, or the cheapest. Bisection finds the shortest prefix of places that makes the metric hold when in
+    with the example inputs, then those of the largest predicted errors if ``sensitivity=`` is among the options, then
+    those whose nodes move fewer bytes. So of several that mend the metric alike, the fault's is kept, or the predicted
+    worst, or the cheapest. Bisection finds the shortest prefix of places that makes the metric hold when in
     float32. The last place of this prefix is needed: it is kept, and the search starts again. So ``k`` places out of
     ``n`` take about ``k * log2(n)`` evaluations. The search assumes that more float32 never makes the metric worse. If
     it does, the metric still holds with the result, but the set may not be the smallest.

@@ -16,6 +16,7 @@ from autocastfx.graph.node import module_path
 from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.paired_backward import Loss, run_backwards
 from autocastfx.numerics.paired_run import PairedRun, Step, floating, run_side_by_side
+from autocastfx.plan.plan import PlannedNode
 from autocastfx.report.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
 from autocastfx.report.deviation import Deviation
 from autocastfx.runtime.amp_module import AmpModule
@@ -104,19 +105,19 @@ def compare(
 
 def _values(run: PairedRun) -> dict[str, ComparedNode]:
     """Compute the deviation of each node's values, by name. Keeps no reference to the values."""
-    planned = {node.name: str(node.placement.run) for node in run.variant.plan.nodes}
+    planned = {node.name: node for node in run.variant.plan.nodes}
     nodes: dict[str, ComparedNode] = {}
     inherited: dict[fx.Node, float] = {}
     for step in run.steps():
         reads = max((inherited.get(read, 0.0) for read in step.node.all_input_nodes), default=0.0)
-        node = _compared(step, planned.get(step.name, ""), reads)
+        node = _compared(step, planned.get(step.name), reads)
         inherited[step.node] = node.severity if node is not None else reads
         if node is not None:
             nodes[node.name] = node
     return nodes
 
 
-def _compared(step: Step, precision: str, inherited: float) -> ComparedNode | None:
+def _compared(step: Step, planned: PlannedNode | None, inherited: float) -> ComparedNode | None:
     """Compute the deviation of a node's values; None if the graphs do not both have them."""
     ours, theirs = floating(step.value), floating(step.reference)
     if step.twin is None or not ours or [t.shape for t in ours] != [t.shape for t in theirs]:
@@ -126,8 +127,9 @@ def _compared(step: Step, precision: str, inherited: float) -> ComparedNode | No
         name=step.name,
         op=op_name(step.twin),
         module=module_path(step.twin),
-        precision=precision,
+        precision=str(planned.placement.run) if planned is not None else "",
         inherited=inherited,
+        predicted=planned.error if planned is not None else None,
     )
 
 

@@ -11,7 +11,8 @@ from autocastfx.graph.node import attribute
 from autocastfx.graph.walk import walk
 from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.overflow import Overflow
-from autocastfx.plan.plan import Plan, Precision
+from autocastfx.plan.joint_error import joint_error
+from autocastfx.plan.plan import Plan, PlannedNode, Precision
 from autocastfx.report.lint.work import work_of
 from autocastfx.runtime.amp_module import AmpModule
 
@@ -43,8 +44,8 @@ def places_of(plan: Plan) -> tuple[Place, ...]:
 def search_order(amp_model: AmpModule, places: Sequence[Place], call: Call | None) -> tuple[Place, ...]:
     """Return ``places`` in the order of preference among those that mend a metric alike.
 
-    First come those of the node at which a call overflows; then those that move fewer bytes, which float32 doubles;
-    then those that come earlier in the graph.
+    First come those of the node at which a call overflows; then those of larger predicted errors, where the plan has
+    any; then those that move fewer bytes, which float32 doubles; then those that come earlier in the graph.
 
     Args:
         amp_model: with these places in 16 bits.
@@ -56,8 +57,8 @@ def search_order(amp_model: AmpModule, places: Sequence[Place], call: Call | Non
     """
     found = find_overflow(amp_model, *call[0], **call[1]) if call is not None else None
     faulty = set(_at_fault(found, amp_model.plan)) if found else set[Place]()
-    moved = _bytes_moved(amp_model)
-    return tuple(sorted(places, key=lambda place: (place not in faulty, moved[place])))  # which is stable
+    errors, moved = _predicted(amp_model.plan), _bytes_moved(amp_model)
+    return tuple(sorted(places, key=lambda p: (p not in faulty, -errors.get(p, 0.0), moved[p])))  # which is stable
 
 
 def _at_fault(found: Overflow, plan: Plan) -> Iterator[Place]:
@@ -65,6 +66,14 @@ def _at_fault(found: Overflow, plan: Plan) -> Iterator[Place]:
     for node in plan.nodes:
         if node.name == found.name or node.name in readers:
             yield Place(node.module, node.op)
+
+
+def _predicted(plan: Plan) -> dict[Place, float]:
+    """The predicted errors of places; none without a sensitivity."""
+    nodes: dict[Place, list[PlannedNode]] = {}
+    for node in plan.nodes:
+        nodes.setdefault(Place(node.module, node.op), []).append(node)
+    return {place: error for place, found in nodes.items() if (error := joint_error(found)) is not None}
 
 
 def _bytes_moved(amp_model: AmpModule) -> Counter[Place]:

@@ -215,8 +215,7 @@ def _converted(
     computing = [node for node in state.dtypes if node.op in ("call_function", "call_method", "call_module")]
     made.effects += effects.values()
     made.is_measured |= bool(state.errors.effects)
-    errors = {node: rms(effect) for node, effect in effects.items()}
-    made.nodes += [planned_node(node, state, policy.low, prefix, errors.get(node)) for node in computing]
+    made.nodes += [planned_node(node, state, policy.low, prefix, effects.get(node, ())) for node in computing]
     made.casts += planned_casts(graph, prefix)
     made.recomposed += [_prefixed(one, prefix) for one in state.recomposed]
     made.traffic += state.traffic

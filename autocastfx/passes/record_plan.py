@@ -14,6 +14,7 @@ from autocastfx.graph.op_name import of_function, op_name
 from autocastfx.passes.analysis.bytes_moved import CAST
 from autocastfx.passes.state import State
 from autocastfx.plan.plan import PlannedCast, PlannedCopy, PlannedNode, Precision
+from autocastfx.plan.sensitivity import Signature, rms
 from autocastfx.runtime.operators.conditional_cast import cast_if
 from autocastfx.runtime.operators.saturating_cast import saturating_cast
 from autocastfx.runtime.working_copies import working_copy
@@ -21,8 +22,8 @@ from autocastfx.runtime.working_copies import working_copy
 __all__ = ["planned_casts", "planned_copies", "planned_node"]
 
 
-def planned_node(node: fx.Node, state: State, low: torch.dtype, prefix: str, error: float | None = None) -> PlannedNode:
-    """The plan's entry of a node of the graph before rewriting; ``error`` is the one predicted for it."""
+def planned_node(node: fx.Node, state: State, low: torch.dtype, prefix: str, effect: Signature = ()) -> PlannedNode:
+    """The plan's entry of a node of the graph before rewriting; ``effect`` is the one predicted for it."""
     placement, captured = state.placements[node], state.dtypes[node]
     guessed = "?" if node.name in (state.guesses or ()) else ""
     after = tuple(low if placement.store is Precision.LOW and d == torch.float32 else d for d in captured)
@@ -38,7 +39,8 @@ def planned_node(node: fx.Node, state: State, low: torch.dtype, prefix: str, err
         placement=replace(placement, because=placement.because.inside(prefix)),
         captured=_names(captured) + guessed,
         dtype=_names(after) + guessed,
-        error=error,
+        error=rms(effect) if effect else None,
+        effect=effect,
     )
 
 

@@ -7,13 +7,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from autocastfx.errors import KeyPath, Place, Source
 from autocastfx.plan.cause import Cause
 from autocastfx.plan.json_text import parsed_json
+from autocastfx.plan.sensitivity import Signature
 from autocastfx.policy.rule import Category
 
 __all__ = [
@@ -120,6 +121,7 @@ class PlannedNode:
     ``captured`` and ``dtype`` are the dtypes of its output before and after the conversion, joined by commas where it
     has several; empty where it has none. ``name`` of a node in a sub-graph is ``subgraph/name``. ``error`` is the
     relative error of the gradient or the output that its placement is predicted to make; None if none was measured.
+    ``effect`` is what it is the size of, to be added up with others'; not in a plan's text.
     """
 
     name: str
@@ -130,6 +132,7 @@ class PlannedNode:
     captured: str
     dtype: str
     error: float | None = None
+    effect: Signature = field(default=(), repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,7 @@ class Plan:
         for entry, node in zip(data["nodes"], self.nodes, strict=True):
             entry["decision"]["source"] = str(node.decision.source)
             entry["placement"]["because"] = str(node.placement.because)
+            del entry["effect"]
             if node.error is None:  # as in plans of earlier versions
                 del entry["error"]
         if self.error is None:

@@ -139,7 +139,7 @@ _NAMES = {Plan: "a plan", PlannedNode: "a node", Decision: "a decision", Placeme
 
 
 def _known(data: Any, kind: type, source: Source) -> None:
-    what, keys = _NAMES[kind], [field.name for field in fields(kind)]
+    what, keys = _NAMES[kind], [field.name for field in fields(kind) if field.compare]
     if not isinstance(data, dict):
         raise PlanError(f"{what} is an object with keys, not {json.dumps(data)[:40]}.", source)
     for key in (k for k in data if k not in keys):

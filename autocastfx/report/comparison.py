@@ -11,12 +11,14 @@ from typing import Any, cast
 from autocastfx.plan.json_text import parsed_json
 from autocastfx.plan.plan import Recomposed
 from autocastfx.report.deviation import Deviation
+from autocastfx.report.predicted_error import error_cell
 from autocastfx.runtime.variant import Variant
 
 __all__ = ["Beginning", "ComparedNode", "ComparedParameter", "ComparedVariant", "Comparison"]
 
 _FORMAT = 2
 _MOST = 5  # recomposed nodes that the text names
+_PREDICTED = "predicted: what the 16 bits at this node change in the gradient, or the output, of the whole model"
 _NUMBERS = ("error", "inherited", "overflow", "underflow", "zeros", "nan")
 
 
@@ -30,6 +32,8 @@ class ComparedNode(Deviation):
         inherited: the largest error of the values that it reads; infinite if one overflowed.
         gradient: the deviation of the gradient with respect to its value; None if there is none, or if the node only
             passes another node's value on, as a cast that changes nothing.
+        predicted: the relative error of the model's gradient, or of its output, that the plan predicts for the node;
+            None if none was measured.
     """
 
     name: str
@@ -38,6 +42,7 @@ class ComparedNode(Deviation):
     precision: str
     inherited: float = 0.0
     gradient: Deviation | None = None
+    predicted: float | None = None
 
     @property
     def added(self) -> float:
@@ -161,7 +166,7 @@ class Comparison:
         return [node for node in reversed(self.nodes) if node.gradient is not None]
 
     def table(self, most: int = 20, *, in_order: bool = False, gradients: bool = False) -> str:
-        """Write the nodes as a table, the worst first.
+        """Write the nodes as a table, the worst first: those that overflow, then by predicted errors if there are any.
 
         Args:
             most: the number of rows to show.
@@ -170,11 +175,13 @@ class Comparison:
                 order.
         """
         nodes = self._backwards() if gradients else list(self.nodes)
-        rows = [(_names(node), node.gradient if gradients else node) for node in nodes]
-        found = [(names, deviation) for names, deviation in rows if deviation is not None]
         if not in_order:
-            found.sort(key=lambda row: -row[1].severity)
-        lines = [*_lines(("node", "op", "module", "runs"), found, most, "nodes")]
+            nodes.sort(key=lambda node: _rank(node, node.gradient if gradients else node))
+        is_predicted = any(node.predicted is not None for node in nodes)
+        rows = [(_names(node, is_predicted), node.gradient if gradients else node) for node in nodes]
+        found = [(names, deviation) for names, deviation in rows if deviation is not None]
+        titles = ("node", "op", "module", "runs", *(["predicted"] if is_predicted else []))
+        lines = [*_lines(titles, found, most, "nodes"), *([_PREDICTED] if is_predicted else [])]
         if gradients:
             ranked = sorted(self.parameters, key=lambda parameter: -parameter.severity)
             lines += ["", *_lines(("parameter",), [((p.name,), p) for p in ranked], most, "parameters")]
@@ -247,8 +254,15 @@ class Comparison:
             raise ValueError(f"this is not a comparison written by to_json: {error!r}") from error
 
 
-def _names(node: ComparedNode) -> tuple[str, ...]:
-    return node.name, node.op, node.module or "(root)", node.precision
+def _rank(node: ComparedNode, found: Deviation | None) -> tuple[bool, float, float]:
+    """The place of a node in a table: of a value or a gradient that overflowed, of a large predicted error, first."""
+    severity = found.severity if found is not None else 0.0
+    return severity < math.inf, -(node.predicted or 0.0), -severity
+
+
+def _names(node: ComparedNode, is_predicted: bool) -> tuple[str, ...]:
+    names = (node.name, node.op, node.module or "(root)", node.precision)
+    return (*names, error_cell(node.predicted) or "-") if is_predicted else names
 
 
 def _place(node: ComparedNode) -> str:

@@ -6,14 +6,19 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from autocastfx.plan.plan import Precision
+from autocastfx.plan.joint_error import joint_error
+from autocastfx.plan.plan import PlannedNode, Precision
 from autocastfx.report.columns import Column, aligned, wrapped
 from autocastfx.report.folded_casts import FoldedCasts
+from autocastfx.report.predicted_error import error_cell
 from autocastfx.report.row import Row
 
 __all__ = ["counted"]
 
 _LEGEND = "modules whose paths differ in numbers alone, and whose counts are equal, are one line: the counts of each"
+_ERROR = (
+    "error: what the 16 bits of a module's own nodes are predicted to change together; in a line of several, the most"
+)
 _KINDS = ("op", "output")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -29,6 +34,7 @@ def counted(rows: Iterable[Row], casts: Mapping[str, FoldedCasts], width: int | 
         width: of a line.
     """
     by_op, by_module = dict[str, Counter[str]](), dict[str, Counter[str]]()
+    nodes = dict[str, list[PlannedNode]]()
     for row in (row for row in rows if row.kind in _KINDS):
         first = casts[row.name].first if row.name in casts else 0
         counts = Counter({"nodes": 1, str(row.precision): 1} if row.kind == "op" else {}) + Counter({"casts": first})
@@ -36,12 +42,20 @@ def counted(rows: Iterable[Row], casts: Mapping[str, FoldedCasts], width: int | 
             module = (row.planned.module if row.planned is not None else "") or "(root)"
             by_op.setdefault(row.op or row.kind, Counter()).update(counts)
             by_module.setdefault(module, Counter()).update(counts)
+            nodes.setdefault(module, []).extend([row.planned] if row.planned is not None else [])
     shown = [str(p) for p in Precision if any(counts[str(p)] for counts in by_op.values())]
     titles = ["nodes", *shown, "casts"]
     ops = [(op, _numbers(by_op[op], titles)) for op in sorted(by_op, key=lambda op: (-by_op[op]["nodes"], op))]
-    modules = [(path, (f"{n:>7}", *numbers)) for path, n, numbers in _alike(by_module, titles)]
+    modules = [
+        (path, (f"{len(paths):>7}", *numbers, _largest_error(nodes[one] for one in paths)))
+        for path, paths, numbers in _alike(by_module, titles)
+    ]
     legend = wrapped(_LEGEND, width, "  ") if any("*" in path for path, _ in modules) else []
-    return [_table("op", titles, ops, width), [*_table("module", ["modules", *titles], modules, width), *legend]]
+    legend += wrapped(_ERROR, width, "  ") if any(cells[-1] for _, cells in modules) else []
+    return [
+        _table("op", titles, ops, width),
+        [*_table("module", ["modules", *titles, "error"], modules, width), *legend],
+    ]
 
 
 def _table(
@@ -54,11 +68,16 @@ def _numbers(counts: Counter[str], titles: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{counts[title]:>{len(title)}}" for title in titles)
 
 
-def _alike(by_module: Mapping[str, Counter[str]], titles: Sequence[str]) -> list[tuple[str, int, tuple[str, ...]]]:
-    """Return path, number of modules and counts of each group of modules that differ in numbers alone."""
+def _largest_error(modules: Iterable[Sequence[PlannedNode]]) -> str:
+    errors = [error for nodes in modules if (error := joint_error(nodes)) is not None]
+    return error_cell(max(errors, default=None))
+
+
+def _alike(
+    by_module: Mapping[str, Counter[str]], titles: Sequence[str]
+) -> list[tuple[str, list[str], tuple[str, ...]]]:
+    """Return path, modules and counts of each group of modules that differ in numbers alone."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for path, counts in by_module.items():
         groups.setdefault((_NUMBER.sub("*", path), _numbers(counts, titles)), []).append(path)
-    return [
-        (pattern if len(paths) > 1 else paths[0], len(paths), numbers) for (pattern, numbers), paths in groups.items()
-    ]
+    return [(pattern if len(paths) > 1 else paths[0], paths, numbers) for (pattern, numbers), paths in groups.items()]

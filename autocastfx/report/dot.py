@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from autocastfx.plan.plan import Precision
+from autocastfx.report.predicted_error import error_cell
 from autocastfx.report.row import Row
 from autocastfx.report.summary import summary
 from autocastfx.report.view import View
@@ -74,7 +75,8 @@ def _label(row: Row) -> list[str]:
     else:
         own = "the model's own cast" if row.is_own_cast else ""
         title = row.name if row.name == row.op else f"{row.name}: {row.op}"
-        lines = [title, row.planned.module, f"runs {row.precisions}", row.dtype, own]
+        error = f"error {error_cell(row.planned.error)}" if row.planned.error is not None else ""
+        lines = [title, row.planned.module, f"runs {row.precisions}", row.dtype, error, own]
     return [line for line in lines if line]
 
 

@@ -33,13 +33,14 @@ def _runs(row: Row, other: Row) -> bool:
     return other.name.rpartition("/")[0] in row.runs if row.runs else False
 
 
-def _attributes(row: Row) -> dict[str, str | int]:
-    found: dict[str, str | int] = {"kind": row.kind, "op": row.op, "dtype": row.dtype}
+def _attributes(row: Row) -> dict[str, str | int | float]:
+    found: dict[str, str | int | float] = {"kind": row.kind, "op": row.op, "dtype": row.dtype}
     if row.planned is not None:
         decision, placement = row.planned.decision, row.planned.placement
         found |= {"module": row.planned.module, "runs": str(placement.run), "stored": str(placement.store)}
         found |= {"because": str(placement.because), "category": str(decision.category)}
         found |= {"reason": decision.reason, "source": str(decision.source)}
+        found |= {"error": row.planned.error} if row.planned.error is not None else {}
     if row.cast is not None:
         found |= {"of": row.cast.value, "bytes": row.cast.bytes, "saturates": str(row.cast.saturates)}
     return found

@@ -42,6 +42,6 @@ class PredictedError:
             yield f"In 16 bits it would change the {self.of} by {effect.error:.1e}."
 
 
-def error_cell(node: PlannedNode) -> str:
-    """Return the predicted error of a node for a table; empty if there is none."""
-    return "" if node.error is None else f"{node.error:.1e}"
+def error_cell(error: float | None) -> str:
+    """Return a predicted error for a table; empty if there is none."""
+    return "" if error is None else f"{error:.1e}"

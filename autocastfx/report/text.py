@@ -105,7 +105,7 @@ def _folded_cells(row: Row, casts: FoldedCasts | None, notes: _Notes) -> tuple[s
         return name, *cells, "", words, "", _of_mark(row)
     if row.planned is None:
         return name, *cells, "", words, "", "not in the plan" if row.kind == "op" else ""
-    error = error_cell(row.planned)
+    error = error_cell(row.planned.error)
     return name, row.planned.module or "(root)", *cells[1:], row.precisions, words, error, _why(row, notes)
 
 
@@ -127,7 +127,7 @@ def _full_cells(row: Row, notes: _Notes) -> tuple[str, ...]:
     if row.planned is None:
         return name, row.op, "", "", _shape(row), "", "", "not in the plan"
     place = (row.planned.module or "(root)", row.dtype, _shape(row), row.precisions)
-    return name, row.op, *place, error_cell(row.planned), _why(row, notes)
+    return name, row.op, *place, error_cell(row.planned.error), _why(row, notes)
 
 
 def _name(row: Row) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import AmpModule, BisectError, EvaluationsError, OpList, Place, bisect
+from autocastfx import AmpModule, BisectError, EvaluationsError, OpList, Place, UnsupportedError, bisect
 from autocastfx.numerics import bisect as bisect_module
+from autocastfx.numerics.place import places_of, search_order
 
 LISTED = OpList.of({"allow": ["exp"]}, name="mine")  # lets what needs float32 into 16 bits
 LAYERS = 5
@@ -151,6 +153,85 @@ def test_of_two_that_hold_alike_it_keeps_the_overflows_or_the_cheaper(
             )
             == found
         )
+
+
+@pytest.mark.parametrize(
+    ("factor", "errors", "kept"),
+    [
+        (1.0, {"exp": 0.2, "sin": 0.1}, "exp"),
+        (1.0, {"exp": 0.1, "sin": 0.2}, "sin"),
+        (1.0, {"tanh": 0.2}, "sin"),  # neither was measured: the cheaper
+        (20.0, {"exp": 0.1, "sin": 0.2}, "exp"),  # where it overflows
+    ],
+)
+def test_of_two_that_hold_alike_it_keeps_the_one_of_the_larger_predicted_error(
+    factor: float, errors: dict[str, float], kept: str
+) -> None:
+    def metric(amp_model: AmpModule) -> float:
+        runs = {node.op: str(node.placement.run) for node in amp_model.plan.nodes}
+        return 1.0 if runs["exp"] == runs["sin"] == "low" else 0.0
+
+    listed = OpList.of({"allow": ["exp", "tanh", "sin", "mul"]}, name="mine")
+    effects = tuple(autocastfx.Effect("train", op, op, "", (error,)) for op, error in errors.items())
+    measured = autocastfx.Sensitivity("gradient", "float16", 1, 1, effects)
+    inputs, lists = (torch.ones(32, 32), torch.tensor(factor)), ["default", listed]
+    found = bisect(TwoWays(), inputs, metric, 0.5, op_list=lists, dtype="float16", sensitivity=measured)
+    assert found.places == (Place("", kept),)
+
+
+def test_effects_of_a_places_nodes_may_cancel() -> None:
+    amp_model = autocastfx.convert(
+        nn.Sequential(Small(True), Small(False)).eval(),
+        (X,),
+        dtype="float16",
+        op_list=["default", OpList.of({"allow": ["tanh", "sin", "mul", "add"]}, name="mine")],
+        sensitivity=autocastfx.Sensitivity(
+            "gradient",
+            "float16",
+            1,
+            1,
+            tuple(
+                autocastfx.Effect("eval", name, op, module, (error,))
+                for name, op, module, error in [
+                    ("mul", "mul", "0", 0.1),
+                    ("add", "add", "0", 0.3),
+                    ("add_1", "add", "0", -0.25),
+                    ("sin", "sin", "1", 0.2),
+                ]
+            ),
+        ),
+    )
+    order = search_order(amp_model, places_of(amp_model.plan), None)
+    assert order[:3] == (Place("1", "sin"), Place("0", "mul"), Place("0", "add"))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.02), (torch.float16, 0.1)], ids=str)
+def test_a_16_bit_model_is_searched_as_it_is(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Small(i == 2) for i in range(4)))
+    low_model, x = nn.Sequential(nn.Linear(8, 8), model).to(dtype), X.to(dtype)
+    with torch.no_grad():
+        expected = copy.deepcopy(low_model).float()(X.to(dtype).float())
+
+    def distance(amp_model: nn.Module) -> float:
+        with torch.no_grad():
+            return float((amp_model(x).float() - expected).abs().max())
+
+    listed = OpList.of({"allow": ["exp", "tanh", "sin", "mul", "add"]}, name="mine")
+    found = bisect(low_model, (x,), distance, tolerance, op_list=["default", listed])
+    assert found.low == pytest.approx(distance(low_model), nan_ok=True)
+    assert not found.low <= tolerance
+    assert found.places
+    assert (found.places == (Place("1.2", "exp"),)) == (dtype == torch.float16), "where it overflows"
+    amp_model = autocastfx.convert(low_model, (x,), op_list=["default", listed, found.op_list])
+    assert distance(amp_model) == found.metric <= tolerance
+    assert {p.dtype for p in amp_model.parameters()} == {dtype}
+
+
+def test_a_sensitivity_says_nothing_of_a_16_bit_model() -> None:
+    measured = autocastfx.Sensitivity("output", "bfloat16", 1, 1, ())
+    with pytest.raises(UnsupportedError, match=r"sensitivity was given, .* of this Linear are bfloat16"):
+        bisect(nn.Linear(8, 8).bfloat16(), (X.bfloat16(),), lambda _: 0.0, 0.1, sensitivity=measured)
 
 
 def test_without_example_inputs_it_searches_in_graph_order() -> None:

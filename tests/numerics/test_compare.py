@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autocastfx import OpList, VariantError, compare, convert
+from autocastfx import Comparison, Effect, OpList, Sensitivity, VariantError, compare, convert
 from autocastfx.numerics.one_graph import Side
 from tests.helpers import Function, relative_error
 from tests.numerics.faults import ERRORS, Fault, Inside
@@ -110,6 +110,44 @@ def test_a_cast_passes_on_what_its_reader_inherits() -> None:
     assert found["exp"].precision == "float32"
     assert found["exp"].inherited == found["matmul"].severity > 0
     assert found["matmul"].inherited == 0.0
+
+
+def test_predicted_errors_are_told_and_the_worst_come_first() -> None:
+    x, model = torch.randn(16, 8), network().eval()
+    plain = convert(model, (x,), dtype="float16")
+    nearer, farther = sorted(("linear", "linear_1"), key=lambda name: compare(None, plain, x)[name].error)
+    errors = {nearer: 0.3, farther: 0.1}
+    effects = tuple(Effect("eval", name, "linear", plain.plan[name].module, (error,)) for name, error in errors.items())
+    measured = Sensitivity("output", "float16", 1, 1, effects)
+    found = compare(
+        None, convert(model, (x,), dtype="float16", sensitivity=measured), x, gradients=True, loss=lambda y: y.sum()
+    )
+    assert {node.name: node.predicted for node in found.nodes if node.predicted is not None} == errors
+    for gradients in (False, True):
+        title, first, second, *_ = found.table(gradients=gradients).splitlines()
+        assert title.split()[:6] == ["node", "op", "module", "runs", "predicted", "dtype"]
+        assert [line.split()[0] for line in (first, second)] == [nearer, farther]
+        assert [line.split()[4] for line in (first, second)] == ["3.0e-01", "1.0e-01"]
+        assert "predicted: what the 16 bits at this node change" in found.table(gradients=gradients)
+    assert found.table(1, in_order=True).splitlines()[1].split()[0] == "linear"
+    assert Comparison.from_json(found.to_json()) == found
+    none = compare(None, plain, x)
+    assert "predicted" not in none.table()
+    assert not any(node.predicted for node in none.nodes)
+
+
+def test_what_overflows_comes_before_the_predicted_worst() -> None:
+    def faulty(x: Tensor, w: Tensor) -> Tensor:
+        return torch.exp(torch.tanh(x @ w) * 20)
+
+    x, w = torch.ones(4, 8), torch.ones(8, 8)
+    listed = OpList.of({"allow": ["exp", "mul", "tanh"]})
+    measured = Sensitivity("output", "float16", 1, 1, (Effect("eval", "matmul", "matmul", "", (0.5,)),))
+    model = Function(faulty).eval()
+    found = compare(
+        None, convert(model, (x, w), dtype="float16", op_list=["default", listed], sensitivity=measured), x, w
+    )
+    assert [line.split()[0] for line in found.table(2).splitlines()[1:3]] == ["exp", "matmul"]
 
 
 def test_the_table_and_json() -> None:

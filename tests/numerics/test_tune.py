@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +268,33 @@ def test_wrong_arguments(options: dict[str, Any], said: str) -> None:
 def test_a_budget_is_one_number_above_0(given: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="a budget is an error or a share of bytes, above 0"):
         Budget(**given)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("budget", [Budget(bytes=1.0), Budget(error=1e-4)], ids=str)
+def test_a_16_bit_model_is_tuned_by_its_float32_copy(dtype: torch.dtype, budget: Budget) -> None:
+    torch.manual_seed(0)
+    layers = (nn.Linear(16, 32), Residual(), Residual(), nn.LayerNorm(32), nn.Linear(32, 4))
+    low_model = nn.Sequential(*layers).to(dtype).eval()
+    wide = copy.deepcopy(low_model).float()
+    x = torch.randn(5, 256, 16).to(dtype)
+    found = autocastfx.tune(wide, [(one.float(),) for one in x[:3]], budget=budget, of="output", dtype=dtype)
+    assert found.gains
+    amp_model = autocastfx.convert(low_model, (x[0],), op_list=found.op_list)
+
+    def error(model: nn.Module) -> float:
+        with torch.no_grad():
+            expected = wide(x[3:].float())
+            return float((model(x[3:]).float() - expected).norm() / expected.norm())
+
+    assert error(amp_model) < 0.95 * min(error(low_model), error(autocastfx.convert(low_model, (x[0],))))
+    assert {p.dtype for p in amp_model.parameters()} == {dtype}

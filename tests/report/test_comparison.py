@@ -57,7 +57,16 @@ def test_json_reads_back_equal_and_any_reader_takes_it(found: Comparison) -> Non
     assert " > 0" in found.variant.sizes
     assert set(data) == {"format", "nodes", "skipped", "whole", "parameters", "scale", "variant", "recomposed"}
     numbers = {"dtype", "error", "overflow", "underflow", "zeros", "nan"}
-    assert set(data["nodes"][0]) == {"name", "op", "module", "precision", "inherited", "gradient", *numbers}
+    assert set(data["nodes"][0]) == {
+        "name",
+        "op",
+        "module",
+        "precision",
+        "inherited",
+        "gradient",
+        "predicted",
+        *numbers,
+    }
     assert set(data["nodes"][0]["gradient"]) == numbers
     assert set(data["parameters"][0]) == {"name", *numbers}
     assert [node["name"] for node in data["nodes"]] == ["matmul", "exp", "mul"]

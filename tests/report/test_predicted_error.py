@@ -7,12 +7,14 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 
+import networkx as nx
 import pytest
 import torch
 from torch import nn
 
 import autocastfx
 from autocastfx import Effect
+from autocastfx.plan.joint_error import joint_error
 from autocastfx.report.dump import view_of
 from autocastfx.report.page_data import page_data
 from tests.browser import Browser, needs_browser
@@ -84,6 +86,56 @@ def test_the_dump_has_a_line_and_a_column_for_it(full: bool) -> None:
     start = title.index("error")
     cells = {line.split()[0]: line[start:].split()[0] for line in lines if " allow " in line or " deny " in line}
     assert cells == {"linear": "3.0e-03", "layer_norm": "2.0e-04", "linear_1": "2.0e-03"}
+
+
+def test_the_summary_adds_up_the_effects_of_a_module() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight @ self.weight
+
+    layers = nn.Sequential(Twice(), Twice(), Twice(), nn.LayerNorm(8), nn.Linear(8, 8, bias=False)).eval()
+    errors = (3e-3, -1e-3, 3e-3, 2e-3, 4e-3, -3e-3)
+    names = ("matmul", *(f"matmul_{i}" for i in range(1, 6)))
+    effects = [effect(name, "matmul", str(i // 2), errors[i]) for i, name in enumerate(names)]
+    measured = replace(MEASURED, effects=(*effects, effect("linear", "linear", "4", 2e-3)))
+    amp_model = autocastfx.convert(layers, (X,), dtype="bfloat16", sensitivity=measured)
+    _, ops, table = autocastfx.dump(amp_model, summary=True).split("\n\n")
+    assert "error" not in ops
+    title, *lines = table.splitlines()
+    start = title.index("error")
+    cells = {line.split()[0]: line[start:].strip() for line in lines if len(line) > start and line.split()[1].isdigit()}
+    assert cells == {"0": "2.0e-03", "*": "5.0e-03", "4": "2.0e-03"}, "5.0e-03 in module 1, 1.0e-03 in module 2"
+    assert lines[-1].startswith("error: what the 16 bits of a module's own nodes")
+    again = autocastfx.dump(pickle.loads(pickle.dumps(amp_model)), summary=True)
+    assert again.endswith(table)
+    plain = autocastfx.convert(layers, (X,), dtype="bfloat16")
+    assert "error" not in autocastfx.dump(plain, summary=True)
+
+
+def test_nodes_together_have_the_error_of_the_plan() -> None:
+    plan = converted().plan
+    assert joint_error(plan.nodes) == plan.error
+    assert joint_error([plan["linear"], plan["layer_norm"]]) == pytest.approx(3e-3 + 2e-4)
+    assert joint_error([plan["linear"]]) == plan["linear"].error
+    assert joint_error(converted(None).plan.nodes) is None
+    again = autocastfx.Plan.from_json(plan.to_json())
+    assert again == plan
+    assert joint_error(again.nodes) is None
+
+
+def test_graphs_for_other_tools_have_it() -> None:
+    graph = nx.parse_graphml(autocastfx.dump(converted(), format="graphml"))
+    found = {name: data["error"] for name, data in graph.nodes.items() if "error" in data}
+    assert found == pytest.approx({"linear": 3e-3, "layer_norm": 2e-4, "linear_1": 2e-3})
+    labels = [line for line in autocastfx.dump(converted(), format="dot").splitlines() if "error 2.0e-04" in line]
+    (label,) = labels
+    assert label.strip().startswith('"layer_norm" [label="layer_norm')
+    assert '"error' not in autocastfx.dump(converted(None), format="graphml")
+    assert "error" not in autocastfx.dump(converted(None), format="dot")
 
 
 def test_without_a_measurement_dumps_are_as_before() -> None:
