@@ -19,7 +19,7 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autocastfx.graph.node import Use, is_float32, uses
+from autocastfx.graph.node import Use, is_float32, tensors, uses
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.numerics.differentiate import derivable, differentiated
 from autocastfx.numerics.flat_graph import FlatGraph
@@ -126,7 +126,7 @@ class SegmentRun:
                     self.values[node] = self._known(node, self._computed(node), node in self.shared)
 
     def _entered(self, node: fx.Node, made: Any) -> Any:
-        if not isinstance(made, torch.Tensor) or not (made.is_floating_point() or made.is_complex()):
+        if not isinstance(made, torch.Tensor) or not _is_number(made):
             return made
         self.inputs[node] = made.detach().requires_grad_()
         return self.inputs[node]
@@ -141,13 +141,15 @@ class SegmentRun:
         kwargs: Any = {name: map_arg(argument, take) for name, argument in node.kwargs.items()}
         regions = self.flat.regions.get(node, ())
         stops = base_name(op_name(node)) == "detach" or any(map(_is_no_grad, regions))
+        target = cast("Any", node.target)
+        if target is torch.ops.aten.view.default and node not in self.shared:
+            target = torch.ops.aten.reshape.default  # attention in its formula has other strides
         with ExitStack() as modes:
             for region in (region for region in regions if not _sets_grad(region)):
                 modes.enter_context(region())
-            if base_name(op_name(node)) == "detach":
-                made = args[0]
-            else:
-                made = cast("Any", node.target)(*args, **kwargs)
+            if (made := tensors(node)) and not any(map(_is_number, made)):
+                modes.enter_context(torch.no_grad())  # which an op that gives integers may insist on
+            made = args[0] if base_name(op_name(node)) == "detach" else target(*args, **kwargs)
         return pytree.tree_map(self._stopped, made) if stops else made
 
     def _tapped(self, node: fx.Node) -> Callable[[fx.Node], Any]:
@@ -188,8 +190,8 @@ class SegmentRun:
         return pytree.tree_unflatten(leaves, spec)
 
     def _stopped(self, value: Any) -> Any:
-        is_number = isinstance(value, torch.Tensor) and value.is_floating_point() and value.requires_grad
-        return _Stop.apply(value, self) if is_number else value
+        stops = isinstance(value, torch.Tensor) and value.is_floating_point() and value.requires_grad
+        return _Stop.apply(value, self) if stops else value
 
     def _at_value(self, node: fx.Node, number: int, gradient: torch.Tensor | None) -> None:
         if gradient is None:
@@ -326,6 +328,10 @@ class _Stop(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         return (None if ctx.run._is_first else gradients[0]), None
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _sets_grad(region: Any) -> bool:

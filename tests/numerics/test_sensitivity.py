@@ -302,3 +302,31 @@ def test_a_sensitivity_of_another_model_is_warned_of() -> None:
         autocastfx.convert(other, inputs(batch()), dtype="bfloat16", sensitivity=found)
     with pytest.warns(UserWarning, match=said):
         autocastfx.tune(other, [batch()], loss, inputs=inputs, dtype="bfloat16", sensitivity=found, progress=False)
+
+
+class Counted(MLP):
+    """Counts by floating-point numbers, as routers of experts do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.cumsum((x.detach() > 0).float().sum(0), 0, dtype=torch.int32)
+        return super().forward(x) * (ends[-1] / ends.max())
+
+
+class Attention(MLP):
+    """Views what attention gives, which has other strides in its formula than in the fused kernel."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(4, 16, 2, 8).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2)
+        return super().forward(attended.view(64, 16))
+
+
+@pytest.mark.parametrize("build", [Counted, Attention])
+@pytest.mark.parametrize("of", ["gradient", "output"])
+def test_ops_that_autograd_takes_otherwise_are_run(build: Callable[[], nn.Module], of: str) -> None:
+    model = made(build)
+    found = measured(model, dtype="bfloat16", of=of, probes=PROBES)
+    assert {effect.op for effect in found.effects} >= {"linear", "layer_norm", "gelu"}
+    true = TargetError(model, [batch()], loss, of, inputs)
+    amp_model = autocastfx.convert(model, inputs(batch()), dtype="bfloat16", sensitivity=found)
+    assert amp_model.plan.error == pytest.approx(true(amp_model, torch.bfloat16), rel=WITHIN)
