@@ -174,8 +174,8 @@ def _by_scores(
     by_score = {n: [scored(found, s)] for n, s in scores(bench.base, bench.case, batches, search.low).items()}
     names = {e.name for e in found.effects} | {name for e in found.effects for name in e.reads}
     by_score["random"] = [scored(found, random_scores(names, seed, found.batches)) for seed in range(SEEDS)]
-    searches = {n: [bench.search(each, search.prices) for each in given] for n, given in by_score.items()}
-    searches = {OURS: [search], **searches}
+    by_score = {OURS: [found], **by_score}
+    searches = {n: [bench.search(each, search.prices) for each in given] for n, given in by_score.items()}  # all anew
     targets = {DEFAULT: moved}
     if _has_room(moved, floor):
         targets[HALFWAY] = (moved + floor) // 2
