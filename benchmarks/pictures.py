@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import conversion, losses, memory, optimizer_step, placement, principles, step_table
+from benchmarks import conversion, losses, memory, optimizer_step, placement, principles, step_table, tune_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -207,11 +207,12 @@ def _losses(rows: Sequence[losses.Run]) -> Figure:
 
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn from the rows of a file of results."""
+    """What is drawn from the rows of a file of results; ``model``: from those of this model alone."""
 
     results: str
     row: Callable[..., Any]
     draw: Callable[[Any], Figure]
+    model: str = ""
 
 
 def _principles(rows: Sequence[principles.Row]) -> Figure:
@@ -235,6 +236,34 @@ def _principles(rows: Sequence[principles.Row]) -> Figure:
     return figure
 
 
+def _tune_front(rows: Sequence[tune_table.Row]) -> Figure:
+    """Bytes against error: the tuned plans that no other tuned plan beats, connected; and the op lists."""
+    row = next(row for row in rows if row.dtype == "bfloat16")
+    figure, (axis,) = _figure(8, 4.4)
+    points = [*row.front, [row.fewer_bytes, row.fewer_error], [row.nearer_bytes, row.nearer_error]]
+    front: list[list[float]] = []
+    for moved, error in sorted(points):
+        if error > 0 and (not front or error < front[-1][1]):  # an axis of ratios holds no 0
+            front.append([moved, error])
+    axis.plot(*zip(*front, strict=True), _EXACT.marker, linestyle="-", color=_EXACT.colour, label="tuned")
+    axis.plot(*([x] for x in row.kernel), _KERNEL.marker, color=_KERNEL.colour, label="tuned, fold=kernel")
+    for name, (moved, error) in {tune_table.DEFAULT: [1.0, 1.0], **row.lists}.items():
+        if moved:
+            is_right = moved > 1.2
+            axis.plot(moved, error, _AUTOCAST.marker, color=_AUTOCAST.colour)
+            place = {"xytext": (-7 if is_right else 7, 6), "ha": "right" if is_right else "left"}
+            axis.annotate(name, (moved, error), textcoords="offset points", **place)
+        else:  # bytes that are not counted
+            axis.axhline(error, color=_CONTROL.colour, linestyle="--", label=f"{name}, bytes not counted")
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.margins(x=0.12, y=0.1)
+    axis.set(title=f"{row.model}, {row.dtype}", xlabel="bytes moved, times the default list's")
+    axis.set_ylabel("error of the gradient, times the default list's")
+    axis.legend(frameon=False, loc="lower left")
+    return figure
+
+
 PICTURES: dict[str, Picture] = {
     "principles.svg": Picture("principles-cpu.json", principles.Row, _principles),
     "train-step.svg": Picture("train-step-cpu.json", step_table.Row, _train_step),
@@ -243,4 +272,5 @@ PICTURES: dict[str, Picture] = {
     "optimizer-step.svg": Picture("optimizer-step-cpu.json", optimizer_step.Row, _optimizer_step),
     "conversion.svg": Picture("conversion-cpu.json", conversion.Row, _conversion),
     "losses.svg": Picture("losses-cpu.json", losses.Run, _losses),
+    "tune-front.svg": Picture("tune-cpu.json", tune_table.Row, _tune_front, "GPT-2 2x64"),
 }

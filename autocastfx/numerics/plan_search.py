@@ -30,6 +30,7 @@ __all__ = ["Found", "PlanSearch"]
 _MOST_CUTS = 20
 _MOST_MEASURED = 5
 _DECADES = range(-3, 4)  # of the price of an error, around the one at which it costs what all bytes do
+_LAST_DECADE = 9
 _SLACK = 1.25  # a predicted error above the budget by this factor may yet be measured below it
 _CLOSE = 1.05  # prices that are not told apart
 
@@ -83,6 +84,7 @@ class PlanSearch:
         unit = self.start.traffic.moved / max(started.predicted, 1e-12) ** 2
         for decade in _DECADES:
             self._at(unit * 10.0**decade)
+        self._reach(unit, limit)
         self._refine(limit)
         ratios = [started.error / started.predicted] if started.error and started.predicted else [1.0]
         found = self._near(limit, ratios[0])
@@ -120,6 +122,14 @@ class PlanSearch:
         """Find the plan of fewest bytes, at a price of an error."""
         if price not in self.plans:
             self.plans[price] = self._plan_of(replace(self.converter, prices=replace(self.prices, per_error=price)))
+
+    def _reach(self, unit: float, limit: Limit) -> None:
+        """Raise the price until the limit is passed: if the start's error is large, it says little of other plans'."""
+        for decade in range(_DECADES.stop, _LAST_DECADE):
+            dearest = self.plans[max(self.plans)]
+            if not dearest.error or limit.keeps(_point("", dearest)) == (limit.error is not None):
+                return
+            self._at(unit * 10.0**decade)
 
     def _refine(self, limit: Limit) -> None:
         """Cut more finely: first where the predictions pass the limit, then in the widest gap of the front."""

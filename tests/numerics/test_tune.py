@@ -154,6 +154,14 @@ def test_a_planted_fault_is_found_and_made_float32() -> None:
     assert any(rule.wanted == "float32" and {"add", "sub"} <= set(rule.ops) for rule in found.rules.modules)
 
 
+def test_a_budget_far_below_a_start_of_large_error_is_reached() -> None:
+    batches = [rows(seed) for seed in range(3)]
+    found = autocastfx.tune(Cancelling(), batches, budget=Budget(error=1e-4), **OPTIONS)
+    assert found.start.measured is not None
+    assert found.start.measured > 0.3
+    assert found.point.error <= 1e-4
+
+
 def test_nothing_to_gain_is_said() -> None:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)

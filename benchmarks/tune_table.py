@@ -1,0 +1,150 @@
+"""The results of the tune benchmark, and their tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import geometric_mean
+
+__all__ = ["DEFAULT", "HALFWAY", "OURS", "Row", "table"]
+
+OURS, DEFAULT, HALFWAY = "measured", "default", "halfway"  # the names of our score, and of the bytes to compare at
+
+
+@dataclass(frozen=True)
+class Row:
+    """The results of one model in one dtype. Bytes and errors are shares of the default list's.
+
+    Attributes:
+        nodes: the number of single nodes that were judged.
+        spearman: of predicted and true errors of those, both on the judged batches.
+        plans: predicted over true errors of whole random plans, both on the judged batches.
+        unseen: the same, predicted from the batches tuned on.
+        evaluations: the time of a batch's measurement, in gradient evaluations.
+        memory: its peak, over that of a training step.
+        error: the default list's, itself.
+        bytes: the default list's, itself.
+        lists: by list, bytes and error; bytes of 0 are not counted.
+        fewer_bytes, fewer_error, nearer_bytes, nearer_error: of the two tuned plans.
+        float32_left: of the bytes that float32 costs the default list.
+        kernel: bytes and error of the plan tuned at no more bytes with ``fold="kernel"``.
+        front: bytes and error of tuned plans from few bytes to little error.
+        below: by list, the least error of a tuned plan at no more bytes over the list's, and its standard error over
+            the judged batches.
+        scores: by the bytes to compare at and by score, bytes and error of the plan that the score chooses.
+        verdict: what tuning gains.
+        seconds: the time that this row took.
+        notes: what was not measured.
+    """
+
+    model: str
+    dtype: str
+    nodes: int
+    spearman: float
+    plans: list[float]
+    unseen: list[float]
+    evaluations: float
+    memory: float
+    error: float
+    bytes: int
+    lists: dict[str, list[float]]
+    fewer_bytes: float
+    fewer_error: float
+    float32_left: float
+    nearer_bytes: float
+    nearer_error: float
+    kernel: list[float]
+    front: list[list[float]]
+    below: dict[str, list[float]]
+    scores: dict[str, dict[str, list[float]]]
+    verdict: str
+    seconds: float
+    notes: list[str] = field(default_factory=list[str])
+
+    @property
+    def is_below(self) -> bool:
+        """True if a tuned plan is on or below each list's point, within two standard errors."""
+        return all(ratio <= 1 + 2 * noise for ratio, noise in self.below.values())
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as two tables, with what is above or below its mark."""
+    lines = [
+        f"{'model':12}{'dtype':>10}{'nodes':>7}{'plans':>12}{'unseen':>12}{'cost':>11}{'default':>9}{'kernel':>12}"
+        f"{'conservative':>14}{'autocast':>10}{'fewer':>12}{'float32':>9}{'nearer':>12}{'below':>7}  verdict"
+    ]
+    for r in rows:
+        pairs = {name: f"{b:.2f} {e:.2f}" if b else f"{e:.2f}" for name, (b, e) in r.lists.items()}
+        below = max(ratio for ratio, _ in r.below.values())
+        lines.append(
+            f"{r.model:12}{r.dtype:>10}{r.spearman:>7.2f}{_range(r.plans):>12}{_range(r.unseen):>12}"
+            f"{f'{r.evaluations:.0f} {r.memory:.1f}x':>11}{r.error:>9.1e}{pairs['fold=kernel']:>12}"
+            f"{pairs['conservative']:>14}{pairs['torch_autocast_cuda']:>10}"
+            f"{f'{r.fewer_bytes:.2f} {r.fewer_error:.2f}':>12}{r.float32_left:>9.2f}"
+            f"{f'{r.nearer_bytes:.2f} {r.nearer_error:.2f}':>12}{below:>7.2f}  {r.verdict}"
+        )
+    return "\n".join([*lines, "", *_marks(rows), "", *_score_lines(rows)])
+
+
+def _range(numbers: Sequence[float]) -> str:
+    return f"{min(numbers):.2f}-{max(numbers):.2f}"
+
+
+def _marks(rows: Sequence[Row]) -> Iterator[str]:
+    ranks = sum(r.spearman >= 0.85 for r in rows)
+    ratios, unseen = sum(_is_near(r.plans) for r in rows), sum(_is_near(r.unseen) for r in rows)
+    costs = sum(r.evaluations <= 50 and r.memory <= 3 for r in rows)
+    below = sum(r.is_below for r in rows)
+    gains = {r.model for r in rows if r.verdict == "gains"}
+    of = f"of {len(rows)}"
+    yield f"Spearman at least 0.85: {ranks} {of}."
+    yield f"Plans predicted within 0.7 to 1.5: {ratios} {of}; from other batches: {unseen} {of}."
+    yield f"At most 50 gradient evaluations and 3 x the memory: {costs} {of}."
+    yield f"On or below every list's point: {below} {of}{_above(rows)}."
+    yield f"Gains on {len(gains)} of {len({r.model for r in rows})} models: {', '.join(sorted(gains)) or 'none'}."
+
+
+def _is_near(ratios: Sequence[float]) -> bool:
+    return min(ratios) >= 0.7 and max(ratios) <= 1.5
+
+
+def _above(rows: Sequence[Row]) -> str:
+    said = [
+        f"{r.model} {r.dtype} is above {name} ({ratio:.2f} ± {noise:.2f})"
+        for r in rows
+        for name, (ratio, noise) in r.below.items()
+        if ratio > 1 + 2 * noise
+    ]
+    return "; ".join(["", *said])
+
+
+def _score_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The errors of plans chosen by other scores, over the error of the plan chosen by measured effects."""
+    others = list(dict.fromkeys(name for r in rows for at in r.scores.values() for name in at if name != OURS))
+    yield f"{'model':12}{'dtype':>10}{'at':>10}{'bytes':>7}{'error':>7}" + "".join(f"{name:>13}" for name in others)
+    ratios: dict[str, list[float]] = {name: [] for name in others}
+    for r in rows:
+        for at, chosen in r.scores.items():
+            moved, error = chosen[OURS]
+            for name in others:
+                ratios[name].append(_ratio(chosen[name][1], error))
+            said = "".join(f"{f'{chosen[name][0]:.2f} {ratios[name][-1]:.2f}x':>13}" for name in others)
+            yield f"{r.model:12}{r.dtype:>10}{at:>10}{moved:>7.2f}{error:>7.2f}{said}"
+    nearest = [min(each) for each in zip(*ratios.values(), strict=True)]
+    least, equal = sum(one > 1 for one in nearest), sum(one == 1 for one in nearest)
+    near = sum(1 / 1.02 < one < 1 for one in nearest)
+    yield ""
+    yield (
+        f"The error by measured effects is the least in {least} of {len(nearest)} rows, equal to the least in {equal}, "
+        f"and less than 2% above the least in {near}."
+    )
+    for name, each in ratios.items():
+        finite = [one for one in each if 0 < one < math.inf]
+        mean = f"{geometric_mean(finite) if finite else math.nan:.2f} times on average"
+        yield f"By {name}: at least as large in {sum(one >= 1 for one in each)} of {len(each)}; {mean}."
+
+
+def _ratio(error: float, ours: float) -> float:
+    """Of two errors; 1 if both are 0, as in float32."""
+    return error / ours if ours else math.inf if error else 1.0
