@@ -33,6 +33,7 @@ from benchmarks import (
     reach,
     short_attention,
     step_table,
+    tune_cost,
     tune_table,
     tune_training,
     vocabulary,
@@ -64,6 +65,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "compiled-step-cpu.json": lambda held: compiled_step.table([compiled_step.Row(**row) for row in held["rows"]]),
     "reach-cpu.json": lambda held: reach.table([reach.Row(**row) for row in held["rows"]]),
     "tune-cpu.json": lambda held: tune_table.table([tune_table.Row(**row) for row in held["rows"]]),
+    "tune-cost-cpu.json": lambda held: tune_cost.table([tune_cost.Row(**row) for row in held["rows"]]),
     "tune-training-cpu.json": lambda held: tune_training.table([tune_training.Run(**row) for row in held["rows"]]),
     "vocabulary-cpu.json": lambda held: vocabulary.table([vocabulary.Row(**row) for row in held["rows"]]),
     "short-attention-cpu.json": lambda held: short_attention.table(

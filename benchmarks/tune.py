@@ -45,18 +45,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.profiler import profile
 
-import autocastfx
-from autocastfx import Budget, Sensitivity
+from autocastfx import Budget
 from autocastfx.numerics.plan_search import PlanSearch
-from autocastfx.numerics.sensitivity import Measuring, loss_of
 from autocastfx.numerics.tune import _prices, tune
 from autocastfx.report.lint.gpu import find_gpu
 from benchmarks.store import Store
+from benchmarks.tune_cost import measured_cost
 from benchmarks.tune_judge import Bench, Judged
-from benchmarks.tune_models import MODELS, Case, available, trained
+from benchmarks.tune_models import MODELS, available, trained
 from benchmarks.tune_scores import at_bytes, cheapest, random_scores, scored, scores
 from benchmarks.tune_table import DEFAULT, HALFWAY, OURS, Row, table
 
@@ -76,7 +73,7 @@ def measure(name: str, dtype: str) -> Row:
     model = trained(case)
     fresh = list(itertools.islice(case.batches(1), MEASURED + HELD_OUT + JUDGED))
     first, judged = fresh[: MEASURED + HELD_OUT], fresh[MEASURED + HELD_OUT :]
-    found, evaluations, memory = _measured(model, case, first[:MEASURED], dtype)
+    found, evaluations, memory = measured_cost(model, case, first[:MEASURED], dtype)
     bench = Bench(model, case, dtype, found, judged)
     default = bench.judge(bench.base)
     lists = {n: bench.judge(bench.converted(op_list=n)) for n in LISTS}
@@ -187,53 +184,6 @@ def _chosen(bench: Bench, searches: Sequence[PlanSearch], most: float, share: _S
     found = [(search, at_bytes(search, most)) for search in searches]
     judged = [share(bench.said(search, one)) for search, one in found if one is not None]
     return [statistics.median(numbers) for numbers in zip(*judged, strict=True)] if judged else [math.inf, math.inf]
-
-
-def _measured(model: nn.Module, case: Case, batches: Sequence[Any], dtype: str) -> tuple[Sensitivity, float, float]:
-    """Measure sensitivity, its time in gradient evaluations a batch, and its peak memory over a step's."""
-    args, kwargs = case.arguments(batches[0])
-    amp_model = autocastfx.convert(model, args, kwargs or None, dtype=dtype)
-    measuring = Measuring(amp_model, case.loss, "gradient", 8, case.inputs)
-    measuring.add(batches[0])  # captures what is to be captured
-    one = min(_timed(lambda: _gradients(model, case, batches[0])) for _ in range(5))
-    measuring.found = None
-    each = [_timed(lambda batch=batch: measuring.add(batch)) for batch in batches]
-    held = sum(p.numel() * p.element_size() for p in model.parameters())
-    again = Measuring(amp_model, case.loss, "gradient", 8, case.inputs)
-    peak = _peak(lambda: again.add(batches[0]))
-
-    def step() -> None:
-        optimizer = torch.optim.AdamW(model.parameters(), 0.0)
-        loss_of(case.call(model, batches[0]), batches[0], case.loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    of_step = _peak(step)
-    for buffer, before in buffers:
-        buffer.data.copy_(before)
-    assert measuring.found is not None
-    return measuring.found, statistics.median(each) / one, (held + peak) / (held + of_step)
-
-
-def _gradients(model: nn.Module, case: Case, batch: Any) -> None:
-    loss = loss_of(case.call(model, batch), batch, case.loss)
-    torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
-
-
-def _timed(work: Any) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start
-
-
-def _peak(work: Any) -> int:
-    """The most bytes allocated at a time by ``work``, beyond what was before."""
-    with profile(profile_memory=True) as recorded:
-        work()
-    events: Iterable[Any] = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return max(itertools.accumulate((change for _, change in changes), initial=0))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

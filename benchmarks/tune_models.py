@@ -24,7 +24,7 @@ from benchmarks.accuracy_tasks import ALPHABET, CharacterGPT, DigitsCNN, DigitsV
 from benchmarks.losses_tasks import FOLLOWED
 from benchmarks.models import ResNet
 
-__all__ = ["MODELS", "Case", "available", "trained"]
+__all__ = ["MODELS", "Case", "available", "gpt2", "trained"]
 
 WARM_UP, CONTEXT, BATCH = 40, 64, 8
 _MINILM, _LENGTH = "MiniLM 6x384", 32
@@ -99,6 +99,17 @@ def _masked(seed: int) -> Iterator[dict[str, Tensor]]:
 
 
 _SIZES: dict[str, Any] = {"vocab_size": len(ALPHABET) + 1}
+
+
+def gpt2(layers: int) -> Case:
+    """GPT-2 of width 64, of any depth, on characters."""
+
+    def build() -> nn.Module:
+        sizes = {"n_layer": layers, "n_embd": 64, "n_head": 4, "n_positions": CONTEXT, "use_cache": False}
+        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off, **_SIZES))  # type: ignore[arg-type]
+
+    return Case(build, _text)
 
 
 def _bert() -> nn.Module:

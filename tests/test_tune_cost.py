@@ -1,0 +1,30 @@
+"""The cost of a measurement is measured, and does not grow with depth as a training step's does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import tune_cost
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_deep_model_takes_less_memory_than_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.json"
+    assert tune_cost.main(["--layers", "2", "8", "--json", str(path)]) == 0
+    shallow, deep = [tune_cost.Row(**row) for row in json.loads(path.read_text())["rows"]]
+    assert deep.memory < 1.5 < shallow.memory
+    out = capsys.readouterr().out
+    assert out == tune_cost.table([shallow, deep]) + "\n"
+    assert "times the memory of a step: " in out
