@@ -174,7 +174,7 @@ class _Values(fx.Interpreter):
         super().__init__(nn.Module(), garbage_collect_values=False, graph=flat.graph)
         tensors = {name: held for name, held in flat.held.items() if isinstance(held, Tensor)}
         leaves = {id(held): held.detach() for held in tensors.values()}  # a tied parameter is one leaf
-        self._shared = alias_sets(flat.graph)
+        self._flat, self._shared = flat, alias_sets(flat.graph)
         self._held = {
             **flat.held,
             **{name: leaves[id(held)] for name, held in tensors.items()},
@@ -186,7 +186,8 @@ class _Values(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         made = super().run_node(n)
-        return made if n.op == "output" or n in self._shared else pytree.tree_map(_kept, made)
+        is_buffer = n.op == "get_attr" and not isinstance(self._flat.held[str(n.target)], nn.Parameter)
+        return made if n.op == "output" or is_buffer or n in self._shared else pytree.tree_map(_kept, made)
 
 
 def _kept(value: Any) -> Any:
