@@ -125,8 +125,12 @@ def _predicted(row: Row, view: View) -> dict[str, Any]:
     """Return what was measured for a node: the error of its placement, and what is said of it."""
     if row.planned is None:
         return {}
-    error = {} if row.planned.error is None else {"predicted": row.planned.error}
-    return {**error, "predicts": " ".join(view.predicted.sentences(row.planned))}
+    found: dict[str, Any] = {"predicts": " ".join(view.predicted.sentences(row.planned))}
+    if row.planned.error is not None:
+        found["predicted"] = row.planned.error
+    if row.planned.effect:
+        found["effect"] = [float(f"{number:.3g}") for number in row.planned.effect]
+    return found
 
 
 def _shade(row: Row) -> str:

@@ -54,7 +54,10 @@ const Model = (() => {
     }
     if (node.drawn && !node.held) group.size = Math.max(group.size, node.size || 0);
     if (node.error !== undefined) group.error = Math.max(group.error ?? 0, node.error);
-    if (node.predicted !== undefined) group.predicted = Math.hypot(group.predicted ?? 0, node.predicted); // as if independent
+    if (node.effect !== undefined) {
+      group.effect = node.effect.map((one, i) => one + (group.effect?.[i] ?? 0));
+      group.predicted = Math.hypot(...group.effect) / Math.sqrt(group.effect.length);
+    }
     group.lost ||= node.lost;
     if (node.before) group.differ = (group.differ || 0) + 1;
   }
