@@ -94,7 +94,7 @@ def measure(name: str, dtype: str) -> Row:
     fewer, nearer, kernel = map(bench.tuned, tuned)
     search = bench.search(found, _prices(find_gpu("A100"))(found))
     front = list(_front(bench, search))
-    floor = cheapest(search).traffic.moved
+    floor = min(point.bytes for point in tuned[0].front)
     left = (fewer.bytes - floor) / (default.bytes - floor) if _has_room(default.bytes, floor) else 1.0
     rank, count = bench.spearman()
     here, unseen = bench.ratios()
@@ -127,7 +127,7 @@ def measure(name: str, dtype: str) -> Row:
             DEFAULT: _below(points, default, default),
             **{n: _below([*points, kernel] if n == KERNEL else points, at, default) for n, at in lists.items()},
         },
-        scores=_by_scores(bench, search, first[:MEASURED], share) if dtype == SCORED else {},
+        scores=_by_scores(bench, search, first[:MEASURED], share, floor) if dtype == SCORED else {},
         verdict="gains" if gains else "nothing to gain" if nothing else "little",
         seconds=time.perf_counter() - started,
         notes=[f"{n}: {why}" for n, why in found.unmeasured.items()],
@@ -170,10 +170,10 @@ def _below(points: Iterable[Judged], at: Judged, default: Judged) -> list[float]
 
 
 def _by_scores(
-    bench: Bench, search: PlanSearch, batches: Sequence[Any], share: _Share
+    bench: Bench, search: PlanSearch, batches: Sequence[Any], share: _Share, floor: int
 ) -> dict[str, dict[str, list[float]]]:
     """Bytes and error of the plans that each score chooses, at the bytes of the default list and halfway below."""
-    found, moved, floor = search.prices.sensitivity, share.default.bytes, cheapest(search).traffic.moved
+    found, moved = search.prices.sensitivity, share.default.bytes
     by_score = {n: [scored(found, s)] for n, s in scores(bench.base, bench.case, batches, search.low).items()}
     names = {e.name for e in found.effects} | {name for e in found.effects for name in e.reads}
     by_score["random"] = [scored(found, random_scores(names, seed, found.batches)) for seed in range(SEEDS)]
