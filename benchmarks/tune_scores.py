@@ -27,11 +27,14 @@ from autocastfx.capture.call import CallSignature
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.measure import apart, written_outside
 from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.node import uses
 from autocastfx.graph.op_name import base_name
 from autocastfx.numerics.budget import Point
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
 from autocastfx.numerics.plan_search import Found, PlanSearch
 from autocastfx.numerics.sensitivity import captured_of, loss_of
+from autocastfx.passes.analysis.ports import Ports
+from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
 from benchmarks.tune_models import Case
 
@@ -39,8 +42,8 @@ __all__ = ["SCORES", "at_bytes", "cheapest", "random_scores", "scored", "scores"
 
 SCORES = ("g2d2", "first order", "local error")
 _DECADES = 4.0  # of the price of an error, on either side of the one at which it costs what all bytes do
-_CLOSE = 0.05  # decades between prices that are not told apart
-_TRIED = 8  # ops to spend what is left on
+_CLOSE = 0.2  # decades between prices that are not told apart
+_TRIED = 6  # ops to spend what is left on
 
 Scores = Mapping[str, tuple[float, ...]]  # by the name of a value, one number for each batch
 
@@ -87,7 +90,7 @@ def scored(sensitivity: Sensitivity, by_value: Scores) -> Sensitivity:
 
 
 def cheapest(search: PlanSearch) -> Plan:
-    """The plan of the fewest bytes: errors cost nothing."""
+    """The plan where errors cost nothing: the fewest bytes and the least time of float32 products."""
     return _plan(search, 0.0)
 
 
@@ -156,7 +159,8 @@ def _values(model: autocastfx.AmpModule, case: Case, batch: Any) -> Iterator[tup
     call = CallSignature.of(model.forward).bind(args, kwargs)
     held: dict[str, Any] = {**captured.attributes, **model._held()}
     flat = flatten(captured.graph, held.__getitem__)
-    run = _Values(flat)
+    converter: Converter = model._maker.converter  # type: ignore[union-attr]
+    run = _Values(flat, replace(converter, device=captured.device.type).ports)
     with random_numbers_kept(), torch.enable_grad():
         torch.manual_seed(0)
         output = run.run(*(t.detach() for t in call.tensors), enable_io_processing=False)
@@ -170,15 +174,17 @@ def _values(model: autocastfx.AmpModule, case: Case, batch: Any) -> Iterator[tup
 class _Values(fx.Interpreter):
     """Runs a flat graph, and keeps the gradient of each value, also where the model asks for none."""
 
-    def __init__(self, flat: FlatGraph) -> None:
+    def __init__(self, flat: FlatGraph, ports: Ports) -> None:
         super().__init__(nn.Module(), garbage_collect_values=False, graph=flat.graph)
+        self._flat, self._ports = flat, ports
         tensors = {name: held for name, held in flat.held.items() if isinstance(held, Tensor)}
         leaves = {id(held): held.detach() for held in tensors.values()}  # a tied parameter is one leaf
-        self._flat, self._shared = flat, alias_sets(flat.graph)
+        buffers = {name for name, held in tensors.items() if not isinstance(held, nn.Parameter)}
+        self._shared = alias_sets(flat.graph)
         self._held = {
             **flat.held,
             **{name: leaves[id(held)] for name, held in tensors.items()},
-            **apart(tensors, written_outside(flat.graph, flat.held)),
+            **apart(tensors, written_outside(flat.graph, flat.held) | buffers),
         }
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -186,8 +192,16 @@ class _Values(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         made = super().run_node(n)
-        is_buffer = n.op == "get_attr" and not isinstance(self._flat.held[str(n.target)], nn.Parameter)
-        return made if n.op == "output" or is_buffer or n in self._shared else pytree.tree_map(_kept, made)
+        if n.op == "output" or n in self._shared or self._is_statistic(n):
+            return made
+        return pytree.tree_map(_kept, made)
+
+    def _is_statistic(self, node: fx.Node) -> bool:
+        """True of a buffer that stays float32, as those of batch norms, which cannot have gradients."""
+        if node.op != "get_attr" or isinstance(self._flat.held[str(node.target)], nn.Parameter):
+            return False
+        read = ((user, use) for user in node.users for use in uses(user) if use.node is node)
+        return any(self._ports.stays_float32(user, use) for user, use in read)
 
 
 def _kept(value: Any) -> Any:

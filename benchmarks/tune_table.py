@@ -84,7 +84,7 @@ def table(rows: Sequence[Row]) -> str:
             f"{f'{r.fewer_bytes:.2f} {r.fewer_error:.2f}':>12}{r.float32_left:>9.2f}"
             f"{f'{r.nearer_bytes:.2f} {r.nearer_error:.2f}':>12}{below:>7.2f}  {r.verdict}"
         )
-    return "\n".join([*lines, "", *_marks(rows), "", *_score_lines(rows)])
+    return "\n".join([*lines, "", *_marks(rows), *_score_lines(rows)])
 
 
 def _range(numbers: Sequence[float]) -> str:
@@ -122,6 +122,9 @@ def _above(rows: Sequence[Row]) -> str:
 def _score_lines(rows: Sequence[Row]) -> Iterator[str]:
     """The errors of plans chosen by other scores, over the error of the plan chosen by measured effects."""
     others = list(dict.fromkeys(name for r in rows for at in r.scores.values() for name in at if name != OURS))
+    if not others:
+        return
+    yield ""
     yield f"{'model':12}{'dtype':>10}{'at':>10}{'bytes':>7}{'error':>7}" + "".join(f"{name:>13}" for name in others)
     ratios: dict[str, list[float]] = {name: [] for name in others}
     for r in rows:
