@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autocastfx.capture.whole_calls import LEAF, restore_leaves
-from autocastfx.graph.node import argument, attribute, dtypes, value
+from autocastfx.graph.node import all_names, argument, attribute, dtypes, stand_for, subgraphs, value
 from autocastfx.graph.op_name import of_function, op_name
 
 __all__ = ["no_op_source", "tidy"]
@@ -68,8 +68,28 @@ def tidy(
             continue
         elif node.op != "get_attr" and not _is_assertion(node):
             source = no_op_source(node, follows=follows)
-            copies[node] = copy(source) if source is not None else copy(node)
+            copies[node] = copy(node if source is None else source)
+            if source is not None:
+                stand_for(copies[node], node.name)
+    _name_members(graph, attributes)
     return graph
+
+
+def _name_members(graph: fx.Graph, attributes: dict[str, Any]) -> None:
+    """Note which value of a region each member of what it gives is: ``region/name``."""
+    for node in graph.nodes:
+        for target, module in subgraphs(node, attributes).items():
+            output = module.graph.output_node().args[0]
+            given = output if isinstance(output, (tuple, list)) else ()
+            inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+            outside = dict(zip(inputs, node.args[-len(inputs) :] if inputs else (), strict=False))
+            for user in (user for user in node.users if op_name(user) == "getitem" and user.args[1] < len(given)):
+                member = given[user.args[1]]
+                if isinstance(member, fx.Node):
+                    through = outside.get(member)
+                    inner, *others = all_names(member)
+                    own = all_names(through) if isinstance(through, fx.Node) else (f"{target}/{inner}",)
+                    stand_for(user, *own, *(f"{target}/{name}" for name in others))
 
 
 def _as_argument(name: str) -> str:

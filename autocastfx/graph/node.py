@@ -20,6 +20,7 @@ from autocastfx.graph.sizes import example_size
 __all__ = [
     "Origin",
     "Use",
+    "all_names",
     "dtypes",
     "elements",
     "has_float32",
@@ -35,13 +36,15 @@ __all__ = [
     "set_origin",
     "settings",
     "stack_trace",
+    "stand_for",
     "subgraphs",
     "tensors",
     "uses",
 ]
 
-# Keys of ``node.meta``: autocastfx's mark, and capture's abstract value. Only the accessors below use them.
+# Keys of ``node.meta``: autocastfx's marks, and capture's abstract value. Only the accessors below use them.
 _ORIGIN = "autocastfx_origin"
+_STANDS_FOR = "autocastfx_stands_for"
 _VALUE = "val"
 _CONTAINERS = (list, tuple, dict, slice)  # the only containers of arguments in which torch.fx looks for nodes
 
@@ -71,6 +74,16 @@ def set_origin(node: fx.Node, mark: Origin) -> None:
     node.meta[_ORIGIN] = mark
 
 
+def stand_for(node: fx.Node, *names: str) -> None:
+    """Note that ``node`` gives what other nodes gave, which are no longer there, or are in a sub-graph."""
+    node.meta[_STANDS_FOR] = tuple(dict.fromkeys((*all_names(node)[1:], *names)))
+
+
+def all_names(node: fx.Node) -> tuple[str, ...]:
+    """Return the names under which a value is known: that of its node first, then those it stands for."""
+    return node.name, *node.meta.get(_STANDS_FOR, ())
+
+
 def is_cast(node: fx.Node) -> bool:
     """True for a node that the conversion put in to bring a value to another precision."""
     mark = origin(node)
@@ -78,8 +91,8 @@ def is_cast(node: fx.Node) -> bool:
 
 
 def kept_meta(node: fx.Node) -> dict[str, Any]:
-    """Return the part of ``node.meta`` that pickles: the mark and the stack trace."""
-    return {key: node.meta[key] for key in (_ORIGIN, "stack_trace") if key in node.meta}
+    """Return the part of ``node.meta`` that pickles: the marks and the stack trace."""
+    return {key: node.meta[key] for key in (_ORIGIN, _STANDS_FOR, "stack_trace") if key in node.meta}
 
 
 def stack_trace(node: fx.Node) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 from torch import fx
 
 from autocastfx.graph.alias import aliased
-from autocastfx.graph.node import attributes_of, subgraphs
+from autocastfx.graph.node import all_names, attributes_of, subgraphs
 from autocastfx.graph.op_name import op_name
 
-__all__ = ["Located", "all_nodes", "converted_inside", "is_converted_inside", "walk"]
+__all__ = ["Located", "all_nodes", "converted_inside", "is_converted_inside", "names_stood_for", "walk"]
 
 # Higher-order operators whose graphs are converted too; values that enter or leave them keep their captured dtype.
 # Others stay whole: an autocast region has its own policy, and a region that switches autocast off asks for float32.
@@ -51,6 +51,21 @@ def converted_inside(node: fx.Node, attributes: Mapping[str, Any]) -> dict[str, 
 def is_converted_inside(node: fx.Node) -> bool:
     """True for an operator that runs sub-graphs which a conversion goes into."""
     return op_name(node) in _CONVERTED_INSIDE
+
+
+def names_stood_for(graph: fx.Graph, attributes: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The names of nodes that others stand for, in ``graph`` and in its sub-graphs that are converted.
+
+    Args:
+        graph: captured or converted.
+        attributes: values of its ``get_attr`` nodes, except parameters and buffers.
+        prefix: prefix of the names.
+    """
+    for node in graph.nodes:
+        yield from (prefix + name for name in all_names(node)[1:])
+        for target, module in converted_inside(node, attributes).items():
+            inside = f"{prefix}{target.rpartition('.')[2]}/"
+            yield from names_stood_for(module.graph, attributes_of(module, module.graph), inside)
 
 
 def all_nodes(graph: fx.Graph, attributes: Mapping[str, Any]) -> Iterator[fx.Node]:

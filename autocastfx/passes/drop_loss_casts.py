@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autocastfx.graph.alias import alias_sets
-from autocastfx.graph.node import argument, is_float32
+from autocastfx.graph.node import all_names, argument, is_float32, stand_for
 from autocastfx.graph.view_ops import moves_each_once
 from autocastfx.passes.analysis.cross_entropy import is_over_classes
 from autocastfx.passes.patterns.patterns import LOSS_CAST
@@ -44,6 +44,7 @@ def drop_loss_casts(graph: fx.Graph, category: Callable[[fx.Node], Category | No
                     break
                 found.append(Recomposed(LOSS_CAST, loss.name, (node.name,)))
                 node.replace_all_uses_with(source)
+                stand_for(source, *all_names(node))
                 graph.erase_node(node)
             node = source
     return tuple(found)

@@ -10,7 +10,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autocastfx.graph.alias import alias_sets, handed_out, seen_by_functions
-from autocastfx.graph.node import draws_random_numbers, is_float32, uses
+from autocastfx.graph.node import all_names, draws_random_numbers, is_float32, stand_for, uses
 from autocastfx.graph.schema import schema
 from autocastfx.passes.patterns.patterns import REPEATED
 from autocastfx.passes.state import Pass, State
@@ -51,6 +51,7 @@ def merge_repeated(
             kept = first.setdefault((node.target, call), node)
             if kept is not node and rule(kept) == rule(node):
                 node.replace_all_uses_with(kept)
+                stand_for(kept, *all_names(node))
                 graph.erase_node(node)
                 found.setdefault(kept, []).append(node.name)
     kept_for = {name: kept.name for kept, names in found.items() for name in names}

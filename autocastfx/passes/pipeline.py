@@ -181,15 +181,16 @@ def _converted(
     known: _Measured,
     guesses: frozenset[str] | None = None,
     prefix: str = "",
-    given: Mapping[str, str] | None = None,
+    given: Mapping[str, tuple[str, ...]] | None = None,
 ) -> _Converted:
     follows = policy.op_list.placement == "follow"
     graph = expand(source, dispatch_of(policy, source)) if follows else copy_graph(source)
     made, inner = _Converted(graph, dict(attributes)), replace(policy, keep_output_dtype=True)
+    errors = NodeErrors.of(graph, known.effects, prefix, given)
     for node in graph.nodes:
         for target, module in converted_inside(node, attributes).items():
             names = {**dict(module.named_children()), **dict(module.named_buffers())}
-            outer = dict(_outer_names(node, module.graph, prefix, given))
+            outer = dict(_outer_names(node, module.graph, errors))
             inside = _converted(inner, module.graph, names, {}, known, prefix=f"{prefix}{target}/", given=outer)
             made.attributes[target] = fx.GraphModule(inside.attributes, inside.graph)
             made.take_over(inside)
@@ -203,7 +204,7 @@ def _converted(
         cached=cast_once(held),
         numbers={name: id(t) for name, t in held.items() if isinstance(t, nn.Parameter)},
         measured={n: known.magnitudes[key] for n in graph.nodes if (key := key_of(n, prefix)) in known.magnitudes},
-        errors=NodeErrors.of(graph, known.effects, prefix, given),
+        errors=errors,
         prefix=prefix,
         guesses=guesses,
     )
@@ -222,14 +223,12 @@ def _converted(
     return made
 
 
-def _outer_names(
-    node: fx.Node, inside: fx.Graph, prefix: str, given: Mapping[str, str] | None
-) -> Iterator[tuple[str, str]]:
-    """Each input of a sub-graph that ``node`` runs, with the name that the value has outside of all sub-graphs."""
+def _outer_names(node: fx.Node, inside: fx.Graph, errors: NodeErrors) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each input of a sub-graph that ``node`` runs, with the names that the value has outside."""
     inputs = [n for n in inside.nodes if n.op == "placeholder"]
     for placeholder, value in zip(inputs, node.args[-len(inputs) :] if inputs else (), strict=False):
         if isinstance(value, fx.Node):
-            yield placeholder.name, (given or {}).get(value.name, prefix + value.name)
+            yield placeholder.name, errors.names(value)
 
 
 def _prefixed(found: Recomposed, prefix: str) -> Recomposed:

@@ -12,7 +12,17 @@ import torch
 from torch import fx
 
 from autocastfx.graph.alias import alias_sets
-from autocastfx.graph.node import has_float32, is_float32, module_classes, place_like, set_value, tensors, value
+from autocastfx.graph.node import (
+    all_names,
+    has_float32,
+    is_float32,
+    module_classes,
+    place_like,
+    set_value,
+    stand_for,
+    tensors,
+    value,
+)
 from autocastfx.graph.op_name import op_name
 from autocastfx.graph.reachable import reachable
 from autocastfx.graph.view_ops import is_view, takes_any_layout
@@ -115,6 +125,7 @@ def _made(graph: fx.Graph, pattern: Pattern, node: fx.Node, arguments: Arguments
         made = graph.create_node("call_function", pattern.target, args, kwargs, name)
     place_like(made, node)
     set_value(made, value(node))
+    stand_for(made, *all_names(node))
     node.replace_all_uses_with(made)
     return made
 

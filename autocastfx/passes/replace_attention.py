@@ -17,7 +17,17 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autocastfx.graph.node import argument, elements, is_float32, place_like, set_value, tensors, value
+from autocastfx.graph.node import (
+    all_names,
+    argument,
+    elements,
+    is_float32,
+    place_like,
+    set_value,
+    stand_for,
+    tensors,
+    value,
+)
 from autocastfx.graph.op_name import op_name
 from autocastfx.graph.sizes import example_size
 from autocastfx.passes.patterns.patterns import MATH_ATTENTION, SHORT_ATTENTION
@@ -51,6 +61,7 @@ def write_out_attention(graph: fx.Graph, category: Callable[[fx.Node], Category 
                 with graph.inserting_before(node):
                     made = call.written_out(node)
                 node.replace_all_uses_with(made)
+                stand_for(made, *all_names(node))
                 graph.erase_node(node)
                 found.append(Recomposed(MATH_ATTENTION, made.name, (node.name,)))
     return tuple(found)

@@ -120,7 +120,7 @@ class State:
     ops: Mapping[fx.Node, str]
     guesses: frozenset[str] | None = None
     measured: Mapping[fx.Node, Magnitude] = field(default_factory=dict)
-    errors: NodeErrors = field(default_factory=lambda: NodeErrors({}, {}))
+    errors: NodeErrors = field(default_factory=lambda: NodeErrors({}))
     classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))
     placements: Mapping[fx.Node, Placement] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
@@ -142,7 +142,7 @@ class State:
             self,
             recomposed=tuple(recomposed),
             measured={node: names[node.name] for node in nodes if node.name in names},
-            errors=self.errors.after(self.graph, recomposed, self.prefix),
+            errors=self.errors.after(self.graph, recomposed),
             dtypes={node: dtypes(node) for node in nodes},
             ops={node: op_name(node) for node in nodes},
         )

@@ -10,7 +10,7 @@ from torch import nn
 
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import StateWarning, UnmatchedRuleWarning
-from autocastfx.graph.walk import all_nodes
+from autocastfx.graph.walk import all_nodes, names_stood_for
 from autocastfx.plan.plan import Precision
 from autocastfx.plan.ranges import Range, Ranges
 from autocastfx.plan.sensitivity import Effect, Sensitivity
@@ -42,6 +42,8 @@ def _warn_of_unmatched(amp_model: AmpModule, measured: Sequence[Range | Effect],
     planned = {(n.name, n.op, n.module) for v in amp_model.variants for n in v.plan.nodes}
     computed = [m for m in measured if m.op not in ("placeholder", "output")]
     replaced = {name for v in amp_model.variants for whole in v.plan.recomposed for name in whole.replaced}
+    captured = (v.captured for v in amp_model.variants if v.captured is not None)
+    replaced |= {name for one in captured for name in names_stood_for(one.graph, one.attributes)}
     missing = [m for m in computed if m.key not in planned and m.name not in replaced]
     if missing:
         first = missing[0]

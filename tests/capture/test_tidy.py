@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import autocastfx
+from autocastfx.graph.node import all_names
 from autocastfx.graph.op_name import op_name
 from tests.helpers import Function
 
@@ -61,3 +62,20 @@ def test_the_name_of_a_module_may_begin_with_a_digit() -> None:
     amp_model(X)
     assert all(torch.equal(buffer, one) for buffer, one in zip(sequence.buffers(), wanted, strict=True))
     assert not torch.equal(wanted[0], estimates[0])
+
+
+def test_a_value_is_known_by_the_names_of_what_is_left_out() -> None:
+    def function(x: Tensor) -> Tensor:
+        shift = x.sin()
+        with torch.no_grad():
+            scale, same = x.exp(), torch.dropout(shift, 0.5, train=False)
+        return torch.dropout(x.tanh(), 0.5, train=False)[:] * scale + same
+
+    amp_model = autocastfx.convert(Function(function), (X,), dtype="float16")
+    captured = amp_model.variants[0].captured
+    assert captured is not None
+    names = {node.name: all_names(node)[1:] for node in captured.graph.nodes}
+    (region,) = (node for node in captured.graph.nodes if op_name(node) == "wrap_with_set_grad_enabled")
+    assert names["tanh"] == ("dropout_1", "slice_1")
+    inside = region.args[1].target
+    assert [names[user.name] for user in region.users] == [(f"{inside}/exp",), ("sin", f"{inside}/dropout")]

@@ -19,11 +19,21 @@ COMMAND = "import sys\nfrom autocastfx.cli.main import main\nsys.exit(main())\n"
 
 
 def interrupted(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run Python where ``import torch`` is interrupted."""
+    """Run Python where ``import torch`` is interrupted.
+
+    Python ignores the signal where its parent does, as a shell without job control does for what ends in ``&``.
+    """
     (folder / "slow").mkdir()
     (folder / "slow" / "torch.py").write_text(SLOW)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "slow"), str(ROOT)])}
-    return subprocess.run([sys.executable, *argv], env=environment, cwd=folder, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, *argv],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def test_while_torch_is_imported_the_module_ends_in_one_line(tmp_path: Path) -> None:

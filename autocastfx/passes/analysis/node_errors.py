@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from autocastfx.graph.node import elements, is_float32, module_path, producer, uses
+from autocastfx.graph.node import all_names, elements, is_float32, module_path, producer, uses
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.product import product
 from autocastfx.graph.sizes import example
@@ -22,43 +22,52 @@ __all__ = ["NodeErrors", "equal_terms", "product_terms"]
 
 @dataclass(frozen=True)
 class NodeErrors:
-    """The effects of the nodes of a graph, and the names of its values there.
+    """The effects of the nodes of a graph.
 
     Attributes:
         effects: by node; that of the graph's output holds what comes back from there.
-        names: of the values, as the effects have them.
+        prefix: of the names, in a sub-graph.
+        outer: for the inputs of a sub-graph, the names of the values outside.
     """
 
     effects: Mapping[fx.Node, Effect]
-    names: Mapping[fx.Node, str]
+    prefix: str = ""
+    outer: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
     @classmethod
     def of(
-        cls, graph: fx.Graph, known: Mapping[Key, Effect], prefix: str = "", outer: Mapping[str, str] | None = None
+        cls,
+        graph: fx.Graph,
+        known: Mapping[Key, Effect],
+        prefix: str = "",
+        outer: Mapping[str, tuple[str, ...]] | None = None,
     ) -> NodeErrors:
         """Find the effects of the nodes of a captured graph.
 
         Args:
             graph: captured.
             known: effects by key.
-            prefix: of a sub-graph.
-            outer: for the inputs of a sub-graph, the names of the values outside.
+            prefix: as above.
+            outer: as above.
         """
         found = {node: known[key] for node in graph.nodes if (key := key_of(node, prefix)) in known}
         output = known.get((OUTPUT, OUTPUT, ""))
         if output is not None and not prefix:
             found[graph.output_node()] = output
-        given: Mapping[str, str] = outer or {}
-        return cls(found, {n: given[n.name] if n.name in given else prefix + n.name for n in graph.nodes})
+        return cls(found, prefix, outer or {})
 
-    def after(self, graph: fx.Graph, recomposed: Iterable[Recomposed], prefix: str = "") -> NodeErrors:
+    def names(self, node: fx.Node) -> tuple[str, ...]:
+        """The names that effects have for a value."""
+        return self.outer.get(node.name) or tuple(self.prefix + name for name in all_names(node))
+
+    def after(self, graph: fx.Graph, recomposed: Iterable[Recomposed]) -> NodeErrors:
         """The effects after nodes of the graph were replaced.
 
         A node that stands for several rounds what it reads as they do, and what it gives as the last of them does.
         """
-        by_name = {self.names[node]: effect for node, effect in self.effects.items()}
-        effects, names = dict(self.effects), {node: prefix + node.name for node in graph.nodes} | dict(self.names)
-        made = {node.name: node for node in graph.nodes}
+        prefix = self.prefix
+        by_name = {prefix + node.name: effect for node, effect in self.effects.items()}
+        effects, made = dict(self.effects), {node.name: node for node in graph.nodes}
         for one in recomposed:
             parts = [by_name[name] for n in one.replaced if (name := prefix + n) in by_name]
             node = made.get(one.node)
@@ -71,9 +80,8 @@ class NodeErrors:
                 returns=_outside([part.returns for part in parts], inside),
                 overflows=any(part.overflows for part in parts),
             )
-            names[node] = parts[-1].name
         here = set(graph.nodes)
-        return NodeErrors({n: e for n, e in effects.items() if n in here}, names)
+        return replace(self, effects={n: e for n, e in effects.items() if n in here})
 
     def terms(self, units: Units, per_error: float) -> Iterator[Term]:
         """Yield the squared errors, in bytes, as terms of a cut. They are added up as if independent.
@@ -87,11 +95,11 @@ class NodeErrors:
             if unit is not None:
                 yield Term(_bytes(effect.computes, per_error), (unit,), ())
             for read in dict.fromkeys(use.node for use in uses(node) if is_float32(use.node)):
-                stored, name = units.stored(read) or OUTSIDE, self.names.get(read, "")
+                stored, names = units.stored(read) or OUTSIDE, self.names(read)
                 if unit is not None and stored is not unit:
-                    yield Term(_bytes(effect.reads.get(name, ()), per_error), (unit,), (stored,))
+                    yield Term(_bytes(_known_by(names, effect.reads), per_error), (unit,), (stored,))
                 if stored is not OUTSIDE and stored is not unit:
-                    yield Term(_bytes(effect.returns.get(name, ()), per_error), (stored,), (unit or OUTSIDE,))
+                    yield Term(_bytes(_known_by(names, effect.returns), per_error), (stored,), (unit or OUTSIDE,))
 
     def of_nodes(self, placements: Mapping[fx.Node, Placement]) -> dict[fx.Node, Signature]:
         """The effect of each node as it is placed, for those that have one."""
@@ -111,11 +119,18 @@ class NodeErrors:
         for use in {use.node: use for use in uses(node) if is_float32(use.node)}.values():
             made_by = placements.get(producer(use.node))
             stored_low = made_by is not None and made_by.store is Precision.LOW
-            name = self.names.get(use.node, "")
-            if is_low and not stored_low and use.argument not in as_stored and effect.reads.get(name):
-                yield effect.reads[name]
-            elif not is_low and stored_low and effect.returns.get(name):
-                yield effect.returns[name]
+            found: Signature = ()
+            if is_low and not stored_low and use.argument not in as_stored:
+                found = _known_by(self.names(use.node), effect.reads)
+            elif not is_low and stored_low:
+                found = _known_by(self.names(use.node), effect.returns)
+            if found:
+                yield found
+
+
+def _known_by(names: Iterable[str], signatures: Mapping[str, Signature]) -> Signature:
+    """Return the effect on a value of several names: equal values that became one are rounded at once."""
+    return added([found for name in names if (found := signatures.get(name))])
 
 
 def _outside(mappings: Sequence[Mapping[str, Signature]], inside: set[str]) -> dict[str, Signature]:
