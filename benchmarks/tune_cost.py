@@ -1,8 +1,8 @@
-"""What measuring sensitivity costs, in time and in memory, by the depth of a model.
+"""What measuring sensitivity costs, in time and in memory, by the size of a model.
 
     python -m benchmarks.tune_cost [--json PATH]
 
-GPT-2 of width 64 on characters, 8 sequences of 64. ``evaluations``: time of a batch's measurement with 8 probes, in
+GPT-2 on characters, 8 sequences of 64. ``evaluations``: time of a batch's measurement with 8 probes, in
 evaluations of the gradient. ``memory``: its peak over that of a float32 training step with AdamW, parameters included.
 """
 
@@ -31,7 +31,7 @@ from benchmarks.tune_models import Case, gpt2, trained
 
 __all__ = ["Row", "main", "measured_cost", "table"]
 
-LAYERS, STEPS, BATCHES = (2, 6, 12, 24), 2, 3
+WIDTHS, LAYERS, STEPS, BATCHES = (64, 256), (2, 6, 12, 24), 2, 3
 MOST_EVALUATIONS, MOST_MEMORY = 50, 3
 
 
@@ -39,6 +39,7 @@ MOST_EVALUATIONS, MOST_MEMORY = 50, 3
 class Row:
     """What one model costs."""
 
+    width: int
     layers: int
     evaluations: float
     memory: float
@@ -46,8 +47,8 @@ class Row:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as a table, with how many are within the limits."""
-    lines = [f"{'layers':>6}{'evaluations':>13}{'memory':>9}"]
-    lines += [f"{row.layers:>6}{row.evaluations:>13.0f}{f'{row.memory:.2f}x':>9}" for row in rows]
+    lines = [f"{'width':>5}{'layers':>8}{'evaluations':>13}{'memory':>9}"]
+    lines += [f"{row.width:>5}{row.layers:>8}{row.evaluations:>13.0f}{f'{row.memory:.2f}x':>9}" for row in rows]
     times = sum(row.evaluations <= MOST_EVALUATIONS for row in rows)
     sizes = sum(row.memory <= MOST_MEMORY for row in rows)
     lines += [
@@ -106,22 +107,23 @@ def _peak(work: Any) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure each depth, and print the table."""
+    """Measure each size, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = Store(chosen.json, Row, {"transformers": __import__("transformers").__version__})
-    done = {row.layers for row in store.rows}
-    for layers in (count for count in chosen.layers if count not in done):
-        case = gpt2(layers)
+    done = {(row.width, row.layers) for row in store.rows}
+    for width, layers in (size for size in itertools.product(chosen.widths, chosen.layers) if size not in done):
+        case = gpt2(layers, width)
         _, evaluations, memory = measured_cost(
             trained(case, STEPS), case, list(itertools.islice(case.batches(1), BATCHES)), "bfloat16"
         )
-        store.extend([Row(layers, evaluations, memory)])
-        print(f"{layers} layers: done", file=sys.stderr, flush=True)
+        store.extend([Row(width, layers, evaluations, memory)])
+        print(f"width {width}, {layers} layers: done", file=sys.stderr, flush=True)
     print(table(store.rows))
     return 0
 

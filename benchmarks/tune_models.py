@@ -101,11 +101,11 @@ def _masked(seed: int) -> Iterator[dict[str, Tensor]]:
 _SIZES: dict[str, Any] = {"vocab_size": len(ALPHABET) + 1}
 
 
-def gpt2(layers: int) -> Case:
-    """GPT-2 of width 64, of any depth, on characters."""
+def gpt2(layers: int, width: int = 64) -> Case:
+    """GPT-2 of any depth and width, on characters."""
 
     def build() -> nn.Module:
-        sizes = {"n_layer": layers, "n_embd": 64, "n_head": 4, "n_positions": CONTEXT, "use_cache": False}
+        sizes = {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": CONTEXT, "use_cache": False}
         off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off, **_SIZES))  # type: ignore[arg-type]
 

@@ -22,7 +22,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 def test_a_deep_model_takes_less_memory_than_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
-    assert tune_cost.main(["--layers", "2", "8", "--json", str(path)]) == 0
+    assert tune_cost.main(["--widths", "64", "--layers", "2", "8", "--json", str(path)]) == 0
     shallow, deep = [tune_cost.Row(**row) for row in json.loads(path.read_text())["rows"]]
     assert deep.memory < 1.5 < shallow.memory
     out = capsys.readouterr().out

@@ -149,7 +149,10 @@ class NodeEffects:
 
     def _add(self, node: fx.Node, what: str, name: str, by: torch.Tensor, changed: torch.Tensor) -> None:
         """Add a first-order effect: the gradient by a tensor, times the change of that tensor."""
-        effect = (by * changed).sum()
+        if by.is_contiguous() and changed.is_contiguous():
+            effect = torch.dot(by.view(-1), changed.view(-1).float())
+        else:
+            effect = (by * changed).sum()
         sums = self._sums[node]
         sums[what, name] = sums[what, name] + effect if (what, name) in sums else effect
 
@@ -193,7 +196,8 @@ def _is_beyond(value: Any, most: float) -> bool:
     """True if a finite number of float32 is larger than ``most``."""
     tensors = [t.detach() for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
     tensors = [t for t in tensors if t.dtype == torch.float32 and t.numel()]
-    return any(bool(((t.abs() > most) & t.isfinite()).any()) for t in tensors)
+    beyond = (t for t in tensors if not all(-most <= float(end) <= most for end in t.aminmax()))
+    return any(bool(((t.abs() > most) & t.isfinite()).any()) for t in beyond)
 
 
 def _norm(results: Iterable[torch.Tensor], what: str) -> float:

@@ -41,7 +41,7 @@ def directions(like: Mapping[int, torch.Tensor], seed: int) -> dict[int, torch.T
 def _signs(like: torch.Tensor, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
-    return signs.float().mul_(2).sub_(1).to(like.device)
+    return signs.mul_(2).sub_(1).to(like.device, torch.float32)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autocastfx.graph.node import draws_random_numbers, uses
+from autocastfx.graph.node import Use, draws_random_numbers, uses
 from autocastfx.numerics.segment_run import Read
 from autocastfx.passes.analysis.ports import Ports
 
@@ -28,15 +28,18 @@ def rounding(value: torch.Tensor, low: torch.dtype, scale: float = 1.0) -> torch
         low: the 16-bit dtype.
         scale: a power of two by which the value is multiplied to be held in ``low``.
     """
-    scaled = value if scale == 1.0 else value * scale
-    changed = _difference(saturated(scaled, low).float(), scaled)
-    return changed if scale == 1.0 else changed / scale
+    scaled, most = _times(value, scale), torch.finfo(low).max
+    return _times(_difference(scaled.clamp(-most, most).to(low).float(), scaled), 1 / scale)
 
 
 def saturated(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
     """Cast as a conversion casts masks: finite numbers beyond the range of ``low`` become its largest."""
     most = torch.finfo(low).max
     return torch.where(value.isinf(), value, value.clamp(-most, most)).to(low)
+
+
+def _times(value: torch.Tensor, power_of_two: float) -> torch.Tensor:
+    return value if power_of_two == 1.0 else value * power_of_two
 
 
 def _difference(low: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
@@ -123,8 +126,10 @@ class Replay:
         """
         if draws_random_numbers(node):  # other dtypes draw other numbers
             return self._result_alone(values(node), len(reads))
-        low, low_gradients = self._run(node, values, reads, gradients, is_low=True)
-        full, full_gradients = self._run(node, values, reads, gradients, is_low=False)
+        inputs = {read.use: self._rounded(read, values(read.use.node).detach()) for read in reads}
+        back = [None if g is None else _times(g, self.scale).to(self.low) for g in gradients]
+        low, low_gradients = self._run(node, values, inputs, back, is_low=True)
+        full, full_gradients = self._run(node, values, inputs, back, is_low=False)
         pairs = zip(low_gradients, full_gradients, strict=True)
         return KernelError(
             values=tuple(_counted(x, y) for x, y in zip(low, full, strict=True)),
@@ -135,30 +140,27 @@ class Replay:
         made = (_kept(rounding(t.detach(), self.low)) for t in _float32(value))
         return KernelError(tuple(made), (None,) * reads)
 
+    def _rounded(self, read: Read, value: torch.Tensor) -> torch.Tensor:
+        return value if self.ports.stays_float32(read.node, read.use) else saturated(value, self.low)
+
     def _run(
         self,
         node: fx.Node,
         values: Callable[[fx.Node], Any],
-        reads: Sequence[Read],
+        inputs: Mapping[Use, torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
         *,
         is_low: bool,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         wanted, leaves = any(g is not None for g in gradients), list[torch.Tensor]()
-        of_reads = iter(reads)
-        expected = next(of_reads, None)
         places = iter(uses(node))
 
         def take(read: fx.Node) -> Any:
-            nonlocal expected
             use, value = next(places), values(read)
-            if expected is None or expected.use != use:
+            if use not in inputs:
                 return value.detach() if isinstance(value, torch.Tensor) else value
-            expected = next(of_reads, None)
-            leaf = value.detach()
-            if not self.ports.stays_float32(node, use):
-                leaf = saturated(leaf, self.low) if is_low else saturated(leaf, self.low).float()
-            leaves.append(leaf.requires_grad_(wanted))
+            leaf = inputs[use] if is_low else inputs[use].float()
+            leaves.append(leaf.detach().requires_grad_(wanted))
             return leaves[-1]
 
         target = cast("Any", (self.ports.stand_in(node) if is_low else None) or node.target)
@@ -170,11 +172,10 @@ class Replay:
             found: list[torch.Tensor | None] = [None] * len(leaves)
             roots = [(t, g) for t, g in zip(made, gradients, strict=False) if g is not None and t.requires_grad]
             if roots:
-                given = [(g * self.scale).to(self.low).to(t.dtype) for t, g in roots]
-                back = torch.autograd.grad([t for t, _ in roots], leaves, given, allow_unused=True)
-                found = [
-                    None if g is None else g.float() / self.scale for g in cast("Sequence[torch.Tensor | None]", back)
-                ]
+                given = [g.to(t.dtype) for t, g in roots]
+                ends = [t for t, _ in roots]
+                back = cast("Sequence[Any]", torch.autograd.grad(ends, leaves, given, allow_unused=True))
+                found = [None if g is None else _times(g.float(), 1 / self.scale) for g in back]
         return [t.detach().float() for t in made], found
 
 

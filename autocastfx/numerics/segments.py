@@ -127,11 +127,14 @@ class _Places:
         ends, best = [0, *near, len(self.last)], [(0.0, 0.0, 0)]
         for k in range(1, len(ends)):
             passed = self.passing[ends[k]] if k < len(ends) - 1 else 0.0
-            # The excess first: a part that cannot be divided may be larger than the others.
-            ways = (
-                (best[j][0] + max(0.0, self.inside(ends[j], ends[k]) - most), best[j][1] + passed, j) for j in range(k)
-            )
-            best.append(min(ways))
+            least = (math.inf, math.inf, 0)
+            for j in reversed(range(k)):
+                # The excess first: a part that cannot be divided may be larger than the others.
+                excess = max(0.0, self.inside(ends[j], ends[k]) - most)
+                if excess > least[0]:
+                    break  # and from farther back still more
+                least = min(least, (best[j][0] + excess, best[j][1] + passed, j))
+            best.append(least)
         found, k = list[int](), len(ends) - 1
         while k := best[k][2]:
             found.append(ends[k])
