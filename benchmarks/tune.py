@@ -5,8 +5,9 @@
 Each model is trained for 40 steps in float32 first. Sensitivity is measured on three batches with 8 probes each, and
 plans are chosen by it. Everything below is judged on four batches that neither training nor tuning has seen.
 
-- ``nodes``: single nodes in 16 bits, all else in float32: how the predicted error ranks beside the true one (Spearman).
-  Both are of the judged batches, on which a second sensitivity is measured for this alone.
+- ``nodes``: single nodes in 16 bits, with those that share their storage, all else in float32: how the predicted error
+  ranks beside the true one (Spearman). Both are of the judged batches, on which a second sensitivity is measured for
+  this alone.
 - ``plans``: whole random plans: the least and the largest ratio of the predicted to the true error, both of the judged
   batches. ``unseen``: the same, predicted from the batches tuned on.
 - ``cost``: time of the measurement in gradient evaluations per batch, and its peak memory over a float32 training

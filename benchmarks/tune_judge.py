@@ -14,8 +14,9 @@ from torch import nn
 import autocastfx
 from autocastfx import Forced, OpList, PlanError, Precision, Sensitivity
 from autocastfx.conversion import convert_captured
+from autocastfx.graph.alias import alias_sets
 from autocastfx.numerics.plan_search import Found, PlanSearch
-from autocastfx.numerics.sensitivity import Measuring
+from autocastfx.numerics.sensitivity import Measuring, captured_of
 from autocastfx.numerics.target_error import TargetError
 from autocastfx.numerics.tuned import Tuned
 from autocastfx.passes.pipeline import Converter
@@ -66,7 +67,7 @@ class Bench:
         judged: batches that neither training nor ``found`` has seen.
         base: converted by the default list.
         there: the sensitivity on the judged batches.
-        open: the nodes whose precision may be chosen.
+        open: the nodes whose precision may be chosen, in groups that share a storage: they have one precision.
     """
 
     model: nn.Module
@@ -76,15 +77,24 @@ class Bench:
     judged: Sequence[Any]
     base: autocastfx.AmpModule = field(init=False)
     there: Sensitivity = field(init=False)
-    open: list[PlannedNode] = field(init=False)
+    open: list[list[PlannedNode]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.base = self.converted()
         self.there = measured(self.base, self.case, self.judged)
         names = {e.name for e in self.there.effects} & {e.name for e in self.found.effects}
-        self.open = [n for n in self.base.plan.nodes if n.name in names and _is_open(n)]
+        roots = self._roots()
+        groups: dict[str, list[PlannedNode]] = {}
+        for node in self.base.plan.nodes:
+            groups.setdefault(roots.get(node.name, node.name), []).append(node)
+        self.open = [group for group in groups.values() if all(n.name in names and _is_open(n) for n in group)]
         given = (self.case.loss, "gradient", self.case.inputs)
         self._judges = [TargetError(self.model, [batch], *given) for batch in self.judged]
+
+    def _roots(self) -> dict[str, str]:
+        """By name of a node that shares a storage which is written into: the name of the one that made it."""
+        captured = captured_of(self.base.variants[0])
+        return {node.name: shared.root.name for node, shared in alias_sets(captured.graph).items()}
 
     def converted(self, **options: Any) -> autocastfx.AmpModule:
         """Convert the model with options of ``convert``."""
@@ -137,8 +147,8 @@ class Bench:
 
         chosen = random.Random(0).sample(self.open, min(NODES, len(self.open)))
         pairs: list[tuple[float, float]] = []
-        for node in chosen:
-            amp_model = self.with_low([node.name])
+        for group in chosen:
+            amp_model = self.with_low(node.name for node in group)
             if amp_model is not None and amp_model.plan.error is not None:
                 pairs.append((amp_model.plan.error, self.judge(amp_model).error))
         predicted, true = zip(*pairs, strict=True)
@@ -153,7 +163,7 @@ class Bench:
         generator, here, unseen = random.Random(1), list[float](), list[float]()
         while len(here) < PLANS:
             share = generator.uniform(0.2, 1.0)
-            low = [n.name for n in self.open if generator.random() < share]
+            low = [node.name for group in self.open if generator.random() < share for node in group]
             amp_model, other = self.with_low(low), self.with_low(low, self.found)
             if amp_model is not None and other is not None and amp_model.plan.error:
                 true = self.judge(amp_model).error

@@ -31,12 +31,14 @@ class FlatGraph:
         names: names of its nodes as in a plan: ``subgraph/name`` for nodes of a sub-graph.
         regions: the modes that nodes of inlined sub-graphs run in, outermost first.
         held: values of ``get_attr`` nodes, by target.
+        ops: names of ops as in a plan, for nodes that got others.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     names: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     regions: dict[fx.Node, tuple[Region, ...]] = field(default_factory=dict[fx.Node, tuple[Region, ...]])
     held: dict[str, Any] = field(default_factory=dict[str, Any])
+    ops: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
 
     @property
     def whole(self) -> tuple[str, ...]:

@@ -17,9 +17,11 @@ from autocastfx.errors import SensitivityError
 from autocastfx.graph.node import is_float32, module_path
 from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.differentiate import NotDifferentiableError
-from autocastfx.numerics.probe_run import ProbeRun, Project
+from autocastfx.numerics.flat_graph import FlatGraph
+from autocastfx.numerics.probe_run import ProbeRun, Project, signs
 from autocastfx.numerics.replay import KernelError, Replay, Roundings
 from autocastfx.numerics.segment_run import Read, SegmentRun, Taken
+from autocastfx.numerics.switches import jumps
 from autocastfx.plan.sensitivity import OUTPUT, Effect, Signature
 
 __all__ = ["NodeEffects", "gradient_scale"]
@@ -44,6 +46,7 @@ class NodeEffects:
         replay: runs a node in 16 bits. Its scale is set here.
         mode: ``"train"`` or ``"eval"``.
         seeds: one for each random projection.
+        errors: by names of nodes whose gradient switches, by how much what they read is wrong, if all is converted.
         unmeasured: names of nodes that could not be measured, with the reason.
     """
 
@@ -51,12 +54,16 @@ class NodeEffects:
     replay: Replay
     mode: str
     seeds: Sequence[int]
+    errors: Mapping[str, float] = field(default_factory=dict[str, float])
     unmeasured: dict[str, str] = field(default_factory=dict[str, str])
     _kernels: dict[fx.Node, KernelError] = field(default_factory=dict[fx.Node, KernelError])
     _sums: dict[fx.Node, _Sums] = field(default_factory=lambda: defaultdict(dict))
     _read: _Changes = field(default_factory=dict[fx.Node, torch.Tensor])
     _returned: dict[tuple[fx.Node, int], torch.Tensor] = field(default_factory=dict[tuple[fx.Node, int], torch.Tensor])
     _beyond: set[fx.Node] = field(default_factory=set[fx.Node])
+    _jumps: dict[tuple[fx.Node, int], torch.Tensor] = field(default_factory=dict[tuple[fx.Node, int], torch.Tensor])
+    _tangents: dict[tuple[fx.Node, int], torch.Tensor] = field(default_factory=dict[tuple[fx.Node, int], torch.Tensor])
+    _seed: int = 0
 
     def of_gradient(self, loss: torch.Tensor) -> tuple[Effect, ...]:
         """Measure the effects on the gradient of ``loss`` by all parameters.
@@ -91,17 +98,27 @@ class NodeEffects:
     def _effects(self, pieces: Iterable[tuple[SegmentRun, Project]], taken: Taken, norm: float) -> tuple[Effect, ...]:
         found: list[tuple[Effect, ...]] = []
         for piece, project in pieces:
+            self._jump_all(piece)
             self._replay_all(piece)
             self._round_all(piece)
             piece.forget()
             rows: list[dict[fx.Node, _Sums]] = []
-            for number in range(len(self.seeds)):
-                self._sums = defaultdict(dict)
+            for number, seed in enumerate(self.seeds):
+                self._sums, self._seed = defaultdict(dict), seed
                 project(number, taken)
+                self._tangents.clear()
                 rows.append(self._sums)
             found.append(self._of_piece(piece, rows, norm))
-            self._kernels, self._read, self._returned = {}, {}, {}
+            self._kernels, self._read, self._returned, self._jumps = {}, {}, {}, {}
         return tuple(effect for effects in reversed(found) for effect in effects)
+
+    def _jump_all(self, piece: SegmentRun) -> None:
+        for node, reads in piece.reads.items():
+            error, known = self.errors.get(self.run.flat.names.get(node, ""), 0.0), piece.at_values.get(node, {})
+            if error > 0 and known and node not in piece.unmeasured:
+                gradients = [known.get(number) for number in range(max(known) + 1)]
+                found = jumps(self.replay, node, piece.values.__getitem__, reads, gradients, error)
+                self._jumps |= {(node, place): jump for place, jump in found.items()}
 
     def _replay_all(self, piece: SegmentRun) -> None:
         names = self.run.flat.names
@@ -136,11 +153,18 @@ class NodeEffects:
         if kernel is not None and number < len(kernel.values) and (changed := kernel.values[number]) is not None:
             self._add(node, "computes", "", adjoint, changed)
 
-    def _at_read(self, read: Read, adjoint: torch.Tensor) -> None:
+    def _at_read(self, read: Read, adjoint: torch.Tensor) -> torch.Tensor | None:
         if read.node in self._kernels and not self.replay.ports.stays_float32(read.node, read.use):
             self._add(read.node, "reads", self.run.flat.names[read.use.node], adjoint, self._read[read.use.node])
+        if (read.node, read.place) not in self._tangents:
+            return None
+        # As if it were one more projection, of signs of its own: the squares of both add up.
+        jump = self._jumps[read.node, read.place] * self._tangents.pop((read.node, read.place))
+        return jump * signs(jump, self._seed + len(self._tangents))
 
     def _at_tangent(self, read: Read, tangent: torch.Tensor) -> None:
+        if (read.node, read.place) in self._jumps:
+            self._tangents[read.node, read.place] = tangent
         kernel = self._kernels.get(read.node)
         if kernel is not None and (changed := kernel.gradients[read.place]) is not None:
             self._add(read.node, "computes", "", tangent, changed)
@@ -166,20 +190,21 @@ class NodeEffects:
             zero = torch.zeros(())
             columns = {key: tuple(float(row.get(node, {}).get(key, zero)) / norm for row in rows) for key in keys}
             overflows = not is_output and any(n in self._beyond for n in _read_or_made(node))
-            found.append(_effect(self.mode, node, self.run.flat.names, columns, len(self.seeds), overflows=overflows))
+            found.append(_effect(self.mode, node, self.run.flat, columns, len(self.seeds), overflows=overflows))
         return tuple(found)
 
 
 def _effect(
     mode: str,
     node: fx.Node,
-    names: Mapping[fx.Node, str],
+    flat: FlatGraph,
     columns: Mapping[tuple[str, str], Signature],
     probes: int,
     *,
     overflows: bool,
 ) -> Effect:
-    key = (OUTPUT, OUTPUT, "") if node.op == "output" else (names[node], op_name(node), module_path(node))
+    op = flat.ops.get(node) or op_name(node)
+    key = (OUTPUT, OUTPUT, "") if node.op == "output" else (flat.names[node], op, module_path(node))
     named = {what: {n: c for (w, n), c in columns.items() if w == what} for what in ("reads", "returns")}
     return Effect(mode, *key, columns.get(("computes", ""), (0.0,) * probes), **named, overflows=overflows)
 

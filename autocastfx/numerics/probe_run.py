@@ -24,7 +24,7 @@ from autocastfx.numerics.flat_graph import FlatGraph
 from autocastfx.numerics.segment_run import SegmentRun, Taken
 from autocastfx.numerics.segments import Segment, segments_of
 
-__all__ = ["ProbeRun", "Project", "directions"]
+__all__ = ["ProbeRun", "Project", "directions", "signs"]
 
 Project = Callable[[int, Taken], None]
 _Key = TypeVar("_Key")
@@ -35,13 +35,14 @@ _Values = dict[fx.Node, torch.Tensor]
 
 def directions(like: Mapping[int, torch.Tensor], seed: int) -> dict[int, torch.Tensor]:
     """Return random float32 tensors of ±1, of the shapes and devices of ``like``; the same for a key and a seed."""
-    return {key: _signs(tensor, (seed + _STEP * key) % 2**32) for key, tensor in like.items()}
+    return {key: signs(tensor, seed + _STEP * key) for key, tensor in like.items()}
 
 
-def _signs(like: torch.Tensor, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
-    return signs.mul_(2).sub_(1).to(like.device, torch.float32)
+def signs(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return a random float32 tensor of ±1, of the shape and device of ``like``."""
+    generator = torch.Generator().manual_seed(seed % 2**32)
+    found = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
+    return found.mul_(2).sub_(1).to(like.device, torch.float32)
 
 
 @dataclass

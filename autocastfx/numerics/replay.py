@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -135,6 +135,23 @@ class Replay:
             values=tuple(_counted(x, y) for x, y in zip(low, full, strict=True)),
             gradients=tuple(_counted(x, y) for x, y in pairs),
         )
+
+    def gradients(
+        self,
+        node: fx.Node,
+        values: Callable[[fx.Node], Any],
+        inputs: Mapping[Use, torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients by ``inputs`` in float32.
+
+        Args:
+            node: as above.
+            values: as above.
+            inputs: what each of its float32 reads gets, in order.
+            gradients: as above.
+        """
+        return replace(self, scale=1.0)._run(node, values, inputs, gradients, is_low=False)[1]
 
     def _result_alone(self, value: Any, reads: int) -> KernelError:
         made = (_kept(rounding(t.detach(), self.low)) for t in _float32(value))

@@ -45,12 +45,12 @@ class Taken:
 
     Attributes:
         value: a node and the number of its float32 tensor, and the derivative by it.
-        read: a read, and the derivative by the value read there.
+        read: a read, and the derivative by the value read there. It may return what is to be added to that.
         tangent: a read, and the derivative by the gradient that comes back from there.
     """
 
     value: Callable[[fx.Node, int, torch.Tensor], None] | None = None
-    read: Callable[[Read, torch.Tensor], None] | None = None
+    read: Callable[[Read, torch.Tensor], torch.Tensor | None] | None = None
     tangent: Callable[[Read, torch.Tensor], None] | None = None
 
 
@@ -205,9 +205,8 @@ class SegmentRun:
         if gradient is None:  # none comes back from here, as behind a detach
             return None
         if not self._is_first:
-            if self._taken.read is not None:
-                self._taken.read(read, gradient.detach())
-            return None
+            added = self._taken.read(read, gradient.detach()) if self._taken.read is not None else None
+            return None if added is None else gradient + added
         self.returned[read.node, read.place] = gradient.detach()
         if gradient.requires_grad:
             tap = gradient.view_as(gradient)  # its own, for one gradient may go back to several values

@@ -21,8 +21,10 @@ from autocastfx.errors import SensitivityError, UnsupportedError
 from autocastfx.numerics.differentiate import derivable
 from autocastfx.numerics.flat_graph import flatten
 from autocastfx.numerics.node_effects import NodeEffects
+from autocastfx.numerics.out_of_place import write_out_of_place
 from autocastfx.numerics.probe_run import ProbeRun
 from autocastfx.numerics.replay import Replay
+from autocastfx.numerics.switches import errors_at
 from autocastfx.passes.variant_maker import VariantMaker
 from autocastfx.plan.ranges import mode_of
 from autocastfx.plan.sensitivity import TARGETS, Sensitivity
@@ -160,8 +162,12 @@ class Measuring:
         # Kept between segments: a value, its gradient, and its tangents in bfloat16.
         held = 2 + self.probes / 2 if self.of == "gradient" else 1.0
         with random_numbers_kept():
-            run = ProbeRun.of(flatten(captured.graph, held_values.__getitem__), call, ports.stays_float32, held=held)
-            effects = NodeEffects(run, Replay(ports, converter.low), mode_of(captured.training), self._seeds())
+            switches = ports.facts.switches if self.of == "gradient" else frozenset[str]()
+            errors = errors_at(switches, self.amp_model, args, kwargs)
+            flat = flatten(captured.graph, held_values.__getitem__)
+            write_out_of_place(flat)
+            run = ProbeRun.of(flat, call, ports.stays_float32, held=held)
+            effects = NodeEffects(run, Replay(ports, converter.low), mode_of(captured.training), self._seeds(), errors)
             try:
                 if self.of == "output":
                     found = effects.of_output()

@@ -41,6 +41,7 @@ class KernelFacts:
         folds_with_parameters: ops that fold only if they have a weight or a bias.
         joins: ops that join values and compute nothing.
         expands_range: ops with results beyond the range of their finite inputs.
+        switches: ops of straight pieces, whose gradient jumps between them.
         same_operands: by op, the op that it equals when its two operands are the same.
         triton_faster: by device type, our operators whose Triton kernels are measured faster there.
         whole_numbers: by op that can give whole numbers, the kind of whole number.
@@ -57,6 +58,7 @@ class KernelFacts:
     float32_parameters: Mapping[str, frozenset[str]] = field(default_factory=dict)
     joins: frozenset[str] = frozenset()
     folds_with_parameters: frozenset[str] = frozenset()
+    switches: frozenset[str] = frozenset()
     same_operands: Mapping[str, str] = field(default_factory=dict[str, str])
     triton_faster: Mapping[str, frozenset[str]] = field(default_factory=dict)
     whole_numbers: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -94,7 +96,7 @@ def load_kernel_facts() -> KernelFacts:
 def _read(tree: Tree) -> KernelFacts:
     keys = ("computes_in_float32", "mixed_args", "takes_dtype", "no_kernel", "folds", "expands_range", "reduces")
     keys = (*keys, "float32_parameters", "joins", "folds_with_parameters", "same_operands", "whole_numbers")
-    keys = (*keys, "triton_faster")
+    keys = (*keys, "triton_faster", "switches")
     tree.check_keys(keys, what="kernel fact")
     tree.child("folds").check_keys(LEVELS["kernel"], what="level of folding")
     tree.child("whole_numbers").check_keys(_WHOLE, what="kind of whole number")
@@ -109,6 +111,7 @@ def _read(tree: Tree) -> KernelFacts:
         float32_parameters={device.text: _ops(ops) for device, ops in tree.child("float32_parameters").items()},
         joins=_ops(tree.child("joins")),
         folds_with_parameters=_ops(tree.child("folds_with_parameters")),
+        switches=_ops(tree.child("switches")),
         same_operands={op.op_name(): other.op_name() for op, other in tree.child("same_operands").items()},
         triton_faster={device.text: _ops(ops) for device, ops in tree.child("triton_faster").items()},
         whole_numbers={op: kind.text for kind, ops in tree.child("whole_numbers").items() for op in _ops(ops)},

@@ -150,13 +150,34 @@ def test_the_model_and_random_numbers_are_unchanged() -> None:
     assert measured(model, dtype="bfloat16") == found  # random ops draw the same numbers each time
 
 
-def test_a_norm_that_is_written_into_is_left_out_and_told() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(inplace=True), nn.Linear(32, 4))
+def test_ops_that_write_in_place_are_measured_under_their_names() -> None:
+    def build(inplace: bool) -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(inplace), nn.Linear(32, 4)).train()
 
-    found = measured(made(build).train(), dtype="bfloat16")
-    assert {"batch_norm", "relu_"} <= found.unmeasured.keys()
-    assert {effect.op for effect in found.effects} >= {"linear"}
+    found, apart = (measured(made(lambda i=i: build(i)), dtype="bfloat16") for i in (True, False))
+    assert not found.unmeasured
+    assert {effect.op for effect in found.effects} == {"linear", "batch_norm", "relu_", "output"}
+    assert [effect.computes for effect in found.effects] == [effect.computes for effect in apart.effects]
+
+
+class Doubled(nn.Module):
+    """Writes into a part of a value, which is read whole later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x) * 3
+        hidden[:, :16].mul_(2)
+        return self.last(hidden)
+
+
+def test_a_value_whose_change_is_seen_is_left_out_and_told() -> None:
+    found = measured(made(Doubled), dtype="bfloat16")
+    assert set(found.unmeasured.values()) == {"it shares a storage that is written into"}
+    assert {"mul", "mul_"} <= found.unmeasured.keys()
+    assert "linear" not in found.unmeasured
 
 
 def test_transformers_are_measured_whole() -> None:

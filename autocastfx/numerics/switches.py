@@ -1,0 +1,83 @@
+"""Ops whose gradient switches: a change before a ReLU moves some of its inputs past zero, which no derivative shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import fx
+
+from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.numerics.paired_run import floating, run_side_by_side
+from autocastfx.numerics.replay import Replay
+from autocastfx.numerics.segment_run import Read
+from autocastfx.runtime.amp_module import AmpModule
+
+__all__ = ["errors_at", "jumps"]
+
+# Inputs are moved farther than rounding moves them, so that enough of them switch to tell how much it matters. How many
+# switch is proportional to how far they are moved.
+_FARTHER = 8.0
+
+
+def errors_at(ops: Set[str], amp_model: AmpModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:
+    """Return by how much each node of ``ops`` gives other values converted than in float32: the root mean square.
+
+    Zeros are left out: a ReLU gives them wherever its input is below zero.
+
+    Args:
+        ops: names of ops.
+        amp_model: converted.
+        args: of the call, by position.
+        kwargs: of the call, by keyword.
+    """
+    if not any(base_name(node.op) in ops for variant in amp_model.variants for node in variant.plan.nodes):
+        return {}
+    found: dict[str, float] = {}
+    for step in run_side_by_side(None, amp_model, args, kwargs).steps():
+        low, full = floating(step.value), floating(step.reference)
+        if step.twin is None or base_name(op_name(step.twin)) not in ops or not (low and full):
+            continue
+        changed = (low[0].float() - full[0].float())[full[0] != 0]
+        found[step.name] = math.sqrt(float(changed.square().mean())) if changed.numel() else 0.0
+    return found
+
+
+def jumps(
+    replay: Replay,
+    node: fx.Node,
+    values: Callable[[fx.Node], Any],
+    reads: Sequence[Read],
+    gradients: Sequence[torch.Tensor | None],
+    error: float,
+) -> dict[int, torch.Tensor]:
+    """Return by how much the gradients by what ``node`` reads switch, for each unit of error there.
+
+    Let random changes of size ``error`` before ``node`` switch the gradient of some inputs by j. The squares of the
+    numbers returned add up to those of j / ``error``: weighed with the squares of other changes, they tell what these
+    do, as a part of all that make ``error`` together.
+
+    Args:
+        replay: runs the node.
+        node: one whose gradient switches.
+        values: what a node gave in float32.
+        reads: its float32 reads, in order.
+        gradients: the gradient by each float32 tensor that it gives.
+        error: the root mean square of the changes.
+
+    Returns:
+        By the place of a read, in bfloat16.
+    """
+    inputs = {read.use: values(read.use.node).detach() for read in reads}
+    before = replay.gradients(node, values, inputs, gradients)
+    found: dict[int, torch.Tensor] = {}
+    for read in reads:
+        given = inputs[read.use]
+        noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(read.place)).to(given.device)
+        moved = {**inputs, read.use: given + noise * (error * _FARTHER)}
+        ours, theirs = before[read.place], replay.gradients(node, values, moved, gradients)[read.place]
+        if ours is not None and theirs is not None:
+            found[read.place] = ((theirs - ours) / (error * math.sqrt(_FARTHER))).to(torch.bfloat16)
+    return found

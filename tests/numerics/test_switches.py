@@ -1,0 +1,112 @@
+"""Gradients that jump: what a change before a ReLU or a maximum does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autocastfx
+from autocastfx.graph.node import uses
+from autocastfx.numerics.replay import Replay
+from autocastfx.numerics.segment_run import Read
+from autocastfx.numerics.switches import errors_at, jumps
+from autocastfx.numerics.target_error import TargetError
+from tests.numerics.test_replay import PORTS, captured
+
+PROBES = 64
+
+
+class Net(nn.Module):
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 64)])
+        self.last, self.act = nn.Linear(64, 4), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.act(layer(x))
+        return self.last(x)
+
+
+def made(act: Callable[[Tensor], Tensor]) -> Net:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return Net(act)
+
+
+def batch(rows: int = 512) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, 16, generator=generator), torch.randint(4, (rows,), generator=generator)
+
+
+def loss(output: Any, given: Any) -> Tensor:
+    return F.cross_entropy(output, given[1])
+
+
+def inputs(given: Any) -> Tensor:
+    return given[0]
+
+
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu_": lambda x: F.relu(x, inplace=True),
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.1),
+    "hardtanh": F.hardtanh,
+    "abs": torch.abs,
+    "max_pool1d": lambda x: F.max_pool1d(x, 3, 1, 1),
+}
+
+
+def predicted_and_true(act: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+    model, given = made(act), batch()
+    options: dict[str, Any] = {"dtype": "bfloat16", "probes": PROBES, "inputs": inputs, "progress": False}
+    found = autocastfx.sensitivity(model, [given], loss, **options)
+    assert not found.unmeasured
+    amp_model = autocastfx.convert(model, given[0], dtype="bfloat16", sensitivity=found)
+    assert amp_model.plan.error is not None
+    return amp_model.plan.error, TargetError(model, [given], loss, "gradient", inputs)(amp_model, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_a_model_whose_gradients_jump_is_predicted(name: str) -> None:
+    """Its error is several times that of a smooth one, and few elements jump, so that it is known roughly."""
+    predicted, true = predicted_and_true(ACTS[name])
+    smooth, _ = predicted_and_true(torch.tanh)
+    assert true > 1.5 * smooth
+    assert 0.7 < predicted / true < 1.5
+
+
+def test_errors_are_those_of_the_converted_model() -> None:
+    model, (x, _) = made(F.relu), batch()
+    amp_model = autocastfx.convert(model, x, dtype="bfloat16")
+    assert errors_at({"abs"}, amp_model, (x,), {}) == {}
+    found = errors_at({"relu"}, amp_model, (x,), {})
+    assert list(found) == ["relu", "relu_1", "relu_2"]
+    with torch.no_grad():
+        exact = model.layers[0](x)
+        low = F.linear(*(t.bfloat16() for t in (x, model.layers[0].weight, model.layers[0].bias))).float()
+    changed = (low - exact)[exact > 0]
+    assert found["relu"] == pytest.approx(float(changed.square().mean().sqrt()), rel=1e-3)
+
+
+def test_jumps_are_as_many_as_changes_make() -> None:
+    x = torch.linspace(-1, 1, 20_001)
+    node = captured(lambda a: a.relu(), x)
+    reads, gradient = [Read(node, 0, uses(node)[0])], torch.full_like(x, 3.0)
+    error = 1e-2
+    found = jumps(Replay(PORTS, torch.bfloat16), node, lambda _: x, reads, [gradient], error)[0].float()
+    assert found[x.abs() > 1 / 2].eq(0).all()
+    # Of 10,000 elements a unit, a normal change of this standard deviation moves its mean absolute value past zero.
+    crossed = 10_000 * error * (2 / torch.pi) ** 0.5
+    assert float(found.square().sum()) == pytest.approx(crossed * 9 / error**2, rel=4 / (8 * crossed) ** 0.5)
+
+
+def test_a_smooth_op_has_no_jumps_measured() -> None:
+    model, (x, _) = made(torch.tanh), batch()
+    ops = PORTS.facts.switches
+    assert errors_at(ops, autocastfx.convert(model, x, dtype="bfloat16"), (x,), {}) == {}
