@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -156,11 +157,12 @@ class NodeEffects:
     def _at_read(self, read: Read, adjoint: torch.Tensor) -> torch.Tensor | None:
         if read.node in self._kernels and not self.replay.ports.stays_float32(read.node, read.use):
             self._add(read.node, "reads", self.run.flat.names[read.use.node], adjoint, self._read[read.use.node])
-        if (read.node, read.place) not in self._tangents:
+        tangent = self._tangents.pop((read.node, read.place), None)
+        if tangent is None:
             return None
         # As if it were one more projection, of signs of its own: the squares of both add up.
-        jump = self._jumps[read.node, read.place] * self._tangents.pop((read.node, read.place))
-        return jump * signs(jump, self._seed + len(self._tangents))
+        jump = self._jumps[read.node, read.place] * tangent
+        return jump * signs(jump, self._seed + zlib.crc32(f"{self.run.flat.names[read.node]} {read.place}".encode()))
 
     def _at_tangent(self, read: Read, tangent: torch.Tensor) -> None:
         if (read.node, read.place) in self._jumps:

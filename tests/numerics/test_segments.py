@@ -6,11 +6,13 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.export import export
 
 from autocastfx.graph.alias import alias_sets
-from autocastfx.numerics.segments import segments_of, whole
+from autocastfx.numerics.segments import _Places, segments_of, whole
 
 WIDE, NARROW = 64, 4
 
@@ -100,3 +102,19 @@ def test_the_whole_holds_the_output() -> None:
     assert [node.op for node in only.nodes][-1] == "output"
     assert not only.gives
     assert all(a in only.nodes or a.op == "placeholder" for a, _ in itertools.pairwise(graph.nodes))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=2, max_size=8), st.integers(0, 30))
+def test_cuts_leave_the_least_excess_and_then_pass_the_least(nodes: list[tuple[int, int]], most: int) -> None:
+    """Every way to cut a chain, each value read by the next node; cuts are tried where less passes than beside."""
+    sizes = list(itertools.accumulate((size for size, _ in nodes), initial=0))
+    passing = [0.0, *(float(size) for _, size in nodes[:-1]), 0.0]
+    places = _Places(sizes, list(range(1, len(nodes) + 1)), passing, [0] * len(nodes))
+    near = [i for i in range(1, len(nodes)) if passing[i] <= min(passing[i - 1 : i + 2])]
+
+    def cost(cuts: tuple[int, ...]) -> tuple[float, float]:
+        parts = itertools.pairwise((0, *cuts, len(nodes)))
+        return sum(max(0, places.inside(a, b) - most) for a, b in parts), sum(passing[i] for i in cuts)
+
+    ways = itertools.chain.from_iterable(itertools.combinations(near, count) for count in range(len(near) + 1))
+    assert cost(places.cuts(most)) == min(map(cost, ways))
