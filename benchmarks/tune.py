@@ -22,7 +22,8 @@ plans are chosen by it. Everything below is judged on four batches that neither 
   lists. At most 1: the tuned front is on or below every list's point. For ``fold="kernel"``, ``tune(fold="kernel")``.
 
 The verdict is ``gains`` for at least a quarter less error at no more bytes, or at most half of those bytes left at no
-more error; ``nothing to gain`` where ``tune`` itself says so; else ``little``.
+more error; ``float32`` where float32 itself moves no more bytes than the default list, which tuning then finds;
+``nothing to gain`` where ``tune`` itself says so; else ``little``.
 
 The second table, of bfloat16 alone, compares measured effects with other scores (:mod:`benchmarks.tune_scores`). Each
 chooses plans in the same minimum cut, by itself alone: at the bytes of the default list, and halfway from there to the

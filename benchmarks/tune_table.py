@@ -33,7 +33,7 @@ class Row:
         below: by list, the least error of a tuned plan at no more bytes over the list's, and its standard error over
             the judged batches.
         scores: by the bytes to compare at and by score, bytes and error of the plan that the score chooses.
-        verdict: what tuning gains.
+        verdict: what tuning gains over the default list.
         seconds: the time that this row took.
         notes: what was not measured.
     """
@@ -63,6 +63,11 @@ class Row:
     notes: list[str] = field(default_factory=list[str])
 
     @property
+    def said(self) -> str:
+        """The verdict; ``float32`` where float32 itself moves no more bytes than the default list."""
+        return "float32" if self.nearer_error == 0 else self.verdict
+
+    @property
     def is_below(self) -> bool:
         """True if a tuned plan is on or below each list's point, within two standard errors."""
         return all(ratio <= 1 + 2 * noise for ratio, noise in self.below.values())
@@ -82,7 +87,7 @@ def table(rows: Sequence[Row]) -> str:
             f"{f'{r.evaluations:.0f} {r.memory:.1f}x':>11}{r.error:>9.1e}{pairs['fold=kernel']:>12}"
             f"{pairs['conservative']:>14}{pairs['torch_autocast_cuda']:>10}"
             f"{f'{r.fewer_bytes:.2f} {r.fewer_error:.2f}':>12}{r.float32_left:>9.2f}"
-            f"{f'{r.nearer_bytes:.2f} {r.nearer_error:.2f}':>12}{below:>7.2f}  {r.verdict}"
+            f"{f'{r.nearer_bytes:.2f} {r.nearer_error:.2f}':>12}{below:>7.2f}  {r.said}"
         )
     return "\n".join([*lines, "", *_marks(rows), *_score_lines(rows)])
 
@@ -94,13 +99,13 @@ def _range(numbers: Sequence[float]) -> str:
 def _marks(rows: Sequence[Row]) -> Iterator[str]:
     ranks = sum(r.spearman >= 0.85 for r in rows)
     ratios, unseen = sum(_is_near(r.plans) for r in rows), sum(_is_near(r.unseen) for r in rows)
-    costs = sum(r.evaluations <= 50 and r.memory <= 3 for r in rows)
+    times, sizes = sum(r.evaluations <= 50 for r in rows), sum(r.memory <= 3 for r in rows)
     below = sum(r.is_below for r in rows)
-    gains = {r.model for r in rows if r.verdict == "gains"}
+    gains = {r.model for r in rows if r.said == "gains"}
     of = f"of {len(rows)}"
     yield f"Spearman at least 0.85: {ranks} {of}."
     yield f"Plans predicted within 0.7 to 1.5: {ratios} {of}; from other batches: {unseen} {of}."
-    yield f"At most 50 gradient evaluations and 3 x the memory: {costs} {of}."
+    yield f"At most 50 gradient evaluations: {times} {of}; 3 times the memory of a training step: {sizes} {of}."
     yield f"On or below every list's point: {below} {of}{_above(rows)}."
     yield f"Gains on {len(gains)} of {len({r.model for r in rows})} models: {', '.join(sorted(gains)) or 'none'}."
 

@@ -182,7 +182,7 @@ def test_the_tables_count_what_meets_its_mark() -> None:
     said = table([ROW, misses])
     assert "Spearman at least 0.85: 1 of 2." in said
     assert "Plans predicted within 0.7 to 1.5: 1 of 2; from other batches: 1 of 2." in said
-    assert "At most 50 gradient evaluations and 3 x the memory: 1 of 2." in said
+    assert "At most 50 gradient evaluations: 2 of 2; 3 times the memory of a training step: 1 of 2." in said
     assert "On or below every list's point: 1 of 2; b bfloat16 is above conservative (1.30 ± 0.10)" in said
     assert "Gains on 1 of 2 models: a." in said
     assert "is the least in 0 of 1 rows, equal to the least in 0, and less than 2% above the least in 1." in said
@@ -192,6 +192,8 @@ def test_the_tables_count_what_meets_its_mark() -> None:
 
 def test_without_scores_and_with_errors_of_0() -> None:
     assert table([replace(ROW, scores={})]).endswith("Gains on 1 of 1 models: a.")
+    assert table([replace(ROW, nearer_error=0.0, scores={})]).endswith("Gains on 0 of 1 models: none.")
+    assert "  float32" in table([replace(ROW, nearer_error=0.0)])
     exact = replace(ROW, scores={"default": {OURS: [1.0, 0.0], "g2d2": [1.0, 0.0], "random": [1.0, 1.0]}})
     assert "equal to the least in 1" in table([exact])
 
