@@ -50,6 +50,14 @@ def _abstract_results_not_cached() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def threads_kept() -> Iterator[None]:
+    """The main function of a benchmark sets the number of torch's threads."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def one_mode() -> Iterator[None]:
     """``convert`` captures a model in training and in evaluation, which is most of its time.

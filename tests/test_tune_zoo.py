@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import tune_zoo
 from benchmarks.tune_zoo import PROBES, Row, table
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("threads_kept")
 def test_an_error_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
     assert tune_zoo.main(["--models", "distilbert", "--json", str(path)]) == 0
@@ -30,7 +21,7 @@ def test_an_error_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == table([row]) + "\n"
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("threads_kept")
 def test_what_cannot_be_measured_has_its_reason() -> None:
     (case,) = (case for case in tune_zoo.ZOO if case.name == "mixtral")
     assert tune_zoo.measure(case).refused.startswith("SensitivityError: the gradient cannot be differentiated again: ")

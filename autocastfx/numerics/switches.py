@@ -20,12 +20,13 @@ __all__ = ["errors_at", "jumps"]
 # Inputs are moved farther than rounding moves them, so that enough of them switch to tell how much it matters. How many
 # switch is proportional to how far they are moved.
 _FARTHER = 8.0
+_MASK = 1000.0  # times a usual value
 
 
 def errors_at(ops: Set[str], amp_model: AmpModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:
     """Return by how much each node of ``ops`` gives other values converted than in float32: the root mean square.
 
-    Zeros are left out: a ReLU gives them wherever its input is below zero.
+    Zeros are left out, which a ReLU gives for all that is below, and so are masks.
 
     Args:
         ops: names of ops.
@@ -40,9 +41,16 @@ def errors_at(ops: Set[str], amp_model: AmpModule, args: Sequence[Any], kwargs: 
         low, full = floating(step.value), floating(step.reference)
         if step.twin is None or base_name(op_name(step.twin)) not in ops or not (low and full):
             continue
-        changed = (low[0].float() - full[0].float())[full[0] != 0]
+        changed = (low[0].float() - full[0].float())[_counted(full[0].float().abs())]
         found[step.name] = math.sqrt(float(changed.square().mean())) if changed.numel() else 0.0
     return found
+
+
+def _counted(sizes: torch.Tensor) -> torch.Tensor:
+    """True for the values that are neither 0 nor as large as masks are, which may be more than half of all."""
+    some = sizes[sizes > 0]
+    usual = float(some.kthvalue(len(some) // 4 + 1).values) if len(some) else 0.0
+    return (sizes > 0) & (sizes <= _MASK * usual)
 
 
 def jumps(

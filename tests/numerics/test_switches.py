@@ -14,7 +14,7 @@ import autocastfx
 from autocastfx.graph.node import uses
 from autocastfx.numerics.replay import Replay
 from autocastfx.numerics.segment_run import Read
-from autocastfx.numerics.switches import errors_at, jumps
+from autocastfx.numerics.switches import _counted, errors_at, jumps
 from autocastfx.numerics.target_error import TargetError
 from tests.numerics.test_replay import PORTS, captured
 
@@ -92,6 +92,12 @@ def test_errors_are_those_of_the_converted_model() -> None:
         low = F.linear(*(t.bfloat16() for t in (x, model.layers[0].weight, model.layers[0].bias))).float()
     changed = (low - exact)[exact > 0]
     assert found["relu"] == pytest.approx(float(changed.square().mean().sqrt()), rel=1e-3)
+
+
+def test_zeros_and_masks_do_not_count() -> None:
+    values = torch.tensor([0.0, 0.5, 1.0, 20.0, 1e9, 1e9, 3e38, float("inf")])  # more than half of them masks
+    assert _counted(values).tolist() == [False, True, True, True, False, False, False, False]
+    assert not _counted(torch.zeros(3)).any()
 
 
 def test_jumps_are_as_many_as_changes_make() -> None:
