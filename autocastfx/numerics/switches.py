@@ -23,14 +23,17 @@ _FARTHER = 8.0
 _MASK = 1000.0  # times a usual value
 
 
-def errors_at(ops: Set[str], amp_model: AmpModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:
+def errors_at(
+    ops: Set[str], amp_model: AmpModule, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, float]:
     """Return by how much each node of ``ops`` gives other values converted than in float32: the root mean square.
 
-    Zeros are left out, which a ReLU gives for all that is below, and so are masks.
+    It is at least the error of one rounding. Zeros are left out, which a ReLU gives for all that is below, and masks.
 
     Args:
         ops: names of ops.
         amp_model: converted.
+        low: the 16-bit dtype.
         args: of the call, by position.
         kwargs: of the call, by keyword.
     """
@@ -38,12 +41,18 @@ def errors_at(ops: Set[str], amp_model: AmpModule, args: Sequence[Any], kwargs: 
         return {}
     found: dict[str, float] = {}
     for step in run_side_by_side(None, amp_model, args, kwargs).steps():
-        low, full = floating(step.value), floating(step.reference)
-        if step.twin is None or base_name(op_name(step.twin)) not in ops or not (low and full):
+        ours, full = floating(step.value), floating(step.reference)
+        if step.twin is None or base_name(op_name(step.twin)) not in ops or not (ours and full):
             continue
-        changed = (low[0].float() - full[0].float())[_counted(full[0].float().abs())]
-        found[step.name] = math.sqrt(float(changed.square().mean())) if changed.numel() else 0.0
+        exact = full[0].float()
+        counted = _counted(exact.abs())
+        rounding = torch.finfo(low).eps / math.sqrt(48)  # relative, and just below a power of two, where it is least
+        found[step.name] = max(_rms((ours[0].float() - exact)[counted]), rounding * _rms(exact[counted]))
     return found
+
+
+def _rms(values: torch.Tensor) -> float:
+    return math.sqrt(float(values.square().mean())) if values.numel() else 0.0
 
 
 def _counted(sizes: torch.Tensor) -> torch.Tensor:
@@ -63,9 +72,9 @@ def jumps(
 ) -> dict[int, torch.Tensor]:
     """Return by how much the gradients by what ``node`` reads switch, for each unit of error there.
 
-    Let random changes of size ``error`` before ``node`` switch the gradient of some inputs by j. The squares of the
-    numbers returned add up to those of j / ``error``: weighed with the squares of other changes, they tell what these
-    do, as a part of all that make ``error`` together.
+    Random changes of size ``error`` of what it reads make the gradients of some elements jump. These jumps, over
+    ``error``, tell what another change does: times that, and added up with random signs, they have the mean square of
+    its share in the jumps, if all changes together have the size ``error``.
 
     Args:
         replay: runs the node.
@@ -85,7 +94,7 @@ def jumps(
         given = inputs[read.use]
         noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(read.place)).to(given.device)
         moved = {**inputs, read.use: given + noise * (error * _FARTHER)}
-        ours, theirs = before[read.place], replay.gradients(node, values, moved, gradients)[read.place]
-        if ours is not None and theirs is not None:
-            found[read.place] = ((theirs - ours) / (error * math.sqrt(_FARTHER))).to(torch.bfloat16)
+        here, there = before[read.place], replay.gradients(node, values, moved, gradients)[read.place]
+        if here is not None and there is not None:
+            found[read.place] = ((there - here) / (error * math.sqrt(_FARTHER))).to(torch.bfloat16)
     return found

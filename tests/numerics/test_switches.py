@@ -84,14 +84,27 @@ def test_a_model_whose_gradients_jump_is_predicted(name: str) -> None:
 def test_errors_are_those_of_the_converted_model() -> None:
     model, (x, _) = made(F.relu), batch()
     amp_model = autocastfx.convert(model, x, dtype="bfloat16")
-    assert errors_at({"abs"}, amp_model, (x,), {}) == {}
-    found = errors_at({"relu"}, amp_model, (x,), {})
+    assert errors_at({"abs"}, amp_model, torch.bfloat16, (x,), {}) == {}
+    found = errors_at({"relu"}, amp_model, torch.bfloat16, (x,), {})
     assert list(found) == ["relu", "relu_1", "relu_2"]
     with torch.no_grad():
         exact = model.layers[0](x)
         low = F.linear(*(t.bfloat16() for t in (x, model.layers[0].weight, model.layers[0].bias))).float()
     changed = (low - exact)[exact > 0]
     assert found["relu"] == pytest.approx(float(changed.square().mean().sqrt()), rel=1e-3)
+
+
+def test_an_error_is_at_least_that_of_a_rounding() -> None:
+    model, (x, _) = made(F.relu), batch()
+    exact = autocastfx.OpList.of(
+        {"modules": [{"path": "*", "category": "float32"}, {"path": "re:^$", "category": "float32"}]}
+    )
+    amp_model = autocastfx.convert(model, x, dtype="bfloat16", op_list=("default", exact))
+    found = errors_at({"relu"}, amp_model, torch.bfloat16, (x,), {})
+    with torch.no_grad():
+        hidden = F.relu(model.layers[0](x))
+    of_rounding = (hidden.bfloat16().float() - hidden)[hidden > 0].square().mean().sqrt()
+    assert 0.5 * float(of_rounding) < found["relu"] < 2 * float(of_rounding)
 
 
 def test_zeros_and_masks_do_not_count() -> None:
@@ -115,4 +128,4 @@ def test_jumps_are_as_many_as_changes_make() -> None:
 def test_a_smooth_op_has_no_jumps_measured() -> None:
     model, (x, _) = made(torch.tanh), batch()
     ops = PORTS.facts.switches
-    assert errors_at(ops, autocastfx.convert(model, x, dtype="bfloat16"), (x,), {}) == {}
+    assert errors_at(ops, autocastfx.convert(model, x, dtype="bfloat16"), torch.bfloat16, (x,), {}) == {}
