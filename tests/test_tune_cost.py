@@ -11,7 +11,10 @@ from benchmarks import tune_cost
 
 
 @pytest.mark.usefixtures("threads_kept")
-def test_a_deep_model_takes_less_memory_than_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deep_model_takes_less_memory_than_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune_cost, "BATCHES", 1)
     path = tmp_path / "rows.json"
     assert tune_cost.main(["--widths", "64", "--layers", "2", "8", "--json", str(path)]) == 0
     shallow, deep = [tune_cost.Row(**row) for row in json.loads(path.read_text())["rows"]]

@@ -319,10 +319,10 @@ def test_a_copy_is_read_as_soon_as_it_is_made(copied: list[int]) -> None:
 def test_another_parameter_with_the_number_of_one_that_is_gone_is_not_taken_for_it() -> None:
     owner = nn.Linear(2, 2)
     copies = WorkingCopies(owner).fresh()
-    numbers = set[int]()
+    numbers, again = set[int](), False
     for value in range(50):  # CPython gives memory that is free again
         master = nn.Parameter(torch.full((2,), float(value)))
-        again = id(master) in numbers
+        again |= id(master) in numbers
         numbers.add(id(master))
         (read,) = working_copies.working_copies(copies, [master], LOW)
         assert torch.equal(read.float(), master)
