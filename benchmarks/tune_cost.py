@@ -1,4 +1,4 @@
-"""What measuring sensitivity costs, in time and in memory, by the size of a model.
+"""The time and memory that a measurement of sensitivity takes, for models of several sizes.
 
     python -m benchmarks.tune_cost [--json PATH]
 

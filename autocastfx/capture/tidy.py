@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from autocastfx.capture.whole_calls import LEAF, restore_leaves
 from autocastfx.graph.node import all_names, argument, attribute, dtypes, stand_for, subgraphs, value
 from autocastfx.graph.op_name import of_function, op_name
+from autocastfx.graph.walk import values_given
 
 __all__ = ["no_op_source", "tidy"]
 
@@ -81,14 +82,13 @@ def _name_members(graph: fx.Graph, attributes: dict[str, Any]) -> None:
         for target, module in subgraphs(node, attributes).items():
             output = module.graph.output_node().args[0]
             given = output if isinstance(output, (tuple, list)) else ()
-            inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
-            outside = dict(zip(inputs, node.args[-len(inputs) :] if inputs else (), strict=False))
+            outside = values_given(node, module.graph)
             for user in (user for user in node.users if op_name(user) == "getitem" and user.args[1] < len(given)):
                 member = given[user.args[1]]
                 if isinstance(member, fx.Node):
                     through = outside.get(member)
                     inner, *others = all_names(member)
-                    own = all_names(through) if isinstance(through, fx.Node) else (f"{target}/{inner}",)
+                    own = (f"{target}/{inner}",) if through is None else all_names(through)
                     stand_for(user, *own, *(f"{target}/{name}" for name in others))
 
 

@@ -12,7 +12,7 @@ from autocastfx.graph.alias import aliased
 from autocastfx.graph.node import all_names, attributes_of, subgraphs
 from autocastfx.graph.op_name import op_name
 
-__all__ = ["Located", "all_nodes", "converted_inside", "is_converted_inside", "names_stood_for", "walk"]
+__all__ = ["Located", "all_nodes", "converted_inside", "is_converted_inside", "names_stood_for", "values_given", "walk"]
 
 # Higher-order operators whose graphs are converted too; values that enter or leave them keep their captured dtype.
 # Others stay whole: an autocast region has its own policy, and a region that switches autocast off asks for float32.
@@ -51,6 +51,13 @@ def converted_inside(node: fx.Node, attributes: Mapping[str, Any]) -> dict[str, 
 def is_converted_inside(node: fx.Node) -> bool:
     """True for an operator that runs sub-graphs which a conversion goes into."""
     return op_name(node) in _CONVERTED_INSIDE
+
+
+def values_given(node: fx.Node, inside: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Return the values that ``node`` gives a sub-graph that it runs, by the inputs of the sub-graph."""
+    inputs = [n for n in inside.nodes if n.op == "placeholder"]
+    pairs = zip(inputs, node.args[-len(inputs) :] if inputs else (), strict=False)
+    return {placeholder: value for placeholder, value in pairs if isinstance(value, fx.Node)}
 
 
 def names_stood_for(graph: fx.Graph, attributes: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -100,8 +107,5 @@ def walk(
             yield Located(prefix + node.name, node, outer)
         for target, module in inner.items():
             held = attributes_of(module, module.graph)
-            inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
-            given = node.args[-len(inputs) :] if inputs else ()
-            pairs = zip(inputs, given, strict=False)
-            sources = {**outer, **{placeholder: arg for placeholder, arg in pairs if isinstance(arg, fx.Node)}}
+            sources = {**outer, **values_given(node, module.graph)}
             yield from walk(module.graph, held, f"{prefix}{target.rpartition('.')[2]}/", sources)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.node import copy_graph, dtypes
 from autocastfx.graph.op_name import op_name
-from autocastfx.graph.walk import converted_inside
+from autocastfx.graph.walk import converted_inside, values_given
 from autocastfx.passes.analysis.held_values import HeldValues, cast_once
 from autocastfx.passes.analysis.node_errors import NodeErrors
 from autocastfx.passes.classify import Classify
@@ -190,7 +190,7 @@ def _converted(
     for node in graph.nodes:
         for target, module in converted_inside(node, attributes).items():
             names = {**dict(module.named_children()), **dict(module.named_buffers())}
-            outer = dict(_outer_names(node, module.graph, errors))
+            outer = {inner.name: errors.names(value) for inner, value in values_given(node, module.graph).items()}
             inside = _converted(inner, module.graph, names, {}, known, prefix=f"{prefix}{target}/", given=outer)
             made.attributes[target] = fx.GraphModule(inside.attributes, inside.graph)
             made.take_over(inside)
@@ -221,14 +221,6 @@ def _converted(
     made.recomposed += [_prefixed(one, prefix) for one in state.recomposed]
     made.traffic += state.traffic
     return made
-
-
-def _outer_names(node: fx.Node, inside: fx.Graph, errors: NodeErrors) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each input of a sub-graph that ``node`` runs, with the names that the value has outside."""
-    inputs = [n for n in inside.nodes if n.op == "placeholder"]
-    for placeholder, value in zip(inputs, node.args[-len(inputs) :] if inputs else (), strict=False):
-        if isinstance(value, fx.Node):
-            yield placeholder.name, errors.names(value)
 
 
 def _prefixed(found: Recomposed, prefix: str) -> Recomposed:
