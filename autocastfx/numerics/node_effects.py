@@ -22,7 +22,7 @@ from autocastfx.numerics.flat_graph import FlatGraph
 from autocastfx.numerics.probe_run import ProbeRun, Project, signs
 from autocastfx.numerics.replay import KernelError, Replay, Roundings
 from autocastfx.numerics.segment_run import Read, SegmentRun, Taken
-from autocastfx.numerics.switches import jumps
+from autocastfx.numerics.switches import jumps, least_error
 from autocastfx.plan.sensitivity import OUTPUT, Effect, Signature
 
 __all__ = ["NodeEffects", "gradient_scale"]
@@ -47,7 +47,7 @@ class NodeEffects:
         replay: runs a node in 16 bits. Its scale is set here.
         mode: ``"train"`` or ``"eval"``.
         seeds: one for each random projection.
-        errors: by names of nodes whose gradient switches, by how much what they read is wrong, if all is converted.
+        errors: of nodes whose gradient switches, by name: those of the converted model there.
         unmeasured: names of nodes that could not be measured, with the reason.
     """
 
@@ -114,9 +114,15 @@ class NodeEffects:
         return tuple(effect for effects in reversed(found) for effect in effects)
 
     def _jump_all(self, piece: SegmentRun) -> None:
+        switches, low = self.replay.ports.facts.switches, self.replay.low
         for node, reads in piece.reads.items():
-            error, known = self.errors.get(self.run.flat.names.get(node, ""), 0.0), piece.at_values.get(node, {})
-            if error > 0 and known and node not in piece.unmeasured:
+            known = piece.at_values.get(node, {})
+            if op_name(node) not in switches or not known or node in piece.unmeasured:
+                continue
+            # A list may leave it in float32, and a pass may have replaced it: then one rounding is what moves it.
+            least = max(least_error(value, low) for value in _of_float32(piece.values[node]))
+            error = max(self.errors.get(self.run.flat.names[node], 0.0), least)
+            if error > 0:
                 gradients = [known.get(number) for number in range(max(known) + 1)]
                 found = jumps(self.replay, node, piece.values.__getitem__, reads, gradients, error)
                 self._jumps |= {(node, place): jump for place, jump in found.items()}
@@ -124,7 +130,7 @@ class NodeEffects:
     def _replay_all(self, piece: SegmentRun) -> None:
         names = self.run.flat.names
         for node, reads in piece.reads.items():
-            if not reads or node in piece.unmeasured or not _gives_float32(piece.values.get(node)):
+            if not reads or node in piece.unmeasured or not _of_float32(piece.values.get(node)):
                 continue
             if not isinstance(node.target, OpOverload):
                 continue
@@ -136,7 +142,7 @@ class NodeEffects:
                 said = next(iter(str(error).splitlines()), "")
                 self.unmeasured[names[node]] = f"its kernel in 16 bits raises: {said}"
         for node, why in piece.unmeasured.items():
-            if _gives_float32(piece.values.get(node)):
+            if _of_float32(piece.values.get(node)):
                 self.unmeasured[names[node]] = why
 
     def _round_all(self, piece: SegmentRun) -> None:
@@ -215,14 +221,14 @@ def _read_or_made(node: fx.Node) -> list[fx.Node]:
     return [node, *(read for read in node.all_input_nodes if is_float32(read))]
 
 
-def _gives_float32(value: Any) -> bool:
-    return any(isinstance(t, torch.Tensor) and t.dtype == torch.float32 for t in pytree.tree_leaves(value))
+def _of_float32(value: Any) -> list[torch.Tensor]:
+    tensors = [t.detach() for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    return [t for t in tensors if t.dtype == torch.float32]
 
 
 def _is_beyond(value: Any, most: float) -> bool:
     """True if a finite number of float32 is larger than ``most``."""
-    tensors = [t.detach() for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
-    tensors = [t for t in tensors if t.dtype == torch.float32 and t.numel()]
+    tensors = (t for t in _of_float32(value) if t.numel())
     beyond = (t for t in tensors if not all(-most <= float(end) <= most for end in t.aminmax()))
     return any(bool(((t.abs() > most) & t.isfinite()).any()) for t in beyond)
 

@@ -163,7 +163,7 @@ class Measuring:
         held = 2 + self.probes / 2 if self.of == "gradient" else 1.0
         with random_numbers_kept():
             switches = ports.facts.switches if self.of == "gradient" else frozenset[str]()
-            errors = errors_at(switches, self.amp_model, converter.low, args, kwargs)
+            errors = errors_at(switches, self.amp_model, args, kwargs)
             flat = flatten(captured.graph, held_values.__getitem__)
             write_out_of_place(flat)
             run = ProbeRun.of(flat, call, ports.stays_float32, held=held)

@@ -15,7 +15,7 @@ from autocastfx.numerics.replay import Replay
 from autocastfx.numerics.segment_run import Read
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["errors_at", "jumps"]
+__all__ = ["errors_at", "jumps", "least_error"]
 
 # Inputs are moved farther than rounding moves them, so that enough of them switch to tell how much it matters. How many
 # switch is proportional to how far they are moved.
@@ -23,17 +23,14 @@ _FARTHER = 8.0
 _MASK = 1000.0  # times a usual value
 
 
-def errors_at(
-    ops: Set[str], amp_model: AmpModule, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, float]:
+def errors_at(ops: Set[str], amp_model: AmpModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:
     """Return by how much each node of ``ops`` gives other values converted than in float32: the root mean square.
 
-    It is at least the error of one rounding. Zeros are left out, which a ReLU gives for all that is below, and masks.
+    Zeros are left out, which a ReLU gives for all that is below, and so are masks.
 
     Args:
         ops: names of ops.
         amp_model: converted.
-        low: the 16-bit dtype.
         args: of the call, by position.
         kwargs: of the call, by keyword.
     """
@@ -45,10 +42,14 @@ def errors_at(
         if step.twin is None or base_name(op_name(step.twin)) not in ops or not (ours and full):
             continue
         exact = full[0].float()
-        counted = _counted(exact.abs())
-        rounding = torch.finfo(low).eps / math.sqrt(48)  # relative, and just below a power of two, where it is least
-        found[step.name] = max(_rms((ours[0].float() - exact)[counted]), rounding * _rms(exact[counted]))
+        found[step.name] = _rms((ours[0].float() - exact)[_counted(exact.abs())])
     return found
+
+
+def least_error(value: torch.Tensor, low: torch.dtype) -> float:
+    """Return the least root mean square that rounding ``value`` to ``low`` has, zeros and masks left out."""
+    relative = torch.finfo(low).eps / math.sqrt(48)  # just below a power of two
+    return relative * _rms(value[_counted(value.abs())])
 
 
 def _rms(values: torch.Tensor) -> float:
