@@ -81,6 +81,19 @@ def test_a_model_whose_gradients_jump_is_predicted(name: str) -> None:
     assert 0.7 < predicted / true < 1.5
 
 
+def test_jumps_count_where_nothing_else_depends_on_the_value() -> None:
+    """Behind the first layer all is frozen, and the loss is linear: its gradient changes by jumps alone."""
+    model, given = made(F.relu), batch()
+    for parameter in (*model.layers[1:].parameters(), *model.last.parameters()):
+        parameter.requires_grad_(False)
+    options: dict[str, Any] = {"dtype": "bfloat16", "probes": PROBES, "inputs": inputs, "progress": False}
+    found = autocastfx.sensitivity(model, [given], lambda output, _: output.sum(), **options)
+    amp_model = autocastfx.convert(model, given[0], dtype="bfloat16", sensitivity=found)
+    true = TargetError(model, [given], lambda output, _: output.sum(), "gradient", inputs)(amp_model, torch.bfloat16)
+    assert amp_model.plan.error is not None
+    assert 0.7 < amp_model.plan.error / true < 1.5
+
+
 def test_errors_are_those_of_the_converted_model() -> None:
     model, (x, _) = made(F.relu), batch()
     amp_model = autocastfx.convert(model, x, dtype="bfloat16")
