@@ -356,14 +356,17 @@ def test_the_readme_gives_the_figures_that_were_measured() -> None:
 # ---- compiled -------------------------------------------------------------------------------------------------------
 
 
-def _compiled(ratio: float, apart: float) -> compiled_step.Row:
+def _compiled(ratio: float, apart: float, returned: str = "all") -> compiled_step.Row:
     quartiles = [ratio - 0.1, ratio, ratio + 0.1]
-    return compiled_step.Row("tiny", "all", 2.0, 2 * ratio, quartiles, 1e-3, apart, 1, ["forward at x"])
+    moved = (2_000_000, 1_500_000)
+    return compiled_step.Row("tiny", returned, 2.0, 2 * ratio, quartiles, 1e-3, apart, *moved, 1, ["forward at x"])
 
 
 def test_a_compiled_step_is_judged_by_its_time_and_its_distance() -> None:
-    fine = [_compiled(0.8, 1e-3), _compiled(1.2, 1.1e-3)]
+    fine = [_compiled(0.8, 1e-3), _compiled(1.2, 1.1e-3), _compiled(1.2, 1e-3, compiled_step.CONTROL)]
     assert compiled_step.missed(fine) == []
+    assert "control  geometric mean of the ratios, both sides torch.autocast: 1.200" in compiled_step.table(fine)
+    assert "2.0,     1.5  " in compiled_step.table(fine)
     assert "reached  geometric mean of the ratios, all returned: 0.980; at most 1" in compiled_step.table(fine)
     assert "not converted: tiny: forward at x" in compiled_step.table(fine)
     assert compiled_step.missed([_compiled(1.1, 2e-3)]) == [
@@ -379,8 +382,19 @@ def test_a_compiled_step_is_measured(tiny: str, monkeypatch: pytest.MonkeyPatch)
     row, times = compiled_step.measured(tiny, "loss", 2, compiled_step.SIDES[::-1])
     assert [len(rounds) for rounds in times.values()] == [2, 2]
     assert row.graphs == 1
+    assert 0 < row.backend_bytes <= row.autocast_bytes
     assert row.told == []
     assert 0 < row.backend_distance <= row.autocast_distance
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_both_sides_of_the_control_are_torch_autocast(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_step, "MODELS", {tiny: FullModel(Perceptron, _inputs)})
+    row, _ = compiled_step.measured(tiny, compiled_step.CONTROL, 2)
+    assert row.graphs == 0
+    assert row.backend_bytes == row.autocast_bytes
+    assert row.backend_distance == row.autocast_distance
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="page faults are counted as Linux has them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -19,6 +20,7 @@ from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from autocastfx.graph.any_size import any_size
 from autocastfx.integrations.dynamo_error import plain_error
 from autocastfx.integrations.graph_break import breaks, is_torchs, left_by_torch, left_since
+from autocastfx.integrations.one_time_messages import one_time_messages
 from autocastfx.integrations.skipped_code import (
     InAutocast,
     SkippedCode,
@@ -77,6 +79,7 @@ class CompiledCall:
         try:
             with ExitStack() as stack:
                 stack.enter_context(quiet_logs())
+                stack.enter_context(one_time_messages())
                 for around in self._around:
                     stack.enter_context(around())
                 result = self.call(*args, **kwargs)
@@ -150,6 +153,8 @@ class CompiledCall:
         """Decide how skipped code runs from now on, and say so."""
         backend, low = self.backend, self.backend.low
         for one in skipped:
+            if one.file == logging.__file__:
+                continue  # a logger computes nothing
             holders = modules_of(self.model, one) or [self.model]
             if one in backend.skipped or set(holders) <= self._in_autocast():
                 continue
