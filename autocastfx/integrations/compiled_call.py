@@ -66,7 +66,7 @@ class CompiledCall:
         self._looked: set[nn.Module] = set()  # parts that have been called where Dynamo captures nothing
         self._left: list[SkippedCode] = []
         self._thread = threading.local()
-        for function in (self._call_part, PartCall.__call__):  # Dynamo looks at what they call
+        for function in (self._call_part, PartCall.__call__, InAutocast.__call__):  # Dynamo looks at what they call
             skip_code(function.__code__)
         self._take_parts()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -20,12 +21,15 @@ def in_float32(returned: Any, low: torch.dtype, given: Any) -> Any:
     An object of a class that pytrees do not know is copied, and its copy holds them; objects inside it stay. So do
     objects in ``given``, the arguments of the call, such as a cache.
     """
-    arguments = {id(leaf) for leaf in pytree.tree_leaves(given)}
+
+    @cache  # few models need it
+    def arguments() -> set[int]:
+        return {id(leaf) for leaf in pytree.tree_leaves(given)}
 
     def widened(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.float() if leaf.dtype == low else leaf
-        if isinstance(leaf, (nn.Module, type)) or id(leaf) in arguments:
+        if isinstance(leaf, (nn.Module, type)) or id(leaf) in arguments():
             return leaf
         items = _widened_values(dict(cast("dict[Any, Any]", leaf)), low) if isinstance(leaf, dict) else {}
         attributes = _widened_values(_attributes(leaf), low)
