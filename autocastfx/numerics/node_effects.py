@@ -46,7 +46,10 @@ class NodeEffects:
         run: the batch, run in float32.
         replay: runs a node in 16 bits. Its scale is set here.
         mode: ``"train"`` or ``"eval"``.
-        seeds: one for each random projection.
+        seeds: one for each random projection. If one is that of the projection before, the jumps of gradients have the
+            opposite signs, to be told from what is smooth.
+        jumped: for each node whose gradient jumped, by how much the converted model changes what it reads, over by how
+            much that was changed to see jumps, squared. Set here.
         errors: of nodes whose gradient switches, by name: those of the converted model there.
         unmeasured: names of nodes that could not be measured, with the reason.
     """
@@ -57,6 +60,7 @@ class NodeEffects:
     seeds: Sequence[int]
     errors: Mapping[str, float] = field(default_factory=dict[str, float])
     unmeasured: dict[str, str] = field(default_factory=dict[str, str])
+    jumped: list[float] = field(default_factory=list[float])
     _kernels: dict[fx.Node, KernelError] = field(default_factory=dict[fx.Node, KernelError])
     _sums: dict[fx.Node, _Sums] = field(default_factory=lambda: defaultdict(dict))
     _read: _Changes = field(default_factory=dict[fx.Node, torch.Tensor])
@@ -65,6 +69,7 @@ class NodeEffects:
     _jumps: dict[tuple[fx.Node, int], torch.Tensor] = field(default_factory=dict[tuple[fx.Node, int], torch.Tensor])
     _tangents: dict[tuple[fx.Node, int], torch.Tensor] = field(default_factory=dict[tuple[fx.Node, int], torch.Tensor])
     _seed: int = 0
+    _sign: int = 1
 
     def of_gradient(self, loss: torch.Tensor) -> tuple[Effect, ...]:
         """Measure the effects on the gradient of ``loss`` by all parameters.
@@ -106,6 +111,7 @@ class NodeEffects:
             rows: list[dict[fx.Node, _Sums]] = []
             for number, seed in enumerate(self.seeds):
                 self._sums, self._seed = defaultdict(dict), seed
+                self._sign = -1 if number and seed == self.seeds[number - 1] else 1
                 project(number, taken)
                 self._tangents.clear()
                 rows.append(self._sums)
@@ -121,10 +127,12 @@ class NodeEffects:
                 continue
             # A list may leave it in float32, and a pass may have replaced it: then one rounding is what moves it.
             least = max(least_error(value, low) for value in _of_float32(piece.values[node]))
-            error = max(self.errors.get(self.run.flat.names[node], 0.0), least)
+            converted = self.errors.get(self.run.flat.names[node])
+            error = max(converted or 0.0, least)
             if error > 0:
                 gradients = [known.get(number) for number in range(max(known) + 1)]
                 found = jumps(self.replay, node, piece.values.__getitem__, reads, gradients, error)
+                self.jumped.append(1.0 if converted is None else (converted / error) ** 2)
                 self._jumps |= {(node, place): jump for place, jump in found.items()}
 
     def _replay_all(self, piece: SegmentRun) -> None:
@@ -167,7 +175,7 @@ class NodeEffects:
         if tangent is None:
             return None
         # As if it were one more projection, of signs of its own: the squares of both add up.
-        jump = self._jumps[read.node, read.place] * tangent
+        jump = self._sign * self._jumps[read.node, read.place] * tangent
         return jump * signs(jump, self._seed + zlib.crc32(f"{self.run.flat.names[read.node]} {read.place}".encode()))
 
     def _at_tangent(self, read: Read, tangent: torch.Tensor) -> None:

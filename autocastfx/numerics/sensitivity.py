@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -18,6 +19,7 @@ from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert, refuse_unpredicted
 from autocastfx.errors import SensitivityError, UnsupportedError
+from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.differentiate import derivable
 from autocastfx.numerics.flat_graph import flatten
 from autocastfx.numerics.node_effects import NodeEffects
@@ -26,6 +28,7 @@ from autocastfx.numerics.probe_run import ProbeRun
 from autocastfx.numerics.replay import Replay
 from autocastfx.numerics.switches import errors_at
 from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.plan.prices import Prices
 from autocastfx.plan.ranges import mode_of
 from autocastfx.plan.sensitivity import TARGETS, Sensitivity
 from autocastfx.policy.op_list import OpListLike
@@ -43,6 +46,7 @@ __all__ = [
     "sensitivity",
 ]
 
+_LEAST_FOR_JUMPS = 4  # projections: a pair of new directions for jumps, and others
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Inputs = Callable[[Any], Any]
 
@@ -167,7 +171,9 @@ class Measuring:
             flat = flatten(captured.graph, held_values.__getitem__)
             write_out_of_place(flat)
             run = ProbeRun.of(flat, call, ports.stays_float32, held=held)
-            effects = NodeEffects(run, Replay(ports, converter.low), mode_of(captured.training), self._seeds(), errors)
+            may_jump = any(op_name(node) in switches for node in flat.graph.nodes)
+            seeds = self._seeds(paired=may_jump)
+            effects = NodeEffects(run, Replay(ports, converter.low), mode_of(captured.training), seeds, errors)
             try:
                 if self.of == "output":
                     found = effects.of_output()
@@ -179,12 +185,21 @@ class Measuring:
             finally:
                 run.close()
         one = Sensitivity(self.of, variant.plan.low, self.probes, 1, found, effects.unmeasured)
+        if any(effects.jumped) and self.probes >= _LEAST_FOR_JUMPS:
+            device = torch.device(variant.plan.device)
+            again = replace(converter, prices=Prices(one))(captured, self.amp_model._held(), device)
+            share = sum(effects.jumped) / len(effects.jumped)
+            one = replace(one, jumps_at=(again.plan.error or 0.0) / math.sqrt(share))
         self.found = one if self.found is None else self.found.merged(one)
 
-    def _seeds(self) -> list[int]:
-        """Half of the directions are the same in all batches, to tell a bias; the others are new, to tell more."""
+    def _seeds(self, *, paired: bool) -> list[int]:
+        """Half of the directions are the same in all batches, to tell a bias; the others are new, to tell more.
+
+        The last two are one direction if ``paired``.
+        """
         done = self.found.batches if self.found is not None else 0
-        return [i if 2 * i < self.probes else self.probes * (done + 1) + i for i in range(self.probes)]
+        seeds = [i if 2 * i < self.probes else self.probes * (done + 1) + i for i in range(self.probes)]
+        return [*seeds[:-1], seeds[-2]] if paired and self.probes >= _LEAST_FOR_JUMPS else seeds
 
     def _loss(self, output: Any, batch: Any) -> torch.Tensor:
         with derivable():

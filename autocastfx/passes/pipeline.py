@@ -36,7 +36,7 @@ from autocastfx.passes.torch_autocast.insert_casts import InsertFollowedCasts
 from autocastfx.passes.verify import Verify
 from autocastfx.plan.plan import Plan, PlannedCast, PlannedNode, Recomposed, Traffic
 from autocastfx.plan.ranges import Key, key_of, mode_of
-from autocastfx.plan.sensitivity import Effect, Signature, added, rms
+from autocastfx.plan.sensitivity import Effect, Signature
 from autocastfx.runtime.variant import Variant
 
 __all__ = ["FOLLOW_PIPELINE", "PIPELINE", "RAISE_PIPELINE", "ConvertedGraph", "Converter"]
@@ -123,7 +123,7 @@ class Converter(Policy):
             unverified=draft,
             recomposed=tuple(made.recomposed),
             copies=tuple(planned_copies(made.graph)),
-            error=made.error,
+            error=self.prices.sensitivity.error(made.effects) if self.prices is not None and made.is_measured else None,
         )
         return ConvertedGraph(made.graph, made.attributes, plan)
 
@@ -166,11 +166,6 @@ class _Converted:
         self.traffic += inside.traffic
         self.effects += inside.effects
         self.is_measured |= inside.is_measured
-
-    @property
-    def error(self) -> float | None:
-        """The predicted relative error of the target; None if nothing was measured."""
-        return rms(added(self.effects)) if self.effects else 0.0 if self.is_measured else None
 
 
 def _converted(

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -106,6 +106,8 @@ class Sensitivity:
         batches: the number of batches.
         effects: one for each node and mode.
         unmeasured: names of the nodes that read float32 values and could not be measured, with the reason.
+        jumps_at: the error of a plan in which gradients jump as much as they were made to, 0 if none do. The last two
+            projections of each batch then have one direction, and jumps of opposite signs.
     """
 
     of: str
@@ -114,6 +116,7 @@ class Sensitivity:
     batches: int
     effects: tuple[Effect, ...]
     unmeasured: Mapping[str, str] = field(default_factory=dict[str, str])
+    jumps_at: float = 0.0
 
     def __str__(self) -> str:
         """The summary in a line."""
@@ -145,6 +148,24 @@ class Sensitivity:
         own, other = self._by_mode[mode], self._by_mode[MODES[mode == MODES[0]]]
         return own or other
 
+    def error(self, signatures: Sequence[Signature]) -> float:
+        """Return the relative error of the target that several nodes cause together.
+
+        The squared error of jumps grows with the change that makes gradients jump, and not with its square. They were
+        measured at one size of that change, so their part is scaled to the size that these nodes make.
+        """
+        found = rms(added(signatures))
+        if not self.jumps_at:
+            return found
+        pairs = [
+            pair
+            for one in signatures
+            for pair in zip(*(one[-n % self.probes :: self.probes] for n in (2, 1)), strict=True)
+        ]
+        smooth, jumps = (sum((a + sign * b) ** 2 for a, b in pairs) for sign in (1, -1))
+        share = jumps / (smooth + jumps) if jumps else 0.0
+        return math.sqrt((1 - share) * found**2 + share * found * self.jumps_at)
+
     def bias(self, signature: Signature) -> float:
         """Return the part of an error that is the same in all batches, which adds up over steps.
 
@@ -159,6 +180,7 @@ class Sensitivity:
         Raises:
             SensitivityError: it is of another target, dtype or number of probes.
         """
+        both = (self, other)
         for name in ("of", "dtype", "probes"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
@@ -168,12 +190,13 @@ class Sensitivity:
             batches=self.batches + other.batches,
             effects=_merged((*self.effects, *other.effects)),
             unmeasured={**self.unmeasured, **other.unmeasured},
+            jumps_at=math.sqrt(sum(one.batches * one.jumps_at**2 for one in both) / sum(one.batches for one in both)),
         )
 
     def to_json(self) -> str:
         """Write as JSON text, one node a line; :meth:`from_json` reads it back."""
         head = {"autocastfx_sensitivity": VERSION, "of": self.of, "dtype": self.dtype, "probes": self.probes}
-        rest = {**head, "batches": self.batches, "unmeasured": dict(self.unmeasured)}
+        rest = {**head, "batches": self.batches, "unmeasured": dict(self.unmeasured), "jumps_at": self.jumps_at}
         lines = ",\n".join(json.dumps(_plain(effect), ensure_ascii=False) for effect in self.effects)
         return f'{json.dumps(rest, ensure_ascii=False)[:-1]}, "effects": [\n{lines}\n]}}\n'
 

@@ -81,6 +81,21 @@ def test_a_model_whose_gradients_jump_is_predicted(name: str) -> None:
     assert 0.7 < predicted / true < 1.5
 
 
+@pytest.mark.parametrize("low", ["layers.0", "layers.2"])
+def test_plans_that_round_little_are_predicted(low: str) -> None:
+    """Jumps are measured as the default list makes them. Fewer roundings make fewer, but not in proportion."""
+    model, given = made(F.relu), batch()
+    options: dict[str, Any] = {"dtype": "bfloat16", "probes": PROBES, "inputs": inputs, "progress": False}
+    found = autocastfx.sensitivity(model, [given], loss, **options)
+    others = ["last", *(f"layers.{i}" for i in range(3) if f"layers.{i}" != low)]
+    rules = [{"path": path, "category": "float32"} for path in others]
+    lists: Any = ("default", autocastfx.OpList.of({"modules": rules}))
+    amp_model = autocastfx.convert(model, given[0], dtype="bfloat16", op_list=lists, sensitivity=found)
+    assert amp_model.plan.error is not None
+    true = TargetError(model, [given], loss, "gradient", inputs)(amp_model, torch.bfloat16)
+    assert 0.7 < amp_model.plan.error / true < 1.5
+
+
 def test_jumps_count_where_nothing_else_depends_on_the_value() -> None:
     """Behind the first layer all is frozen, and the loss is linear: its gradient changes by jumps alone."""
     model, given = made(F.relu), batch()

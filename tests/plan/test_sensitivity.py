@@ -72,6 +72,30 @@ def test_a_bias_is_what_all_batches_have_in_common() -> None:
     assert measured.bias((1.0, 2.0, 9.0, 9.0, -1.0, -2.0, 9.0, 9.0)) == 0.0
 
 
+def test_the_squared_error_of_jumps_grows_with_the_change() -> None:
+    """Of the last two projections of each batch, the jumps have opposite signs: half their difference."""
+    smooth = (1.0, -1.0, 2.0, 2.0)
+    jumps = (3.0, 1.0, 3.0, -3.0, -1.0, -1.0, 3.0, -3.0)
+    both = tuple(a + b for a, b in zip(smooth * 2, jumps, strict=True))
+    measured = replace(ONE, probes=4, batches=2)
+    assert measured.error([both]) == rms(both)
+    measured = replace(measured, jumps_at=rms(both))
+    assert measured.error([both]) == pytest.approx(rms(both))
+    measured = replace(measured, jumps_at=4 * rms(both))
+    share = 9.0 / (9.0 + 4.0)
+    assert measured.error([both]) == pytest.approx(rms(both) * math.sqrt(1 - share + 4 * share))
+    assert measured.error([smooth]) == rms(smooth)
+    assert measured.error([both, both]) == pytest.approx(2 * rms(both) * math.sqrt(1 - share + 2 * share))
+    assert measured.error([]) == 0.0
+
+
+def test_the_plan_at_which_gradients_jump_is_a_mean_over_batches() -> None:
+    first, then = replace(ONE, jumps_at=1.0), replace(ONE, batches=3, jumps_at=2.0)
+    assert first.merged(then).jumps_at == pytest.approx(math.sqrt((1 + 3 * 4) / 4))
+    assert ONE.merged(ONE).jumps_at == 0.0
+    assert Sensitivity.from_json(then.to_json()).jumps_at == 2.0
+
+
 def test_in_words() -> None:
     assert str(ONE) == (
         "sensitivity of the gradient to bfloat16: 1 nodes, 1 batches of 2 probes; the most sensitive: linear (linear), "
