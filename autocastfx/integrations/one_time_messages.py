@@ -40,19 +40,24 @@ def one_time_messages() -> Generator[None]:
                 loggers.call_method = own
 
 
-def _calling_once(otherwise: Any) -> Any:
-    """Return a method for Dynamo's loggers, which goes to ``otherwise`` where a call may not run just once."""
+def _calling_once(before: Any) -> Any:
+    """Return a method for Dynamo's loggers, which calls those that run just once where ``before`` breaks the graph."""
 
-    @wraps(otherwise)
+    @wraps(before)
     def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        from torch._dynamo.exc import Unsupported
         from torch._dynamo.variables import ConstantVariable
 
-        method = getattr(self.value, name, None)
-        has_cache = isinstance(getattr(method, "__func__", None), _CACHED)
-        if method is not None and has_cache and all(one.is_python_constant() for one in (*args, *kwargs.values())):
+        try:
+            return before(self, tx, name, args, kwargs)  # which may be told to leave the message out
+        except Unsupported:
+            method = getattr(self.value, name, None)
+            has_cache = isinstance(getattr(method, "__func__", None), _CACHED)
+            if method is None or not has_cache or not all(c.is_python_constant() for c in (*args, *kwargs.values())):
+                raise
             named = {key: one.as_python_constant() for key, one in kwargs.items()}
-            if method(*(one.as_python_constant() for one in args), **named) is None:
-                return ConstantVariable.create(None)
-        return otherwise(self, tx, name, args, kwargs)
+            if method(*(one.as_python_constant() for one in args), **named) is not None:
+                raise
+            return ConstantVariable.create(None)
 
     return call_method

@@ -81,6 +81,13 @@ def test_it_is_not_given_again_if_it_was(messages: list[str]) -> None:
     assert messages == ["second"]
 
 
+def test_a_message_that_dynamo_is_told_to_leave_out_is_not_given(messages: list[str]) -> None:
+    """The setting is torch's own."""
+    with torch._dynamo.config.patch(ignore_logging_functions={LOGGER.warning_once}):
+        assert _graphs(lambda _: LOGGER.warning_once("third")) == 1
+    assert messages == []
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # what the logger itself calls
 @pytest.mark.parametrize(
     ("said", "given"),
