@@ -3,7 +3,7 @@
     python -m benchmarks.tune [--models "GPT-2*"] [--dtypes bfloat16,float16] [--json PATH]
 
 Each model is trained for 40 steps in float32 first. Sensitivity is measured on three batches with 8 probes each, and
-plans are chosen by it. Everything below is judged on four batches that neither training nor tuning has seen.
+plans are chosen by it. Everything below is judged on eight batches that neither training nor tuning has seen.
 
 - ``nodes``: single nodes in 16 bits, with those that share their storage, all else in float32: how the predicted error
   ranks beside the true one (Spearman). Both are of the judged batches, on which a second sensitivity is measured for
@@ -61,7 +61,7 @@ from benchmarks.tune_table import DEFAULT, HALFWAY, OURS, Row, table
 
 __all__ = ["Row", "main", "measure", "table"]
 
-MEASURED, HELD_OUT, JUDGED, SEEDS = 3, 2, 4, 3
+MEASURED, HELD_OUT, JUDGED, SEEDS = 3, 2, 8, 3
 LISTS = ("conservative", "torch_autocast_cuda")
 KERNEL = "fold=kernel"
 LEFT_OUT = {  # in float16

@@ -25,7 +25,8 @@ from torch.profiler import profile
 
 import autocastfx
 from autocastfx import Sensitivity
-from autocastfx.numerics.sensitivity import Measuring, loss_of
+from autocastfx.numerics.loss import loss_of
+from autocastfx.numerics.sensitivity import Measuring
 from benchmarks.store import Store
 from benchmarks.tune_models import Case, gpt2, trained
 

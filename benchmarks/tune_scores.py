@@ -31,8 +31,9 @@ from autocastfx.graph.node import uses
 from autocastfx.graph.op_name import base_name
 from autocastfx.numerics.budget import Point
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
+from autocastfx.numerics.loss import loss_of
 from autocastfx.numerics.plan_search import Found, PlanSearch
-from autocastfx.numerics.sensitivity import captured_of, loss_of
+from autocastfx.numerics.sensitivity import captured_of
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan

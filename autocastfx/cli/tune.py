@@ -21,7 +21,8 @@ from autocastfx.conversion import convert
 from autocastfx.errors import ModelSpecError, SensitivityError
 from autocastfx.files import check_writable
 from autocastfx.numerics.budget import Budget
-from autocastfx.numerics.sensitivity import Inputs, LossFunction, Measuring, check_fits
+from autocastfx.numerics.loss import Inputs, LossFunction
+from autocastfx.numerics.sensitivity import Measuring, check_fits
 from autocastfx.numerics.tune import tune
 from autocastfx.numerics.tuned import Tuned
 from autocastfx.plan.plan import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -22,11 +22,13 @@ from autocastfx.errors import SensitivityError, UnsupportedError
 from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.differentiate import derivable
 from autocastfx.numerics.flat_graph import flatten
+from autocastfx.numerics.loss import Inputs, LossFunction, loss_of
 from autocastfx.numerics.node_effects import NodeEffects
 from autocastfx.numerics.out_of_place import write_out_of_place
 from autocastfx.numerics.probe_run import ProbeRun
 from autocastfx.numerics.replay import Replay
 from autocastfx.numerics.switches import errors_at
+from autocastfx.numerics.target_error import TargetError
 from autocastfx.passes.variant_maker import VariantMaker
 from autocastfx.plan.prices import Prices
 from autocastfx.plan.ranges import mode_of
@@ -36,19 +38,14 @@ from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.variant import Variant
 
 __all__ = [
-    "Inputs",
-    "LossFunction",
     "Measuring",
     "captured_of",
     "check_choices",
     "check_fits",
-    "loss_of",
     "sensitivity",
 ]
 
 _LEAST_FOR_JUMPS = 4  # projections: a pair of new directions for jumps, and others
-LossFunction = Callable[[Any, Any], torch.Tensor]
-Inputs = Callable[[Any], Any]
 
 
 def sensitivity(
@@ -154,7 +151,8 @@ class Measuring:
 
     def add(self, batch: Any) -> None:
         """Measure one more batch."""
-        converter = cast("VariantMaker", self.amp_model._maker).converter
+        maker = cast("VariantMaker", self.amp_model._maker)
+        converter = maker.converter
         refuse_unpredicted(converter)
         args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
         check_fits(self.amp_model, args, kwargs)
@@ -189,7 +187,16 @@ class Measuring:
             device = torch.device(variant.plan.device)
             again = replace(converter, prices=Prices(one))(captured, self.amp_model._held(), device)
             share = sum(effects.jumped) / len(effects.jumped)
-            one = replace(one, jumps_at=(again.plan.error or 0.0) / math.sqrt(share))
+            true = 0.0
+            if maker.model is not None:
+                judge = TargetError(maker.model, [batch], self.loss_fn, self.of, self.inputs)
+                true = judge(self.amp_model, converter.low)
+            # What jumps would be, had the converted model changed as much as was changed to see them.
+            one = replace(
+                one,
+                jumps_at=(again.plan.error or 0.0) / math.sqrt(share),
+                jumps_true=true / share**0.25 if math.isfinite(true) else 0.0,
+            )
         self.found = one if self.found is None else self.found.merged(one)
 
     def _seeds(self, *, paired: bool) -> list[int]:
@@ -219,28 +226,3 @@ def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
             f"a batch does not fit {type(model).__name__}.forward: {error}. Where a batch holds targets too, say which "
             "part the model takes: inputs=lambda batch: batch[0]."
         ) from None
-
-
-def loss_of(output: Any, batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
-    """Return the loss of a model's output.
-
-    Raises:
-        SensitivityError: it is no single number, or does not depend on anything that requires a gradient.
-    """
-    found: Any = _own_loss(output) if loss_fn is None else loss_fn(output, batch)
-    if not isinstance(found, torch.Tensor) or found.numel() != 1:
-        kind = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
-        asks = "give loss_fn(output, batch), which" if loss_fn is None else "loss_fn"
-        raise SensitivityError(f"the loss is {kind}: {asks} returns one number, as a tensor.")
-    if not found.requires_grad:
-        raise SensitivityError(
-            "the loss does not depend on anything that requires a gradient: compute it from the output without detach "
-            "and no_grad."
-        )
-    return found.float().reshape(())
-
-
-def _own_loss(output: Any) -> Any:
-    if isinstance(output, Mapping) and "loss" in output:
-        return cast("Mapping[str, Any]", output)["loss"]
-    return cast("tuple[Any, ...]", output)[0] if isinstance(output, tuple) and output else output

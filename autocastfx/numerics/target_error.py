@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from autocastfx.capture.given_inputs import arguments_of
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.errors import SensitivityError
+from autocastfx.numerics.loss import Inputs, LossFunction, loss_of
 from autocastfx.numerics.node_effects import gradient_scale
-from autocastfx.numerics.sensitivity import Inputs, LossFunction, loss_of
 
 __all__ = ["TargetError"]
 

@@ -16,8 +16,9 @@ from autocastfx.conversion import convert, refuse_unpredicted
 from autocastfx.dtypes import low_dtype
 from autocastfx.errors import SensitivityError
 from autocastfx.numerics.budget import Budget, Limit, Point
+from autocastfx.numerics.loss import Inputs, LossFunction
 from autocastfx.numerics.plan_search import PlanSearch
-from autocastfx.numerics.sensitivity import Inputs, LossFunction, Measuring, check_choices, check_fits
+from autocastfx.numerics.sensitivity import Measuring, check_choices, check_fits
 from autocastfx.numerics.target_error import TargetError
 from autocastfx.numerics.tuned import Tuned
 from autocastfx.passes.variant_maker import VariantMaker

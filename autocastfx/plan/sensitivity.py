@@ -108,6 +108,7 @@ class Sensitivity:
         unmeasured: names of the nodes that read float32 values and could not be measured, with the reason.
         jumps_at: the error of a plan in which gradients jump as much as they were made to, 0 if none do. The last two
             projections of each batch then have one direction, and jumps of opposite signs.
+        jumps_true: the measured error of that plan, which ``jumps_at`` is the predicted one of; 0 if not measured.
     """
 
     of: str
@@ -117,6 +118,7 @@ class Sensitivity:
     effects: tuple[Effect, ...]
     unmeasured: Mapping[str, str] = field(default_factory=dict[str, str])
     jumps_at: float = 0.0
+    jumps_true: float = 0.0
 
     def __str__(self) -> str:
         """The summary in a line."""
@@ -152,7 +154,8 @@ class Sensitivity:
         """Return the relative error of the target that several nodes cause together.
 
         The squared error of jumps grows with the change that makes gradients jump, and not with its square. They were
-        measured at one size of that change, so their part is scaled to the size that these nodes make.
+        measured at one size of that change, so their part is scaled to the size that these nodes make; and to the true
+        error at that size, for jumps that follow on jumps are not independent.
         """
         found = rms(added(signatures))
         if not self.jumps_at:
@@ -164,7 +167,8 @@ class Sensitivity:
         ]
         smooth, jumps = (sum((a + sign * b) ** 2 for a, b in pairs) for sign in (1, -1))
         share = jumps / (smooth + jumps) if jumps else 0.0
-        return math.sqrt((1 - share) * found**2 + share * found * self.jumps_at)
+        true = (self.jumps_true / self.jumps_at) ** 2 if self.jumps_true else 1.0
+        return math.sqrt((1 - share) * found**2 + share * found * self.jumps_at * true)
 
     def bias(self, signature: Signature) -> float:
         """Return the part of an error that is the same in all batches, which adds up over steps.
@@ -190,13 +194,15 @@ class Sensitivity:
             batches=self.batches + other.batches,
             effects=_merged((*self.effects, *other.effects)),
             unmeasured={**self.unmeasured, **other.unmeasured},
-            jumps_at=math.sqrt(sum(one.batches * one.jumps_at**2 for one in both) / sum(one.batches for one in both)),
+            jumps_at=_mean([(one.batches, one.jumps_at) for one in both]),
+            jumps_true=_mean([(one.batches, one.jumps_true) for one in both]),
         )
 
     def to_json(self) -> str:
         """Write as JSON text, one node a line; :meth:`from_json` reads it back."""
         head = {"autocastfx_sensitivity": VERSION, "of": self.of, "dtype": self.dtype, "probes": self.probes}
-        rest = {**head, "batches": self.batches, "unmeasured": dict(self.unmeasured), "jumps_at": self.jumps_at}
+        rest = {**head, "batches": self.batches, "unmeasured": dict(self.unmeasured)}
+        rest |= {"jumps_at": self.jumps_at, "jumps_true": self.jumps_true}
         lines = ",\n".join(json.dumps(_plain(effect), ensure_ascii=False) for effect in self.effects)
         return f'{json.dumps(rest, ensure_ascii=False)[:-1]}, "effects": [\n{lines}\n]}}\n'
 
@@ -241,6 +247,11 @@ class Sensitivity:
 
     def __reduce__(self) -> tuple[Any, ...]:  # without what is computed from the fields
         return (Sensitivity, tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
+
+
+def _mean(of_batches: Sequence[tuple[int, float]]) -> float:
+    """The root mean square, by numbers of batches."""
+    return math.sqrt(sum(n * error**2 for n, error in of_batches) / sum(n for n, _ in of_batches))
 
 
 def _merged(effects: Iterable[Effect]) -> tuple[Effect, ...]:

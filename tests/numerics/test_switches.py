@@ -96,6 +96,34 @@ def test_plans_that_round_little_are_predicted(low: str) -> None:
     assert 0.7 < amp_model.plan.error / true < 1.5
 
 
+class Deep(nn.Module):
+    """Jumps follow on jumps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 4)
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(12)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(F.relu(x))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_the_plan_of_the_list_is_as_measured(low: torch.dtype) -> None:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        model, given = Deep(), batch()
+    options: dict[str, Any] = {"dtype": low, "inputs": inputs, "progress": False}
+    found = autocastfx.sensitivity(model, [given], loss, **options)
+    amp_model = autocastfx.convert(model, given[0], dtype=low, sensitivity=found)
+    true = TargetError(model, [given], loss, "gradient", inputs)(amp_model, low)
+    assert found.jumps_true == pytest.approx(true)
+    assert amp_model.plan.error == pytest.approx(true, rel=0.1)  # a small part of it is smooth
+
+
 def test_jumps_count_where_nothing_else_depends_on_the_value() -> None:
     """Behind the first layer all is frozen, and the loss is linear: its gradient changes by jumps alone."""
     model, given = made(F.relu), batch()

@@ -89,11 +89,24 @@ def test_the_squared_error_of_jumps_grows_with_the_change() -> None:
     assert measured.error([]) == 0.0
 
 
+def test_jumps_are_scaled_to_their_true_error_where_they_were_measured() -> None:
+    jumps = (0.0, 0.0, 3.0, -3.0)
+    measured = replace(ONE, probes=4, batches=1, jumps_at=rms(jumps), jumps_true=rms(jumps) / 2)
+    assert measured.error([jumps]) == pytest.approx(rms(jumps) / 2)
+    half = tuple(number / 2 for number in jumps)
+    assert measured.error([half]) == pytest.approx(rms(jumps) / 2 / math.sqrt(2))  # the square is halved
+    smooth = (1.0, -1.0, 2.0, 2.0)
+    assert measured.error([smooth]) == rms(smooth)
+
+
 def test_the_plan_at_which_gradients_jump_is_a_mean_over_batches() -> None:
     first, then = replace(ONE, jumps_at=1.0), replace(ONE, batches=3, jumps_at=2.0)
     assert first.merged(then).jumps_at == pytest.approx(math.sqrt((1 + 3 * 4) / 4))
     assert ONE.merged(ONE).jumps_at == 0.0
     assert Sensitivity.from_json(then.to_json()).jumps_at == 2.0
+    first, then = replace(first, jumps_true=3.0), replace(then, jumps_true=1.0)
+    assert first.merged(then).jumps_true == pytest.approx(math.sqrt((9 + 3 * 1) / 4))
+    assert Sensitivity.from_json(first.to_json()).jumps_true == 3.0
 
 
 def test_in_words() -> None:
