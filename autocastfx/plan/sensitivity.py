@@ -195,7 +195,7 @@ class Sensitivity:
             effects=_merged((*self.effects, *other.effects)),
             unmeasured={**self.unmeasured, **other.unmeasured},
             jumps_at=_mean([(one.batches, one.jumps_at) for one in both]),
-            jumps_true=_mean([(one.batches, one.jumps_true) for one in both]),
+            jumps_true=_mean([(one.batches, one.jumps_true or one.jumps_at) for one in both]),
         )
 
     def to_json(self) -> str:

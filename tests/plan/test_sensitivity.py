@@ -107,6 +107,8 @@ def test_the_plan_at_which_gradients_jump_is_a_mean_over_batches() -> None:
     first, then = replace(first, jumps_true=3.0), replace(then, jumps_true=1.0)
     assert first.merged(then).jumps_true == pytest.approx(math.sqrt((9 + 3 * 1) / 4))
     assert Sensitivity.from_json(first.to_json()).jumps_true == 3.0
+    not_measured = replace(first, jumps_true=0.0)  # on this batch: it stays as predicted
+    assert not_measured.merged(then).jumps_true == pytest.approx(math.sqrt((1 + 3 * 1) / 4))
 
 
 def test_in_words() -> None:
