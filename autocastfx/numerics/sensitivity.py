@@ -37,13 +37,7 @@ from autocastfx.policy.op_list import OpListLike
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.variant import Variant
 
-__all__ = [
-    "Measuring",
-    "captured_of",
-    "check_choices",
-    "check_fits",
-    "sensitivity",
-]
+__all__ = ["Measuring", "captured_of", "check_choices", "check_fits", "sensitivity"]
 
 _LEAST_FOR_JUMPS = 4  # projections: a pair of new directions for jumps, and others
 
@@ -151,8 +145,7 @@ class Measuring:
 
     def add(self, batch: Any) -> None:
         """Measure one more batch."""
-        maker = cast("VariantMaker", self.amp_model._maker)
-        converter = maker.converter
+        converter = cast("VariantMaker", self.amp_model._maker).converter
         refuse_unpredicted(converter)
         args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
         check_fits(self.amp_model, args, kwargs)
@@ -184,20 +177,31 @@ class Measuring:
                 run.close()
         one = Sensitivity(self.of, variant.plan.low, self.probes, 1, found, effects.unmeasured)
         if any(effects.jumped) and self.probes >= _LEAST_FOR_JUMPS:
-            device = torch.device(variant.plan.device)
-            again = replace(converter, prices=Prices(one))(captured, self.amp_model._held(), device)
             share = sum(effects.jumped) / len(effects.jumped)
-            true = 0.0
-            if maker.model is not None:
-                judge = TargetError(maker.model, [batch], self.loss_fn, self.of, self.inputs)
-                true = judge(self.amp_model, converter.low)
-            # What jumps would be, had the converted model changed as much as was changed to see them.
-            one = replace(
-                one,
-                jumps_at=(again.plan.error or 0.0) / math.sqrt(share),
-                jumps_true=true / share**0.25 if math.isfinite(true) else 0.0,
-            )
+            one = self._with_jumps(one, variant, batch, share)
         self.found = one if self.found is None else self.found.merged(one)
+
+    def _with_jumps(self, one: Sensitivity, variant: Variant, batch: Any, share: float) -> Sensitivity:
+        """Add the errors of the converted model, predicted and true, as if its changes had been as large as ours.
+
+        Args:
+            one: measured on the batch.
+            variant: converted, which the batch takes.
+            batch: to measure on.
+            share: by how much it changes what jumps, over by how much that was changed to see jumps, squared.
+        """
+        maker = cast("VariantMaker", self.amp_model._maker)
+        converter = replace(maker.converter, prices=Prices(one))
+        plan = converter(captured_of(variant), self.amp_model._held(), torch.device(variant.plan.device)).plan
+        true = 0.0
+        if maker.model is not None:
+            judge = TargetError(maker.model, [batch], self.loss_fn, self.of, self.inputs)
+            true = judge(self.amp_model, converter.low)
+        return replace(
+            one,
+            jumps_at=(plan.error or 0.0) / math.sqrt(share),
+            jumps_true=true / share**0.25 if math.isfinite(true) else 0.0,
+        )
 
     def _seeds(self, *, paired: bool) -> list[int]:
         """Half of the directions are the same in all batches, to tell a bias; the others are new, to tell more.

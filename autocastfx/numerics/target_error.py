@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.given_inputs import arguments_of
-from autocastfx.capture.leave_intact import random_numbers_kept
+from autocastfx.capture.leave_intact import intact, random_numbers_kept
 from autocastfx.errors import SensitivityError
 from autocastfx.numerics.loss import Inputs, LossFunction, loss_of
 from autocastfx.numerics.node_effects import gradient_scale
@@ -24,8 +25,8 @@ __all__ = ["TargetError"]
 class TargetError:
     """The target of a float32 model on batches, and the distance of other models from it.
 
-    Buffers, gradients and the state of torch's random numbers are unchanged afterwards; each batch runs with the same
-    random numbers in every model.
+    Buffers, gradients, attributes of the float32 model and the state of torch's random numbers are unchanged
+    afterwards; each batch runs with the same random numbers in every model.
 
     Attributes:
         model: the float32 model.
@@ -73,7 +74,12 @@ class TargetError:
         args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         try:
-            with random_numbers_kept(), torch.inference_mode(False), torch.set_grad_enabled(self.of == "gradient"):
+            with ExitStack() as modes:
+                modes.enter_context(random_numbers_kept())
+                if model is self.model:  # whose own forward runs, and may set attributes
+                    modes.enter_context(intact(model, [module.training for module in model.modules()], {}))
+                modes.enter_context(torch.inference_mode(False))
+                modes.enter_context(torch.set_grad_enabled(self.of == "gradient"))
                 torch.manual_seed(seed)
                 output = model(*args, **kwargs)
                 if self.of == "output":

@@ -36,6 +36,29 @@ def test_the_same_model_has_no_error_and_is_unchanged() -> None:
     assert all(p.grad is None for p in plain.parameters())
 
 
+class Counting(nn.Module):
+    """Its forward sets attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.seen = nn.Linear(8, 2), 0, list[int]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(len(x))
+        return torch.relu(self.linear(x))
+
+
+@pytest.mark.filterwarnings("ignore:forward changes 'calls', 'seen'")
+def test_attributes_that_a_forward_sets_are_unchanged() -> None:
+    plain = Counting()
+    amp_model = autocastfx.convert(plain, X, dtype="bfloat16")
+    found = autocastfx.sensitivity(plain, [X], loss, dtype="bfloat16", progress=False)
+    assert found.jumps_true > 0  # the model itself ran
+    assert TargetError(plain, [X], loss, "gradient", None)(amp_model, torch.bfloat16) > 0
+    assert (plain.calls, plain.seen) == (0, [])
+
+
 @pytest.mark.parametrize("of", ["gradient", "output"])
 def test_a_factor_is_its_own_error(of: str) -> None:
     plain = model().eval()
