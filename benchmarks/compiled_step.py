@@ -4,9 +4,11 @@
 
 Forward and backward in bfloat16 on the CPU, without dropout. The two sides take turns in one process, and each round
 starts with the other; times are CPU time of the one thread, ratios those of a round: medians, with quartiles. A side's
-memory addresses make it faster or slower for the life of its process, so there are two processes, of which each builds
-another side first. Each side takes half a minute and more to compile, which no figure holds. Distances are those of all
-gradients as one vector from float32's, by its length.
+memory addresses make it faster or slower for the life of its process, by more than the rounds of one process tell. So
+there are several processes, which take turns in the side that they build first: six for what returns the loss, and for
+the control; two for what returns all outputs. A geometric mean is of the medians of all processes and models, with its
+standard error by how the processes of a model differ. Each side takes half a minute and more to compile, which no
+figure holds. Distances are those of all gradients as one vector from float32's, by its length.
 
 Each model is measured three times: it returns the loss alone, then all its outputs, and in the control both sides are
 torch.autocast, which shows how exact the times are. Of all outputs the backend gives logits in float32, as the model
@@ -30,7 +32,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, variance
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ LOW = torch.bfloat16
 AUTOCAST, BACKEND = "torch.autocast", "backend"
 SIDES = (AUTOCAST, BACKEND)
 CONTROL = "control"
-RETURNED = ("loss", "all", CONTROL)
+PROCESSES = {"loss": 6, "all": 2, CONTROL: 6}  # by what is returned
 FARTHER = 1.2
 BATCH, TOKENS, VOCABULARY, CLASSES = 8, 128, 4096, 100
 _WIDTH: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -123,10 +125,11 @@ class Row:
     """A model: milliseconds of each side, quartiles of the ratio, and distances of the gradients from float32's.
 
     Attributes:
-        returned: what the model returns, one of ``RETURNED``; of the control the loss alone.
+        returned: what the model returns, a key of ``PROCESSES``; of the control the loss alone.
         autocast_bytes: that Inductor's kernels read and write in one step.
         graphs: of the backend.
         told: code that the backend's model does not run converted.
+        by_process: the median ratio of each process.
     """
 
     model: str
@@ -140,13 +143,24 @@ class Row:
     backend_bytes: int
     graphs: int
     told: Sequence[str]
+    by_process: Sequence[float] = ()
 
 
 Times = dict[str, list[float]]
 
 
-def measured(name: str, returned: str, rounds: int, order: Sequence[str] = SIDES) -> tuple[Row, Times]:
-    """Measure a model in this process; the sides are built in ``order``. Also return the times of each round."""
+def measured(
+    name: str, returned: str, rounds: int, order: Sequence[str] = SIDES, *, counts: bool = True
+) -> tuple[Row, Times]:
+    """Measure a model in this process, and also return the times of each round.
+
+    Args:
+        name: of the model.
+        returned: what the model returns.
+        rounds: how many.
+        order: in which the sides are built.
+        counts: count the bytes, for which Inductor compiles anew what it has in its caches.
+    """
     torch.set_num_threads(1)
     keep_memory()
     torch.manual_seed(0)
@@ -156,13 +170,13 @@ def measured(name: str, returned: str, rounds: int, order: Sequence[str] = SIDES
     exact = _gradients(model, lambda: model(**inputs), under_autocast=False)
     backend = autocastfx.CompileBackend(dtype=LOW)
     steps: dict[str, Callable[[], Tensor]] = {}
-    counts: dict[str, list[int]] = {}
+    found: dict[str, list[int]] = {}
     for side in order:
         twin = copy.deepcopy(model)
         is_ours = side == BACKEND and returned != CONTROL
         called: Any = backend.compile(twin) if is_ours else torch.compile(twin, backend=_inductor())
         steps[side] = partial(_gradients, twin, partial(called, **inputs), under_autocast=not is_ours)
-        with _bytes_counted() as counts[side]:
+        with _bytes_counted() if counts else contextlib.nullcontext([0]) as found[side]:
             for _ in range(2):  # code that is skipped runs otherwise from the second call on
                 steps[side]()
     apart = {side: distance(step(), exact) for side, step in steps.items()}
@@ -173,7 +187,7 @@ def measured(name: str, returned: str, rounds: int, order: Sequence[str] = SIDES
             times[side].append(taken)
     told = [*map(str, backend.skipped), *(graph.failure for graph in backend.graphs if graph.failure)]
     told = [one.replace(f"{Path(__file__).resolve().parents[1]}/", "") for one in told]
-    moved = [sum(counts[side]) for side in SIDES]
+    moved = [sum(found[side]) for side in SIDES]
     row = Row(name, returned, 0.0, 0.0, (), apart[AUTOCAST], apart[BACKEND], *moved, len(backend.graphs), told)
     return _with_times(row, times), times
 
@@ -225,20 +239,28 @@ def _bytes_counted() -> Generator[list[int]]:
 
 
 def _in_processes(name: str, returned: str, rounds: int) -> Row:
-    """Measure a model in two processes, of which each builds another side first, and count the rounds of both."""
+    """Measure a model in processes of which each builds another side first than the one before."""
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        (row, times), (_, more) = [
-            pool.apply(measured, (name, returned, rounds, order)) for order in (SIDES, SIDES[::-1])
+        found = [
+            pool.apply(measured, (name, returned, rounds, SIDES[:: -1 if turn % 2 else 1]), {"counts": not turn})
+            for turn in range(PROCESSES[returned])
         ]
-    return _with_times(row, {side: times[side] + more[side] for side in SIDES})
+    return _of_processes(found[0][0], [times for _, times in found])
 
 
-def means(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the geometric mean of the ratios, by what the models return."""
-    found: dict[str, float] = {}
+def _of_processes(row: Row, taken: Sequence[Times]) -> Row:
+    """The row with the times of all processes."""
+    together = {side: [time for times in taken for time in times[side]] for side in SIDES}
+    return replace(_with_times(row, together), by_process=[_with_times(row, times).ratio[1] for times in taken])
+
+
+def means(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    """Return the geometric mean of the ratios and its standard error, by what the models return."""
+    found: dict[str, tuple[float, float]] = {}
     for returned in dict.fromkeys(row.returned for row in rows):
-        logs = [math.log(row.ratio[1]) for row in rows if row.returned == returned]
-        found[returned] = math.exp(sum(logs) / len(logs))
+        logs = [[math.log(ratio) for ratio in row.by_process] for row in rows if row.returned == returned]
+        variances = [variance(one) / len(one) for one in logs if len(one) > 1]
+        found[returned] = math.exp(mean(map(mean, logs))), math.sqrt(sum(variances)) / len(logs)
     return found
 
 
@@ -256,19 +278,19 @@ def table(rows: Sequence[Row]) -> str:
             f"  {row.autocast_distance:.2e}, {row.backend_distance:.2e}"
         )
     told = dict.fromkeys(f"not converted: {row.model}: {one}" for row in rows for one in row.told)
-    for returned, mean in means(rows).items():
+    for returned, (ratio, error) in means(rows).items():
         if returned == CONTROL:
-            lines.append(f"control  geometric mean of the ratios, both sides torch.autocast: {mean:.3f}")
+            lines.append(f"control  geometric mean of the ratios, both sides torch.autocast: {ratio:.4f} ± {error:.4f}")
             continue
-        said = "reached" if mean <= 1 else "MISSED "
-        lines.append(f"{said}  geometric mean of the ratios, {returned} returned: {mean:.3f}; at most 1")
+        said = "reached" if ratio <= 1 else "MISSED "
+        lines.append(f"{said}  geometric mean of the ratios, {returned} returned: {ratio:.4f} ± {error:.4f}; at most 1")
     return "\n".join([*lines, *told])
 
 
 def missed(rows: Sequence[Row]) -> list[str]:
     """Return what is above a limit, with the figures."""
     of_all = means([row for row in rows if row.returned != CONTROL])
-    above = [f"the geometric mean, {key} returned, is {mean:.3f}" for key, mean in of_all.items() if mean > 1]
+    above = [f"the geometric mean, {key} returned, is {ratio:.4f}" for key, (ratio, _) in of_all.items() if ratio > 1]
     return above + [
         f"{row.model}: gradients are {row.backend_distance / row.autocast_distance:.2f} times as far off"
         for row in rows
@@ -292,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--rounds: quartiles need two or more")
     store = Store(options.json, Row, {"rounds": options.rounds})
     held = {(row.model, row.returned) for row in store.rows}
-    for returned, name in ((r, n) for r in RETURNED for n in names if (n, r) not in held):
+    for returned, name in ((r, n) for r in PROCESSES for n in names if (n, r) not in held):
         print(f"{name}, {returned} ...", file=sys.stderr, flush=True)
         store.extend([_in_processes(name, returned, options.rounds)])
     print(table(store.rows))

@@ -359,18 +359,20 @@ def test_the_readme_gives_the_figures_that_were_measured() -> None:
 def _compiled(ratio: float, apart: float, returned: str = "all") -> compiled_step.Row:
     quartiles = [ratio - 0.1, ratio, ratio + 0.1]
     moved = (2_000_000, 1_500_000)
-    return compiled_step.Row("tiny", returned, 2.0, 2 * ratio, quartiles, 1e-3, apart, *moved, 1, ["forward at x"])
+    by_process = [ratio / 1.01, ratio * 1.01]
+    told = ["forward at x"]
+    return compiled_step.Row("tiny", returned, 2.0, 2 * ratio, quartiles, 1e-3, apart, *moved, 1, told, by_process)
 
 
 def test_a_compiled_step_is_judged_by_its_time_and_its_distance() -> None:
     fine = [_compiled(0.8, 1e-3), _compiled(1.2, 1.1e-3), _compiled(1.2, 1e-3, compiled_step.CONTROL)]
     assert compiled_step.missed(fine) == []
-    assert "control  geometric mean of the ratios, both sides torch.autocast: 1.200" in compiled_step.table(fine)
+    assert "mean of the ratios, both sides torch.autocast: 1.2000 ± 0.0100" in compiled_step.table(fine)
     assert "2.0,     1.5  " in compiled_step.table(fine)
-    assert "reached  geometric mean of the ratios, all returned: 0.980; at most 1" in compiled_step.table(fine)
+    assert "reached  geometric mean of the ratios, all returned: 0.9798 ± 0.0070" in compiled_step.table(fine)
     assert "not converted: tiny: forward at x" in compiled_step.table(fine)
     assert compiled_step.missed([_compiled(1.1, 2e-3)]) == [
-        "the geometric mean, all returned, is 1.100",
+        "the geometric mean, all returned, is 1.1000",
         "tiny: gradients are 2.00 times as far off",
     ]
 
@@ -385,6 +387,17 @@ def test_a_compiled_step_is_measured(tiny: str, monkeypatch: pytest.MonkeyPatch)
     assert 0 < row.backend_bytes <= row.autocast_bytes
     assert row.told == []
     assert 0 < row.backend_distance <= row.autocast_distance
+
+
+def test_processes_that_disagree_make_the_mean_less_exact() -> None:
+    row = _compiled(1.0, 1e-3)
+    times = [{compiled_step.AUTOCAST: [2.0, 2.0], compiled_step.BACKEND: [2.0 * r, 2.0 * r]} for r in (0.9, 1.0, 1.1)]
+    together = compiled_step._of_processes(row, times)
+    assert together.by_process == [0.9, 1.0, 1.1]
+    assert together.ratio[1] == 1.0
+    ratio, error = compiled_step.means([together])["all"]
+    assert ratio == pytest.approx((0.9 * 1.1) ** (1 / 3))
+    assert error == pytest.approx(0.0579, abs=1e-4)  # the deviation of the logarithms over the root of 3
 
 
 @pytest.mark.slow
