@@ -2,7 +2,7 @@
 
     python -m benchmarks.tune [--models "GPT-2*"] [--dtypes bfloat16,float16] [--json PATH]
 
-Each model is trained for 40 steps in float32 first. Sensitivity is measured on three batches with 8 probes each, and
+Each model is trained for 40 steps in float32 first. Sensitivity is measured on ten batches with 8 probes each, and
 plans are chosen by it. Everything below is judged on eight batches that neither training nor tuning has seen.
 
 - ``nodes``: single nodes in 16 bits, with those that share their storage, all else in float32: how the predicted error
@@ -10,8 +10,7 @@ plans are chosen by it. Everything below is judged on eight batches that neither
   this alone.
 - ``plans``: whole random plans: the least and the largest ratio of the predicted to the true error, both of the judged
   batches. ``unseen``: the same, predicted from the batches tuned on.
-- ``cost``: time of the measurement in gradient evaluations per batch, and its peak memory over a float32 training
-  step's with AdamW, parameters included in both.
+- ``products``, ``time``, ``memory``: what a batch's measurement costs, as in :mod:`benchmarks.tune_cost`.
 - by list: bytes moved and true error, over the default list's; the error alone for torch.autocast's, whose
   bytes are not counted.
 - ``fewer``: ``tune(budget="default")``: bytes and error over the default's.
@@ -29,7 +28,7 @@ The second table, of bfloat16 alone, compares measured effects with other scores
 chooses plans in the same minimum cut, by itself alone: at the bytes of the default list, and halfway from there to the
 cheapest plan. Bytes that are left are spent on the ops of the largest errors by the score. ``bytes`` and ``error`` are
 those of the plan chosen by measured effects, over the default's. For each other score: the bytes of its plan over the
-default's, and its error over the error of that plan.
+default's, and its error over the error of that plan, with the standard error of that ratio over the judged batches.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ from benchmarks.tune_table import DEFAULT, HALFWAY, OURS, Row, table
 
 __all__ = ["Row", "main", "measure", "table"]
 
-MEASURED, HELD_OUT, JUDGED, SEEDS = 3, 2, 8, 3
+MEASURED, HELD_OUT, JUDGED, SEEDS = 10, 2, 8, 3
 LISTS = ("conservative", "torch_autocast_cuda")
 KERNEL = "fold=kernel"
 LEFT_OUT = {  # in float16
@@ -78,7 +77,7 @@ def measure(name: str, dtype: str) -> Row:
     model = trained(case)
     fresh = list(itertools.islice(case.batches(1), MEASURED + HELD_OUT + JUDGED))
     first, judged = fresh[: MEASURED + HELD_OUT], fresh[MEASURED + HELD_OUT :]
-    found, evaluations, memory = measured_cost(model, case, first[:MEASURED], dtype)
+    found, cost = measured_cost(model, case, first[:MEASURED], dtype)
     bench = Bench(model, case, dtype, found, judged)
     default = bench.judge(bench.base)
     lists = {n: bench.judge(bench.converted(op_list=n)) for n in LISTS}
@@ -110,8 +109,9 @@ def measure(name: str, dtype: str) -> Row:
         spearman=rank,
         plans=here,
         unseen=unseen,
-        evaluations=evaluations,
-        memory=memory,
+        products=cost.products,
+        evaluations=cost.evaluations,
+        memory=cost.memory,
         error=default.error,
         bytes=default.bytes,
         lists={n: share(point) for n, point in lists.items()},
@@ -164,31 +164,51 @@ def _below(points: Iterable[Judged], at: Judged, default: Judged) -> list[float]
     best = min((point for point in points if point.bytes <= most), key=lambda point: point.error, default=None)
     if best is None:
         return [math.inf, 0.0]
-    ratios = [ours / theirs for ours, theirs in zip(best.errors, at.errors, strict=True)]
-    return [best.error / at.error, statistics.stdev(ratios) / math.sqrt(len(ratios))]
+    return _ratio(best, at)
+
+
+def _ratio(one: Judged, other: Judged) -> list[float]:
+    """The error of one plan over another's, and the standard error of that ratio over the batches."""
+    if not other.error:
+        return [math.inf if one.error else 1.0, 0.0]
+    ratios = [error / over for error, over in zip(one.errors, other.errors, strict=True)]
+    return [one.error / other.error, statistics.stdev(ratios) / math.sqrt(len(ratios))]
 
 
 def _by_scores(
     bench: Bench, search: PlanSearch, batches: Sequence[Any], share: _Share, floor: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Bytes and error of the plans that each score chooses, at the bytes of the default list and halfway below."""
+    """The plans that each score chooses, at the bytes of the default list and halfway below.
+
+    Returns:
+        Bytes and error of the plan by measured effects; of the others bytes, the error over the error of that plan, and
+        the standard error of the ratio.
+    """
     found, moved = search.prices.sensitivity, share.default.bytes
     by_score = {n: [scored(found, s)] for n, s in scores(bench.base, bench.case, batches, search.low).items()}
     names = {e.name for e in found.effects} | {name for e in found.effects for name in e.reads}
     by_score["random"] = [scored(found, random_scores(names, seed, found.batches)) for seed in range(SEEDS)]
-    by_score = {OURS: [found], **by_score}
+    ours = bench.search(found, search.prices)
     searches = {n: [bench.search(each, search.prices) for each in given] for n, given in by_score.items()}  # all anew
     targets = {DEFAULT: moved}
     if _has_room(moved, floor):
         targets[HALFWAY] = (moved + floor) // 2
-    return {at: {n: _chosen(bench, some, most, share) for n, some in searches.items()} for at, most in targets.items()}
+    rows: dict[str, dict[str, list[float]]] = {}
+    for at, most in targets.items():
+        if (best := _chosen(bench, [ours], most)) is None:
+            continue
+        rows[at] = {OURS: share(best)}
+        for name, some in searches.items():
+            other = _chosen(bench, some, most)
+            rows[at][name] = [math.inf] * 3 if other is None else [other.bytes / moved, *_ratio(other, best)]
+    return rows
 
 
-def _chosen(bench: Bench, searches: Sequence[PlanSearch], most: float, share: _Share) -> list[float]:
-    """The medians of the bytes and of the errors of the plans at no more bytes."""
+def _chosen(bench: Bench, searches: Sequence[PlanSearch], most: float) -> Judged | None:
+    """The plan of the median error among those that searches find at no more bytes; None if they find none."""
     found = [(search, at_bytes(search, most)) for search in searches]
-    judged = [share(bench.said(search, one)) for search, one in found if one is not None]
-    return [statistics.median(numbers) for numbers in zip(*judged, strict=True)] if judged else [math.inf, math.inf]
+    judged = [bench.said(search, one) for search, one in found if one is not None]
+    return sorted(judged, key=lambda plan: plan.error)[len(judged) // 2] if judged else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,8 +2,10 @@
 
     python -m benchmarks.tune_cost [--json PATH]
 
-GPT-2 on characters, 8 sequences of 64. ``evaluations``: time of a batch's measurement with 8 probes, in
-evaluations of the gradient. ``memory``: its peak over that of a float32 training step with AdamW, parameters included.
+GPT-2 on characters, 8 sequences of 64. A batch is measured with 8 probes. ``products`` and ``time``: the operations of
+matrix products, as torch's FlopCounterMode counts them, and the time that this takes, in evaluations of the gradient,
+which are timed before and after it. ``memory``: its peak over that of a float32 training step with AdamW, parameters
+included in both.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
 
 import autocastfx
 from autocastfx import Sensitivity
@@ -30,48 +33,70 @@ from autocastfx.numerics.sensitivity import Measuring
 from benchmarks.store import Store
 from benchmarks.tune_models import Case, gpt2, trained
 
-__all__ = ["Row", "main", "measured_cost", "table"]
+__all__ = ["Cost", "Row", "main", "measured_cost", "table"]
 
 WIDTHS, LAYERS, STEPS, BATCHES = (64, 256), (2, 6, 12, 24), 2, 3
+EVALUATIONS = 7  # before and after each measurement
 MOST_EVALUATIONS, MOST_MEMORY = 50, 3
 
 
 @dataclass(frozen=True)
-class Row:
+class Cost:
+    """What a batch's measurement costs.
+
+    Attributes:
+        products: its operations of matrix products and convolutions, over those of an evaluation of the gradient.
+        evaluations: its time, over that of an evaluation of the gradient.
+        memory: its peak, over that of a training step, parameters included in both.
+    """
+
+    products: float
+    evaluations: float
+    memory: float
+
+    @staticmethod
+    def within(costs: Sequence[Cost]) -> str:
+        """Say how many are within the limits."""
+        products = sum(cost.products <= MOST_EVALUATIONS for cost in costs)
+        times = sum(cost.evaluations <= MOST_EVALUATIONS for cost in costs)
+        sizes, of = sum(cost.memory <= MOST_MEMORY for cost in costs), len(costs)
+        return (
+            f"At most {MOST_EVALUATIONS} gradient evaluations: {products} of {of} by products, {times} by time. "
+            f"At most {MOST_MEMORY} times the memory of a training step: {sizes}."
+        )
+
+
+@dataclass(frozen=True)
+class Row(Cost):
     """What one model costs."""
 
     width: int
     layers: int
-    evaluations: float
-    memory: float
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as a table, with how many are within the limits."""
-    lines = [f"{'width':>5}{'layers':>8}{'evaluations':>13}{'memory':>9}"]
-    lines += [f"{row.width:>5}{row.layers:>8}{row.evaluations:>13.0f}{f'{row.memory:.2f}x':>9}" for row in rows]
-    times = sum(row.evaluations <= MOST_EVALUATIONS for row in rows)
-    sizes = sum(row.memory <= MOST_MEMORY for row in rows)
-    lines += [
-        "",
-        f"At most {MOST_EVALUATIONS} evaluations: {times} of {len(rows)}. "
-        f"At most {MOST_MEMORY} times the memory of a step: {sizes} of {len(rows)}.",
-    ]
-    return "\n".join(lines)
+    lines = [f"{'width':>5}{'layers':>8}{'products':>10}{'time':>7}{'memory':>9}"]
+    lines += [f"{r.width:>5}{r.layers:>8}{r.products:>10.0f}{r.evaluations:>7.0f}{f'{r.memory:.2f}x':>9}" for r in rows]
+    return "\n".join([*lines, "", Cost.within(rows)])
 
 
-def measured_cost(model: nn.Module, case: Case, batches: Sequence[Any], dtype: str) -> tuple[Sensitivity, float, float]:
-    """Measure sensitivity, its time in gradient evaluations a batch, and its peak memory over a step's."""
+def measured_cost(model: nn.Module, case: Case, batches: Sequence[Any], dtype: str) -> tuple[Sensitivity, Cost]:
+    """Measure sensitivity, and what that costs for a batch."""
     args, kwargs = case.arguments(batches[0])
     amp_model = autocastfx.convert(model, args, kwargs or None, dtype=dtype)
     measuring = Measuring(amp_model, case.loss, "gradient", 8, case.inputs)
     measuring.add(batches[0])  # captures what is to be captured
-    one = min(_timed(lambda: _gradients(model, case, batches[0])) for _ in range(5))
     measuring.found = None
-    each = [_timed(lambda batch=batch: measuring.add(batch)) for batch in batches]
+    ratios: list[float] = []
+    for batch in batches:
+        before = _evaluation(model, case, batch)
+        took = _timed(lambda batch=batch: measuring.add(batch))
+        ratios.append(2 * took / (before + _evaluation(model, case, batch)))
     held = sum(p.numel() * p.element_size() for p in model.parameters())
     again = Measuring(amp_model, case.loss, "gradient", 8, case.inputs)
     peak = _peak(lambda: again.add(batches[0]))
+    products = _products(lambda: again.add(batches[0])) / _products(lambda: _gradients(model, case, batches[0]))
 
     def step() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), 0.0)
@@ -84,7 +109,11 @@ def measured_cost(model: nn.Module, case: Case, batches: Sequence[Any], dtype: s
     for buffer, before in buffers:
         buffer.data.copy_(before)
     assert measuring.found is not None
-    return measuring.found, statistics.median(each) / one, (held + peak) / (held + of_step)
+    return measuring.found, Cost(products, statistics.median(ratios), (held + peak) / (held + of_step))
+
+
+def _evaluation(model: nn.Module, case: Case, batch: Any) -> float:
+    return statistics.median(_timed(lambda: _gradients(model, case, batch)) for _ in range(EVALUATIONS))
 
 
 def _gradients(model: nn.Module, case: Case, batch: Any) -> None:
@@ -96,6 +125,13 @@ def _timed(work: Any) -> float:
     start = time.process_time()
     work()
     return time.process_time() - start
+
+
+def _products(work: Any) -> int:
+    """The operations of products and convolutions. A fused LSTM of oneDNN is none that is counted."""
+    with FlopCounterMode(display=False) as counter, torch.backends.mkldnn.flags(enabled=False):
+        work()
+    return counter.get_total_flops()
 
 
 def _peak(work: Any) -> int:
@@ -120,10 +156,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = {(row.width, row.layers) for row in store.rows}
     for width, layers in (size for size in itertools.product(chosen.widths, chosen.layers) if size not in done):
         case = gpt2(layers, width)
-        _, evaluations, memory = measured_cost(
+        _, cost = measured_cost(
             trained(case, STEPS), case, list(itertools.islice(case.batches(1), BATCHES)), "bfloat16"
         )
-        store.extend([Row(width, layers, evaluations, memory)])
+        store.extend([Row(**asdict(cost), width=width, layers=layers)])
         print(f"width {width}, {layers} layers: done", file=sys.stderr, flush=True)
     print(table(store.rows))
     return 0

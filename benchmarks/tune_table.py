@@ -7,13 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean
 
+from benchmarks.tune_cost import Cost
+
 __all__ = ["DEFAULT", "HALFWAY", "OURS", "Row", "table"]
 
 OURS, DEFAULT, HALFWAY = "measured", "default", "halfway"  # the names of our score, and of the bytes to compare at
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Cost):
     """The results of one model in one dtype. Bytes and errors are shares of the default list's.
 
     Attributes:
@@ -21,8 +23,6 @@ class Row:
         spearman: of predicted and true errors of those, both on the judged batches.
         plans: predicted over true errors of whole random plans, both on the judged batches.
         unseen: the same, predicted from the batches tuned on.
-        evaluations: the time of a batch's measurement, in gradient evaluations.
-        memory: its peak, over that of a training step.
         error: the default list's, itself.
         bytes: the default list's, itself.
         lists: by list, bytes and error; bytes of 0 are not counted.
@@ -32,7 +32,8 @@ class Row:
         front: bytes and error of tuned plans from few bytes to little error.
         below: by list, the least error of a tuned plan at no more bytes over the list's, and its standard error over
             the judged batches.
-        scores: by the bytes to compare at and by score, bytes and error of the plan that the score chooses.
+        scores: by the bytes to compare at: the bytes and the error of the plan by measured effects; by other scores the
+            bytes, the error over the error of that plan, and the standard error of this ratio over the judged batches.
         verdict: what tuning gains over the default list.
         seconds: the time that this row took.
         notes: what was not measured.
@@ -44,8 +45,6 @@ class Row:
     spearman: float
     plans: list[float]
     unseen: list[float]
-    evaluations: float
-    memory: float
     error: float
     bytes: int
     lists: dict[str, list[float]]
@@ -76,7 +75,7 @@ class Row:
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as two tables, with what is above or below its mark."""
     lines = [
-        f"{'model':12}{'dtype':>10}{'nodes':>7}{'plans':>12}{'unseen':>12}{'cost':>11}{'default':>9}{'kernel':>12}"
+        f"{'model':12}{'dtype':>10}{'nodes':>7}{'plans':>12}{'unseen':>12}{'products':>10}{'time':>5}{'memory':>8}{'default':>9}{'kernel':>12}"
         f"{'conservative':>14}{'autocast':>10}{'fewer':>12}{'float32':>9}{'nearer':>12}{'below':>7}  verdict"
     ]
     for r in rows:
@@ -84,7 +83,7 @@ def table(rows: Sequence[Row]) -> str:
         below = max(ratio for ratio, _ in r.below.values())
         lines.append(
             f"{r.model:12}{r.dtype:>10}{r.spearman:>7.2f}{_range(r.plans):>12}{_range(r.unseen):>12}"
-            f"{f'{r.evaluations:.0f} {r.memory:.1f}x':>11}{r.error:>9.1e}{pairs['fold=kernel']:>12}"
+            f"{r.products:>10.0f}{r.evaluations:>5.0f}{f'{r.memory:.1f}x':>8}{r.error:>9.1e}{pairs['fold=kernel']:>12}"
             f"{pairs['conservative']:>14}{pairs['torch_autocast_cuda']:>10}"
             f"{f'{r.fewer_bytes:.2f} {r.fewer_error:.2f}':>12}{r.float32_left:>9.2f}"
             f"{f'{r.nearer_bytes:.2f} {r.nearer_error:.2f}':>12}{below:>7.2f}  {r.said}"
@@ -99,13 +98,12 @@ def _range(numbers: Sequence[float]) -> str:
 def _marks(rows: Sequence[Row]) -> Iterator[str]:
     ranks = sum(r.spearman >= 0.85 for r in rows)
     ratios, unseen = sum(_is_near(r.plans) for r in rows), sum(_is_near(r.unseen) for r in rows)
-    times, sizes = sum(r.evaluations <= 50 for r in rows), sum(r.memory <= 3 for r in rows)
     below = sum(r.is_below for r in rows)
     gains = {r.model for r in rows if r.said == "gains"}
     of = f"of {len(rows)}"
     yield f"Spearman at least 0.85: {ranks} {of}."
     yield f"Plans predicted within 0.7 to 1.5: {ratios} {of}; from other batches: {unseen} {of}."
-    yield f"At most 50 gradient evaluations: {times} {of}; 3 times the memory of a training step: {sizes} {of}."
+    yield Cost.within(rows)
     yield f"On or below every list's point: {below} {of}{_above(rows)}."
     yield f"Gains on {len(gains)} of {len({r.model for r in rows})} models: {', '.join(sorted(gains)) or 'none'}."
 
@@ -130,29 +128,24 @@ def _score_lines(rows: Sequence[Row]) -> Iterator[str]:
     if not others:
         return
     yield ""
-    yield f"{'model':12}{'dtype':>10}{'at':>10}{'bytes':>7}{'error':>7}" + "".join(f"{name:>13}" for name in others)
-    ratios: dict[str, list[float]] = {name: [] for name in others}
+    yield f"{'model':12}{'dtype':>10}{'at':>10}{'bytes':>7}{'error':>7}" + "".join(f"{name:>20}" for name in others)
     for r in rows:
         for at, chosen in r.scores.items():
+            said = "".join(f"{_compared(*chosen[name]):>20}" for name in others)
             moved, error = chosen[OURS]
-            for name in others:
-                ratios[name].append(_ratio(chosen[name][1], error))
-            said = "".join(f"{f'{chosen[name][0]:.2f} {ratios[name][-1]:.2f}x':>13}" for name in others)
             yield f"{r.model:12}{r.dtype:>10}{at:>10}{moved:>7.2f}{error:>7.2f}{said}"
-    nearest = [min(each) for each in zip(*ratios.values(), strict=True)]
-    least, equal = sum(one > 1 for one in nearest), sum(one == 1 for one in nearest)
-    near = sum(1 / 1.02 < one < 1 for one in nearest)
     yield ""
-    yield (
-        f"The error by measured effects is the least in {least} of {len(nearest)} rows, equal to the least in {equal}, "
-        f"and less than 2% above the least in {near}."
-    )
-    for name, each in ratios.items():
-        finite = [one for one in each if 0 < one < math.inf]
+    for name in others:
+        found = [(ratio, noise) for r in rows for at in r.scores.values() for _, ratio, noise in [at[name]]]
+        lower = sum(ratio < 1 - 2 * noise for ratio, noise in found)
+        higher = sum(ratio > 1 + 2 * noise for ratio, noise in found)
+        finite = [ratio for ratio, _ in found if 0 < ratio < math.inf]
         mean = f"{geometric_mean(finite) if finite else math.nan:.2f} times on average"
-        yield f"By {name}: at least as large in {sum(one >= 1 for one in each)} of {len(each)}; {mean}."
+        yield (
+            f"By {name}: {mean}. Larger in {higher} of {len(found)} and smaller in {lower}, by more than two standard "
+            f"errors; at least as large in {sum(ratio >= 1 for ratio, _ in found)}."
+        )
 
 
-def _ratio(error: float, ours: float) -> float:
-    """Of two errors; 1 if both are 0, as in float32."""
-    return error / ours if ours else math.inf if error else 1.0
+def _compared(moved: float, ratio: float, noise: float) -> str:
+    return f"{moved:.2f} {ratio:.2f}±{noise:.2f}x"

@@ -17,6 +17,7 @@ from autocastfx import Sensitivity
 from autocastfx.numerics.plan_search import PlanSearch
 from autocastfx.plan.prices import Prices
 from benchmarks import pictures, tune, tune_finds
+from benchmarks.tune_cost import Cost
 from benchmarks.tune_judge import Bench, Judged, measured
 from benchmarks.tune_models import Case
 from benchmarks.tune_scores import SCORES, at_bytes, cheapest, random_scores, scored, scores
@@ -164,15 +165,31 @@ def test_below_is_the_best_plan_of_no_more_bytes() -> None:
     assert tune._below([dear], replace(at, bytes=0), Judged(11, (1.0, 1.0)))[0] == 0, "bytes that are not counted"
 
 
+def test_errors_are_compared_batch_by_batch() -> None:
+    one, other = Judged(10, (1.0, 3.0)), Judged(10, (2.0, 3.0))
+    assert tune._ratio(one, other) == pytest.approx([(10 / 13) ** 0.5, 0.25])
+    exact = Judged(10, (0.0, 0.0))
+    assert tune._ratio(exact, exact) == [1.0, 0.0]
+    assert tune._ratio(one, exact)[0] == float("inf")
+
+
 ROW = Row(
     **{"model": "a", "dtype": "bfloat16", "nodes": 4, "spearman": 0.9, "plans": [0.8, 1.2], "unseen": [0.6, 1.2]},
-    **{"evaluations": 40.0, "memory": 2.0, "error": 0.01, "bytes": 100, "fewer_bytes": 0.8, "fewer_error": 1.0},
+    **{
+        "products": 30.0,
+        "evaluations": 40.0,
+        "memory": 2.0,
+        "error": 0.01,
+        "bytes": 100,
+        "fewer_bytes": 0.8,
+        "fewer_error": 1.0,
+    },
     lists={"fold=kernel": [0.9, 1.1], "conservative": [1.5, 1.0], "torch_autocast_cuda": [0.0, 1.0]},
     **{"float32_left": 0.1, "nearer_bytes": 1.0, "nearer_error": 0.5, "verdict": "gains", "seconds": 1.0},
     kernel=[0.7, 1.1],
     front=[[0.8, 1.0], [1.0, 0.5], [1.2, 0.0]],
     below={"default": [0.5, 0.1], "fold=kernel": [1.1, 0.06]},
-    scores={"default": {OURS: [1.0, 0.5], "g2d2": [1.0, 1.0], "random": [0.9, 0.495]}},
+    scores={"default": {OURS: [1.0, 0.5], "g2d2": [1.0, 2.0, 0.5], "random": [0.9, 0.99, 0.001]}},
 )
 
 
@@ -182,20 +199,29 @@ def test_the_tables_count_what_meets_its_mark() -> None:
     said = table([ROW, misses])
     assert "Spearman at least 0.85: 1 of 2." in said
     assert "Plans predicted within 0.7 to 1.5: 1 of 2; from other batches: 1 of 2." in said
-    assert "At most 50 gradient evaluations: 2 of 2; 3 times the memory of a training step: 1 of 2." in said
+    assert Cost.within([ROW, misses]) in said
     assert "On or below every list's point: 1 of 2; b bfloat16 is above conservative (1.30 ± 0.10)" in said
     assert "Gains on 1 of 2 models: a." in said
-    assert "is the least in 0 of 1 rows, equal to the least in 0, and less than 2% above the least in 1." in said
-    assert "By g2d2: at least as large in 1 of 1; 2.00 times on average." in said
-    assert "By random: at least as large in 0 of 1; 0.99 times on average." in said
+    by = {line.split(":")[0]: line for line in said.splitlines() if line.startswith("By ")}
+    assert by["By g2d2"] == (
+        "By g2d2: 2.00 times on average. Larger in 0 of 1 and smaller in 0, by more than two standard errors; "
+        "at least as large in 1."
+    ), "2.00 is not beyond 1 + 2 * 0.5"
+    assert by["By random"] == (
+        "By random: 0.99 times on average. Larger in 0 of 1 and smaller in 1, by more than two standard errors; "
+        "at least as large in 0."
+    )
+    assert "1.00 2.00±0.50x" in said
 
 
 def test_without_scores_and_with_errors_of_0() -> None:
     assert table([replace(ROW, scores={})]).endswith("Gains on 1 of 1 models: a.")
     assert table([replace(ROW, nearer_error=0.0, scores={})]).endswith("Gains on 0 of 1 models: none.")
     assert "  float32" in table([replace(ROW, nearer_error=0.0)])
-    exact = replace(ROW, scores={"default": {OURS: [1.0, 0.0], "g2d2": [1.0, 0.0], "random": [1.0, 1.0]}})
-    assert "equal to the least in 1" in table([exact])
+    infinite = [1.0, float("inf"), 0.0]
+    exact = replace(ROW, scores={"default": {OURS: [1.0, 0.0], "g2d2": [1.0, 1.0, 0.0], "random": infinite}})
+    assert "By g2d2: 1.00 times on average. Larger in 0 of 1 and smaller in 0," in table([exact])
+    assert "By random: nan times on average. Larger in 1 of 1 and smaller in 0," in table([exact])
 
 
 def test_the_picture_holds_the_front_and_all_lists() -> None:

@@ -79,7 +79,8 @@ class ProbeRun:
         call: Call,
         stays_float32: Callable[[fx.Node, Use], bool],
         segments: tuple[Segment, ...] | None = None,
-        held: float = 1.0,
+        kept: float = 1.0,
+        passed: float = 0.0,
     ) -> ProbeRun:
         """Run ``call``.
 
@@ -88,7 +89,8 @@ class ProbeRun:
             call: its inputs.
             stays_float32: as for :class:`SegmentRun`.
             segments: of the graph; by default as many as need the least memory.
-            held: the number of tensors that will be kept for each value between segments.
+            kept: the number of tensors that will be kept for a value between segments, as for :func:`segments_of`.
+            passed: the number of further ones, likewise.
         """
         tensors = {name: held for name, held in flat.held.items() if isinstance(held, torch.Tensor)}
         written = written_outside(flat.graph, flat.held)
@@ -100,7 +102,8 @@ class ProbeRun:
             if name not in written
         }
         shared = alias_sets(flat.graph)
-        run = cls(flat, stays_float32, segments or segments_of(flat.graph, shared, held), wanted, _shared=shared)
+        segments = segments or segments_of(flat.graph, shared, kept, passed)
+        run = cls(flat, stays_float32, segments, wanted, _shared=shared)
         roots = [n for n in flat.graph.nodes if n.op == "get_attr" and str(n.target) in wanted]
         run._carried = set(reachable(roots, lambda node: node.users))
         names = [node.name for node in flat.graph.nodes if node.op == "placeholder"]
@@ -204,6 +207,7 @@ class ProbeRun:
                     later[node] = _kept(later[node] + one if node in later else one)
 
             yield piece, project
+            self._release(gives, tangents)
         self._drop()
 
     def _tangents(self, seeds: Sequence[int]) -> list[_Values]:
@@ -215,6 +219,12 @@ class ProbeRun:
                 made = piece.tangents(tangents, directions(piece.to_parameters, seed))
                 tangents.update({node: _kept(tangent) for node, tangent in made.items()})
         return found
+
+    def _release(self, nodes: Iterable[fx.Node], tangents: Iterable[_Values]) -> None:
+        """Free what is held for values that only later segments read, which are done."""
+        for held in (self._outside, self._returned or {}, *tangents):
+            for node in nodes:
+                held.pop(node, None)
 
     def close(self) -> None:
         """Free all values."""

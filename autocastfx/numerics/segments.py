@@ -17,12 +17,12 @@ from autocastfx.graph.node import elements, tensors, value
 
 __all__ = ["Segment", "segments_of", "whole"]
 
-_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_MORE = 1.1  # of the least memory, for fewer segments: each runs several times
+_MORE = 1.1  # times the least memory, for fewer segments: each runs several times
+_CLOSE = 1.02  # limits of memory that are not told apart
 _PLACES = 200  # looked at, where the least passes
-# Float32 values held for each value inside of a segment: itself, its gradient, both saved again for the second
-# backward pass, and what 16 bits change of both.
-_INSIDE = 5
+# Float32 values held for each value inside a segment, about: itself and its gradient, what the second backward pass
+# saves of both, and in bfloat16 what 16 bits change of both. Some are shared, as inputs are with outputs.
+_INSIDE = 4
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Segment:
     gives: tuple[fx.Node, ...]
 
 
-def segments_of(graph: fx.Graph, shared: Mapping[fx.Node, Any], held: float) -> tuple[Segment, ...]:
-    """Divide ``graph`` where few bytes pass, into as many segments as need the least memory, or little more.
+def segments_of(graph: fx.Graph, shared: Mapping[fx.Node, Any], kept: float, passed: float) -> tuple[Segment, ...]:
+    """Divide ``graph`` so that running it needs the least memory, or little more with fewer segments.
 
     A storage that is written into is not divided. Of several segments, the last is the output alone, where it reads
     single tensors.
@@ -49,16 +49,13 @@ def segments_of(graph: fx.Graph, shared: Mapping[fx.Node, Any], held: float) -> 
     Args:
         graph: flat.
         shared: its values that share a storage that is written into.
-        held: the number of float32 tensors kept for each value that passes from a segment to another.
+        kept: the number of float32 tensors kept for each value that a segment gives, until the segment is done.
+        passed: the number of further ones, for a value that passes from earlier segments to the one that runs.
     """
     nodes = [node for node in graph.nodes if node.op.startswith("call_")]
     if any(isinstance(node.target, HigherOrderOperator) for node in nodes):
         return whole(graph)  # which may write into anything
-    places = _Places.of(nodes, shared)
-    total = places.inside(0, len(nodes))
-    found = [places.cuts(total / parts) for parts in _PARTS]
-    least = min(places.memory(cuts, held) for cuts in found)
-    best = next(cuts for cuts in found if places.memory(cuts, held) <= _MORE * least)
+    best = _Places.of(nodes, shared, kept, passed).best_cuts()
     if not best:
         return whole(graph)
     parts = [nodes[a:b] for a, b in itertools.pairwise((0, *best, len(nodes)))]
@@ -87,19 +84,24 @@ class _Places:
     """Where a graph may be cut. A cut at ``i`` is before node ``i``.
 
     Attributes:
-        sizes: elements of all nodes before each node.
+        sizes: elements of all nodes before each node, and at the end of all.
         last: by node, the last that reads it.
-        passing: by cut, the elements that pass it; infinite where it may not be.
         own: by node, the elements of its value.
+        ends: the cuts to look at, with the start and the end of the graph.
+        passing: the elements that pass each of ``ends``.
+        kept, passed: as for :func:`segments_of`.
     """
 
     sizes: Sequence[int]
     last: Sequence[int]
-    passing: Sequence[float]
     own: Sequence[int]
+    ends: Sequence[int]
+    passing: Sequence[float]
+    kept: float
+    passed: float
 
     @classmethod
-    def of(cls, nodes: Sequence[fx.Node], shared: Mapping[fx.Node, Any]) -> _Places:
+    def of(cls, nodes: Sequence[fx.Node], shared: Mapping[fx.Node, Any], kept: float, passed: float) -> _Places:
         at = {node: i for i, node in enumerate(nodes)}
         last = [max((at.get(user, len(nodes)) for user in node.users), default=i) for i, node in enumerate(nodes)]
         own = [elements(node) for node in nodes]
@@ -112,40 +114,54 @@ class _Places:
                 barred[i + 1] += 1
                 barred[last[i] + 1] -= 1
         passing = list(itertools.accumulate(changes))
-        closed = list(itertools.accumulate(barred))
-        passing = [math.inf if shut else size for size, shut in zip(passing, closed, strict=True)]
+        is_open = [not count for count in itertools.accumulate(barred)]
+        near = (i for i in range(1, len(nodes)) if is_open[i] and passing[i] <= min(passing[i - 1 : i + 2]))
+        ends = [0, *sorted(sorted(near, key=passing.__getitem__)[:_PLACES]), len(nodes)]
         made = (size if moves(node) else 0 for node, size in zip(nodes, own, strict=True))
-        return cls(list(itertools.accumulate(made, initial=0)), last, passing, own)
+        sizes = list(itertools.accumulate(made, initial=0))
+        return cls(sizes, last, own, ends, [passing[i] for i in ends], kept, passed)
 
-    def inside(self, start: int, end: int) -> int:
-        return self.sizes[end] - self.sizes[start]
+    def inside(self, j: int, k: int) -> float:
+        """Estimate the elements held for the values between two of ``ends`` while their segment is differentiated."""
+        return _INSIDE * (self.sizes[self.ends[k]] - self.sizes[self.ends[j]])
 
-    def cuts(self, most: float) -> tuple[int, ...]:
-        """Choose cuts that the least passes, with at most ``most`` elements between two where that can be."""
-        near = [i for i in range(1, len(self.last)) if self.passing[i] <= min(self.passing[i - 1 : i + 2])]
-        near = sorted(sorted((i for i in near if self.passing[i] < math.inf), key=self.passing.__getitem__)[:_PLACES])
-        ends, best = [0, *near, len(self.last)], [(0.0, 0.0, 0)]
-        for k in range(1, len(ends)):
-            passed = self.passing[ends[k]] if k < len(ends) - 1 else 0.0
-            least = (math.inf, math.inf, 0)
+    def best_cuts(self) -> tuple[int, ...]:
+        """Return the cuts that need the least memory, or little more where less passes them."""
+        alive = self._alive()
+        most = self.inside(0, len(self.ends) - 1)
+        least = most / (2 * len(self.ends) ** 2)
+        while most > _CLOSE * least:
+            middle = math.sqrt(most * least)
+            most, least = (most, middle) if self._cuts(middle, alive) is None else (middle, least)
+        return self._cuts(_MORE * most, alive) or ()
+
+    def _alive(self) -> list[list[int]]:
+        """By each of ``ends``, the nodes before it that are read behind it."""
+        return [[i for i in range(end) if self.last[i] >= end] for end in self.ends]
+
+    def _cuts(self, most: float, alive: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+        """Choose the cuts that the least elements pass, with at most ``most`` held at a time; None if there are none.
+
+        A segment needs the less, the less the segments before it give. So the best cuts up to a place are part of the
+        best cuts up to any later one.
+        """
+        best = [(0.0, 0)]  # for each of ``ends``: the elements given before it, and the cut before it
+        for k in range(1, len(self.ends)):
+            found = (math.inf, 0)
             for j in reversed(range(k)):
-                # The excess first: a part that cannot be divided may be larger than the others.
-                excess = max(0.0, self.inside(ends[j], ends[k]) - most)
-                if excess > least[0]:
+                inside, before = self.inside(j, k), best[j][0]
+                if inside > most:
                     break  # and from farther back still more
-                least = min(least, (best[j][0] + excess, best[j][1] + passed, j))
-            best.append(least)
-        found, k = list[int](), len(ends) - 1
-        while k := best[k][2]:
-            found.append(ends[k])
-        return tuple(reversed(found))
-
-    def memory(self, cuts: Sequence[int], held: float) -> float:
-        """Estimate the most elements held at a time."""
-        bounds = list(itertools.pairwise((0, *cuts, len(self.last))))
-        largest = max((self.inside(a, b) for a, b in bounds), default=0)
-        passing = sum(self.own[i] for a, b in bounds for i in range(a, b) if self.last[i] >= b < len(self.last))
-        return _INSIDE * largest + held * passing
+                if inside + self.kept * before + self.passed * self.passing[j] <= most:
+                    given = sum(self.own[i] for i in alive[k] if i >= self.ends[j])
+                    found = min(found, (before + given, j))
+            best.append(found)
+        if best[-1][0] == math.inf:
+            return None
+        cuts, k = list[int](), len(self.ends) - 1
+        while k := best[k][1]:
+            cuts.append(self.ends[k])
+        return tuple(reversed(cuts))
 
 
 def _passes(node: fx.Node) -> bool:

@@ -154,14 +154,15 @@ class Measuring:
         call = CallSignature.of(self.amp_model.forward).bind(args, kwargs)
         held_values: Mapping[str, Any] = {**captured.attributes, **self.amp_model._held()}
         ports = replace(converter, device=variant.plan.device).ports
-        # Kept between segments: a value, its gradient, and its tangents in bfloat16.
-        held = 2 + self.probes / 2 if self.of == "gradient" else 1.0
+        # Held for a value between segments: itself, its gradient and its tangents, and the projections' derivatives by
+        # it; tangents and derivatives in bfloat16.
+        kept, passed = (2 + self.probes / 2 if self.of == "gradient" else 1.0), self.probes / 2
         with random_numbers_kept():
             switches = ports.facts.switches if self.of == "gradient" else frozenset[str]()
             errors = errors_at(switches, self.amp_model, args, kwargs)
             flat = flatten(captured.graph, held_values.__getitem__)
             write_out_of_place(flat)
-            run = ProbeRun.of(flat, call, ports.stays_float32, held=held)
+            run = ProbeRun.of(flat, call, ports.stays_float32, kept=kept, passed=passed)
             may_jump = any(op_name(node) in switches for node in flat.graph.nodes)
             seeds = self._seeds(paired=may_jump)
             effects = NodeEffects(run, Replay(ports, converter.low), mode_of(captured.training), seeds, errors)

@@ -192,6 +192,20 @@ def test_a_segment_gives_the_same_when_it_runs_again(build: Callable[[], nn.Modu
     assert compared == len(first) > 3
 
 
+def test_what_later_segments_read_is_freed_once_they_are_done() -> None:
+    made = setup(Small, each)
+    run = made.run
+    run.differentiate(run.output[0])
+    gives = [set(segment.gives) for segment in run.segments]
+    for i, (_, project) in zip(reversed(range(len(gives))), run.projections([0, 1]), strict=True):
+        for held in (run._outside, run._returned or {}):
+            assert {node for node in held if node.op.startswith("call_")} <= set().union(*gives[: i + 1])
+        project(0, Taken())
+        project(1, Taken())
+    assert sum(map(len, gives)) > 3
+    assert not [node for node in run._outside if node.op.startswith("call_")]
+
+
 def test_the_callers_tensors_are_left_alone(divide: Divide) -> None:
     made = setup(lambda: Counting().train(), divide)
     before = {name: buffer.clone() for name, buffer in made.model.named_buffers()}
