@@ -32,7 +32,7 @@ from autocastfx.numerics.target_error import TargetError
 from autocastfx.passes.variant_maker import VariantMaker
 from autocastfx.plan.prices import Prices
 from autocastfx.plan.ranges import mode_of
-from autocastfx.plan.sensitivity import TARGETS, Sensitivity
+from autocastfx.plan.sensitivity import TARGETS, Sensitivity, shared_directions
 from autocastfx.policy.op_list import OpListLike
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.variant import Variant
@@ -205,12 +205,13 @@ class Measuring:
         )
 
     def _seeds(self, *, paired: bool) -> list[int]:
-        """Half of the directions are the same in all batches, to tell a bias; the others are new, to tell more.
+        """Some directions are the same in all batches, and the others new, to tell more.
 
         The last two are one direction if ``paired``.
         """
         done = self.found.batches if self.found is not None else 0
-        seeds = [i if 2 * i < self.probes else self.probes * (done + 1) + i for i in range(self.probes)]
+        shared = shared_directions(self.probes)
+        seeds = [i if i < shared else self.probes * (done + 1) + i for i in range(self.probes)]
         return [*seeds[:-1], seeds[-2]] if paired and self.probes >= _LEAST_FOR_JUMPS else seeds
 
     def _loss(self, output: Any, batch: Any) -> torch.Tensor:

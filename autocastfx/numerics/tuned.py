@@ -14,7 +14,7 @@ from autocastfx.conversion import convert
 from autocastfx.files import write_whole
 from autocastfx.numerics.budget import Limit, Point
 from autocastfx.plan.plan import Plan
-from autocastfx.plan.sensitivity import Sensitivity
+from autocastfx.plan.sensitivity import Sensitivity, added, rms
 from autocastfx.policy.op_list import OpList, OpListLike
 from autocastfx.report.front_picture import Front, front_picture
 from autocastfx.runtime.amp_module import AmpModule
@@ -74,12 +74,22 @@ class Tuned:
         ]
         if not self.gains:
             lines.append("nothing to gain: the list that was started from is as good.")
-        lines += self._doubts()
+        lines += [*self._bias(), *self._doubts()]
         lines += ["", f"{'plan':8}{'MB':>10}{'predicted':>12}{'measured':>12}"]
         for p in self.front:
             measured = "" if p.measured is None else f"{p.measured:.2e}"
             lines.append(f"{p.name:8}{p.bytes / 1e6:>10.2f}{p.predicted:>12.2e}{measured:>12}")
         return "\n".join([*lines, "", self.text().rstrip()])
+
+    def _bias(self) -> Iterator[str]:
+        """Yield how much of the predicted error is the same in all batches."""
+        found, effects = self.sensitivity, [node.effect for node in self.plan.nodes if node.effect]
+        if not effects or found.batches == 1:
+            return
+        signature = added(effects)
+        bias, least = found.bias(signature), found.least_bias(rms(signature))
+        shows = f"{bias:.1e} of the predicted error is" if bias > least else "none of the predicted error seems"
+        yield f"bias:   {shows} the same in all batches, and adds up over steps; less than {least:.1e} does not show."
 
     def _doubts(self) -> Iterator[str]:
         """Yield what the predictions leave out. The plan is chosen by measured errors in any case."""

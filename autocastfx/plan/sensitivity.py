@@ -17,7 +17,7 @@ from autocastfx.files import read_whole, write_whole
 from autocastfx.plan.json_text import parsed_json
 from autocastfx.plan.ranges import MODES, Key
 
-__all__ = ["OUTPUT", "TARGETS", "Effect", "Sensitivity", "Signature", "added", "rms"]
+__all__ = ["OUTPUT", "TARGETS", "Effect", "Sensitivity", "Signature", "added", "rms", "shared_directions"]
 
 VERSION = 1
 TARGETS = ("gradient", "output")
@@ -31,6 +31,11 @@ def rms(signature: Iterable[float]) -> float:
     """Return the root mean square: the relative error that a signature stands for."""
     squares = [number * number for number in signature]
     return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
+
+
+def shared_directions(probes: int) -> int:
+    """Return how many random directions are the same in all batches, to tell a bias: half of them, the first ones."""
+    return (probes + 1) // 2
 
 
 def added(signatures: Iterable[Signature]) -> Signature:
@@ -171,12 +176,23 @@ class Sensitivity:
         return math.sqrt((1 - share) * found**2 + share * found * self.jumps_at * true)
 
     def bias(self, signature: Signature) -> float:
-        """Return the part of an error that is the same in all batches, which adds up over steps.
+        """Return the part of an error that is the same in all batches, which adds up over steps; 0 if none shows.
 
-        Half of the random directions are the same in all batches, and tell.
+        In a random direction that all batches share, the product of what two batches give is on average the square of
+        what the two have in common. One batch tells nothing of it.
         """
-        rows = [signature[i :: self.probes] for i in range(self.probes) if 2 * i < self.probes]
-        return rms(sum(row) / len(row) for row in rows if row)
+        rows = [signature[i :: self.probes] for i in range(shared_directions(self.probes))]
+        products = [sum(row) ** 2 - sum(number * number for number in row) for row in rows]
+        return math.sqrt(max(0.0, sum(products)) / self._pairs) if self._pairs else 0.0
+
+    def least_bias(self, error: float) -> float:
+        """Return the smallest bias that shows in ``error``: one standard deviation of the estimate if there is none."""
+        return error * (2 / self._pairs) ** 0.25 if self._pairs else math.inf
+
+    @property
+    def _pairs(self) -> int:
+        """The number of products of two batches in a direction that they share; each counts twice."""
+        return self.batches * (self.batches - 1) * shared_directions(self.probes)
 
     def merged(self, other: Sensitivity) -> Sensitivity:
         """Append what was measured on further batches.

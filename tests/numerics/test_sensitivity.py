@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 import autocastfx
 from autocastfx import Sensitivity, SensitivityError
 from autocastfx.numerics.target_error import TargetError
+from autocastfx.plan.sensitivity import added, rms
 
 PROBES = 64  # an error is known within 1/sqrt(2 * 64) = 9 %
 WITHIN = 4 / (2 * PROBES) ** 0.5  # four standard deviations
@@ -65,6 +68,28 @@ def test_whole_lists_are_predicted(of: str, dtype: str) -> None:
         true = judge(amp_model, getattr(torch, dtype))
         assert amp_model.plan.error == pytest.approx(true, rel=WITHIN)
         assert 0 < true < 0.02
+
+
+def test_the_bias_of_a_plan_is_what_its_errors_have_in_common() -> None:
+    """Inputs far from 0 meet the rounding of the weights alike in all batches."""
+    model, batches = made(), [(batch(seed)[0] + 3, batch(seed)[1]) for seed in range(8)]
+    found = autocastfx.sensitivity(
+        model, batches, loss, inputs=inputs, dtype="bfloat16", probes=2 * PROBES, progress=False
+    )
+    amp_model = autocastfx.convert(model, inputs(batches[0]), dtype="bfloat16", sensitivity=found)
+
+    def gradient(module: nn.Module, one: Any) -> torch.Tensor:
+        grads = torch.autograd.grad(loss(module(inputs(one)), one), list(model.parameters()))
+        return torch.cat([grad.flatten() for grad in grads]).double()
+
+    exact = [gradient(model, one) for one in batches]
+    errors = [(gradient(amp_model, one) - g) / g.norm() for one, g in zip(batches, exact, strict=True)]
+    products = [float(a @ b) for a, b in itertools.combinations(errors, 2)]
+    true = math.sqrt(sum(products) / len(products))
+    signature = added([node.effect for node in amp_model.plan.nodes if node.effect])
+    bias, least = found.bias(signature), found.least_bias(rms(signature))
+    assert bias**2 == pytest.approx(true**2, abs=4 * least**2)
+    assert 2 * least < true < 0.9 * rms(signature), "an estimate of 0 fails too"
 
 
 @pytest.mark.parametrize("name", ["linear", "layer_norm", "gelu", "linear_1"])

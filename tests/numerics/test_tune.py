@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,21 @@ def test_the_front_is_in_the_order_of_bytes(tuned: tuple[nn.Module, Tuned]) -> N
     report = found.report()
     assert f"budget: an error of {found.budget.error:.2e}" in report
     assert "extends:" in report
+
+
+def test_the_report_tells_a_bias(tuned: tuple[nn.Module, Tuned]) -> None:
+    _, found = tuned
+    measured = found.sensitivity
+    assert measured.batches == 2
+    first, *rest = (replace(node, effect=()) for node in found.plan.nodes)
+    for effect, says in (
+        ((2e-3,) * 16, "bias:   2.0e-03 of the predicted error is the same in all batches"),
+        ((*(2e-3,) * 8, *(-2e-3,) * 8), "bias:   none of the predicted error seems the same in all batches"),
+    ):
+        plan = replace(found.plan, nodes=(replace(first, effect=effect), *rest))
+        assert says in replace(found, plan=plan).report()
+        assert "bias:" not in replace(found, plan=plan, sensitivity=replace(measured, batches=1)).report()
+    assert "bias:" not in replace(found, plan=replace(found.plan, nodes=(first, *rest))).report()
 
 
 def test_at_no_more_bytes_the_error_is_less(tuned: tuple[nn.Module, Tuned]) -> None:

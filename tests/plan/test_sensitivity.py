@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,14 @@ def test_a_bias_is_what_all_batches_have_in_common() -> None:
     measured = replace(ONE, probes=4, batches=2)
     assert measured.bias((1.0, 2.0, 9.0, 9.0, 1.0, 2.0, -9.0, -9.0)) == rms((1.0, 2.0))  # half of the probes tell
     assert measured.bias((1.0, 2.0, 9.0, 9.0, -1.0, -2.0, 9.0, 9.0)) == 0.0
+    assert ONE.batches == 1
+    assert ONE.bias(LINEAR.computes) == 0.0, "one batch tells nothing"
+    generator = random.Random(0)
+    noise = [generator.gauss(0.0, 1.0) for _ in range(4000)]
+    many = replace(ONE, probes=4, batches=1000)
+    assert many.bias(tuple(noise)) < 3 * many.least_bias(1.0) < 0.15, "what is independent is no bias"
+    assert ONE.least_bias(1.0) == math.inf
+    assert many.bias(tuple(0.5 + one for one in noise)) == pytest.approx(0.5, abs=0.1)
 
 
 def test_the_squared_error_of_jumps_grows_with_the_change() -> None:
