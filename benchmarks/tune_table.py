@@ -136,14 +136,14 @@ def _score_lines(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{r.model:12}{r.dtype:>10}{at:>10}{moved:>7.2f}{error:>7.2f}{said}"
     yield ""
     for name in others:
-        found = [(ratio, noise) for r in rows for at in r.scores.values() for _, ratio, noise in [at[name]]]
-        lower = sum(ratio < 1 - 2 * noise for ratio, noise in found)
-        higher = sum(ratio > 1 + 2 * noise for ratio, noise in found)
-        finite = [ratio for ratio, _ in found if 0 < ratio < math.inf]
+        found = [(at[OURS][0], *at[name]) for r in rows for at in r.scores.values()]
+        lower = [moved > ours for ours, moved, ratio, noise in found if ratio < 1 - 2 * noise]
+        higher = sum(ratio > 1 + 2 * noise for *_, ratio, noise in found)
+        finite = [ratio for *_, ratio, _ in found if 0 < ratio < math.inf]
         mean = f"{geometric_mean(finite) if finite else math.nan:.2f} times on average"
         yield (
-            f"By {name}: {mean}. Larger in {higher} of {len(found)} and smaller in {lower}, by more than two standard "
-            f"errors; at least as large in {sum(ratio >= 1 for ratio, _ in found)}."
+            f"By {name}: {mean}. Larger in {higher} of {len(found)} by more than two standard errors, and smaller in "
+            f"{len(lower)}, in {sum(lower)} of these with more bytes."
         )
 
 

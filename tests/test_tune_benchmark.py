@@ -204,12 +204,12 @@ def test_the_tables_count_what_meets_its_mark() -> None:
     assert "Gains on 1 of 2 models: a." in said
     by = {line.split(":")[0]: line for line in said.splitlines() if line.startswith("By ")}
     assert by["By g2d2"] == (
-        "By g2d2: 2.00 times on average. Larger in 0 of 1 and smaller in 0, by more than two standard errors; "
-        "at least as large in 1."
+        "By g2d2: 2.00 times on average. Larger in 0 of 1 by more than two standard errors, and smaller in 0, in 0 of "
+        "these with more bytes."
     ), "2.00 is not beyond 1 + 2 * 0.5"
     assert by["By random"] == (
-        "By random: 0.99 times on average. Larger in 0 of 1 and smaller in 1, by more than two standard errors; "
-        "at least as large in 0."
+        "By random: 0.99 times on average. Larger in 0 of 1 by more than two standard errors, and smaller in 1, in 0 "
+        "of these with more bytes."
     )
     assert "1.00 2.00±0.50x" in said
 
@@ -220,8 +220,10 @@ def test_without_scores_and_with_errors_of_0() -> None:
     assert "  float32" in table([replace(ROW, nearer_error=0.0)])
     infinite = [1.0, float("inf"), 0.0]
     exact = replace(ROW, scores={"default": {OURS: [1.0, 0.0], "g2d2": [1.0, 1.0, 0.0], "random": infinite}})
-    assert "By g2d2: 1.00 times on average. Larger in 0 of 1 and smaller in 0," in table([exact])
-    assert "By random: nan times on average. Larger in 1 of 1 and smaller in 0," in table([exact])
+    assert "By g2d2: 1.00 times on average. Larger in 0 of 1 " in table([exact])
+    assert "By random: nan times on average. Larger in 1 of 1 " in table([exact])
+    dear = replace(ROW, scores={"default": {OURS: [0.9, 0.5], "g2d2": [1.0, 0.9, 0.01]}})
+    assert "and smaller in 1, in 1 of these with more bytes." in table([dear])
 
 
 def test_the_picture_holds_the_front_and_all_lists() -> None:
