@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -14,9 +14,10 @@ import torch
 from autocastfx.conversion import convert_captured
 from autocastfx.errors import SensitivityError
 from autocastfx.numerics.budget import Limit, Point
+from autocastfx.numerics.fill_plan import filled
 from autocastfx.numerics.sensitivity import captured_of
 from autocastfx.numerics.target_error import TargetError
-from autocastfx.numerics.tuned_rules import mixed, rules_for
+from autocastfx.numerics.tuned_rules import rules_for
 from autocastfx.passes.pipeline import Converter
 from autocastfx.passes.variant_maker import VariantMaker
 from autocastfx.plan.plan import Plan
@@ -33,6 +34,7 @@ _DECADES = range(-3, 4)  # of the price of an error, around the one at which it 
 _LAST_DECADE = 9
 _SLACK = 1.25  # a predicted error above the budget by this factor may yet be measured below it
 _CLOSE = 1.05  # prices that are not told apart
+_MOST_FILLED = 4  # plans
 
 
 @dataclass(frozen=True)
@@ -152,15 +154,26 @@ class PlanSearch:
         return abs(a.traffic.moved - b.traffic.moved) * abs((a.error or 0.0) - (b.error or 0.0))
 
     def _near(self, limit: Limit, ratio: float) -> list[Found]:
-        """The distinct plans of the sweep, and three between those on either side of the limit."""
+        """The distinct plans of the sweep, and those between them that are filled up to the limit."""
         distinct = {(plan.traffic.moved, plan.error): plan for _, plan in sorted(self.plans.items())}
         plans = sorted(distinct.values(), key=lambda plan: plan.traffic.moved)
-        within = [limit.keeps(_expected(plan, ratio)) for plan in plans]
-        for (cheap, dear), (first, second) in zip(itertools.pairwise(plans), itertools.pairwise(within), strict=True):
-            if first != second:
-                between = [self._said(mixed(dear, cheap, share)) for share in (0.25, 0.5, 0.75)]
-                return [*_around(plans, limit, ratio), *between]
-        return _around(plans, limit, ratio)
+        return [*_around(plans, limit, ratio), *self._filled(plans, limit, ratio)]
+
+    def _filled(self, plans: Sequence[Plan], limit: Limit, ratio: float) -> Iterator[Found]:
+        """Fill the dearest plans that leave bytes, or of a limit of errors, that are beyond it."""
+        within = [plan for plan in plans if limit.keeps(_expected(plan, ratio))]
+        if limit.bytes is not None:
+            starts, most = within, limit.bytes
+        else:
+            starts = [plan for plan in plans if plan not in within]
+            most = min((plan.traffic.moved for plan in within), default=math.inf) - 1
+        for start in starts[-_MOST_FILLED:]:
+            said = self._said(start)
+            rules = said.rules or OpList()
+            for plan in filled(rules, said.plan, most, lambda rules: self._plan_of(self._with(rules))):
+                yield Found(_point("tuned", plan), plan)
+                if limit.error is not None and limit.keeps(_expected(plan, ratio)):
+                    break
 
     def _said(self, plan: Plan) -> Found:
         rules, found = rules_for(plan, self.start, lambda r: self._plan_of(self._with(r)), self.prices.sensitivity)

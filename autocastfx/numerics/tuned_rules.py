@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from autocastfx.graph.op_name import base_name
@@ -13,7 +13,7 @@ from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
 
-__all__ = ["mixed", "rules_for"]
+__all__ = ["rules_for"]
 
 Group = tuple[str, str]  # a module path and an op
 _SIDES = {Precision.LOW: "low", Precision.FLOAT32: "float32"}
@@ -62,26 +62,6 @@ def _is_alike(plan: Plan, wanted: Plan) -> bool:
 
 def _views(plan: Plan) -> set[Group]:
     return {_group(node) for node in plan.nodes if node.decision.category is Category.CLEAR}
-
-
-def mixed(first: Plan, second: Plan, share: float) -> Plan:
-    """A plan between two: of the modules and ops that they place otherwise, a share is placed as ``second`` does.
-
-    Those come first for which ``second`` adds the least error for each node; bytes and errors of the whole are not
-    computed.
-    """
-    theirs = {node.name: node for node in second.nodes}
-    added: dict[Group, float] = {}
-    for node in filter(_computes, first.nodes):
-        other = theirs.get(node.name)
-        if other is not None and other.placement.run is not node.placement.run:
-            group = _group(node)
-            more = (other.error or 0.0) ** 2 - (node.error or 0.0) ** 2
-            added[group] = added.get(group, 0.0) + more
-    order = sorted(added, key=added.__getitem__)
-    flipped = set(order[: round(share * len(order))])
-    nodes = (theirs[n.name] if _group(n) in flipped and n.name in theirs else n for n in first.nodes)
-    return replace(first, nodes=tuple(nodes))
 
 
 def _computes(node: PlannedNode) -> bool:

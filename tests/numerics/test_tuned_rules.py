@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import nn
 
 import autocastfx
 from autocastfx import Effect, OpList, Placement, Plan, Precision, Sensitivity
 from autocastfx.conversion import convert_again
-from autocastfx.numerics.tuned_rules import mixed, rules_for
+from autocastfx.numerics.tuned_rules import rules_for
 
 
 class Layer(nn.Module):
@@ -85,15 +84,3 @@ def test_a_plan_that_is_there_needs_no_rules() -> None:
     rules, plan = rules_for(BASE.plan, BASE.plan, converted, SENSITIVITY)
     assert not rules.modules
     assert plan.nodes == BASE.plan.nodes
-
-
-@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.5, 1), (1.0, 2)])
-def test_a_mixture_changes_what_costs_least_error_first(share: float, count: int) -> None:
-    cheap = wanted(set(nodes("layer_norm")) | {"exp"}, set())
-    errors = {**dict.fromkeys(nodes("layer_norm"), 1e-3), "exp": 5e-3}
-    cheap = replace(cheap, nodes=tuple(replace(n, error=errors.get(n.name)) for n in cheap.nodes))
-    # The three norms are in modules of their own: the dearest of the four groups, exp, comes last.
-    found = mixed(BASE.plan, cheap, share)
-    changed = [n.name for n, was in zip(found.nodes, BASE.plan.nodes, strict=True) if n.placement != was.placement]
-    assert len(changed) == {0: 0, 1: 2, 2: 4}[count]
-    assert ("exp" in changed) is (share == 1.0)
