@@ -26,6 +26,21 @@ PINNED = tuple(map(int, re.findall(r"^torch==(\d+)\.(\d+)\.", _CONSTRAINTS.read_
 is_pinned_torch = TORCH == PINNED
 with_pinned_torch = pytest.mark.skipif(not is_pinned_torch, reason="of the torch of constraints.txt; this is another")
 
+
+def _runs_low_lstm() -> bool:
+    """Whether torch itself runs an LSTM in bfloat16 here; oneDNN has no such kernel for CPUs without AVX-512."""
+    try:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            nn.LSTM(6, 5)(torch.zeros(2, 3, 6))
+    except RuntimeError as error:
+        if "primitive descriptor for the LSTM" not in str(error):
+            raise
+        return False
+    return True
+
+
+with_low_lstm = pytest.mark.skipif(not _runs_low_lstm(), reason="torch has no bfloat16 LSTM for this CPU")
+
 SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64", torch.bool: "bool"}
 
 

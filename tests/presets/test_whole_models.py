@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autocastfx
+from tests.helpers import with_low_lstm
 
 BFLOAT16 = torch.bfloat16
 
@@ -222,7 +223,9 @@ def trained(
     return found, casts.counted
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=with_low_lstm) if name == "lstm" else name for name in MODELS]
+)
 def test_training_is_torch_autocasts(name: str) -> None:
     torch.manual_seed(0)
     make, make_inputs = MODELS[name]

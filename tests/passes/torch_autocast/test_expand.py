@@ -18,7 +18,7 @@ from autocastfx.graph.node import dtypes, module_path, tensors
 from autocastfx.graph.op_name import op_name
 from autocastfx.passes.torch_autocast.dispatch import Dispatch
 from autocastfx.passes.torch_autocast.expand import expand
-from tests.helpers import Function, op_list
+from tests.helpers import Function, op_list, with_low_lstm
 
 pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")
 
@@ -86,6 +86,7 @@ def test_parts_depend_on_the_dtypes_that_autocast_gives(rules: autocastfx.OpList
     assert ops(model)["nll_loss"] == 1
 
 
+@with_low_lstm
 def test_outputs_of_parts_take_the_place_of_the_tuple(rules: autocastfx.OpList) -> None:
     torch.manual_seed(0)
     lstm, x = nn.LSTM(6, 5, batch_first=True), torch.rand(2, 3, 6)
