@@ -42,7 +42,7 @@ MOST_EVALUATIONS, MOST_MEMORY = 50, 3
 
 @dataclass(frozen=True)
 class Cost:
-    """What a batch's measurement costs.
+    """The cost of measuring one batch.
 
     Attributes:
         products: its operations of matrix products and convolutions, over those of an evaluation of the gradient.

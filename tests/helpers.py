@@ -28,7 +28,7 @@ with_pinned_torch = pytest.mark.skipif(not is_pinned_torch, reason="of the torch
 
 
 def _runs_low_lstm() -> bool:
-    """Whether torch itself runs an LSTM in bfloat16 here; oneDNN has no such kernel for CPUs without AVX-512."""
+    """True if torch itself runs an LSTM in bfloat16 on this CPU. Without AVX-512, oneDNN has no kernel for it."""
     try:
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             nn.LSTM(6, 5)(torch.zeros(2, 3, 6))

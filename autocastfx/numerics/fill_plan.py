@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from autocastfx.graph.op_name import base_name
+from autocastfx.numerics.tuned_rules import Group, group_of
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.plan.sensitivity import Signature, added
 from autocastfx.policy.op_list import OpList
@@ -12,7 +12,6 @@ from autocastfx.policy.op_list import OpList
 __all__ = ["filled"]
 
 _MOST_TRIED = 16
-_Group = tuple[str, str]  # a module path and an op
 
 
 def filled(rules: OpList, plan: Plan, most: float, convert: Callable[[OpList], Plan]) -> Iterator[Plan]:
@@ -27,7 +26,7 @@ def filled(rules: OpList, plan: Plan, most: float, convert: Callable[[OpList], P
         most: the most bytes that a plan may move.
         convert: gives the plan that follows from rules laid over the base list.
     """
-    tried: set[_Group] = set()
+    tried: set[Group] = set()
     improved = True
     while improved:
         improved = False
@@ -45,22 +44,21 @@ def filled(rules: OpList, plan: Plan, most: float, convert: Callable[[OpList], P
                 break
 
 
-def _by_share(plan: Plan) -> list[_Group]:
+def _by_share(plan: Plan) -> list[Group]:
     """The ops of each module that run in 16 bits, by how much the plan's squared error falls without theirs."""
-    effects: dict[_Group, list[Signature]] = {}
+    effects: dict[Group, list[Signature]] = {}
     for node in plan.nodes:
         if node.effect and node.placement.run is Precision.LOW:
-            effects.setdefault((node.module, base_name(node.op)), []).append(node.effect)
+            effects.setdefault(group_of(node), []).append(node.effect)
     whole = added(node.effect for node in plan.nodes if node.effect)
     falls = {group: _fall(added(own), whole) for group, own in effects.items()}
     return sorted((group for group, fall in falls.items() if fall > 0), key=lambda group: -falls[group])
 
 
 def _fall(own: Signature, whole: Signature) -> float:
-    return sum(one * (2 * all_ - one) for one, all_ in zip(own, whole, strict=True))
+    return sum(one * (2 * total - one) for one, total in zip(own, whole, strict=True))
 
 
-def _raised(group: _Group) -> OpList:
+def _raised(group: Group) -> OpList:
     module, op = group
-    rule = {"path": module or "re:^$", "category": "float32", "ops": [op], "reason": "tuned: bytes were left for it"}
-    return OpList.of({"modules": [rule]})
+    return OpList.of({"modules": [{"path": module or "re:^$", "category": "float32", "ops": [op]}]})

@@ -160,7 +160,7 @@ class PlanSearch:
         return [*_around(plans, limit, ratio), *self._filled(plans, limit, ratio)]
 
     def _filled(self, plans: Sequence[Plan], limit: Limit, ratio: float) -> Iterator[Found]:
-        """Fill the dearest plans that leave bytes, or of a limit of errors, that are beyond it."""
+        """Fill the dearest plans within a limit of bytes; for a limit of errors, the dearest plans beyond it."""
         within = [plan for plan in plans if limit.keeps(_expected(plan, ratio))]
         if limit.bytes is not None:
             starts, most = within, limit.bytes

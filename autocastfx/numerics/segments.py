@@ -142,7 +142,7 @@ class _Places:
     def _cuts(self, most: float, alive: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         """Choose the cuts that the least elements pass, with at most ``most`` held at a time; None if there are none.
 
-        A segment needs the less, the less the segments before it give. So the best cuts up to a place are part of the
+        What earlier segments give adds to the memory of each later one. So the best cuts up to a place are part of the
         best cuts up to any later one.
         """
         best = [(0.0, 0)]  # for each of ``ends``: the elements given before it, and the cut before it

@@ -13,7 +13,7 @@ from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
 
-__all__ = ["rules_for"]
+__all__ = ["Group", "group_of", "rules_for"]
 
 Group = tuple[str, str]  # a module path and an op
 _SIDES = {Precision.LOW: "low", Precision.FLOAT32: "float32"}
@@ -61,14 +61,15 @@ def _is_alike(plan: Plan, wanted: Plan) -> bool:
 
 
 def _views(plan: Plan) -> set[Group]:
-    return {_group(node) for node in plan.nodes if node.decision.category is Category.CLEAR}
+    return {group_of(node) for node in plan.nodes if node.decision.category is Category.CLEAR}
 
 
 def _computes(node: PlannedNode) -> bool:
     return node.placement.run in _SIDES and node.op != "getitem"
 
 
-def _group(node: PlannedNode) -> Group:
+def group_of(node: PlannedNode) -> Group:
+    """Return the module and the op by which a rule names a node."""
     return node.module, base_name(node.op)
 
 
@@ -76,14 +77,14 @@ def _sides(plan: Plan) -> dict[Group, str]:
     """The precision of each module and op; those that run in both are left out."""
     found: dict[Group, set[str]] = {}
     for node in filter(_computes, plan.nodes):
-        found.setdefault(_group(node), set()).add(_SIDES[node.placement.run])
+        found.setdefault(group_of(node), set()).add(_SIDES[node.placement.run])
     return {group: next(iter(sides)) for group, sides in found.items() if len(sides) == 1}
 
 
 def _differing(plan: Plan, wanted: Plan) -> list[Group]:
     runs = {node.name: node.placement.run for node in wanted.nodes}
     differs = (n for n in plan.nodes if _computes(n) and runs.get(n.name, n.placement.run) is not n.placement.run)
-    return list(dict.fromkeys(map(_group, differs)))
+    return list(dict.fromkeys(map(group_of, differs)))
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class _Reasons:
     def __post_init__(self) -> None:
         found: dict[Group, list[PlannedNode]] = {}
         for node in filter(_computes, self.plan.nodes):
-            found.setdefault(_group(node), []).append(node)
+            found.setdefault(group_of(node), []).append(node)
         object.__setattr__(self, "by_group", found)
 
     def __call__(self, groups: Sequence[Group], side: str) -> str:

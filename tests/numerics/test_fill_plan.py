@@ -1,4 +1,4 @@
-"""What is left of a limit goes to the ops whose errors add most to the plan's."""
+"""Further ops run in float32 while a limit leaves bytes, those first that add most to the error of the plan."""
 
 from __future__ import annotations
 
