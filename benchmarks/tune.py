@@ -26,10 +26,10 @@ more error; ``float32`` where float32 itself moves no more bytes than the defaul
 ``nothing to gain`` where ``tune`` itself says so; else ``little``.
 
 The second table, of bfloat16 alone, compares measured effects with other scores (:mod:`benchmarks.tune_scores`). Each
-chooses plans in the same minimum cut, by itself alone: at the bytes of the default list, and halfway from there to the
-cheapest plan. Bytes that are left are spent on the ops of the largest errors by the score. ``bytes`` and ``error`` are
-those of the plan chosen by measured effects, over the default's. For each other score: the bytes of its plan over the
-default's, and its error over the error of that plan, with the standard error of that ratio over the judged batches.
+chooses plans by itself alone, in ``tune``'s own search: at the bytes of the default list, and halfway from there to the
+cheapest plan. ``bytes`` and ``error`` are those of the plan chosen by measured effects, over the default's. For each
+other score: the bytes of its plan over the default's, and its error over the error of that plan, with the standard
+error of that ratio over the judged batches.
 """
 
 from __future__ import annotations
@@ -191,14 +191,13 @@ def _by_scores(
     by_score = {n: [scored(found, s)] for n, s in scores(bench.base, bench.case, batches, search.low).items()}
     names = {e.name for e in found.effects} | {name for e in found.effects for name in e.reads}
     by_score["random"] = [scored(found, random_scores(names, seed, found.batches)) for seed in range(SEEDS)]
-    ours = bench.search(found, search.prices)
-    searches = {n: [bench.search(each, search.prices) for each in given] for n, given in by_score.items()}  # all anew
+    searches = {n: [bench.search(each, search.prices) for each in given] for n, given in by_score.items()}
     targets = {DEFAULT: moved}
     if _has_room(moved, floor):
         targets[HALFWAY] = (moved + floor) // 2
     rows: dict[str, dict[str, list[float]]] = {}
     for at, most in targets.items():
-        if (best := _chosen(bench, [ours], most)) is None:
+        if (best := _chosen(bench, [search], most)) is None:
             continue
         rows[at] = {OURS: share(best)}
         for name, some in searches.items():

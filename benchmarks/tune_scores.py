@@ -1,4 +1,4 @@
-"""Cheaper scores of nodes than measured effects, and the plans that they choose in the same minimum cut.
+"""Cheaper scores of nodes than measured effects, and the plans that ``tune``'s search chooses by them.
 
 A score is a number for each value of the float32 graph, by what rounding it to 16 bits changes (δ) and the gradient of
 the loss by it (g). A plan pays it where a node makes the value in 16 bits, and where one reads it so.
@@ -22,14 +22,13 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import autocastfx
-from autocastfx import OpList, Precision, Sensitivity
+from autocastfx import Sensitivity
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.measure import apart, written_outside
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.node import uses
-from autocastfx.graph.op_name import base_name
-from autocastfx.numerics.budget import Point
+from autocastfx.numerics.budget import Limit
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
 from autocastfx.numerics.loss import loss_of
 from autocastfx.numerics.plan_search import Found, PlanSearch
@@ -42,9 +41,6 @@ from benchmarks.tune_models import Case
 __all__ = ["SCORES", "at_bytes", "cheapest", "random_scores", "scored", "scores"]
 
 SCORES = ("g2d2", "first order", "local error")
-_DECADES = 4.0  # of the price of an error, on either side of the one at which it costs what all bytes do
-_CLOSE = 0.2  # decades between prices that are not told apart
-_TRIED = 6  # ops to spend what is left on
 
 Scores = Mapping[str, tuple[float, ...]]  # by the name of a value, one number for each batch
 
@@ -92,50 +88,23 @@ def scored(sensitivity: Sensitivity, by_value: Scores) -> Sensitivity:
 
 def cheapest(search: PlanSearch) -> Plan:
     """The plan where errors cost nothing: the fewest bytes and the least time of float32 products."""
-    return _plan(search, 0.0)
+    search._at(0.0)
+    return search.plans[0.0]
 
 
 def at_bytes(search: PlanSearch, most: float) -> Found | None:
     """Find the plan of the least score that moves at most so many bytes, as rules say it; None if there is none.
 
-    The price of an error is bisected. Plans of a cut leave gaps, so bytes that are left are spent on the ops whose
-    errors are the largest by the score: each runs in float32 if that still fits.
+    It is ``tune``'s own search, without the measurement of the best plans.
     """
-    unit = search.start.traffic.moved / max(search.start.error or 0.0, 1e-12) ** 2
-    first, last = -_DECADES, _DECADES
-    cheapest(search)
-    is_beyond = _plan(search, unit * 10.0**last).traffic.moved > most
-    while is_beyond and last - first > _CLOSE:
-        middle = (first + last) / 2
-        fits = _plan(search, unit * 10.0**middle).traffic.moved <= most
-        first, last = (middle, last) if fits else (first, middle)
-    distinct = {(plan.error or 0.0, plan.traffic.moved): plan for plan in search.plans.values()}
-    for (_, moved), plan in sorted(distinct.items()):
-        if moved <= most:
-            said = search._said(plan)
-            if said.point.bytes <= most:  # rules may move more than the plan that they say
-                return _filled(search, said, most)
+    anew, limit = replace(search, plans={}), Limit(bytes=most)
+    anew._sweep(limit)
+    cheapest(anew)
+    for found in sorted(anew._near(limit, 1.0), key=lambda one: limit.rank(one.point)):
+        said = anew._said(found.plan)
+        if limit.keeps(said.point):  # rules may move more than the plan that they say
+            return said
     return None
-
-
-def _filled(search: PlanSearch, found: Found, most: float) -> Found:
-    errors: dict[tuple[str, str], float] = {}
-    for node in found.plan.nodes:
-        if node.placement.run is Precision.LOW and node.error:
-            group = node.module, base_name(node.op)
-            errors[group] = errors.get(group, 0.0) + node.error**2
-    for module, op in sorted(errors, key=lambda group: -errors[group])[:_TRIED]:
-        rule = {"path": module or "re:^$", "category": "float32", "ops": [op], "reason": "bytes are left for it"}
-        rules = (found.rules or OpList()).merged(OpList.of({"modules": [rule]}))
-        plan = search._plan_of(search._with(rules))
-        if plan.traffic.moved <= most and (plan.error or 0.0) < found.point.predicted:
-            found = Found(Point("filled", plan.traffic.moved, plan.error or 0.0), plan, rules)
-    return found
-
-
-def _plan(search: PlanSearch, price: float) -> Plan:
-    search._at(price)
-    return search.plans[price]
 
 
 def _scores(tensors: Iterable[Tensor], low: torch.dtype) -> tuple[float, float, float]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 
+from autocastfx.capture.export import Captured
 from autocastfx.conversion import convert_captured
 from autocastfx.errors import SensitivityError
 from autocastfx.numerics.budget import Limit, Point
@@ -39,7 +40,7 @@ _MOST_FILLED = 4  # plans
 
 @dataclass(frozen=True)
 class Found:
-    """A plan: as it was cut, without rules yet; or as it follows from rules."""
+    """A plan, without its casts: as it was cut, without rules yet; or as it follows from rules."""
 
     point: Point
     plan: Plan
@@ -78,16 +79,12 @@ class PlanSearch:
         """Sweep the price of an error, measure plans near the limit, and choose.
 
         Returns:
-            The best plan within the limit, and the points of all that were looked at.
+            The best plan within the limit, with its casts, and the points of all that were looked at.
 
         Raises:
             SensitivityError: no plan keeps the limit.
         """
-        unit = self.start.traffic.moved / max(started.predicted, 1e-12) ** 2
-        for decade in _DECADES:
-            self._at(unit * 10.0**decade)
-        self._reach(unit, limit)
-        self._refine(limit)
+        self._sweep(limit)
         ratios = [started.error / started.predicted] if started.error and started.predicted else [1.0]
         found = self._near(limit, ratios[0])
         tried: list[Found] = []
@@ -106,7 +103,9 @@ class PlanSearch:
             least = min((one.point for one in tried), key=lambda point: point.error)
             raise SensitivityError(f"no plan keeps the budget ({limit}): the nearest has {least}.")
         front = dict.fromkeys(_point("cut", plan) for plan in self.plans.values())
-        return min(kept, key=lambda one: limit.rank(one.point)), [*front, *(one.point for one in tried)]
+        best = min(kept, key=lambda one: limit.rank(one.point))
+        complete = self._with(best.rules or OpList())(*self._converts).plan
+        return replace(best, plan=complete), [*front, *(one.point for one in tried)]
 
     def _measured(self, said: Found, judge: TargetError) -> float:
         again = convert_captured(self.base, self._with(said.rules or OpList()))
@@ -115,15 +114,26 @@ class PlanSearch:
     def _with(self, rules: OpList) -> Converter:
         return replace(self.converter, op_list=self.converter.op_list.merged(rules))
 
-    def _plan_of(self, converter: Converter) -> Plan:
+    @property
+    def _converts(self) -> tuple[Captured, Mapping[str, torch.Tensor], torch.device]:
+        """The arguments of a converter."""
         captured = captured_of(self.variant)
-        device = cast("VariantMaker", self.base._maker).device or captured.device
-        return converter(captured, self.base._held(), device).plan
+        return captured, self.base._held(), cast("VariantMaker", self.base._maker).device or captured.device
+
+    def _plan_of(self, converter: Converter) -> Plan:
+        return converter.decide(*self._converts)
 
     def _at(self, price: float) -> None:
         """Find the plan of fewest bytes, at a price of an error."""
         if price not in self.plans:
             self.plans[price] = self._plan_of(replace(self.converter, prices=replace(self.prices, per_error=price)))
+
+    def _sweep(self, limit: Limit) -> None:
+        unit = self.start.traffic.moved / max(self.start.error or 0.0, 1e-12) ** 2
+        for decade in _DECADES:
+            self._at(unit * 10.0**decade)
+        self._reach(unit, limit)
+        self._refine(limit)
 
     def _reach(self, unit: float, limit: Limit) -> None:
         """Raise the price until the limit is passed: if the start's error is large, it says little of other plans'."""
@@ -136,7 +146,7 @@ class PlanSearch:
     def _refine(self, limit: Limit) -> None:
         """Cut more finely: first where the predictions pass the limit, then in the widest gap of the front."""
         while len(self.plans) < _MOST_CUTS:
-            pairs = [(a, b) for a, b in itertools.pairwise(sorted(self.plans)) if b / a > _CLOSE]
+            pairs = [(a, b) for a, b in itertools.pairwise(sorted(self.plans)) if b > _CLOSE * a > 0]
             gaps = {pair: self._gap(*pair) for pair in pairs}
             crossing = [p for p in pairs if self._crosses(limit, *p)]
             first, last = max(crossing or gaps, key=gaps.__getitem__, default=(1.0, 1.0))

@@ -66,6 +66,7 @@ def test_the_list_alone_gives_the_plan(tuned: tuple[nn.Module, Tuned], tmp_path:
         amp_model = autocastfx.convert(model, (), BATCHES[0], dtype=found.plan.low, op_list=op_list)
         runs = {n.name: n.placement.run for n in amp_model.plan.nodes}
         assert runs == {n.name: n.placement.run for n in found.plan.nodes}
+        assert amp_model.plan.casts == found.plan.casts != ()
     assert all(rule.reason.startswith("tuned") for rule in found.rules.modules)
 
 

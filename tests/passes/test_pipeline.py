@@ -1,0 +1,101 @@
+"""Decisions alone are those of the whole conversion, and leave out what is read off the rewritten graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import autocastfx
+from autocastfx.errors import BannedOpError
+from autocastfx.numerics.sensitivity import captured_of
+from autocastfx.passes.insert_casts import InsertCasts
+from autocastfx.passes.pipeline import Converter
+from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.plan.plan import Plan
+from autocastfx.policy.op_list import OpList
+
+
+class Switch(nn.Module):
+    """A matrix product in one branch of a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.cond(x.sum() > 0, lambda x: (x @ x).exp(), lambda x: x @ x, (x,)))
+
+
+def switch() -> tuple[nn.Module, dict[str, Any]]:
+    return Switch(), {"x": torch.ones(8, 8)}
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False))
+    return model, {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+
+
+def low_gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    model, batch = gpt2()
+    return model.to(torch.bfloat16), batch
+
+
+def both(model: nn.Module, batch: Mapping[str, Any], **options: Any) -> tuple[Plan, Plan]:
+    """The plan of a conversion, and the decisions alone."""
+    amp_model = autocastfx.convert(model, (), batch, dtype="bfloat16", **options)
+    captured, converter = captured_of(amp_model.variants[0]), cast("VariantMaker", amp_model._maker).converter
+    return amp_model.variants[0].plan, converter.decide(captured, amp_model._held(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"weights": "cached"}, {"fold": "kernel"}, {"op_list": "conservative"}], ids=str
+)
+@pytest.mark.parametrize("made", [gpt2, low_gpt2, switch])
+def test_decisions_are_those_of_the_conversion(made: Any, options: dict[str, Any]) -> None:
+    if made is low_gpt2 and not options.keys().isdisjoint(("weights", "fold")):
+        pytest.skip("a 16-bit model takes neither")
+    plan, decided = both(*made(), **options)
+    assert plan.nodes
+    assert decided == replace(plan, casts=(), copies=())
+
+
+def test_decisions_predict_the_same_error() -> None:
+    model, batch = gpt2()
+    found = autocastfx.sensitivity(model, [batch], lambda output, _: output.loss, dtype="bfloat16", progress=False)
+    plan, decided = both(model, batch, sensitivity=found)
+    assert plan.error
+    assert plan.casts
+    assert decided == replace(plan, casts=(), copies=())
+
+
+def test_decisions_refuse_what_the_list_bans() -> None:
+    model, batch = gpt2()
+    amp_model = autocastfx.convert(model, (), batch, dtype="bfloat16")
+    converter = cast("VariantMaker", amp_model._maker).converter
+    ban = OpList.of({"modules": [{"path": "**", "ops": ["addmm"], "category": "ban"}]})
+    banning = replace(converter, op_list=converter.op_list.merged(ban))
+    with pytest.raises(BannedOpError, match="addmm"):
+        banning.decide(captured_of(amp_model.variants[0]), amp_model._held(), torch.device("cpu"))
+
+
+def test_nothing_is_rewritten_for_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = gpt2()
+    amp_model = autocastfx.convert(model, (), batch, dtype="bfloat16")
+    captured, converter = captured_of(amp_model.variants[0]), cast("VariantMaker", amp_model._maker).converter
+    before = str(captured.graph)
+
+    def refuse(self: InsertCasts, state: Any) -> Any:
+        raise AssertionError("casts were put in")
+
+    monkeypatch.setattr(InsertCasts, "__call__", refuse)
+    converter.decide(captured, amp_model._held(), torch.device("cpu"))
+    assert str(captured.graph) == before
+    with pytest.raises(AssertionError, match="casts were put in"):
+        Converter.__call__(converter, captured, amp_model._held(), torch.device("cpu"))
