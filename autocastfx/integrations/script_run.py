@@ -26,7 +26,7 @@ from autocastfx.training.grad_scaler import GradScaler
 
 __all__ = ["ScriptRun"]
 
-_OURS, _TORCH = Path(__file__).resolve().parents[1], Path(torch.__file__).resolve().parent
+_OURS, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent  # as frames name them: links are not resolved
 
 
 class ScriptRun:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -67,6 +68,19 @@ def test_a_model_is_converted_at_its_first_call(run_script: Run) -> None:
     assert model["where"].endswith("train.py:9")
     assert model["graphs"][0] == {"low": 3, "float32": 0, "casts": 6, "failure": ""}
     assert (report["dtype"], report["steps"], report["left"]) == ("bfloat16", 1, [])
+
+
+def test_the_calling_line_is_found_where_packages_are_links(tmp_path: Path) -> None:
+    """As in a linked virtual environment, or one that a package manager builds of links."""
+    for package in (torch, autocastfx):
+        folder = Path(package.__file__ or "").parent
+        (tmp_path / folder.name).symlink_to(folder.resolve())
+    script, report = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(HEAD + MODEL + STEP)
+    command = [sys.executable, "-m", "autocastfx", "run", "--report", str(report), str(script)]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=True)
+    (model,) = json.loads(report.read_text())["models"]
+    assert model["where"] == f"{script}:9"
 
 
 def test_nothing_stays_patched(run_script: Run) -> None:
