@@ -33,7 +33,7 @@ _MOST_CUTS = 20
 _MOST_MEASURED = 5
 _DECADES = range(-3, 4)  # of the price of an error, around the one at which it costs what all bytes do
 _LAST_DECADE = 9
-_SLACK = 1.25  # a predicted error above the budget by this factor may yet be measured below it
+_SLACK = 1.25  # an error predicted to be larger by this factor may yet be smaller
 _CLOSE = 1.05  # prices that are not told apart
 _MOST_FILLED = 4  # plans
 
@@ -88,7 +88,7 @@ class PlanSearch:
         ratios = [started.error / started.predicted] if started.error and started.predicted else [1.0]
         found = self._near(limit, ratios[0])
         tried: list[Found] = []
-        while len(tried) < _MOST_MEASURED and (following := self._next(found, limit, ratios, tried)) is not None:
+        while len(tried) < _MOST_MEASURED and (following := _next(found, limit, ratios, tried)) is not None:
             found.remove(following)
             said = following if following.rules is not None else self._said(following.plan)
             if any(one.rules == said.rules for one in tried):
@@ -189,19 +189,22 @@ class PlanSearch:
         rules, found = rules_for(plan, self.start, lambda r: self._plan_of(self._with(r)), self.prices.sensitivity)
         return Found(_point("tuned", found), found, rules)
 
-    def _next(
-        self, found: Sequence[Found], limit: Limit, ratios: Sequence[float], tried: Sequence[Found]
-    ) -> Found | None:
-        """Return the plan to measure next: the best that should keep the limit, or nearly so, by the errors so far."""
-        best = min((limit.rank(one.point) for one in tried if limit.keeps(one.point)), default=None)
-        ratio = statistics.median(ratios)
-        for slack in (1.0, _SLACK):
-            expected = [_expected(one.plan, ratio / slack) for one in found]
-            fits = [(limit.rank(point), i) for i, point in enumerate(expected) if limit.keeps(point)]
-            fits = [pair for pair in fits if best is None or pair[0] < best]
-            if fits:
-                return found[min(fits)[1]]
-        return None
+
+def _next(found: Sequence[Found], limit: Limit, ratios: Sequence[float], tried: Sequence[Found]) -> Found | None:
+    """Return the plan to measure next: the best that should keep the limit, by the errors so far; None if none is left.
+
+    Beyond a limit of errors, a plan would be kept by the chance of the few batches that are held out. Within a limit of
+    bytes, one that is predicted to be a little worse may be better.
+    """
+    best = min((limit.rank(one.point) for one in tried if limit.keeps(one.point)), default=None)
+    ratio = statistics.median(ratios)
+    for slack in (1.0,) if limit.bytes is None else (1.0, _SLACK):
+        expected = [_expected(one.plan, ratio / slack) for one in found]
+        fits = [(limit.rank(point), i) for i, point in enumerate(expected) if limit.keeps(point)]
+        fits = [pair for pair in fits if best is None or pair[0] < best]
+        if fits:
+            return found[min(fits)[1]]
+    return None
 
 
 def _point(name: str, plan: Plan) -> Point:
