@@ -103,7 +103,9 @@ class Tuned:
             )
 
     def plot(self, path: str | Path | None = None) -> str:
-        """Draw the front: bytes against error. The axis of errors is of ratios, so a plan without any is left out.
+        """Draw the front: bytes against error. The axis of errors is of ratios, so plans without any are left out.
+
+        If the tuned plan is one of them, it is drawn on the lower edge, with words that say so.
 
         Args:
             path: also write the picture to this file; an existing file is replaced when it is complete.
@@ -115,7 +117,7 @@ class Tuned:
             OSError: the file cannot be written.
         """
         points = dict.fromkeys(self.front)
-        chosen = _place(self.point) if self.gains else None
+        chosen = (float(self.point.bytes), self.point.error) if self.gains and math.isfinite(self.point.error) else None
         cuts = [(float(p.bytes), p.predicted) for p in points if p.name == "cut" and p.predicted > 0]
         measured = [_place(p) for p in points if p.measured is not None and p.name != "start"]
         title = f"{self.plan.low} on {self.plan.device}: error of the {self.sensitivity.of} against bytes"

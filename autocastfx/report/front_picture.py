@@ -25,7 +25,7 @@ _MIDDLE, _END = 'text-anchor="middle"', 'text-anchor="end"'
 
 @dataclass(frozen=True)
 class Front:
-    """What is drawn. Errors are above 0: an axis of ratios holds no other.
+    """What is drawn. Errors are above 0, for the axis is of ratios; without one, ``tuned`` is drawn on the lower edge.
 
     Attributes:
         title: above the picture.
@@ -49,8 +49,9 @@ def front_picture(front: Front) -> str:
     """Return the SVG text, which ends with a newline."""
     points = [*front.cuts, *front.measured, *filter(None, (front.start, front.tuned))] or [(1e6, 1.0)]
     across = _Axis.around([x / 1e6 for x, _ in points], _LEFT, _RIGHT)
-    up = _Axis.around([math.log10(y) for _, y in points], _BOTTOM, _TOP)
-    named = ((front.start, _START, "start"), (front.tuned, _TUNED, "tuned"))
+    up = _Axis.around([math.log10(y) for _, y in points if y] or [0.0], _BOTTOM, _TOP)
+    has_error = front.tuned is None or front.tuned[1] > 0
+    named = ((front.start, _START, "start"), (front.tuned, _TUNED, "tuned" if has_error else "tuned, without error"))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
         f"<title>{escape(front.title)}</title><style>{_STYLE}</style>",
@@ -121,7 +122,8 @@ def _axes(front: Front, across: _Axis, up: _Axis) -> Iterator[str]:
 
 
 def _at(place: Place, across: _Axis, up: _Axis) -> str:
-    return f"{across.at(place[0] / 1e6)},{up.at(math.log10(place[1]))}"
+    moved, error = place
+    return f"{across.at(moved / 1e6)},{up.at(math.log10(error)) if error else _BOTTOM}"
 
 
 def _mark(place: str, colour: str, said: str = "") -> str:

@@ -62,6 +62,17 @@ def test_marks_words_and_what_they_say() -> None:
     assert "tuned" not in words(drawn())
 
 
+@pytest.mark.parametrize("cuts", [CUTS, []])
+def test_a_tuned_plan_without_error_is_on_the_lower_edge(cuts: list[tuple[float, float]]) -> None:
+    picture = drawn(cuts, tuned=(3e6, 0.0))
+    (mark,) = (found.get("d", "") for found in picture.iter(f"{SVG}path") if found.get("fill") == "#D55E00")
+    axis = next(found.get("d", "") for found in picture.iter(f"{SVG}path") if found.get("class") == "axis")
+    (edge,) = re.findall(r"V([\d.]+)H", axis)
+    assert f",{edge}m" in mark
+    assert "tuned, without error" in words(picture)
+    assert len(line(picture)) == len(cuts)
+
+
 def test_a_budget_beyond_what_is_drawn_is_no_line() -> None:
     assert len(limits(drawn(error=0.5, of_bytes=1e9))) == 1
 
@@ -106,7 +117,7 @@ def test_what_tune_found_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "front.svg").read_text(encoding="utf-8") == text == found.plot()
     picture = ElementTree.fromstring(text)
     assert words(picture)[0] == "bfloat16 on cpu: error of the gradient against bytes"
-    assert ("tuned" in words(picture)) == found.gains
+    assert (("tuned" if found.point.error else "tuned, without error") in words(picture)) == found.gains
     cuts = sorted({(p.bytes, p.predicted) for p in found.front if p.name == "cut" and p.predicted})
     assert len(line(picture)) == len(cuts) > 0
 
