@@ -25,7 +25,9 @@ _MIDDLE, _END = 'text-anchor="middle"', 'text-anchor="end"'
 
 @dataclass(frozen=True)
 class Front:
-    """What is drawn. Errors are above 0, for the axis is of ratios; without one, ``tuned`` is drawn on the lower edge.
+    """What is drawn. The axis of errors is of ratios, so errors are above 0.
+
+    Only ``tuned`` may be without one: it is then drawn on the lower edge.
 
     Attributes:
         title: above the picture.
