@@ -26,10 +26,10 @@ more error; ``float32`` where float32 itself moves no more bytes than the defaul
 ``nothing to gain`` where ``tune`` itself says so; else ``little``.
 
 The second table, of bfloat16 alone, compares measured effects with other scores (:mod:`benchmarks.tune_scores`). Each
-chooses plans by itself alone, in ``tune``'s own search: at the bytes of the default list, and halfway from there to the
-cheapest plan. ``bytes`` and ``error`` are those of the plan chosen by measured effects, over the default's. For each
-other score: the bytes of its plan over the default's, and its error over the error of that plan, with the standard
-error of that ratio over the judged batches.
+takes the place of the measured effects in ``tune``'s own search, which measures its best plans on the two batches held
+out: at the bytes of the default list, and halfway from there to the cheapest plan. ``bytes`` and ``error`` are those of
+the plan chosen by measured effects, over the default's. For each other score: the bytes of its plan over the default's,
+and its error over the error of that plan, with the standard error of that ratio over the judged batches.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ import torch
 
 from autocastfx import Budget
 from autocastfx.numerics.plan_search import PlanSearch
+from autocastfx.numerics.target_error import TargetError
 from autocastfx.numerics.tune import _prices, tune
 from autocastfx.report.lint.gpu import find_gpu
 from benchmarks.store import Store
@@ -129,7 +130,7 @@ def measure(name: str, dtype: str) -> Row:
             DEFAULT: _below(points, default, default),
             **{n: _below([*points, kernel] if n == KERNEL else points, at, default) for n, at in lists.items()},
         },
-        scores=_by_scores(bench, search, first[:MEASURED], share, floor) if dtype == SCORED else {},
+        scores=_by_scores(bench, search, first, share, floor) if dtype == SCORED else {},
         verdict="gains" if gains else "nothing to gain" if nothing else "little",
         seconds=time.perf_counter() - started,
         notes=[f"{n}: {why}" for n, why in found.unmeasured.items()],
@@ -183,12 +184,21 @@ def _by_scores(
 ) -> dict[str, dict[str, list[float]]]:
     """The plans that each score chooses, at the bytes of the default list and halfway below.
 
+    Args:
+        bench: judges plans.
+        search: by measured effects.
+        batches: those that are measured on, and then those held out.
+        share: of the default list's bytes and error.
+        floor: the fewest bytes of a plan.
+
     Returns:
         Bytes and error of the plan by measured effects; of the others bytes, the error over the error of that plan, and
         the standard error of the ratio.
     """
     found, moved = search.prices.sensitivity, share.default.bytes
-    by_score = {n: [scored(found, s)] for n, s in scores(bench.base, bench.case, batches, search.low).items()}
+    measured, held_out = batches[:MEASURED], batches[MEASURED:]
+    judge = TargetError(bench.model, held_out, bench.case.loss, "gradient", bench.case.inputs)
+    by_score = {n: [scored(found, s)] for n, s in scores(bench.base, bench.case, measured, search.low).items()}
     names = {e.name for e in found.effects} | {name for e in found.effects for name in e.reads}
     by_score["random"] = [scored(found, random_scores(names, seed, found.batches)) for seed in range(SEEDS)]
     searches = {n: [bench.search(each, search.prices) for each in given] for n, given in by_score.items()}
@@ -197,18 +207,18 @@ def _by_scores(
         targets[HALFWAY] = (moved + floor) // 2
     rows: dict[str, dict[str, list[float]]] = {}
     for at, most in targets.items():
-        if (best := _chosen(bench, [search], most)) is None:
+        if (best := _chosen(bench, [search], most, judge)) is None:
             continue
         rows[at] = {OURS: share(best)}
         for name, some in searches.items():
-            other = _chosen(bench, some, most)
+            other = _chosen(bench, some, most, judge)
             rows[at][name] = [math.inf] * 3 if other is None else [other.bytes / moved, *_ratio(other, best)]
     return rows
 
 
-def _chosen(bench: Bench, searches: Sequence[PlanSearch], most: float) -> Judged | None:
+def _chosen(bench: Bench, searches: Sequence[PlanSearch], most: float, judge: TargetError) -> Judged | None:
     """The plan of the median error among those that searches find at no more bytes; None if they find none."""
-    found = [(search, at_bytes(search, most)) for search in searches]
+    found = [(search, at_bytes(search, most, judge)) for search in searches]
     judged = [bench.said(search, one) for search, one in found if one is not None]
     return sorted(judged, key=lambda plan: plan.error)[len(judged) // 2] if judged else None
 

@@ -22,17 +22,18 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import autocastfx
-from autocastfx import Sensitivity
+from autocastfx import Sensitivity, SensitivityError
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.measure import apart, written_outside
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.node import uses
-from autocastfx.numerics.budget import Limit
+from autocastfx.numerics.budget import Limit, Point
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
 from autocastfx.numerics.loss import loss_of
 from autocastfx.numerics.plan_search import Found, PlanSearch
 from autocastfx.numerics.sensitivity import captured_of
+from autocastfx.numerics.target_error import TargetError
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
@@ -92,19 +93,21 @@ def cheapest(search: PlanSearch) -> Plan:
     return search.plans[0.0]
 
 
-def at_bytes(search: PlanSearch, most: float) -> Found | None:
+def at_bytes(search: PlanSearch, most: float, judge: TargetError) -> Found | None:
     """Find the plan of the least score that moves at most so many bytes, as rules say it; None if there is none.
 
-    It is ``tune``'s own search, without the measurement of the best plans.
+    It is ``tune``'s own search: up to five plans of the least scores are measured, and the best is chosen.
+
+    Args:
+        search: of one score.
+        most: bytes moved.
+        judge: measures plans on the batches held out.
     """
-    anew, limit = replace(search, plans={}), Limit(bytes=most)
-    anew._sweep(limit)
-    cheapest(anew)
-    for found in sorted(anew._near(limit, 1.0), key=lambda one: limit.rank(one.point)):
-        said = anew._said(found.plan)
-        if limit.keeps(said.point):  # rules may move more than the plan that they say
-            return said
-    return None
+    started = Point("start", search.start.traffic.moved, search.start.error or 0.0, judge(search.base, search.low))
+    try:
+        return replace(search, plans={}).result(judge, Limit(bytes=most), started)[0]
+    except SensitivityError:  # no plan keeps the limit
+        return None
 
 
 def _scores(tensors: Iterable[Tensor], low: torch.dtype) -> tuple[float, float, float]:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import autocastfx
 from autocastfx import Sensitivity
 from autocastfx.numerics.plan_search import PlanSearch
+from autocastfx.numerics.target_error import TargetError
 from autocastfx.plan.prices import Prices
 from benchmarks import pictures, tune, tune_finds
 from benchmarks.tune_cost import Cost
@@ -119,7 +120,8 @@ def test_plans_keep_the_bytes_and_the_more_bytes_the_less_error(bench: Bench) ->
     search = _search(bench, bench.found)
     least, most = cheapest(search).traffic.moved, max(plan.traffic.moved for plan in _sweep(search))
     assert least < most
-    plans = [at_bytes(search, least + share * (most - least)) for share in (0.0, 0.5, 1.0)]
+    judge = TargetError(bench.model, BATCHES[2:], CASE.loss, "gradient", CASE.inputs)
+    plans = [at_bytes(search, least + share * (most - least), judge) for share in (0.0, 0.5, 1.0)]
     errors = list[float]()
     for share, found in zip((0.0, 0.5, 1.0), plans, strict=True):
         assert found is not None
@@ -129,7 +131,7 @@ def test_plans_keep_the_bytes_and_the_more_bytes_the_less_error(bench: Bench) ->
         errors.append(judged.error)
     assert errors[0] >= errors[1] >= errors[2]
     assert errors[0] > errors[2]
-    assert at_bytes(search, least - 1) is None
+    assert at_bytes(search, least - 1, judge) is None
 
 
 def _sweep(search: PlanSearch) -> list[Any]:
@@ -140,8 +142,9 @@ def _sweep(search: PlanSearch) -> list[Any]:
 
 def test_each_score_chooses_a_plan_of_its_own_budget(bench: Bench) -> None:
     most = bench.judge(bench.base).bytes
+    judge = TargetError(bench.model, BATCHES[2:], CASE.loss, "gradient", CASE.inputs)
     for score in scores(bench.base, CASE, BATCHES[:2], LOW).values():
-        found = at_bytes(_search(bench, scored(bench.found, score)), most)
+        found = at_bytes(_search(bench, scored(bench.found, score)), most, judge)
         assert found is not None
         assert found.point.bytes <= most
 

@@ -9,7 +9,7 @@ from autocastfx.plan.plan import Plan, Precision
 from autocastfx.plan.sensitivity import Signature, added
 from autocastfx.policy.op_list import OpList
 
-__all__ = ["filled"]
+__all__ = ["by_share", "filled", "raised"]
 
 _MOST_TRIED = 16
 
@@ -30,13 +30,13 @@ def filled(rules: OpList, plan: Plan, most: float, convert: Callable[[OpList], P
     improved = True
     while improved:
         improved = False
-        for group in _by_share(plan):
+        for group in by_share(plan):
             if group in tried:
                 continue
             if len(tried) == _MOST_TRIED:
                 return
             tried.add(group)
-            further = rules.merged(_raised(group))
+            further = rules.merged(raised(group))
             found = convert(further)
             if found.traffic.moved <= most and (found.error or 0.0) < (plan.error or 0.0):
                 rules, plan, improved = further, found, True
@@ -44,8 +44,8 @@ def filled(rules: OpList, plan: Plan, most: float, convert: Callable[[OpList], P
                 break
 
 
-def _by_share(plan: Plan) -> list[Group]:
-    """The ops of each module that run in 16 bits, by how much the plan's squared error falls without theirs."""
+def by_share(plan: Plan) -> list[Group]:
+    """Return the ops of each module that run in 16 bits, by how much the plan's squared error falls without theirs."""
     effects: dict[Group, list[Signature]] = {}
     for node in plan.nodes:
         if node.effect and node.placement.run is Precision.LOW:
@@ -59,6 +59,7 @@ def _fall(own: Signature, whole: Signature) -> float:
     return sum(one * (2 * total - one) for one, total in zip(own, whole, strict=True))
 
 
-def _raised(group: Group) -> OpList:
+def raised(group: Group) -> OpList:
+    """Return the rule that runs an op of a module in float32."""
     module, op = group
     return OpList.of({"modules": [{"path": module or "re:^$", "category": "float32", "ops": [op]}]})

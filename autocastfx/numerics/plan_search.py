@@ -15,6 +15,7 @@ from autocastfx.capture.export import Captured
 from autocastfx.conversion import convert_captured
 from autocastfx.errors import SensitivityError
 from autocastfx.numerics.budget import Limit, Point
+from autocastfx.numerics.cut_between import cut_between
 from autocastfx.numerics.fill_plan import filled
 from autocastfx.numerics.sensitivity import captured_of
 from autocastfx.numerics.target_error import TargetError
@@ -91,7 +92,8 @@ class PlanSearch:
         while len(tried) < _MOST_MEASURED and (following := _next(found, limit, ratios, tried)) is not None:
             found.remove(following)
             said = following if following.rules is not None else self._said(following.plan)
-            if any(one.rules == said.rules for one in tried):
+            is_over = limit.bytes is not None and not limit.keeps(said.point)  # rules may move more than their plan
+            if is_over or any(one.rules == said.rules for one in tried):
                 continue
             point = replace(said.point, measured=self._measured(said, judge))
             tried.append(replace(said, point=point))
@@ -126,10 +128,15 @@ class PlanSearch:
     def _at(self, price: float) -> None:
         """Find the plan of fewest bytes, at a price of an error."""
         if price not in self.plans:
-            self.plans[price] = self._plan_of(replace(self.converter, prices=replace(self.prices, per_error=price)))
+            self.plans[price] = self._cut(OpList(), price)
+
+    def _cut(self, rules: OpList, price: float) -> Plan:
+        return self._plan_of(replace(self._with(rules), prices=replace(self.prices, per_error=price)))
 
     def _sweep(self, limit: Limit) -> None:
         unit = self.start.traffic.moved / max(self.start.error or 0.0, 1e-12) ** 2
+        if limit.bytes is not None:
+            self._at(0.0)  # the fewest bytes of all
         for decade in _DECADES:
             self._at(unit * 10.0**decade)
         self._reach(unit, limit)
@@ -164,10 +171,18 @@ class PlanSearch:
         return abs(a.traffic.moved - b.traffic.moved) * abs((a.error or 0.0) - (b.error or 0.0))
 
     def _near(self, limit: Limit, ratio: float) -> list[Found]:
-        """The distinct plans of the sweep, and those between them that are filled up to the limit."""
+        """The distinct plans of the sweep, and plans between them that are cut anew or filled up to the limit."""
         distinct = {(plan.traffic.moved, plan.error): plan for _, plan in sorted(self.plans.items())}
         plans = sorted(distinct.values(), key=lambda plan: plan.traffic.moved)
-        return [*_around(plans, limit, ratio), *self._filled(plans, limit, ratio)]
+        between = list(self._between(limit))
+        found = [Found(_expected(plan, ratio), plan) for plan in between]
+        return [*_around(plans, limit, ratio), *found, *self._filled([*plans, *between[-1:]], limit, ratio)]
+
+    def _between(self, limit: Limit) -> Iterator[Plan]:
+        """For a limit of bytes, cut plans anew, from the dearest cut within it."""
+        within = [price for price, plan in self.plans.items() if price and limit.keeps(_point("", plan))]
+        if limit.bytes is not None and within:
+            yield from cut_between(self.plans[max(within)], max(within), limit.bytes, self._cut)
 
     def _filled(self, plans: Sequence[Plan], limit: Limit, ratio: float) -> Iterator[Found]:
         """Fill the dearest plans within a limit of bytes; for a limit of errors, the dearest plans beyond it."""

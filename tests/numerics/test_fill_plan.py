@@ -89,7 +89,7 @@ def test_an_op_counts_by_what_the_error_is_without_it(cheap: Plan) -> None:
     effects = {"linear": (3.0, 0.0), "layer_norm": (-3.0, 0.0), "gelu": (0.0, 1.0), "linear_1": (0.0, 0.5)}
     assert effects.keys() <= low(cheap)
     plan = replace(cheap, nodes=tuple(replace(n, effect=effects.get(n.name, ())) for n in cheap.nodes))
-    assert fill_plan._by_share(plan) == [("", "gelu"), ("last", "linear")]
+    assert fill_plan.by_share(plan) == [("", "gelu"), ("last", "linear")]
     whole = added(effects.values())
     without = {name: rms(added([whole, tuple(-e for e in effect)])) for name, effect in effects.items()}
     assert without["linear"] > rms(whole) > without["linear_1"] > without["gelu"]

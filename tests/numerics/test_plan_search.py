@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import autocastfx
+from autocastfx import OpList
 from autocastfx.numerics.budget import Limit, Point
-from autocastfx.numerics.plan_search import Found, _next
+from autocastfx.numerics.plan_search import Found, PlanSearch, _next
+from autocastfx.plan.prices import Prices
 
 PLAN = autocastfx.convert(nn.Linear(4, 4), torch.randn(2, 4), dtype="bfloat16").plan
 
@@ -39,3 +43,38 @@ def test_within_a_limit_of_bytes_one_predicted_a_little_worse_is_measured(predic
     tried, plan = found(90, 1.0, measured=1.0), found(100, predicted)
     assert _next([plan], Limit(bytes=100), [1.0], [tried]) == (plan if is_measured else None)
     assert _next([plan], Limit(bytes=99), [1.0], [tried]) is None
+
+
+def loss(output: Any, batch: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+@pytest.fixture
+def search() -> PlanSearch:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        layers = [[nn.Linear(a, b), nn.LayerNorm(b), nn.GELU()] for a, b in ((16, 32), (32, 8), (8, 24))]
+        model, x = nn.Sequential(*itertools.chain(*layers), nn.Linear(24, 4)), torch.randn(64, 16)
+    base = autocastfx.convert(model, x, dtype="bfloat16")
+    found = autocastfx.sensitivity(model, [x], loss, dtype="bfloat16", progress=False)
+    return PlanSearch(base, base._variant_for((x,), {}), Prices(found), torch.bfloat16)
+
+
+def test_the_fewest_bytes_are_found_however_large_their_error(search: PlanSearch) -> None:
+    """An error that is large beside the start's never pays at a price that suits the start's."""
+    search.start = replace(search.start, error=1e-9)
+    floor = search._cut(OpList(), 0.0)
+    assert floor.traffic.moved < search._cut(OpList(), 1e18).traffic.moved
+    limit = Limit(bytes=floor.traffic.moved)
+    search._sweep(limit)
+    found = [one.plan for one in search._near(limit, 1.0) if limit.keeps(one.point)]
+    assert [plan.traffic.moved for plan in found] == [floor.traffic.moved]
+
+
+@pytest.mark.parametrize("share", [0.8, 0.9])
+def test_bytes_that_a_cut_leaves_are_spent(search: PlanSearch, share: float) -> None:
+    limit = Limit(bytes=share * search._cut(OpList(), 1e18).traffic.moved)
+    search._sweep(limit)
+    cuts = [plan.error or 0.0 for plan in search.plans.values() if plan.traffic.moved <= (limit.bytes or 0)]
+    found = [one.plan.error or 0.0 for one in search._near(limit, 1.0) if limit.keeps(one.point)]
+    assert min(found) < min(cuts)
