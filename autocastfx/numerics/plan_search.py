@@ -93,7 +93,7 @@ class PlanSearch:
             found.remove(following)
             said = following if following.rules is not None else self._said(following.plan)
             is_over = limit.bytes is not None and not limit.keeps(said.point)  # rules may move more than their plan
-            if is_over or any(one.rules == said.rules for one in tried):
+            if is_over or any(_key(one.plan) == _key(said.plan) for one in tried):
                 continue
             point = replace(said.point, measured=self._measured(said, judge))
             tried.append(replace(said, point=point))
@@ -172,7 +172,7 @@ class PlanSearch:
 
     def _near(self, limit: Limit, ratio: float) -> list[Found]:
         """The distinct plans of the sweep, and plans between them that are cut anew or filled up to the limit."""
-        distinct = {(plan.traffic.moved, plan.error): plan for _, plan in sorted(self.plans.items())}
+        distinct = {_key(plan): plan for _, plan in sorted(self.plans.items())}
         plans = sorted(distinct.values(), key=lambda plan: plan.traffic.moved)
         between = list(self._between(limit))
         found = [Found(_expected(plan, ratio), plan) for plan in between]
@@ -220,6 +220,11 @@ def _next(found: Sequence[Found], limit: Limit, ratios: Sequence[float], tried: 
         if fits:
             return found[min(fits)[1]]
     return None
+
+
+def _key(plan: Plan) -> tuple[int, float | None]:
+    """What tells plans apart: those of equal bytes and errors place alike what counts."""
+    return plan.traffic.moved, plan.error
 
 
 def _point(name: str, plan: Plan) -> Point:

@@ -78,3 +78,25 @@ def test_bytes_that_a_cut_leaves_are_spent(search: PlanSearch, share: float) -> 
     cuts = [plan.error or 0.0 for plan in search.plans.values() if plan.traffic.moved <= (limit.bytes or 0)]
     found = [one.plan.error or 0.0 for one in search._near(limit, 1.0) if limit.keeps(one.point)]
     assert min(found) < min(cuts)
+
+
+def test_a_plan_is_measured_once_however_its_rules_say_it(search: PlanSearch, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = list[tuple[int, float]]()
+
+    def measure(self: PlanSearch, said: Found, judge: Any) -> float:
+        measured.append((said.point.bytes, said.point.predicted))
+        return said.point.predicted
+
+    monkeypatch.setattr(PlanSearch, "_measured", measure)
+    near = PlanSearch._near
+
+    def twice(self: PlanSearch, limit: Limit, ratio: float) -> list[Found]:
+        found = [self._said(one.plan) for one in near(self, limit, ratio)]
+        more = OpList.of({"modules": [{"path": "no.such.module", "category": "float32"}]})
+        return [*found, *(replace(one, rules=(one.rules or OpList()).merged(more)) for one in found)]
+
+    monkeypatch.setattr(PlanSearch, "_near", twice)
+    start = Point("start", search.start.traffic.moved, search.start.error or 0.0, search.start.error)
+    limit = Limit(bytes=0.9 * search._cut(OpList(), 1e18).traffic.moved)
+    search.result(lambda *_: 0.0, limit, start)  # type: ignore[arg-type]
+    assert len(measured) == len(set(measured)) > 1
