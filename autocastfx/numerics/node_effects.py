@@ -236,9 +236,12 @@ def _of_float32(value: Any) -> list[torch.Tensor]:
 
 def _is_beyond(value: Any, most: float) -> bool:
     """True if a finite number of float32 is larger than ``most``."""
-    tensors = (t for t in _of_float32(value) if t.numel())
-    beyond = (t for t in tensors if not all(-most <= float(end) <= most for end in t.aminmax()))
-    return any(bool(((t.abs() > most) & t.isfinite()).any()) for t in beyond)
+    known = (t for t in _of_float32(value) if t.numel())
+    return any(not (_is_within(t, most) or _is_within(t.nan_to_num(0.0, 0.0, 0.0), most)) for t in known)
+
+
+def _is_within(tensor: torch.Tensor, most: float) -> bool:
+    return all(-most <= float(end) <= most for end in tensor.aminmax())
 
 
 def _norm(results: Iterable[torch.Tensor], what: str) -> float:

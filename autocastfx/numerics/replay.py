@@ -29,7 +29,8 @@ def rounding(value: torch.Tensor, low: torch.dtype, scale: float = 1.0) -> torch
         scale: a power of two by which the value is multiplied to be held in ``low``.
     """
     scaled, most = _times(value, scale), torch.finfo(low).max
-    return _times(_difference(scaled.clamp(-most, most).to(low).float(), scaled), 1 / scale)
+    changed = scaled.clamp(-most, most).to(low).float().sub_(scaled)
+    return changed.nan_to_num_(0.0, 0.0, 0.0).mul_(1 / scale)
 
 
 def saturated(value: torch.Tensor, low: torch.dtype) -> torch.Tensor:
