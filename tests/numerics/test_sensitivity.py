@@ -313,6 +313,16 @@ def test_values_beyond_the_range_are_told() -> None:
     assert not any(effect.overflows for effect in measured(made(Large), dtype="bfloat16").effects)
 
 
+def test_infinite_values_are_not_beyond_the_range() -> None:
+    class Masked(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            mask = torch.arange(hidden.shape[-1]) % 2 == 0
+            return super().forward(x) + hidden.masked_fill(mask, -math.inf).softmax(-1).square().sum()
+
+    assert not any(effect.overflows for effect in measured(made(Masked), dtype="float16").effects)
+
+
 class Kept(nn.Module):
     """Whose tanh, exp and softmax keep what they give for backward."""
 
