@@ -100,11 +100,12 @@ class PlanSearch:
             if point.predicted and math.isfinite(point.error):
                 ratios.append(point.error / point.predicted)
         tried.append(Found(started, self.start, OpList(name="tuned")))
+        front = dict.fromkeys(_point("cut", plan) for plan in self.plans.values())
         kept = [one for one in tried if limit.keeps(one.point)]
         if not kept:
-            least = min((one.point for one in tried), key=lambda point: point.error)
-            raise SensitivityError(f"no plan keeps the budget ({limit}): the nearest has {least}.")
-        front = dict.fromkeys(_point("cut", plan) for plan in self.plans.values())
+            measured = [one.point for one in tried]
+            nearest = min(measured, key=lambda p: p.error) if limit.bytes is None else min(front, key=lambda p: p.bytes)
+            raise SensitivityError(f"no plan keeps the budget ({limit}): the nearest has {nearest}.")
         best = min(kept, key=lambda one: limit.rank(one.point))
         complete = self._with(best.rules or OpList())(*self._converts).plan
         return replace(best, plan=complete), [*front, *(one.point for one in tried)]

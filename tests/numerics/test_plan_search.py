@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx import OpList
+from autocastfx import OpList, SensitivityError
 from autocastfx.numerics.budget import Limit, Point
-from autocastfx.numerics.plan_search import Found, PlanSearch, _next
+from autocastfx.numerics.plan_search import Found, PlanSearch, _next, _point
 from autocastfx.plan.prices import Prices
 
 PLAN = autocastfx.convert(nn.Linear(4, 4), torch.randn(2, 4), dtype="bfloat16").plan
@@ -100,3 +101,13 @@ def test_a_plan_is_measured_once_however_its_rules_say_it(search: PlanSearch, mo
     limit = Limit(bytes=0.9 * search._cut(OpList(), 1e18).traffic.moved)
     search.result(lambda *_: 0.0, limit, start)  # type: ignore[arg-type]
     assert len(measured) == len(set(measured)) > 1
+
+
+@pytest.mark.parametrize("of", ["bytes", "error"])
+def test_a_budget_that_no_plan_keeps_names_the_nearest(search: PlanSearch, of: str) -> None:
+    start = Point("start", search.start.traffic.moved, search.start.error or 0.0, 0.5)
+    floor = search._cut(OpList(), 0.0)
+    limit = Limit(bytes=floor.traffic.moved - 1) if of == "bytes" else Limit(error=0.1)
+    nearest = _point("cut", floor) if of == "bytes" else start
+    with pytest.raises(SensitivityError, match=f"no plan keeps the budget .*the nearest has {re.escape(str(nearest))}"):
+        search.result(lambda *_: 0.6, limit, start)  # type: ignore[arg-type]
