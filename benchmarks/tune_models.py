@@ -8,7 +8,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,8 +78,12 @@ def _of_task(task: Task) -> Case:
 
 
 def _followed(name: str) -> Case:
+    return Case(FOLLOWED[name].make, _batches_of(name))
+
+
+def _batches_of(name: str) -> Callable[[int], Iterator[dict[str, Tensor]]]:
     case = FOLLOWED[name]
-    return Case(case.make, case.batches)
+    return replace(case, task=replace(case.task, steps=10_000)).batches
 
 
 _TEXT = CharacterGPT(steps=10_000, batch=BATCH, rate=1e-3, context=CONTEXT, validation=0)
@@ -209,10 +213,10 @@ MODELS: dict[str, Case] = {
     "BERT 2x64": Case(_bert, _masked),
     "GPT-2 2x64": _followed("GPT-2 2x64"),
     "Llama 2x64": _followed("Llama 2x64"),
-    "Llama open": Case(_open_llama, FOLLOWED["Llama 2x64"].batches),
+    "Llama open": Case(_open_llama, _batches_of("Llama 2x64")),
     "T5 2+2x64": Case(_t5, _text),
     "LSTM 2x64": Case(_Tagger, _text),
-    "ResNet-18": Case(_resnet18, FOLLOWED["ResNet-10"].batches),
+    "ResNet-18": Case(_resnet18, _batches_of("ResNet-10")),
     _MINILM: Case(
         *(_classifier, _sentences, lambda out, batch: F.cross_entropy(out, batch["labels"]), _without_labels), rate=5e-5
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import tune_training
-from benchmarks.tune_models import Case
-from benchmarks.tune_training import DEFAULT, FLOAT32, ROUNDED, TUNED, Run, reached, rows, table
+from benchmarks.tune_models import MODELS, Case
+from benchmarks.tune_training import DEFAULT, FLOAT32, ROUNDED, STEPS, TUNED, Run, reached, rows, table
 
 
 class Classifier(nn.Sequential):
@@ -138,3 +139,15 @@ def test_what_cannot_be_trained_is_refused(
     with pytest.raises(SystemExit):
         tune_training.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_batches_that_end_early_are_an_error(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = Case(Classifier, lambda seed: itertools.islice(_batches(seed), 3), _loss, lambda batch: batch[0])
+    monkeypatch.setattr(tune_training, "MODELS", {tiny: short})
+    with pytest.raises(ValueError, match="tiny: the batches of seed 0 end after 3 steps of 4"):
+        tune_training.train(tiny, FLOAT32, FLOAT32, 0)
+
+
+@pytest.mark.parametrize("name", tune_training.CHOSEN)
+def test_models_have_batches_for_all_steps(name: str) -> None:
+    assert sum(1 for _ in itertools.islice(tune_training.batches(MODELS[name], 0), STEPS)) == STEPS
