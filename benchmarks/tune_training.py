@@ -53,14 +53,27 @@ from benchmarks.accuracy_tasks import DigitsViT
 from benchmarks.store import Store
 from benchmarks.tune_models import MODELS, Case, trained
 
-__all__ = ["Run", "main", "rows", "table"]
+__all__ = [
+    "CHOSEN",
+    "FIRST_SEED",
+    "STEPS",
+    "Run",
+    "batches",
+    "fresh",
+    "inputs_of",
+    "main",
+    "rate_at",
+    "rows",
+    "table",
+    "tuned_list",
+]
 
 STEPS, SEEDS, TUNED_ON, FIXED = 500, 5, 5, 32
 DTYPES = ("bfloat16", "float16")
 FLOAT32, ROUNDED, DEFAULT, TUNED = "float32", "rounded", "default", "tuned"
 MODELS_NEEDED = 3  # of each dtype
 CHOSEN = ("char GPT", "digits ViT", "GPT-2 2x64", "Llama 2x64")
-_FIRST_SEED, _TUNING_SEED, _FIXED_SEED = 100, 1, 1000  # of weights and batches; 0 is the warm-up of tuning
+FIRST_SEED, _TUNING_SEED, _FIXED_SEED = 100, 1, 1000  # of weights and batches; 0 is the warm-up of tuning
 
 
 @dataclass(frozen=True)
@@ -86,10 +99,10 @@ def _half(tensor: Tensor) -> Tensor:
     return tensor[: len(tensor) // 2]
 
 
-def tuned_list(case: Case, dtype: str) -> OpList:
-    """Tune for the model after half of the steps."""
+def tuned_list(case: Case, dtype: str, after: int) -> OpList:
+    """Tune for the model after some steps, on weights and batches that no run uses."""
     given = itertools.islice(batches(case, _TUNING_SEED), TUNED_ON)
-    model = trained(case, STEPS // 2)
+    model = trained(case, after)
     options: dict[str, Any] = {"loss_fn": case.loss, "inputs": case.inputs, "held_out": 2, "progress": False}
     return autocastfx.tune(model, given, dtype=dtype, **options).op_list
 
@@ -97,26 +110,24 @@ def tuned_list(case: Case, dtype: str) -> OpList:
 def train(name: str, dtype: str, side: str, seed: int, op_list: OpList | None = None) -> Run:
     """Train one side from one seed."""
     started, case = time.perf_counter(), MODELS[name]
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(_FIRST_SEED + seed)
-        model = case.build().train()
+    model = fresh(case, seed)
     if side == ROUNDED:
         _round(model, getattr(torch, dtype))
     called, moved = model, 0
     if side in (DEFAULT, TUNED):
-        inputs = _inputs(case, next(batches(case, _FIRST_SEED + seed)))
+        inputs = inputs_of(case, next(batches(case, FIRST_SEED + seed)))
         called = autocastfx.convert(model, inputs, dtype=dtype, op_list=op_list or "default")
         moved = called.plan.traffic.moved
     optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     scaled = dtype == "float16" and called is not model
     optimizer = autocastfx.LossScalingOptimizer(optimizer) if scaled else optimizer
-    rates, skipped = DigitsViT(steps=STEPS, batch=0, rate=1e-3), 0
-    given = batches(case, _FIRST_SEED + seed)
+    skipped = 0
+    given = batches(case, FIRST_SEED + seed)
     for step in range(STEPS):
         if (batch := next(given, None)) is None:
             raise ValueError(f"{name}: the batches of seed {seed} end after {step} steps of {STEPS}")
         for group in optimizer.param_groups:
-            group["lr"] = rates.rate_at(step)
+            group["lr"] = rate_at(step)
         optimizer.zero_grad()
         loss = loss_of(case.call(called, batch), batch, case.loss)
         optimizer.backward(loss) if scaled else loss.backward()
@@ -125,13 +136,26 @@ def train(name: str, dtype: str, side: str, seed: int, op_list: OpList | None = 
     return Run(name, dtype, side, seed, _loss(model, case), moved, skipped, round(time.perf_counter() - started, 2))
 
 
+def fresh(case: Case, seed: int) -> nn.Module:
+    """Build the model with the weights of a seed."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(FIRST_SEED + seed)
+        return case.build().train()
+
+
+def rate_at(step: int) -> float:
+    """Return the learning rate of a step."""
+    return DigitsViT(steps=STEPS, batch=0, rate=1e-3).rate_at(min(step, STEPS - 1))
+
+
 @torch.no_grad()
 def _round(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype))
 
 
-def _inputs(case: Case, batch: Any) -> Any:
+def inputs_of(case: Case, batch: Any) -> Any:
+    """Return the example inputs of a batch for ``convert``."""
     given = batch if case.inputs is None else case.inputs(batch)
     return given if isinstance(given, dict) else (given,)
 
@@ -264,7 +288,7 @@ def train_all(names: Sequence[str], dtypes: Sequence[str], seeds: int, store: St
             store.extend([train(name, FLOAT32, FLOAT32, seed)])
     for name, dtype in itertools.product(names, dtypes):
         missing = [seed for seed in range(seeds) if (name, dtype, TUNED, seed) not in held]
-        op_list = tuned_list(MODELS[name], dtype) if missing else None
+        op_list = tuned_list(MODELS[name], dtype, STEPS // 2) if missing else None
         for seed in missing:
             sides = {ROUNDED: None, DEFAULT: None, TUNED: op_list}
             made = [train(name, dtype, side, seed, lists) for side, lists in sides.items()]
