@@ -59,7 +59,8 @@ def tune(
     storage, ops that were not measured, and rules of your own.
 
     Args:
-        model: a float32 model.
+        model: a float32 model. Errors are those of its weights, so give one that has trained for a while: what 16 bits
+            cost changes in training.
         batches: as for :func:`sensitivity`; at least ``held_out`` + 1.
         loss_fn: as for :func:`sensitivity`.
         budget: ``"default"``: no more error than ``op_list`` has; the name of another list: than that list has; or a
