@@ -26,11 +26,11 @@ from autocastfx.numerics.loss import loss_of
 from autocastfx.numerics.target_error import TargetError
 from benchmarks.store import Store
 from benchmarks.tune_models import MODELS, Case
-from benchmarks.tune_training import CHOSEN, FIRST_SEED, STEPS, batches, fresh, inputs_of, rate_at, tuned_list
+from benchmarks.tune_training import CHOSEN, STEPS, batches, fresh, inputs_of, rate_at, steps_of, tuned_list
 
 __all__ = ["Row", "main", "measure", "table"]
 
-AFTER, STAGES = (40, STEPS // 2), (0, 40, 100, 200, 300, 400, 500)
+AFTER, STAGES = (40, STEPS // 2), (0, 40, 100, 200, 300, 400, STEPS)
 FIXED_SEED, FIXED = 1000, 6
 
 
@@ -64,10 +64,10 @@ def measure(name: str, dtype: str) -> list[Row]:
 
 
 def _stages(case: Case) -> Iterator[nn.Module]:
-    """Train in float32, and yield the model at each stage."""
+    """Train in float32, and yield the model at each stage, the last after all steps."""
     model = fresh(case, 0)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
-    for step, batch in enumerate(itertools.islice(batches(case, FIRST_SEED), max(STAGES) + 1)):
+    for step, batch in steps_of(case, 0):
         if step in STAGES:
             optimizer.zero_grad()
             yield model
@@ -76,6 +76,8 @@ def _stages(case: Case) -> Iterator[nn.Module]:
         optimizer.zero_grad()
         loss_of(case.call(model, batch), batch, case.loss).backward()
         optimizer.step()
+    optimizer.zero_grad()
+    yield model
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -103,11 +105,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", default="bfloat16", help="separated by commas")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
+    names = chosen.models.split(",")
+    if unknown := [name for name in names if name not in MODELS]:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(MODELS)}")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = Store(chosen.json, Row, {"transformers": __import__("transformers").__version__, "steps": STEPS})
     done = {(row.model, row.dtype) for row in store.rows}
-    for name, dtype in itertools.product(chosen.models.split(","), chosen.dtypes.split(",")):
+    for name, dtype in itertools.product(names, chosen.dtypes.split(",")):
         if (name, dtype) not in done:
             store.extend(measure(name, dtype))
             print(f"{name}, {dtype}: done", file=sys.stderr, flush=True)

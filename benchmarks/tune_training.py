@@ -55,7 +55,6 @@ from benchmarks.tune_models import MODELS, Case, trained
 
 __all__ = [
     "CHOSEN",
-    "FIRST_SEED",
     "STEPS",
     "Run",
     "batches",
@@ -64,6 +63,7 @@ __all__ = [
     "main",
     "rate_at",
     "rows",
+    "steps_of",
     "table",
     "tuned_list",
 ]
@@ -73,7 +73,7 @@ DTYPES = ("bfloat16", "float16")
 FLOAT32, ROUNDED, DEFAULT, TUNED = "float32", "rounded", "default", "tuned"
 MODELS_NEEDED = 3  # of each dtype
 CHOSEN = ("char GPT", "digits ViT", "GPT-2 2x64", "Llama 2x64")
-FIRST_SEED, _TUNING_SEED, _FIXED_SEED = 100, 1, 1000  # of weights and batches; 0 is the warm-up of tuning
+_FIRST_SEED, _TUNING_SEED, _FIXED_SEED = 100, 1, 1000  # of weights and batches; 0 is the warm-up of tuning
 
 
 @dataclass(frozen=True)
@@ -115,17 +115,14 @@ def train(name: str, dtype: str, side: str, seed: int, op_list: OpList | None = 
         _round(model, getattr(torch, dtype))
     called, moved = model, 0
     if side in (DEFAULT, TUNED):
-        inputs = inputs_of(case, next(batches(case, FIRST_SEED + seed)))
+        inputs = inputs_of(case, next(batches(case, _FIRST_SEED + seed)))
         called = autocastfx.convert(model, inputs, dtype=dtype, op_list=op_list or "default")
         moved = called.plan.traffic.moved
     optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     scaled = dtype == "float16" and called is not model
     optimizer = autocastfx.LossScalingOptimizer(optimizer) if scaled else optimizer
     skipped = 0
-    given = batches(case, FIRST_SEED + seed)
-    for step in range(STEPS):
-        if (batch := next(given, None)) is None:
-            raise ValueError(f"{name}: the batches of seed {seed} end after {step} steps of {STEPS}")
+    for step, batch in steps_of(case, seed):
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step)
         optimizer.zero_grad()
@@ -139,13 +136,26 @@ def train(name: str, dtype: str, side: str, seed: int, op_list: OpList | None = 
 def fresh(case: Case, seed: int) -> nn.Module:
     """Build the model with the weights of a seed."""
     with torch.random.fork_rng(devices=()):
-        torch.manual_seed(FIRST_SEED + seed)
+        torch.manual_seed(_FIRST_SEED + seed)
         return case.build().train()
+
+
+def steps_of(case: Case, seed: int) -> Iterator[tuple[int, Any]]:
+    """Yield each step with its batch.
+
+    Raises:
+        ValueError: the batches end before the steps do.
+    """
+    given = batches(case, _FIRST_SEED + seed)
+    for step in range(STEPS):
+        if (batch := next(given, None)) is None:
+            raise ValueError(f"the batches of seed {seed} end after {step} steps of {STEPS}")
+        yield step, batch
 
 
 def rate_at(step: int) -> float:
     """Return the learning rate of a step."""
-    return DigitsViT(steps=STEPS, batch=0, rate=1e-3).rate_at(min(step, STEPS - 1))
+    return DigitsViT(steps=STEPS, batch=0, rate=1e-3).rate_at(step)
 
 
 @torch.no_grad()

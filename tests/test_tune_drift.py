@@ -3,41 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
-from benchmarks import tune_drift
+from benchmarks import tune_drift, tune_training
 from benchmarks.tune_drift import Row, table
-from benchmarks.tune_models import Case
-
-
-class Classifier(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)))
-
-
-def _batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        x = torch.randn(64, 16, generator=generator)
-        yield x, x[:, :4].argmax(1)
-
-
-def _loss(output: Any, batch: Any) -> Tensor:
-    return F.cross_entropy(output, batch[1])
+from tests.tiny_case import TINY
 
 
 @pytest.mark.usefixtures("threads_kept")
 def test_each_plan_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_drift, "MODELS", {"tiny": Case(Classifier, _batches, _loss, lambda batch: batch[0])})
+    monkeypatch.setattr(tune_drift, "MODELS", {"tiny": TINY})
     monkeypatch.setattr(tune_drift, "AFTER", (1, 2))
     monkeypatch.setattr(tune_drift, "STAGES", (0, 2, 3))
+    monkeypatch.setattr(tune_training, "STEPS", 3)
     path = tmp_path / "rows.json"
     for _ in range(2):
         assert tune_drift.main(["--models", "tiny", "--json", str(path)]) == 0
@@ -54,3 +34,9 @@ def test_the_largest_error_of_each_time_is_told() -> None:
         "Tuned after 40 steps: at most 1.90 times the default list's error.",
         "Tuned after 250 steps: at most 1.10 times the default list's error.",
     ]
+
+
+def test_a_model_that_is_unknown_is_told_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tune_drift.main(["--models", "gpt9"])
+    assert "unknown: gpt9; there are char GPT" in capsys.readouterr().err

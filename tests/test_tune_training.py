@@ -7,39 +7,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from benchmarks import tune_training
-from benchmarks.tune_models import MODELS, Case
+from benchmarks.tune_models import MODELS
 from benchmarks.tune_training import DEFAULT, FLOAT32, ROUNDED, STEPS, TUNED, Run, reached, rows, table
-
-
-class Classifier(nn.Sequential):
-    """Logits of four classes. Norms and a softmax are what the default list keeps in float32."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)))
-
-
-def _batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        x = torch.randn(64, 16, generator=generator)
-        yield x, x[:, :4].argmax(1)
-
-
-def _loss(output: Any, batch: Any) -> Tensor:
-    return F.cross_entropy(output, batch[1])
+from tests.tiny_case import TINY, batches
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(tune_training, "MODELS", {"tiny": Case(Classifier, _batches, _loss, lambda batch: batch[0])})
+    monkeypatch.setattr(tune_training, "MODELS", {"tiny": TINY})
     monkeypatch.setattr(tune_training, "STEPS", 4)
     threads = torch.get_num_threads()
     yield "tiny"
@@ -142,9 +122,9 @@ def test_what_cannot_be_trained_is_refused(
 
 
 def test_batches_that_end_early_are_an_error(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = Case(Classifier, lambda seed: itertools.islice(_batches(seed), 3), _loss, lambda batch: batch[0])
+    short = replace(TINY, batches=lambda seed: itertools.islice(batches(seed), 3))
     monkeypatch.setattr(tune_training, "MODELS", {tiny: short})
-    with pytest.raises(ValueError, match="tiny: the batches of seed 0 end after 3 steps of 4"):
+    with pytest.raises(ValueError, match="the batches of seed 0 end after 3 steps of 4"):
         tune_training.train(tiny, FLOAT32, FLOAT32, 0)
 
 

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import autocastfx
 from autocastfx import OpList, Plan
 from autocastfx.numerics import cut_between as module
 from autocastfx.numerics.cut_between import cut_between
 from autocastfx.numerics.plan_search import PlanSearch
-from autocastfx.plan.prices import Prices
+from tests.numerics.searches import search_of
 
 Cut = Callable[[OpList, float], Plan]
 
@@ -39,18 +38,9 @@ class Branches(nn.Module):
         return torch.stack([last(F.gelu(norm(first(x)))) for first, norm, last in branches]).sum(0)
 
 
-def loss(output: Any, batch: Any) -> torch.Tensor:
-    return output.square().mean()
-
-
 @pytest.fixture(scope="module")
 def search() -> PlanSearch:
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        model, x = Branches(), torch.randn(64, 16)
-    found = autocastfx.sensitivity(model, [x], loss, dtype="bfloat16", probes=64, progress=False)
-    base = autocastfx.convert(model, x, dtype="bfloat16")
-    return PlanSearch(base, base._variant_for((x,), {}), Prices(found), torch.bfloat16)
+    return search_of(Branches)
 
 
 @pytest.fixture(scope="module")

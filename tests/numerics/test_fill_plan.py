@@ -5,20 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-import autocastfx
 from autocastfx import OpList, Plan, Precision
 from autocastfx.numerics import fill_plan
 from autocastfx.numerics.fill_plan import filled
 from autocastfx.numerics.plan_search import PlanSearch
-from autocastfx.plan.prices import Prices
 from autocastfx.plan.sensitivity import added, rms
+from tests.numerics.searches import search_of
 
 
 class Norms(nn.Module):
@@ -31,18 +29,9 @@ class Norms(nn.Module):
         return self.last(self.other(F.gelu(self.norm(self.first(x)))))
 
 
-def loss(output: Any, batch: Any) -> torch.Tensor:
-    return output.square().mean()
-
-
 @pytest.fixture(scope="module")
 def search() -> PlanSearch:
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        model, x = Norms(), torch.randn(64, 16)
-    found = autocastfx.sensitivity(model, [x], loss, dtype="bfloat16", probes=64, progress=False)
-    base = autocastfx.convert(model, x, dtype="bfloat16")
-    return PlanSearch(base, base._variant_for((x,), {}), Prices(found), torch.bfloat16)
+    return search_of(Norms)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import autocastfx
 from autocastfx import OpList, SensitivityError
 from autocastfx.numerics.budget import Limit, Point
 from autocastfx.numerics.plan_search import Found, PlanSearch, _next, _point
-from autocastfx.plan.prices import Prices
+from tests.numerics.searches import search_of
 
 PLAN = autocastfx.convert(nn.Linear(4, 4), torch.randn(2, 4), dtype="bfloat16").plan
 
@@ -46,19 +46,14 @@ def test_within_a_limit_of_bytes_one_predicted_a_little_worse_is_measured(predic
     assert _next([plan], Limit(bytes=99), [1.0], [tried]) is None
 
 
-def loss(output: Any, batch: Any) -> torch.Tensor:
-    return output.square().mean()
-
-
 @pytest.fixture
 def search() -> PlanSearch:
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        layers = [[nn.Linear(a, b), nn.LayerNorm(b), nn.GELU()] for a, b in ((16, 32), (32, 8), (8, 24))]
-        model, x = nn.Sequential(*itertools.chain(*layers), nn.Linear(24, 4)), torch.randn(64, 16)
-    base = autocastfx.convert(model, x, dtype="bfloat16")
-    found = autocastfx.sensitivity(model, [x], loss, dtype="bfloat16", progress=False)
-    return PlanSearch(base, base._variant_for((x,), {}), Prices(found), torch.bfloat16)
+    return search_of(_norms, probes=8)
+
+
+def _norms() -> nn.Module:
+    layers = [[nn.Linear(a, b), nn.LayerNorm(b), nn.GELU()] for a, b in ((16, 32), (32, 8), (8, 24))]
+    return nn.Sequential(*itertools.chain(*layers), nn.Linear(24, 4))
 
 
 def test_the_fewest_bytes_are_found_however_large_their_error(search: PlanSearch) -> None:
