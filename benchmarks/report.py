@@ -46,12 +46,6 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 IMAGES = DOCS / "images"
 PAGES = tuple(DOCS / f"{name}.md" for name in ("benchmark-tables", "benchmarks", "placement", "precision", "tuning"))
 RESULTS = Path(__file__).resolve().parent / "results"
-
-
-def _tune_training(held: dict[str, Any]) -> str:
-    return tune_training.table([tune_training.Run(**row) for row in held["rows"]])
-
-
 # By file: its table, as the benchmark prints it.
 TABLES: dict[str, Callable[[Any], str]] = {
     "accuracy-cpu.json": lambda held: accuracy.table([accuracy.Row(**row) for row in held["rows"]]),
@@ -75,8 +69,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "tune-cpu.json": lambda held: tune_table.table([tune_table.Row(**row) for row in held["rows"]]),
     "tune-cost-cpu.json": lambda held: tune_cost.table([tune_cost.Row(**row) for row in held["rows"]]),
     "tune-drift-cpu.json": lambda held: tune_drift.table([tune_drift.Row(**row) for row in held["rows"]]),
-    "tune-training-cpu.json": _tune_training,
-    "tune-training-avx2-cpu.json": _tune_training,
+    "tune-training-cpu.json": lambda held: tune_training.table([tune_training.Run(**row) for row in held["rows"]]),
     "tune-zoo-cpu.json": lambda held: tune_zoo.table([tune_zoo.Row(**row) for row in held["rows"]]),
     "vocabulary-cpu.json": lambda held: vocabulary.table([vocabulary.Row(**row) for row in held["rows"]]),
     "short-attention-cpu.json": lambda held: short_attention.table(
