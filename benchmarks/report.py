@@ -36,7 +36,7 @@ from benchmarks import (
     tune_cost,
     tune_drift,
     tune_table,
-    tune_training,
+    tune_training_table,
     tune_zoo,
     vocabulary,
 )
@@ -69,7 +69,9 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "tune-cpu.json": lambda held: tune_table.table([tune_table.Row(**row) for row in held["rows"]]),
     "tune-cost-cpu.json": lambda held: tune_cost.table([tune_cost.Row(**row) for row in held["rows"]]),
     "tune-drift-cpu.json": lambda held: tune_drift.table([tune_drift.Row(**row) for row in held["rows"]]),
-    "tune-training-cpu.json": lambda held: tune_training.table([tune_training.Run(**row) for row in held["rows"]]),
+    "tune-training-cpu.json": lambda held: tune_training_table.table(
+        [tune_training_table.Run(**row) for row in held["rows"]]
+    ),
     "tune-zoo-cpu.json": lambda held: tune_zoo.table([tune_zoo.Row(**row) for row in held["rows"]]),
     "vocabulary-cpu.json": lambda held: vocabulary.table([vocabulary.Row(**row) for row in held["rows"]]),
     "short-attention-cpu.json": lambda held: short_attention.table(

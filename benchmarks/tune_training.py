@@ -15,15 +15,7 @@ the float32 run of the same seed. ``rounded`` is the control: float32 from weigh
 which shows how much training itself amplifies a difference. ``spread`` is the standard deviation of float32's loss over
 the seeds.
 
-How it is decided, fixed before anything was run. With e = tuned distance - default distance, for each seed:
-
-- A model is ``as close`` if the mean of e is at most its standard error, over the seeds. Two plans that are equally
-  close miss this in one case out of five, by chance.
-- A dtype is as close if the same holds for all e of its models, each divided by the default list's mean distance of
-  the model. The line is reached if both dtypes are, with at least three models each.
-
-A step that float16 skips changes the loss more than rounding does, by chance on either side. The seeds in which neither
-side skipped one are told beside, which was added after the first runs and is not judged.
+How it is decided, fixed before anything was run, is in :mod:`benchmarks.tune_training_table`.
 
 Models on which ``tune`` finds no fewer bytes are shown, and not judged. The exit status is 1 if the line is missed.
 With ``--json`` runs are written seed by seed, and runs of the same commit are not repeated.
@@ -33,14 +25,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -53,42 +43,23 @@ from autocastfx.numerics.loss import loss_of
 from benchmarks.accuracy_tasks import DigitsViT
 from benchmarks.store import Store
 from benchmarks.tune_models import MODELS, Case, trained
+from benchmarks.tune_training_table import DEFAULT, DTYPES, FLOAT32, ROUNDED, SEEDS, TUNED, Run, reached, rows, table
 
 __all__ = [
     "CHOSEN",
     "STEPS",
-    "Run",
     "batches",
     "fresh",
     "inputs_of",
     "main",
     "rate_at",
-    "rows",
     "steps_of",
-    "table",
     "tuned_list",
 ]
 
-STEPS, SEEDS, MEASURED, HELD_OUT, FIXED = 500, 5, 3, 8, 32
-DTYPES = ("bfloat16", "float16")
-FLOAT32, ROUNDED, DEFAULT, TUNED = "float32", "rounded", "default", "tuned"
-MODELS_NEEDED = 3  # of each dtype
+STEPS, MEASURED, HELD_OUT, FIXED = 500, 3, 8, 32
 CHOSEN = ("char GPT", "digits ViT", "GPT-2 2x64", "Llama 2x64")
 _FIRST_SEED, _TUNING_SEED, _FIXED_SEED = 100, 1, 1000  # of weights and batches; 0 is the warm-up of tuning
-
-
-@dataclass(frozen=True)
-class Run:
-    """A training run: the loss that it reaches, the bytes that its plan moves in a step, and the steps skipped."""
-
-    model: str
-    dtype: str
-    side: str
-    seed: int
-    loss: float
-    bytes: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
 
 
 def batches(case: Case, seed: int) -> Iterator[Any]:
@@ -176,119 +147,6 @@ def _loss(model: nn.Module, case: Case) -> float:
     model.eval()
     fixed = itertools.islice(batches(case, _FIXED_SEED), FIXED)
     return fmean(float(loss_of(case.call(model, batch), batch, case.loss).detach()) for batch in fixed)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A model in one dtype. Distances are in nats, and skipped steps are of both sides, of each seed in turn; ``bytes``
-    is the tuned plan's share.
-    """
-
-    model: str
-    dtype: str
-    losses: Sequence[float]
-    rounded: Sequence[float]
-    default: Sequence[float]
-    tuned: Sequence[float]
-    bytes: float
-    skipped: Sequence[int]
-
-    @property
-    def differences(self) -> list[float]:
-        """Each seed's tuned distance minus the default's."""
-        return [t - d for t, d in zip(self.tuned, self.default, strict=True)]
-
-    @property
-    def unskipped(self) -> Row:
-        """The seeds in which neither side skipped a step."""
-        seeds = [i for i, count in enumerate(self.skipped) if not count]
-        sides = ("losses", "rounded", "default", "tuned", "skipped")
-        return replace(self, **{side: [getattr(self, side)[i] for i in seeds] for side in sides})
-
-
-def rows(runs: Sequence[Run]) -> list[Row]:
-    """Return a row for each model and dtype, over the seeds that have all sides."""
-    held: dict[tuple[str, str, str], dict[int, Run]] = {}
-    for run in runs:
-        held.setdefault((run.model, run.dtype, run.side), {})[run.seed] = run
-    found = list[Row]()
-    for model, dtype in dict.fromkeys((run.model, run.dtype) for run in runs if run.dtype != FLOAT32):
-        exact = held.get((model, FLOAT32, FLOAT32), {})
-        sides = [held.get((model, dtype, side), {}) for side in (ROUNDED, DEFAULT, TUNED)]
-        seeds = [seed for seed in exact if all(seed in side for side in sides)]
-        if len(seeds) > 1:
-            rounded, default, tuned = ([abs(side[s].loss - exact[s].loss) for s in seeds] for side in sides)
-            share = sides[2][seeds[0]].bytes / sides[1][seeds[0]].bytes
-            skipped = [sum(side[s].skipped for side in sides) for s in seeds]
-            found.append(Row(model, dtype, [exact[s].loss for s in seeds], rounded, default, tuned, share, skipped))
-    return found
-
-
-def standard_error(numbers: Sequence[float]) -> float:
-    """Return the standard error of the mean; NaN if a number is not finite."""
-    return stdev(numbers) / math.sqrt(len(numbers)) if all(map(math.isfinite, numbers)) else math.nan
-
-
-def is_close(differences: Sequence[float]) -> bool:
-    """Return true if the mean is at most its standard error; what is not finite is not close."""
-    return fmean(differences) <= standard_error(differences)
-
-
-def pooled(found: Sequence[Row], dtype: str) -> list[float]:
-    """Return the differences of all judged models in a dtype, each in the default list's mean distance."""
-    judged = (row for row in found if row.dtype == dtype and row.bytes < 1 and row.differences)
-    return [e / fmean(row.default) for row in judged for e in row.differences]
-
-
-def verdicts(found: Sequence[Row]) -> Iterator[tuple[str, bool]]:
-    """Yield for each dtype what is claimed, with its figures, and true if it holds."""
-    for dtype in dict.fromkeys(row.dtype for row in found):
-        judged, each = [row for row in found if row.dtype == dtype and row.bytes < 1], pooled(found, dtype)
-        if not each:
-            yield f"{dtype}: tuning moves fewer bytes for no model", False
-            continue
-        mean, error = fmean(each), standard_error(each)
-        shares = f"{min(row.bytes for row in judged):.2f} to {max(row.bytes for row in judged):.2f} of the bytes"
-        yield (
-            f"{dtype}: {len(judged)} models with {shares}; tuned distance minus default's, over the default's: "
-            f"{mean:+.2f}, standard error {error:.2f}",
-            is_close(each) and len(judged) >= MODELS_NEEDED,
-        )
-
-
-def table(runs: Sequence[Run]) -> str:
-    """Write the table to print, and what holds."""
-    found = rows(runs)
-    head = f"{'model':12}{'dtype':>10}{'float32':>9}{'spread':>8}{'rounded':>9}{'default':>9}{'tuned':>9}"
-    lines = [f"{head}{'tuned - default':>21}{'bytes':>7}{'skipped':>9}  verdict"]
-    for row in found:
-        difference = f"{fmean(row.differences):+.1e} ± {standard_error(row.differences):.1e}"
-        means = "".join(f"{fmean(side):>9.1e}" for side in (row.rounded, row.default, row.tuned))
-        verdict = "nothing to gain" if row.bytes >= 1 else "as close" if is_close(row.differences) else "LESS CLOSE"
-        lines.append(
-            f"{row.model:12}{row.dtype:>10}{fmean(row.losses):>9.4f}{stdev(row.losses):>8.4f}{means}"
-            f"{difference:>21}{row.bytes:>7.2f}{sum(row.skipped):>9}  {verdict}"
-        )
-    lines += ["", *(f"{'reached' if holds else 'MISSED '}  {what}" for what, holds in verdicts(found))]
-    for dtype in dict.fromkeys(row.dtype for row in found if sum(row.skipped)):
-        each = pooled([row.unskipped for row in found], dtype)
-        if len(each) > 1:
-            lines.append(
-                f"not judged  {dtype}, the {len(each)} seeds in which neither side skipped a step: the same is "
-                f"{fmean(each):+.2f}, standard error {standard_error(each):.2f}"
-            )
-    lines.append(
-        f'Trained {STEPS} steps from {min((len(row.losses) for row in found), default=0)} seeds, tuned "default" plans '
-        "reach the float32 loss as closely as the default list with fewer bytes, in both dtypes: "
-        f"{'reached' if reached(found) else 'MISSED'}."
-    )
-    return "\n".join(lines)
-
-
-def reached(found: Sequence[Row]) -> bool:
-    """Return true if the line that this benchmark checks holds in both dtypes."""
-    told = dict(zip(dict.fromkeys(row.dtype for row in found), (holds for _, holds in verdicts(found)), strict=True))
-    return all(told.get(dtype, False) for dtype in DTYPES)
 
 
 def train_all(names: Sequence[str], dtypes: Sequence[str], seeds: int, store: Store[Run]) -> None:
