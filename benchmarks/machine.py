@@ -9,13 +9,13 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import Any
 
-import torch
-
 
 def machine() -> dict[str, Any]:
     """Return device, versions, the commit of the working tree, and the date."""
+    import torch  # whoever asks for the processor alone needs no torch
+
     return {
-        "device": f"CPU, {len(os.sched_getaffinity(0))} cores of {_processor()}, {torch.get_num_threads()} used",
+        "device": f"CPU, {len(os.sched_getaffinity(0))} cores of {processor()}, {torch.get_num_threads()} used",
         "torch": version("torch"),
         "python": platform.python_version(),
         **moment(),
@@ -27,7 +27,8 @@ def moment() -> dict[str, str]:
     return {"commit": _commit(), "date": datetime.now(timezone.utc).date().isoformat()}
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the processor's name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autocastfx
 from benchmarks.models import FullModel
 
-__all__ = ["SIDES", "Setting", "Training", "training", "training_of"]
+__all__ = ["SIDES", "Setting", "Training", "adamw", "training", "training_of"]
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,24 @@ def training(name: str, full: FullModel, setting: Setting, *, has_masters: bool 
     return training_of(name, model, inputs, setting, has_masters=has_masters)
 
 
+def adamw(parameters: Iterable[nn.Parameter], setting: Setting) -> torch.optim.AdamW:
+    """Return the optimizer that all sides have."""
+    return torch.optim.AdamW(parameters, lr=1e-5, fused=True, capturable=setting.is_capturable)
+
+
 def training_of(
-    name: str, model: Any, inputs: dict[str, Tensor], setting: Setting, *, has_masters: bool = False
+    name: str,
+    model: Any,
+    inputs: dict[str, Tensor],
+    setting: Setting,
+    *,
+    has_masters: bool = False,
+    optimizer: Any = None,
 ) -> Training:
-    """Build the side of this name from its own model, converted or made 16-bit already."""
+    """Build the side of this name from its own model, converted or made 16-bit already.
+
+    Its optimizer is one of its own, or one that sides of the same parameters share.
+    """
     side, dtype = SIDES[name], setting.dtype
     called = torch.compile(model) if setting.is_compiled else model
 
@@ -113,7 +127,7 @@ def training_of(
         with torch.autocast(setting.device, dtype) if side.is_autocast else contextlib.nullcontext():
             return called(**inputs)
 
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=setting.is_capturable)
+    optimizer = optimizer or adamw(model.parameters(), setting)
     backward: Callable[[Tensor], object] = lambda found: found.backward()  # noqa: E731
     update: Callable[[], object] = optimizer.step
     if dtype == torch.float16 and side.is_autocast:

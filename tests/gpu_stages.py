@@ -49,3 +49,38 @@ def sees(given: Given, folder: str) -> Iterator[Row]:
     while not os.path.exists(path):
         time.sleep(0.02)
     yield {"model": "model"}
+
+
+def slow(given: Given, seconds: float = 600) -> Iterator[Row]:
+    """Measure two sides at once, and two others much later."""
+    for side in "abcd":
+        if not given.has("model", side):
+            yield {"model": "model", "side": side, "process": os.getpid()}
+        if side == "b":
+            time.sleep(seconds)
+
+
+def counts(given: Given, folder: str, most: int) -> Iterator[Row]:
+    """Yield how many of these stages work now, once as many have begun as may work at the same time."""
+    del given
+    mine = os.path.join(folder, f"working {os.getpid()}")
+    open(mine, "w", encoding="utf-8").close()
+    ends = time.monotonic() + 60
+    while sum(name.startswith(("working", "over")) for name in os.listdir(folder)) < most and time.monotonic() < ends:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    yield {"model": os.path.basename(mine), "working": sum(name.startswith("working") for name in os.listdir(folder))}
+    os.rename(mine, os.path.join(folder, f"over {os.getpid()}"))
+
+
+def needs(given: Given, value: str) -> Iterator[Row]:
+    """Fail without a value of an environment variable."""
+    del given
+    if os.environ.get("OTHER_WAY") != value:
+        raise RuntimeError("the other way is needed")
+    yield {"model": "model"}
+
+
+def tells(given: Given) -> Iterator[Row]:
+    del given
+    yield {"model": "model", "way": os.environ.get("OTHER_WAY", "")}

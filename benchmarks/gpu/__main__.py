@@ -1,27 +1,32 @@
-"""Measure on a GPU parity, kernel facts, speed and memory, most valuable first.
+"""Measure on a GPU parity, speed and memory, most valuable first, in two calls that a short loan has time for.
 
-    python -m benchmarks.gpu --out DIR [--call A] [--minutes 9.5] [--resume DIR]
-    python -m benchmarks.gpu --out DIR --device cpu --tiny
+    python -m benchmarks.gpu --out DIR --call 1 --minutes 7.9
+    python -m benchmarks.gpu --out DIR --call 2 --minutes 3.9 --resume DIR
+    python -m benchmarks.gpu --out DIR --call 1 --device cpu --tiny
 
-A call is a list of stages for about nine minutes on a large GPU. A: ceilings, parity, kernel facts, tests. B: training
-steps in float16. C: steps in bfloat16, memory, optimizer, losses. D: steps in CUDA graphs and under torch.compile.
-Without ``--call`` all are run. Rows are appended at once to DIR/rows.jsonl; DIR/log.txt has what failed stages printed.
-``--resume`` leaves out stages that are done there, and rows that are there. ``--tiny`` runs the same stages on small
-models, as a test of this command itself. ``python -m benchmarks.gpu.table DIR`` shows the rows.
+The first call shows that all works, and measures training steps beside torch.autocast. The second one runs again what
+failed or was not reached in the first, then compiled models, kernel facts and the other tests. Without ``--call`` all
+is run. Rows are appended at once to DIR/rows.jsonl; DIR/log.txt has what stages printed. ``--resume`` leaves out what
+its rows hold of the same card. ``--tiny`` runs the same stages on small models, as a test of this command itself. The
+table is printed last; ``python -m benchmarks.gpu.table DIR`` prints it again. See docs/gpu.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu import rows
+from benchmarks.gpu import rows, table
 from benchmarks.gpu.plan import CALLS, plan
 from benchmarks.gpu.runner import Settings, run
 from benchmarks.gpu.stage import Row
+from benchmarks.machine import processor
+
+SHOWN = 9000  # characters of the table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,41 +34,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="the folder of rows.jsonl and log.txt")
     parser.add_argument("--resume", type=Path, help="a folder of earlier rows; may be that of --out")
-    parser.add_argument("--minutes", type=float, default=9.5, help="for all calls together; default: %(default)s")
-    parser.add_argument("--call", choices=tuple(CALLS), help="default: all, in this order")
+    parser.add_argument("--minutes", type=float, default=20, help="for all; default: %(default)s")
+    parser.add_argument("--call", type=int, choices=tuple(CALLS), help="default: both")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="small models and few rounds")
-    parser.add_argument("--ahead", type=int, help="stages that prepare while one measures; default: 2, on a CPU 0")
+    parser.add_argument("--ahead", type=int, help="stages that prepare while others work; default: 2, on a CPU 0")
+    parser.add_argument("--together", type=int, help="stages that work side by side; default: 8, on a CPU 2")
     parser.add_argument("--commit", default="", help="the commit to note where this is no checkout")
     options = parser.parse_args(arguments)
+    out, is_cuda = options.out, options.device == "cuda"
     if options.minutes < 0:
         parser.error("--minutes: 0 or more")
-    out: Path = options.out
-    earlier: list[Row] = []
-    try:
-        for folder in dict.fromkeys((options.resume, out)):
-            earlier += rows.read(folder) if folder is not None else []
-    except ValueError as error:
-        parser.error(str(error))
-    if options.resume is None and earlier:
-        parser.error(f"{out} holds rows: go on with --resume {out}, or name another folder")
     if options.resume is not None and not options.resume.is_dir():
         parser.error(f"--resume: there is no folder {options.resume}")
-    if options.device == "cuda" and not _sees_cuda():
+    earlier: list[Row] = []
+    for folder in dict.fromkeys((options.resume, out)):
+        earlier += rows.read(folder) if folder is not None else []
+    if options.resume is None and earlier:
+        parser.error(f"{out} holds rows: go on with --resume {out}, or name another folder")
+    card = _card() if is_cuda else f"CPU: {processor()}"
+    if not card:
         parser.error("--device cuda: torch sees no CUDA device; --device cpu --tiny tests the command without one")
     out.mkdir(parents=True, exist_ok=True)
-    ahead = options.ahead if options.ahead is not None else (2 if options.device == "cuda" else 0)
-    ends = time.monotonic() + 60 * options.minutes
-    for call in [options.call] if options.call else CALLS:
-        settings = Settings(call, out, options.device, ends, earlier, ahead, options.commit)
-        run(plan(call, options.device, is_tiny=options.tiny), settings)
+    number = options.call or max(CALLS)
+    was_called = any(row.get("call") == 1 and row.get("card") == card for row in earlier)
+    calls = [number] if number == 1 or (options.call and not was_called) else list(CALLS)
+    settings = Settings(
+        **{"call": number, "out": out, "device": options.device, "card": card, "earlier": earlier},
+        ends=time.monotonic() + 60 * options.minutes,
+        ahead=options.ahead if options.ahead is not None else (2 if is_cuda else 0),
+        together=options.together if options.together is not None else (8 if is_cuda else 2),
+        commit=options.commit,
+    )
+    run(plan(calls, options.device, is_tiny=options.tiny), settings)
+    print(table.short([*earlier, *rows.read(out)], card, SHOWN))
     return 0
 
 
-def _sees_cuda() -> bool:
-    import torch  # the command itself needs it for nothing else
+def _card() -> str:
+    """Return the name of the CUDA device; empty if there is none. Importing torch here would cost the loan seconds."""
+    try:
+        asked = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        import torch
 
-    return torch.cuda.is_available()
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
@@ -11,16 +13,19 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.stage import Rounds, Row
-from benchmarks.timing import milliseconds, ratios, turns
+from benchmarks.timing import ratios
 
-__all__ = ["Times", "Work", "elapsed", "interleaved", "kernels", "peak", "said", "timed"]
+__all__ = ["Times", "Work", "elapsed", "failure", "interleaved", "kernels", "release", "said", "timed"]
 
-ATTENTION = ("flash", "fmha", "cutlass", "efficient", "math", "attention", "softmax")
+ATTENTION = ("flash", "fmha", "cudnn", "cutlass", "efficient", "math", "attention", "softmax", "sdpa")
 
 
 @dataclass(frozen=True)
 class Work:
-    """Timed parts of a side, by name. Before each ``prepare`` runs, after it ``clear``; neither is timed."""
+    """Parts of a side, run in this order; each is timed from the first one's start to its own end.
+
+    Before them ``prepare`` runs, after them ``clear``; neither is timed.
+    """
 
     parts: Mapping[str, Callable[[], object]]
     prepare: Callable[[], object] = lambda: None
@@ -31,8 +36,14 @@ class Work:
 class Times:
     """Milliseconds of each round, by side and part; and the sides that failed, with why."""
 
-    found: dict[str, dict[str, list[float]]] = field(default_factory=dict[str, dict[str, list[float]]])
+    spent: dict[str, dict[str, list[float]]] = field(default_factory=dict[str, dict[str, list[float]]])
     failed: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def failure(error: BaseException) -> str:
+    """Print the traceback, for log.txt, and return the error as one line."""
+    traceback.print_exception(error)
+    return said(error)
 
 
 def said(error: BaseException) -> str:
@@ -40,76 +51,86 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def elapsed(work: Callable[[], object], device: str) -> float:
-    """Return the milliseconds of ``work``: between CUDA events, or CPU time of this thread."""
+def release() -> None:
+    """Give memory that nothing uses back to the device, so that the next side may have it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def elapsed(parts: Mapping[str, Callable[[], object]], device: str) -> dict[str, float]:
+    """Run the parts, and return the milliseconds from the start to each one's end.
+
+    They are those between CUDA events, or CPU time of this thread.
+    """
     if device != "cuda":
-        return milliseconds(work, device)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        started, spent = time.thread_time(), dict[str, float]()
+        for name, part in parts.items():
+            part()
+            spent[name] = 1e3 * (time.thread_time() - started)
+        return spent
     torch.cuda.synchronize()
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+    events = {name: torch.cuda.Event(enable_timing=True) for name in ("", *parts)}
+    events[""].record()
+    for name, part in parts.items():
+        part()
+        events[name].record()
+    torch.cuda.synchronize()
+    return {name: events[""].elapsed_time(events[name]) for name in parts}
 
 
-def interleaved(sides: Mapping[str, Work], rounds: Rounds, device: str) -> Times:
-    """Time all parts of each side in each round; a side that fails takes part no more."""
-    times = Times({side: {part: [] for part in work.parts} for side, work in sides.items()})
+def interleaved(sides: dict[str, Work], rounds: Rounds, device: str) -> Iterator[Times]:
+    """Time each side in each round, each round starting with another, and yield the times after each round.
+
+    A side that fails is removed from ``sides``, with the memory that it holds.
+    """
+    names = [*sides]
+    times = Times({side: {part: [] for part in one.parts} for side, one in sides.items()})
     ends = time.monotonic() + rounds.seconds
-    for number, (is_counted, side) in enumerate(turns(list(sides), rounds.most)):
-        turn, place = divmod(number, len(sides))
-        if place == 0 and turn > rounds.least and time.monotonic() > ends:
+    for turn in range(rounds.most + 1):  # the first one warms up
+        if turn > rounds.least and time.monotonic() > ends:
             break
-        if side in times.failed:
-            continue
-        try:
-            taken = _round(sides[side], device, 1 if is_counted else rounds.warm_up)
-        except Exception as error:  # of this side; it becomes a row
-            times.failed[side] = said(error)
-            continue
-        if is_counted:
-            for part, spent in taken.items():
-                times.found[side][part].append(spent)
-    return times
+        for place in range(len(names)):
+            side = names[(turn + place) % len(names)]
+            if side not in sides:
+                continue
+            try:
+                for _ in range(1 if turn else rounds.warm_up):
+                    sides[side].prepare()
+                    spent = elapsed(sides[side].parts, device)
+                    sides[side].clear()
+            except Exception as error:  # of this side; it becomes a row
+                times.failed[side] = failure(error)
+                del sides[side]
+            if side not in sides:
+                release()
+                continue
+            for part, milliseconds in spent.items() if turn else ():
+                times.spent[side][part].append(milliseconds)
+        if turn:
+            yield times
 
 
-def _round(work: Work, device: str, repeats: int) -> dict[str, float]:
-    taken: dict[str, float] = {}
-    for _ in range(repeats):
-        for name, part in work.parts.items():
-            work.prepare()
-            taken[name] = elapsed(part, device)
-            work.clear()
-    return taken
-
-
-def timed(times: Times, baseline: str, called: str = "autocast") -> dict[str, Row]:
+def timed(times: Times, rounds: Rounds, baseline: str, called: str = "autocast") -> dict[str, Row]:
     """Return by side the medians in milliseconds, and quartiles of the ratios to ``baseline`` in the same round.
 
-    ``called`` is the baseline's name in the row.
+    A row of fewer rounds than the least is ``partial``. ``called`` is the baseline's name in the row.
     """
     rows: dict[str, Row] = {}
-    for side, parts in times.found.items():
+    for side, parts in times.spent.items():
         if side in times.failed:
             rows[side] = {"error": times.failed[side]}
             continue
-        other = times.found.get(baseline, {}) if baseline not in times.failed else {}
-        rows[side] = {"rounds": len(next(iter(parts.values())))}
+        count = len(next(iter(parts.values())))
+        if count < 2:  # no quartiles yet
+            continue
+        other = times.spent.get(baseline, {}) if baseline not in times.failed else {}
+        rows[side] = {"rounds": count, **({"partial": True} if count < rounds.least else {})}
         for part, spent in parts.items():
             rows[side][f"{part}_ms"] = round(median(spent), 4)
             rows[side][f"{part}_quartiles"] = [round(quartile, 4) for quartile in quantiles(spent, n=4)]
             rows[side][f"{part}_to_{called}"] = ratios(spent, other.get(part))
     return rows
-
-
-def peak(work: Callable[[], object]) -> int:
-    """Return the most bytes that ``work`` allocates at one time, beyond what was allocated before."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    work()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def kernels(work: Callable[[], object], most: int = 12) -> Row:

@@ -10,17 +10,24 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks.models import FullModel, ResNet, ResNet50
-from benchmarks.small_models import SMALL, UNet
+from benchmarks.small_models import SMALL
 
 __all__ = ["MODELS", "built", "without_dropout"]
 
 Inputs = dict[str, Tensor]
 
 
-def _tokens(batch: int, length: int, vocabulary: int, *, masked: bool = False) -> Inputs:
+def _tokens(batch: int, length: int, vocabulary: int, *, padded: bool = False) -> Inputs:
+    """Return token ids and labels; padded, every second row ends earlier, by 1/8 of the length and more.
+
+    A mask that hides nothing would not do: transformers drops it in an eager call, and keeps it in a captured graph.
+    """
     ids = torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
-    mask = {"attention_mask": torch.ones_like(ids)} if masked else {}
-    return {"input_ids": ids, "labels": ids.clone(), **mask}
+    if not padded:
+        return {"input_ids": ids, "labels": ids.clone()}
+    ends = torch.tensor([length if row % 2 else length - length // 8 - row % (length // 4) for row in range(batch)])
+    mask = (torch.arange(length) < ends[:, None]).long()
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
 
 
 def _images(batch: int, side: int, classes: int = 1000) -> Inputs:
@@ -29,20 +36,14 @@ def _images(batch: int, side: int, classes: int = 1000) -> Inputs:
     return {"pixel_values": pixels, "labels": torch.randint(classes, (batch,), generator=random)}
 
 
-def _segmented(batch: int, side: int) -> Inputs:
-    labels = torch.randint(3, (batch, side, side), generator=torch.Generator().manual_seed(1))
-    return {**_images(batch, side), "labels": labels}
-
-
 def _bert(width: int, layers: int, heads: int, vocabulary: int = 30522) -> nn.Module:
     sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     config = transformers.BertConfig(**sizes, intermediate_size=4 * width, vocab_size=vocabulary)
     return transformers.BertForMaskedLM(config)
 
 
-def _gpt2(width: int, layers: int, heads: int, dropout: float = 0.1) -> nn.Module:
-    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    sizes: dict[str, Any] = {"n_embd": width, "n_layer": layers, "n_head": heads, **drops}
+def _gpt2(width: int, layers: int, heads: int, **options: Any) -> nn.Module:
+    sizes: dict[str, Any] = {"n_embd": width, "n_layer": layers, "n_head": heads, **options}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False))
 
 
@@ -53,22 +54,33 @@ def _vit(width: int, layers: int, heads: int) -> nn.Module:
     )
 
 
-def _llama() -> nn.Module:
-    """The sizes of TinyLlama, of 1.1 billion parameters."""
-    sizes: dict[str, Any] = {"hidden_size": 2048, "num_hidden_layers": 22, "intermediate_size": 5632}
+def _llama(layers: int = 22) -> nn.Module:
+    """The sizes of TinyLlama, of 1.1 billion parameters with 22 layers."""
+    sizes: dict[str, Any] = {"hidden_size": 2048, "num_hidden_layers": layers, "intermediate_size": 5632}
     heads: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, use_cache=False))
 
 
-def _t5() -> nn.Module:
-    sizes: dict[str, Any] = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
-    special: dict[str, Any] = {"pad_token_id": 0, "decoder_start_token_id": 0}
+def _t5(width: int = 768, layers: int = 12, heads: int = 12, vocabulary: int = 32128) -> nn.Module:
+    sizes: dict[str, Any] = {"d_model": width, "d_kv": 64, "d_ff": 4 * width, "num_layers": layers, "num_heads": heads}
+    special: dict[str, Any] = {"pad_token_id": 0, "decoder_start_token_id": 0, "vocab_size": vocabulary}
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **special, use_cache=False))
 
 
-def _convnext() -> nn.Module:
-    sizes: dict[str, Any] = {"hidden_sizes": [128, 256, 512, 1024], "depths": [3, 3, 27, 3]}
-    return transformers.ConvNextForImageClassification(transformers.ConvNextConfig(**sizes, num_labels=1000))
+class _Perceptron(nn.Module):
+    """Small enough to be compiled in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor]:
+        return (nn.functional.cross_entropy(self.layers(x), labels),)
+
+
+def _numbers() -> Inputs:
+    random = torch.Generator().manual_seed(0)
+    return {"x": torch.randn(8, 16, generator=random), "labels": torch.randint(4, (8,), generator=random)}
 
 
 def _channels_last(build: Callable[[], nn.Module], inputs: Callable[[], Inputs]) -> FullModel:
@@ -79,24 +91,34 @@ def _channels_last(build: Callable[[], nn.Module], inputs: Callable[[], Inputs])
     return FullModel(lambda: build().to(memory_format=torch.channels_last), images)  # type: ignore[call-overload]
 
 
+def _bert_of(batch: int, length: int, *sizes: int, padded: bool = False) -> FullModel:
+    return FullModel(lambda: _bert(*sizes), lambda: _tokens(batch, length, 30522, padded=padded))
+
+
+def _gpt2_of(batch: int, *sizes: int, **options: Any) -> FullModel:
+    return FullModel(lambda: _gpt2(*sizes, **options), lambda: _tokens(batch, 1024, 50257))
+
+
 MODELS: dict[str, FullModel] = {
     **SMALL,
-    "BERT-large b32 s512": FullModel(lambda: _bert(1024, 24, 16), lambda: _tokens(32, 512, 30522, masked=True)),
-    "GPT-2 medium b8 s1024": FullModel(lambda: _gpt2(1024, 24, 16), lambda: _tokens(8, 1024, 50257)),
-    "GPT-2 medium b8 s1024, no dropout": FullModel(
-        lambda: _gpt2(1024, 24, 16, dropout=0), lambda: _tokens(8, 1024, 50257)
-    ),
-    "ViT-L b64": FullModel(lambda: _vit(1024, 24, 16), lambda: _images(64, 224)),
+    "BERT-large b32 s512": _bert_of(32, 512, 1024, 24, 16),
+    "BERT-large b32 s512, padded": _bert_of(32, 512, 1024, 24, 16, padded=True),
+    "BERT-base b32 s512": _bert_of(32, 512, 768, 12, 12),
+    "BERT-base b8 s512": _bert_of(8, 512, 768, 12, 12),
+    "GPT-2 medium b8 s1024": _gpt2_of(8, 1024, 24, 16),
+    "GPT-2 medium b8 s1024, fused GELU": _gpt2_of(8, 1024, 24, 16, activation_function="gelu_pytorch_tanh"),
+    "GPT-2 b8 s1024": _gpt2_of(8, 768, 12, 12),
+    "GPT-2 b4 s1024": _gpt2_of(4, 768, 12, 12),
+    "Llama 1.1B b2 s2048": FullModel(_llama, lambda: _tokens(2, 2048, 32000)),
+    "Llama 4x2048": FullModel(lambda: _llama(4), lambda: _tokens(2, 512, 32000)),
     "ResNet-50 b256": _channels_last(ResNet50, lambda: _images(256, 224)),
-    "Llama 1.1B b4 s2048": FullModel(_llama, lambda: _tokens(4, 2048, 32000)),
-    "T5-base b16 s512": FullModel(_t5, lambda: _tokens(16, 512, 32128, masked=True)),
-    "ConvNeXt-B b128": _channels_last(_convnext, lambda: _images(128, 224)),
-    "U-Net 256 b16": _channels_last(lambda: UNet(64, 4), lambda: _segmented(16, 256)),
-    "BERT-base b32 s512": FullModel(lambda: _bert(768, 12, 12), lambda: _tokens(32, 512, 30522, masked=True)),
-    "GPT-2 b8 s1024": FullModel(lambda: _gpt2(768, 12, 12), lambda: _tokens(8, 1024, 50257)),
-    "ViT-B b64": FullModel(lambda: _vit(768, 12, 12), lambda: _images(64, 224)),
-    "BERT tiny": FullModel(lambda: _bert(16, 1, 2, 32), lambda: _tokens(2, 8, 32, masked=True)),
+    "ResNet-50 b32": _channels_last(ResNet50, lambda: _images(32, 224)),
+    "ViT-L b64": FullModel(lambda: _vit(1024, 24, 16), lambda: _images(64, 224)),
+    "T5-base b16 s512, padded": FullModel(_t5, lambda: _tokens(16, 512, 32128, padded=True)),
+    "BERT tiny": FullModel(lambda: _bert(16, 1, 2, 32), lambda: _tokens(2, 8, 32, padded=True)),
+    "T5 tiny": FullModel(lambda: _t5(16, 1, 2, 32), lambda: _tokens(2, 8, 32, padded=True)),
     "ResNet tiny": _channels_last(lambda: ResNet((1,), width=8, classes=4), lambda: _images(2, 16, 4)),
+    "MLP tiny": FullModel(_Perceptron, _numbers),
 }
 
 

@@ -1,8 +1,8 @@
-"""The stages of each call, in the order of their value."""
+"""The stages of both calls, in the order of their value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +12,19 @@ __all__ = ["CALLS", "plan"]
 
 FLOAT32, AUTOCAST, HALF = "float32", "torch.autocast", "pure half"
 CAST, CACHED, KERNEL, FASTEST = "cast, fold=exact", "cached, fold=exact", "cast, fold=kernel", "cached, fold=kernel"
-TIMED = (AUTOCAST, CAST, CACHED, FASTEST, HALF)
-SMALL = (
-    *("BERT 4x256", "GPT-2 4x256", "ResNet-18 112", "ViT 4x192"),
-    *("Llama 4x256", "T5 2+2x256", "U-Net 64", "BERT eager"),
-)
-FULL = (
-    *("BERT-large b32 s512", "GPT-2 medium b8 s1024", "ResNet-50 b256", "ViT-L b64", "Llama 1.1B b4 s2048"),
-    *("GPT-2 medium b8 s1024, no dropout", "T5-base b16 s512", "ConvNeXt-B b128", "U-Net 256 b16", "BERT 4x256"),
-)
-BASE = ("BERT-base b32 s512", "GPT-2 b8 s1024", "ViT-B b64")
-TELLING = ("BERT-large b32 s512", "GPT-2 medium b8 s1024", "ResNet-50 b256", "Llama 1.1B b4 s2048")
-TINY, FEW = ("ResNet tiny", "BERT tiny"), Rounds(2, 2, 1, 1)
+TIMED = (AUTOCAST, CAST, FASTEST, HALF)
+# Each model with the seconds of its steps in both dtypes.
+STEPS = {
+    **{"BERT-large b32 s512, padded": 30, "BERT-large b32 s512": 25},
+    **{"GPT-2 medium b8 s1024": 25, "GPT-2 medium b8 s1024, fused GELU": 25},
+    **{"Llama 1.1B b2 s2048": 60, "ResNet-50 b256": 45, "ViT-L b64": 35},
+}
+PARITY = ("BERT-base b8 s512", "GPT-2 b4 s1024", "Llama 4x2048", "ResNet-50 b32")
+WITHOUT_WAITING = ("BERT 4x256", "ResNet-18 112")
+TESTS = ("tests/training", "tests/runtime")  # of the first call; the second one runs the others
+TINY, FEW = ("ResNet tiny", "BERT tiny"), Rounds(2, 3, 1, 1)
+# How to go on if cuDNN's attention fails, which torch prefers on these cards.
+WITHOUT_CUDNN = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
 
 
 @dataclass(frozen=True)
@@ -37,92 +38,88 @@ class _Scale:
         """Return these models, or the first tiny ones."""
         return TINY[:tiny] if self.is_tiny else full
 
-    def only(self, **tiny: Any) -> dict[str, Any]:
-        """Return options for tiny models alone."""
-        return tiny if self.is_tiny else {}
+    def sized(self, full: Mapping[str, Any], **tiny: Any) -> Mapping[str, Any]:
+        """Return the options of full size or, for tiny models, these."""
+        return {**full, **tiny} if self.is_tiny else full
 
     def stage(self, name: str, function: str, *, cuda: bool = False, **fields: Any) -> Stage:
         """Return a stage; it is skipped where it needs CUDA."""
         skip = "needs CUDA" if cuda and self.device != "cuda" else ""
         return Stage(name, f"benchmarks.gpu.stages.{function}", skip=skip, **fields)
 
-    def steps(self, models: Sequence[str], dtype: str, sides: Sequence[str], **more: Any) -> Iterator[Stage]:
-        """Yield the timing of each model's steps."""
-        kind = more.pop("kind", "eager")
-        for model in models:
-            options = {"model": model, "dtype": dtype, "sides": sides, "kind": kind, **self.only(rounds=FEW)}
-            name = f"{kind} step, {model}, {dtype}"
-            yield self.stage(name, "steps:steps", options=options, prepares=True, **more)
+    def steps(self, model: str, seconds: float, kind: str = "eager", **fields: Any) -> Stage:
+        """Return the timing of a model's steps, which measures for two thirds of the seconds."""
+        more = fields.pop("options", {})
+        dtypes = len(more.get("dtypes", ("float16", "bfloat16")))
+        rounds = FEW if self.is_tiny else Rounds(seconds=seconds / dtypes * 2 / 3)
+        options = {"model": model, "sides": TIMED, "kind": kind, "rounds": rounds, **more}
+        return self.stage(
+            f"{kind} step, {model}", "steps:steps", options=options, prepares=True, seconds=seconds, **fields
+        )
+
+    def compiled(self, model: str, seconds: float) -> Stage:
+        """Return the timing of a model's compiled steps, whose process compiles early."""
+        options = {"sides": (AUTOCAST, CAST), "dtypes": ("float16",)}
+        return self.steps(model, seconds, "compiled", options=options, early=True)
 
 
 def _first(scale: _Scale) -> Iterator[Stage]:
-    yield scale.stage("environment", "environment:environment", always=True)
-    yield scale.stage("ceilings", "environment:ceilings", options=scale.only(size=64, repeats=2))
-
-
-def _a(scale: _Scale) -> Iterator[Stage]:
     sides = (FLOAT32, AUTOCAST, CAST, CACHED, KERNEL, FASTEST)
-    small = [
-        scale.stage(f"parity, {model}", "parity:parity", options={"model": model, "sides": sides}, prepares=True)
-        for model in scale.models(SMALL)
-    ]
-    yield from small[:4]
-    yield scale.stage("kernel facts", "facts:facts", options=scale.only(rows=64, samples=1))
-    two = {"models": scale.models(("BERT 4x256", "ResNet-18 112"))}
-    waiting = {**two, "sides": (AUTOCAST, CAST, FASTEST, HALF)}
-    yield scale.stage(
-        "waiting for the device", "without_waiting:synchronising", cuda=True, options=waiting, prepares=True
-    )
-    yield scale.stage("steps in a CUDA graph", "without_waiting:graphed", cuda=True, options=waiting, prepares=True)
-    yield from scale.steps(scale.models(BASE), "float16", (AUTOCAST, CAST, FASTEST, HALF))
-    yield scale.stage("tests that need a GPU", "suite:suite", cuda=True, seconds=150)
-    yield from small[4:]
-
-
-def _b(scale: _Scale) -> Iterator[Stage]:
-    yield from scale.steps(scale.models(FULL, 2), "float16", TIMED, seconds=120)
-
-
-def _c(scale: _Scale) -> Iterator[Stage]:
-    telling = scale.models(TELLING)
-    yield from scale.steps(telling, "bfloat16", TIMED, seconds=120)
-    for model in telling:
-        options = {"model": model, "dtype": "float16", "sides": (AUTOCAST, *TIMED[1:])}
-        yield scale.stage(f"memory, {model}", "steps:memory", cuda=True, options=options, prepares=True)
-    sizes = ((4, 16),) if scale.is_tiny else ((400, 65_536), (400, 800_000), (4000, 1024))
-    for tensors, elements in sizes:
-        options = {"tensors": tensors, "elements": elements, **scale.only(rounds=FEW)}
-        yield scale.stage(f"optimizer, {tensors} x {elements}", "optimizer:optimizer", options=options)
-    classes = {"classes": (4096, 32_000, 50_257, 128_256), "positions": 8192, "rounds": 12}
-    options = scale.only(classes=(64,), positions=16, rounds=2) or classes
-    yield scale.stage("loss over a vocabulary", "vocabulary:vocabulary", options=options)
-    shapes = {"vocabularies": ((8192, 32_000), (8192, 50_257), (4096, 128_256)), "norms": ((8192, 768), (8192, 4096))}
+    yield scale.stage("smoke", "smoke:smoke", seconds=60, fallback=WITHOUT_CUDNN)
+    for model in scale.models(PARITY):
+        options = {"model": model, "sides": sides}
+        yield scale.stage(f"parity, {model}", "parity:parity", options=options, prepares=True, alone=False, seconds=100)
+    together: dict[str, Any] = {"cuda": True, "alone": False, "seconds": 100}
+    waiting = {"models": scale.models(WITHOUT_WAITING), "sides": TIMED}
+    for name, function in (("waiting for the device", "synchronising"), ("CUDA graph beside eager", "graphed")):
+        yield scale.stage(name, f"without_waiting:{function}", options=waiting, prepares=True, **together)
+    yield scale.stage("tests, first", "suite:suite", options={"paths": TESTS}, **together)
+    yield scale.stage("ceilings", "environment:ceilings", options=scale.sized({}, size=64, repeats=2), seconds=20)
+    for model, seconds in dict.fromkeys(TINY, 30).items() if scale.is_tiny else STEPS.items():
+        yield scale.steps(model, seconds)
+    for model in scale.models(("BERT-large b32 s512", "Llama 1.1B b2 s2048")):
+        options = {"model": model, "dtype": "float16", "sides": TIMED}
+        yield scale.stage(f"memory, {model}", "steps:memory", cuda=True, options=options, prepares=True, seconds=25)
+    sizes = {"sizes": ((400, 65_536), (400, 800_000), (4000, 1024))}
+    options = scale.sized(sizes, sizes=((4, 16),), rounds=FEW)
+    yield scale.stage("optimizer", "optimizer:optimizer", options=options, seconds=25)
+    shapes = {
+        "vocabularies": ((8192, 32_000), (8192, 50_257), (4096, 128_256)),
+        "norms": ((65_536, 768), (16_384, 4096)),
+        "rounds": Rounds(seconds=1),
+    }
     few = {"vocabularies": ((16, 1024),), "norms": ((16, 64),), "sides": ("parts", "torch"), "rounds": FEW}
-    yield scale.stage("Triton kernels", "kernels:kernels", options=few if scale.is_tiny else shapes, seconds=120)
-    options = scale.only(ops=("layer_norm", "softmax", "cholesky"), samples=1, processes=1)
-    yield scale.stage("kernel facts, isolated", "isolated:isolated", options=options, seconds=240)
+    yield scale.stage("Triton kernels", "kernels:kernels", options=scale.sized(shapes, **few), seconds=30)
+    classes = {"classes": (32_000, 50_257, 128_256), "positions": 8192, "rounds": 6}
+    options = scale.sized(classes, classes=(64,), positions=16, rounds=2)
+    yield scale.stage("loss over a vocabulary", "vocabulary:vocabulary", options=options, seconds=25)
+    for model in scale.models(("BERT 4x256", "BERT-base b8 s512")):
+        yield scale.steps(model, 15, "graph", cuda=True, options={"dtypes": ("float16",)})
+    yield scale.compiled("MLP tiny" if scale.is_tiny else "BERT-base b32 s512", 110)
 
 
-def _d(scale: _Scale) -> Iterator[Stage]:
-    sides = (AUTOCAST, CAST, FASTEST, HALF)
-    graphed = scale.models(("BERT 4x256", "BERT-base b32 s512", "GPT-2 b8 s1024"))
-    yield from scale.steps(graphed, "float16", sides, kind="graph", cuda=True)
-    sides = (AUTOCAST, CAST, KERNEL, HALF)
-    compiled = scale.models(("BERT-base b32 s512", "GPT-2 b8 s1024", "ResNet-50 b256", "ViT-B b64"))
-    yield from scale.steps(compiled, "float16", sides, kind="compiled", cuda=True, seconds=240)
+def _second(scale: _Scale) -> Iterator[Stage]:
+    # While the compiled models compile, early.
+    options = {"paths": ("tests",), "without": TESTS}
+    yield scale.stage("tests, others", "suite:suite", cuda=True, options=options, alone=False, seconds=100)
+    options = scale.sized({}, rows=64, samples=1)
+    yield scale.stage("kernel facts", "facts:facts", options=options, alone=False, seconds=100)
+    yield scale.steps("T5 tiny" if scale.is_tiny else "T5-base b16 s512, padded", 30)
+    for model in () if scale.is_tiny else ("GPT-2 b8 s1024", "ResNet-50 b256"):  # the first call compiles a tiny one
+        yield scale.compiled(model, 150)
 
 
-CALLS: dict[str, Callable[[_Scale], Iterator[Stage]]] = {"A": _a, "B": _b, "C": _c, "D": _d}
+CALLS: dict[int, Callable[[_Scale], Iterator[Stage]]] = {1: _first, 2: _second}
 
 
-def plan(call: str, device: str, *, is_tiny: bool) -> list[Stage]:
-    """Return the stages of a call, most valuable first.
+def plan(calls: Sequence[int], device: str, *, is_tiny: bool) -> list[Stage]:
+    """Return the stages of calls, most valuable first.
 
     Args:
-        call: a key of ``CALLS``.
+        calls: keys of ``CALLS``.
         device: "cuda" or "cpu".
         is_tiny: True for small models and few rounds.
     """
     scale = _Scale(device, is_tiny)
-    first = list(_first(scale))
-    return [*(first if call == "A" else first[:1]), *CALLS[call](scale)]
+    environment = scale.stage("environment", "environment:environment", alone=False, always=True)
+    return [environment, *(stage for number in calls for stage in CALLS[number](scale))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from autocastfx.passes.variant_maker import VariantMaker
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from benchmarks.gpu.models import built
-from benchmarks.training import SIDES, Setting, Training, training_of
+from benchmarks.training import SIDES, Setting, Training, adamw, training_of
 
 __all__ = ["DTYPES", "Source", "source"]
 
@@ -36,6 +36,7 @@ class Source:
     model: nn.Module
     inputs: dict[str, Tensor]
     captured: Captured
+    optimizers: dict[bool, torch.optim.Optimizer] = field(default_factory=dict[bool, torch.optim.Optimizer])
 
     def converted(self, dtype: torch.dtype, weights: str, fold: str) -> AmpModule:
         """Convert the captured graph, as ``convert`` does with these arguments."""
@@ -45,15 +46,24 @@ class Source:
         amp_model._mounted.add(maker.rebuild(self.captured, amp_model._held(), self.captured.device))
         return amp_model
 
-    def side(self, name: str, setting: Setting) -> Training:
-        """Build the training of a side; a side of 16-bit parameters has float32 masters."""
+    def side(self, name: str, setting: Setting, *, shares_state: bool = False) -> Training:
+        """Build the training of a side; a side of 16-bit parameters has float32 masters.
+
+        Args:
+            name: a key of ``SIDES``.
+            setting: settings that all sides share.
+            shares_state: True if the float32 sides share AdamW's state, as they share the parameters: for timing alone.
+        """
         side, model, inputs = SIDES[name], self.model, self.inputs
         if side.is_half:
             model = copy.deepcopy(model).to(setting.dtype)
             inputs = {key: t.to(setting.dtype) if t.is_floating_point() else t for key, t in inputs.items()}
         if side.convert is not None:
             model = self.converted(setting.dtype, side.convert["weights"], side.convert["fold"])
-        return training_of(name, model, inputs, setting, has_masters=side.is_half)
+        optimizer = None
+        if shares_state and not side.is_half:
+            optimizer = self.optimizers.setdefault(setting.is_capturable, adamw(self.model.parameters(), setting))
+        return training_of(name, model, inputs, setting, has_masters=side.is_half, optimizer=optimizer)
 
 
 def source(name: str, device: str, *, dropout: bool = True) -> Source:

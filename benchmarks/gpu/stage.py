@@ -16,9 +16,9 @@ Row = dict[str, Any]
 class Rounds:
     """Rounds of measuring: further ones than the least only while there is time, in seconds."""
 
-    least: int = 10
-    most: int = 20
-    seconds: float = 30
+    least: int = 6
+    most: int = 10
+    seconds: float = 8
     warm_up: int = 3
 
 
@@ -30,13 +30,17 @@ class Stage:
     """Work for one process.
 
     Attributes:
-        name: differs from the other names in the call.
+        name: differs from all other names.
         run: ``module:function``; the function takes a :class:`Given` and the options, and yields rows.
         options: keyword arguments of the function.
         seconds: time limit, from the stage's turn on.
+        alone: True if it times something: nothing else then works on the device.
         prepares: True if the function calls ``given.wait()`` itself, after work that leaves the device idle; others are
             called at their turn.
+        early: True if it prepares for so long that it starts with the first stages.
         always: True if it runs again with each run of other stages.
+        fallback: environment variables with which it is tried once more if it fails. If that helps, all later stages
+            have them.
         skip: why the stage cannot run here; empty if it can.
     """
 
@@ -44,8 +48,11 @@ class Stage:
     run: str
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     seconds: float = 90
+    alone: bool = True
     prepares: bool = False
+    early: bool = False
     always: bool = False
+    fallback: Mapping[str, str] = field(default_factory=dict[str, str])
     skip: str = ""
 
     def function(self) -> Callable[..., Iterator[Row]]:
@@ -60,16 +67,16 @@ class Given:
 
     Attributes:
         device: "cuda" or "cpu".
-        held: the rows that exist, by model, side and dtype.
+        measured: the rows that exist, by model, side and dtype.
         wait: returns when it is the stage's turn to use the device.
         commit: the commit to note; empty if git is to be asked.
     """
 
     device: str
-    held: frozenset[tuple[str, str, str]] = frozenset()
+    measured: frozenset[tuple[str, str, str]] = frozenset()
     wait: Callable[[], None] = lambda: None
     commit: str = ""
 
     def has(self, model: str = "", side: str = "", dtype: str = "") -> bool:
         """True if this row exists."""
-        return (model, side, dtype) in self.held
+        return (model, side, dtype) in self.measured

@@ -1,4 +1,4 @@
-"""Write the rows of ``benchmarks.gpu`` as Markdown tables.
+"""Write the rows of ``benchmarks.gpu`` as Markdown tables, most important first.
 
 python -m benchmarks.gpu.table DIR [DIR ...]
 """
@@ -7,40 +7,126 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import rows as stored
 from benchmarks.gpu.stage import Row
 
-__all__ = ["caption", "markdown"]
+__all__ = ["markdown", "short", "step_table"]
 
-BYTES = ("peak", "held", "before", "kept")
 SAID = {"torch": "torch", "triton": "triton", "transformers": "transformers", "python": "Python", "commit": "commit"}
 ENVIRONMENT = "environment"
+AUTOCAST = "torch.autocast"
+Cell = Callable[[Row], str]
 
 
-def markdown(rows: Iterable[Row]) -> str:
-    """Return a caption, a table for each kind of row, and what was not measured.
+@dataclass(frozen=True)
+class _Pivot:
+    """A table with a line for each model and dtype, and a column for each side.
 
-    Stages are of one kind if their names are the same up to a comma.
+    Attributes:
+        stage: how the names of its stages begin.
+        title: what stands above it.
+        unit: of the baseline's column.
+        baseline: the side whose ``own`` cell is shown; others show ``ratio``.
+        own: the baseline's cell.
+        ratio: another side's cell, of its row and the baseline's.
     """
-    found: dict[tuple[str, frozenset[str]], list[Row]] = {}
-    missing: list[str] = []
-    held = list(rows)
-    for row in held:
-        if why := row.get("error") or row.get("skipped"):
-            named = (f"{row['stage']} ({row['call']})", *(row[key] for key in stored.KEY[2:] if row.get(key)))
-            missing.append(f"- {', '.join(dict.fromkeys(named))}: {why}")
-        elif "done" not in row and row["stage"] != ENVIRONMENT:
-            found.setdefault((row["stage"].partition(",")[0], frozenset(row)), []).append(row)
-    parts = [caption(held)]
-    parts += [f"{stage[0].upper()}{stage[1:]}:\n\n{_table(same)}" for (stage, _), same in found.items()]
-    return "\n\n".join([*parts, *(["Not measured:\n\n" + "\n".join(missing)] if missing else [])]) + "\n"
+
+    stage: str
+    title: str
+    unit: str
+    own: Cell
+    ratio: Callable[[Row, Row], str]
+    baseline: str = AUTOCAST
 
 
-def caption(rows: Iterable[Row]) -> str:
+def _quartiles(key: str) -> Callable[[Row, Row], str]:
+    return lambda row, baseline: _cell(row.get(key) or "-")
+
+
+def _number(key: str) -> Cell:
+    return lambda row: _cell(row.get(key, "-"))
+
+
+STEP = _quartiles("step_to_autocast")
+PIVOTS = (
+    _Pivot("eager step", "Time of a training step", "ms", _number("step_ms"), STEP),
+    _Pivot("graph step", "Time of a training step replayed from a CUDA graph", "ms", _number("step_ms"), STEP),
+    _Pivot("compiled step", "Time of a training step under torch.compile", "ms", _number("step_ms"), STEP),
+    _Pivot(
+        *("memory", "Peak memory of a training step, each side alone", "GB", lambda row: f"{row['peak'] / 1e9:.2f}"),
+        lambda row, baseline: f"{row['peak'] / baseline['peak']:.3f}",
+    ),
+    _Pivot(
+        *("parity", "Distance of the gradients from float64's", "error", lambda row: f"{row['gradients_error']:.2e}"),
+        lambda row, baseline: f"{row['gradients_error'] / max(baseline['gradients_error'], 1e-12):.3f}",
+    ),
+    _Pivot(
+        *("optimizer", "Time of the optimizer's part of a step", "ms", _number("step_ms")),
+        *(_quartiles("step_to_grad_scaler"), "GradScaler"),
+    ),
+    _Pivot(
+        *("Triton kernels", "Time of the Triton kernels, forward and backward", "ms", _number("step_ms")),
+        *(_quartiles("step_to_parts"), "parts"),
+    ),
+)
+
+
+def markdown(rows: Iterable[Row], *, caption: bool = True) -> str:
+    """Return for each card a caption, the tables, and what was not measured."""
+    held = stored.latest(rows)
+    cards = dict.fromkeys(row["card"] for row in held)
+    return "\n\n".join(part for card in cards for part in _parts([row for row in held if row["card"] == card], caption))
+
+
+def short(rows: Iterable[Row], card: str, most: int) -> str:
+    """Return the tables of a card in at most ``most`` characters; what is left out is said."""
+    lines = markdown(row for row in rows if row.get("card") == card).splitlines()
+    left = 0
+    while sum(map(len, lines)) + len(lines) > most - 80:
+        lines.pop()
+        left += 1
+    return "\n".join([*lines, *([f"... {left} more lines: python -m benchmarks.gpu.table DIR"] if left else [])])
+
+
+def step_table(rows: Iterable[Row]) -> str:
+    """Return the table of eager steps alone, for each card; empty if there are no such rows."""
+    held = stored.latest(rows)
+    parts: list[str] = []
+    for card in dict.fromkeys(row["card"] for row in held):
+        mine = [row for row in held if row["card"] == card and row["stage"].startswith(PIVOTS[0].stage)]
+        if table := _pivot(PIVOTS[0], mine):
+            parts += [_caption([row for row in held if row["card"] == card]), table]
+    return "\n\n".join(parts)
+
+
+def _parts(rows: Sequence[Row], caption: bool) -> Iterator[str]:
+    if caption:
+        yield _caption(rows)
+    shown = set[str]()
+    for pivot in PIVOTS:
+        mine = [row for row in rows if row["stage"].startswith(pivot.stage)]
+        shown |= {row["stage"] for row in mine}
+        if table := _pivot(pivot, mine):
+            yield table
+        if pivot is PIVOTS[2] and (slower := list(_slower(rows))):
+            yield "Slower than torch.autocast, with the kernels that take longer:\n\n" + "\n".join(slower)
+        if pivot is PIVOTS[2] and (missing := list(_missing(rows))):
+            yield "Not measured:\n\n" + "\n".join(missing)
+    others: dict[tuple[str, frozenset[str]], list[Row]] = {}
+    for row in rows:
+        is_shown = row["stage"] in shown and "kernels" not in row and "host_ms" not in row
+        if not is_shown and row["stage"] != ENVIRONMENT and not {"done", "error", "skipped"} & row.keys():
+            others.setdefault((row["stage"].partition(",")[0], frozenset(row)), []).append(row)
+    for (stage, _), same in others.items():
+        yield f"{stage[0].upper()}{stage[1:]}:\n\n{_table(same)}"
+
+
+def _caption(rows: Iterable[Row]) -> str:
     """Return a line for each environment: device, versions, commit and date."""
     lines: dict[str, None] = {}
     for row in rows:
@@ -50,27 +136,69 @@ def caption(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
+def _missing(rows: Iterable[Row]) -> Iterator[str]:
+    for row in rows:
+        if why := row.get("error") or row.get("skipped"):
+            named = (row["stage"], *(row[key] for key in stored.KEY[2:] if row.get(key)))
+            yield f"- {', '.join(dict.fromkeys(named))}: {_cell(why)}"
+
+
+def _slower(rows: Sequence[Row], most: int = 3) -> Iterator[str]:
+    """Yield the sides whose steps take longer than torch.autocast's, and which kernels of the profiled steps do."""
+    longest = {(row["model"], row["side"], row["dtype"]): row["longest"] for row in rows if "longest" in row}
+    for row in rows:
+        ratio = row.get("step_to_autocast")
+        if not ratio or ratio[1] <= 1:
+            continue
+        names = [(f"{row['model']}, kernels", side, row["dtype"]) for side in (row["side"], AUTOCAST)]
+        ours, theirs = (longest.get(name, {}) for name in names)
+        more = {kernel: ms - theirs.get(kernel, 0.0) for kernel, ms in ours.items()}
+        told = [f"{kernel[:60]} {more[kernel]:+.2f} ms" for kernel in sorted(more, key=lambda k: -more[k])[:most]]
+        yield f"- {row['stage']}, {row['side']}, {row['dtype']}: {ratio[1]:.3f}; {', '.join(told) or 'not profiled'}"
+
+
+def _pivot(pivot: _Pivot, rows: Iterable[Row]) -> str:
+    """Return the table; empty if no row has anything to show."""
+    lines: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if "side" in row and not {"error", "kernels", "host_ms"} & row.keys():
+            lines.setdefault((row["model"], row.get("dtype", "")), {})[row["side"]] = row
+    sides = dict.fromkeys(side for line in lines.values() for side in line if side != pivot.baseline)
+    has_dtype = any(dtype for _, dtype in lines)
+    head = ["model", *(["dtype"] if has_dtype else []), f"{pivot.baseline}, {pivot.unit}", *sides]
+    body = [
+        [model, *([dtype] if has_dtype else []), pivot.own(line[pivot.baseline])]
+        + [pivot.ratio(line[side], line[pivot.baseline]) if side in line else "" for side in sides]
+        for (model, dtype), line in lines.items()
+        if pivot.baseline in line
+    ]
+    title = f"{pivot.title}: with {pivot.baseline}, and with the others as multiples of that"
+    return f"{title}:\n\n{_lines(head, body)}" if body else ""
+
+
 def _table(rows: Sequence[Row]) -> str:
-    names = [key for key in dict.fromkeys((*stored.KEY[2:], *rows[0])) if key not in stored.KEY[:2]]
-    names = [name for name in names if any(_cell(name, row.get(name, "")) for row in rows)]
-    lines = [[name.replace("_", " ") + (" GB" if name in BYTES else "") for name in names], ["---"] * len(names)]
-    lines += [[_cell(name, row.get(name, "")) for name in names] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    keys = dict.fromkeys((*stored.KEY[2:], *rows[0]))
+    names = [key for key in keys if key not in (*stored.KEY[:2], "call")]
+    names = [name for name in names if any(_cell(row.get(name, "")) for row in rows)]
+    head = [name.replace("_", " ") for name in names]
+    return _lines(head, [[_cell(row.get(name, "")) for name in names] for row in rows])
 
 
-def _cell(name: str, value: Any) -> str:
+def _lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
+
+
+def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if name in BYTES:
-        return f"{value / 1e9:.3f}"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list) and len(value) == 3 and all(isinstance(one, float) for one in value):
         return f"{value[1]:.3f} ({value[0]:.3f} to {value[2]:.3f})"  # quartiles
     if isinstance(value, list):
-        return ", ".join(_cell("", one) for one in value)
+        return ", ".join(_cell(one) for one in value)
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {_cell('', one)}" for key, one in value.items())
+        return ", ".join(f"{key}: {_cell(one)}" for key, one in value.items())
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
@@ -79,11 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.table", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folders", type=Path, nargs="+", metavar="DIR")
     options = parser.parse_args(arguments)
-    try:
-        found = [row for folder in options.folders for row in stored.read(folder)]
-    except ValueError as error:
-        parser.error(str(error))
-    print(markdown(found), end="")
+    print(markdown(row for folder in options.folders for row in stored.read(folder)))
     return 0
 
 

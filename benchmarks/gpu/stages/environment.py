@@ -17,14 +17,14 @@ from benchmarks.machine import machine
 
 __all__ = ["ceilings", "environment"]
 
-PACKAGES = ("torch", "triton", "transformers", "expecttest")
+PACKAGES = ("triton", "transformers", "expecttest")
 
 
 def environment(given: Given) -> Iterator[Row]:
     """Yield one row: the device, versions, commit and date."""
     here = machine()
     row = {"commit": given.commit or here["commit"], "python": here["python"]}
-    row |= {name: _version(name) for name in PACKAGES}
+    row |= {"torch": torch.__version__, **{name: _version(name) for name in PACKAGES}}
     row |= {"date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), "device": here["device"]}
     if given.device == "cuda":
         found = torch.cuda.get_device_properties(0)
@@ -73,4 +73,4 @@ def ceilings(given: Given, size: int = 8192, repeats: int = 10) -> Iterator[Row]
 
 def _median(work: Callable[[], object], device: str, repeats: int) -> float:
     """Return milliseconds, after three calls that do not count."""
-    return median([elapsed(work, device) for _ in range(repeats + 3)][3:])
+    return median([elapsed({"": work}, device)[""] for _ in range(repeats + 3)][3:])

@@ -47,8 +47,9 @@ def kernels(
                     continue
                 made = make(shape, DTYPES[dtype], given.device)
                 work = {side: _work(made[side], side == TRITON) for side in sides}
-                for side, row in timed(interleaved(work, rounds, given.device), PARTS, "parts").items():
-                    yield {"model": name, "side": side, "dtype": dtype, **row}
+                for times in interleaved(work, rounds, given.device):
+                    for side, row in timed(times, rounds, PARTS, "parts").items():
+                        yield {"model": name, "side": side, "dtype": dtype, **row}
 
 
 def _work(step: Callable[[], object], chosen: bool) -> Work:

@@ -3,42 +3,46 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import torch
 
 import autocastfx
-from benchmarks.gpu.measure import Work, interleaved, timed
-from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
+from benchmarks.gpu.measure import Work, interleaved, release, timed
+from benchmarks.gpu.stage import Given, Rounds, Row
 
 __all__ = ["optimizer"]
 
 OURS, THEIRS, BARE = "LossScalingOptimizer", "GradScaler", "bare"
 CLIPPED = "LossScalingOptimizer, clipped"
+SHORT = Rounds(seconds=2)
 SIDES = (THEIRS, OURS, CLIPPED, BARE)
 
 
-def optimizer(given: Given, tensors: int, elements: int, rounds: Rounds = ROUNDS) -> Iterator[Row]:
+def optimizer(given: Given, sizes: Sequence[tuple[int, int]], rounds: Rounds = SHORT) -> Iterator[Row]:
     """Yield a row for each side: fused AdamW of float32 parameters, with the device's and the host's time.
 
     Args:
         given: what every stage is given.
-        tensors: number of parameters.
-        elements: of each.
-        rounds: how many.
+        sizes: numbers of parameters, and of the elements of each.
+        rounds: how many, for each size.
     """
-    model = f"{tensors} x {elements}"
-    if all(given.has(model, side) for side in SIDES):
-        return
-    steps = {side: _step(side, given.device, tensors, elements) for side in SIDES}
-    rows = timed(
-        interleaved({side: Work({"step": step}) for side, step in steps.items()}, rounds, given.device), THEIRS
-    )
-    for side, row in rows.items():
-        hosts = [_host(steps[side], given.device) for _ in range(rounds.least)]
-        named = {key.replace("autocast", "grad_scaler"): value for key, value in row.items()}
-        yield {"model": model, "side": side, **named, "host_ms": round(median(hosts), 4)}
+    for tensors, elements in sizes:
+        model = f"{tensors} x {elements}"
+        if all(given.has(model, side) for side in SIDES):
+            continue
+        steps = {side: _step(side, given.device, tensors, elements) for side in SIDES}
+        work = {side: Work({"step": step}) for side, step in steps.items()}
+        for times in interleaved(work, rounds, given.device):
+            for side, row in timed(times, rounds, THEIRS, "grad_scaler").items():
+                yield {"model": model, "side": side, **row}
+        for side, step in steps.items():
+            hosts = [_host(step, given.device) for _ in range(rounds.least)]
+            yield {"model": f"{model}, host", "side": side, "host_ms": round(median(hosts), 4)}
+        steps.clear()
+        work.clear()
+        release()
 
 
 def _host(step: Callable[[], object], device: str) -> float:

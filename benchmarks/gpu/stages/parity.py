@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.measure import said
+from benchmarks.gpu.measure import failure, release
 from benchmarks.gpu.sides import DTYPES, Source, source
 from benchmarks.gpu.stage import Given, Row
 from benchmarks.gradient_scale import gradient_distances
@@ -43,19 +43,19 @@ def parity(given: Given, model: str, sides: Sequence[str]) -> Iterator[Row]:
     found = source(model, given.device, dropout=False)
     given.wait()
     exact = _result(copy.deepcopy(found.model).double(), _widened(found.inputs), contextlib.nullcontext())
+    plain = _result(found.model, found.inputs, contextlib.nullcontext())
     for name, dtype in DTYPES.items():
         autocast: _Result | None = None
         for side in (AUTOCAST, *(one for one in sides if one != AUTOCAST)):
-            if side == FLOAT32 and name != "float16":
-                continue
             try:
-                result = _of(side, found, dtype, given.device)
+                result = plain if side == FLOAT32 else _of(side, found, dtype, given.device)
                 autocast = result if side == AUTOCAST else autocast
                 row = _row(result, exact, autocast)
             except Exception as error:  # of this side; the others are measured
-                row = {"error": said(error)}
-            if not given.has(model, side, "float32" if side == FLOAT32 else name):
-                yield {"model": model, "side": side, "dtype": "float32" if side == FLOAT32 else name, **row}
+                row = {"error": failure(error)}
+            release()
+            if not given.has(model, side, name):
+                yield {"model": model, "side": side, "dtype": name, **row}
 
 
 def _of(side: str, found: Source, dtype: torch.dtype, device: str) -> _Result:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.measure import Work, interleaved, kernels, peak, said, timed
+from benchmarks.gpu.measure import Work, failure, interleaved, kernels, release, timed
 from benchmarks.gpu.models import built
 from benchmarks.gpu.sides import DTYPES, Source, source
 from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
@@ -21,69 +19,77 @@ __all__ = ["in_a_graph", "memory", "steps"]
 
 
 def steps(
-    given: Given, model: str, dtype: str, sides: Sequence[str], kind: str = "eager", rounds: Rounds = ROUNDS
+    given: Given,
+    model: str,
+    sides: Sequence[str],
+    dtypes: Sequence[str] = tuple(DTYPES),
+    kind: str = "eager",
+    rounds: Rounds = ROUNDS,
 ) -> Iterator[Row]:
-    """Yield a row for each side: times, peak memory, and on a GPU the kernels of a step.
+    """Yield a row for each dtype and side, after each round anew; then on a GPU the kernels of the first dtype's steps.
+
+    The model is captured once. ``backward_ms`` is the time of forward and backward, ``step_ms`` that of the whole step:
+    with the optimizer's part, and with the working copies that the next step reads.
 
     Args:
         given: what every stage is given.
         model: a key of ``MODELS``.
-        dtype: a key of ``DTYPES``.
         sides: the others are compared with torch.autocast.
+        dtypes: keys of ``DTYPES``.
         kind: "eager", "compiled", or "graph", which replays steps from a CUDA graph.
-        rounds: how many.
+        rounds: how many, for each dtype.
     """
     warnings.simplefilter("ignore")
     torch.backends.cudnn.benchmark = True
-    if all(given.has(model, side, dtype) for side in sides):
+    left = [dtype for dtype in dtypes if not all(given.has(model, side, dtype) for side in sides)]
+    if not left:
         return
-    setting = Setting(given.device, DTYPES[dtype], kind == "compiled", kind == "graph")
     started = time.monotonic()
     found = source(model, given.device)
-    captured = round(time.monotonic() - started, 1)
-    made: dict[str, Training] = {}
-    for side in sides:
-        try:
-            made[side] = found.side(side, setting)
-        except Exception as error:  # of this side; the others are measured
-            yield {"model": model, "side": side, "dtype": dtype, "error": said(error)}
-    given.wait()
-
-    work: dict[str, Work] = {}
-    for side, one in made.items():
-        try:
-            work[side] = Work({"step": in_a_graph(one)}) if kind == "graph" else _parts(one)
-        except Exception as error:
-            yield {"model": model, "side": side, "dtype": dtype, "error": said(error)}
-    started = time.monotonic()
-    times = interleaved(work, rounds, given.device)
-    measured = {"kind": kind, "captured_s": captured, "measured_s": round(time.monotonic() - started, 1)}
-    rows = timed(times, AUTOCAST)
-    for side, row in rows.items():
-        more: Row = {}
-        if given.device == "cuda" and "error" not in row:
-            step = work[side].parts["step"]
-            more = {} if kind == "graph" else {"peak": peak(step), "held": torch.cuda.memory_allocated()}
-        yield {"model": model, "side": side, "dtype": dtype, **measured, **row, **more}
-    for side in rows if given.device == "cuda" else ():
-        if side not in times.failed:
-            work[side].prepare()
-            found_kernels = kernels(work[side].parts["step"])
-            yield {"model": f"{model}, kernels", "side": side, "dtype": dtype, **found_kernels}
+    captured = {"kind": kind, "captured_s": round(time.monotonic() - started, 1)}
+    for dtype in left:
+        setting = Setting(given.device, DTYPES[dtype], kind == "compiled", kind == "graph")
+        named = {"model": model, "dtype": dtype}
+        work = dict[str, Work]()
+        for side in sides:
+            try:
+                work[side] = _work(found.side(side, setting, shares_state=True), kind, given)
+            except Exception as error:  # of this side; the others are measured
+                yield {**named, "side": side, "error": failure(error)}
+            release()
+        given.wait()
+        for times in interleaved(work, rounds, given.device):
+            for side, row in timed(times, rounds, AUTOCAST).items():
+                yield {**named, "side": side, **captured, **row}
+        if given.device == "cuda" and kind != "graph" and dtype == left[0]:
+            yield from _kernels(named, work)
+        work.clear()
+        release()
 
 
-def _parts(one: Training) -> Work:
-    def step() -> None:
-        one.forward_and_backward()
+def _work(one: Training, kind: str, given: Given) -> Work:
+    """Return the parts of a step. A compiled one has run; one for a CUDA graph is recorded at the stage's turn."""
+    if kind == "graph":
+        given.wait()
+        return Work({"step": in_a_graph(one)})
+
+    def update() -> None:
         one.step()
         one.prepare()
 
-    return Work({"backward": one.forward_and_backward, "step": step}, one.prepare, partial(_drop, one))
+    if kind == "compiled":
+        one.forward_and_backward()
+        update()
+    return Work({"backward": one.forward_and_backward, "step": update})
 
 
-def _drop(one: Training) -> None:
-    """Drop the gradients, those of masters too."""
-    one.optimizer.zero_grad()
+def _kernels(named: Row, work: dict[str, Work]) -> Iterator[Row]:
+    for side, one in work.items():
+        try:
+            found = kernels(lambda parts=one.parts: [part() for part in parts.values()])
+        except Exception as error:
+            found = {"error": failure(error)}
+        yield {**named, "model": f"{named['model']}, kernels", "side": side, **found}
 
 
 def in_a_graph(one: Training, warm_up: int = 3) -> Callable[[], None]:
@@ -114,12 +120,11 @@ def memory(given: Given, model: str, dtype: str, sides: Sequence[str]) -> Iterat
         try:
             if SIDES[side].is_half:
                 found = None
-                gc.collect()
+                release()
             row = _allocated(found, side, setting, model)
         except Exception as error:  # of this side; the others are measured
-            row = {"error": said(error)}
-        gc.collect()
-        torch.cuda.empty_cache()
+            row = {"error": failure(error)}
+        release()
         yield {"model": model, "side": side, "dtype": dtype, **row}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.measure import said
+from benchmarks.gpu.measure import failure
 from benchmarks.gpu.sides import DTYPES, Source, source
 from benchmarks.gpu.stage import Given, Row
 from benchmarks.gpu.stages.steps import in_a_graph
@@ -38,7 +38,7 @@ def synchronising(given: Given, models: Sequence[str], sides: Sequence[str]) -> 
                     why = _waits(one)
                     yield {**row, "waits": bool(why), **({"why": why} if why else {})}
                 except Exception as error:  # of this side; the others are tried
-                    yield {**row, "error": said(error)}
+                    yield {**row, "error": failure(error)}
 
 
 def _waits(one: Training) -> str:
@@ -51,7 +51,7 @@ def _waits(one: Training) -> str:
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise
-        return said(error)
+        return failure(error)
     finally:
         mode("default")
     return ""
@@ -84,7 +84,7 @@ def graphed(given: Given, models: Sequence[str], sides: Sequence[str], steps: in
                     row |= {"equal": all(map(torch.equal, replayed, eager)), "apart": _apart(replayed, eager)}
                     row |= {"again": _apart(again, eager), "moved": _apart(eager, _weights(found.model))}
                 except Exception as error:  # of this side; the others are tried
-                    row["error"] = said(error)
+                    row["error"] = failure(error)
                 yield row
 
 
