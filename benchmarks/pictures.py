@@ -13,6 +13,7 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import conversion, losses, memory, optimizer_step, placement, principles, step_table, tune_table
+from benchmarks.gpu.rows import latest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -264,7 +265,23 @@ def _tune_front(rows: Sequence[tune_table.Row]) -> Figure:
     return figure
 
 
+def _gpu_step(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """An axis for each card: the time of eager steps to torch.autocast's."""
+    looks = {step_table.DEFAULT: _EXACT, step_table.FASTEST: _KERNEL, step_table.HALF: _HALF}
+    timed = [row for row in latest(rows) if row["stage"].startswith("eager step") and row.get("step_to_autocast")]
+    parts = []
+    for card in dict.fromkeys(row["card"] for row in timed):
+        mine = [row for row in timed if row["card"] == card]
+        sides: dict[str, Points] = {
+            side: {f"{row['model']}, {row['dtype']}": row["step_to_autocast"] for row in mine if row["side"] == side}
+            for side in looks
+        }
+        parts.append(Dots(f"training step, time, {card}", "torch.autocast's", sides))
+    return _dots(parts, looks, 9.2)
+
+
 PICTURES: dict[str, Picture] = {
+    "gpu-step.svg": Picture("gpu/rows.jsonl", dict, _gpu_step),
     "principles.svg": Picture("principles-cpu.json", principles.Row, _principles),
     "train-step.svg": Picture("train-step-cpu.json", step_table.Row, _train_step),
     "memory.svg": Picture("memory.json", memory.Row, _memory),

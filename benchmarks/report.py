@@ -2,8 +2,10 @@
 
     python -m benchmarks.report
 
-A table follows a line ``<!-- results: NAME.json -->`` and a sentence on the machine. The metadata of a picture names
-its source, with a digest of the results and the drawing code. Pictures need the extra ``plot``.
+A table follows a line ``<!-- results: NAME.json -->`` and a sentence on the machine. What was measured on GPUs stands
+between ``<!-- gpu: KIND -->`` and ``<!-- end -->``; the kinds are "steps", "picture", with the steps, and "all". The
+metadata of a picture names its source, with a digest of the results and the drawing code. Pictures need the extra
+``plot``.
 """
 
 from __future__ import annotations
@@ -40,11 +42,14 @@ from benchmarks import (
     tune_zoo,
     vocabulary,
 )
+from benchmarks.gpu import rows, table
 from benchmarks.pictures import PICTURES, svg
 
+README = Path(__file__).resolve().parents[1] / "README.md"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 IMAGES = DOCS / "images"
-PAGES = tuple(DOCS / f"{name}.md" for name in ("benchmark-tables", "benchmarks", "placement", "precision", "tuning"))
+NAMES = ("benchmark-tables", "benchmarks", "placement", "precision", "tuning")
+PAGES = (README, *(DOCS / f"{name}.md" for name in NAMES))
 RESULTS = Path(__file__).resolve().parent / "results"
 # By file: its table, as the benchmark prints it.
 TABLES: dict[str, Callable[[Any], str]] = {
@@ -81,6 +86,10 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "inference-cpu.json": lambda held: inference.table([inference.Row(**row) for row in held["rows"]]),
 }
 _TABLE = re.compile(r"(<!-- results: (\S+) -->\n).*?\n```text\n.*?```\n", re.DOTALL)
+_GPU = re.compile(r"(<!-- gpu: (steps|picture|all) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+NO_GPU = "No figure was measured on a GPU yet."
+GPU_PICTURE = """![Time of a training step on a GPU of the default, of cached weights with fold="kernel" and of pure
+half, to torch.autocast's, by model and dtype](images/gpu-step.svg)"""
 
 
 def updated(page: str) -> str:
@@ -90,7 +99,13 @@ def updated(page: str) -> str:
         held = json.loads((RESULTS / match[2]).read_text(encoding="utf-8"))
         return f"{match[1]}\n{_where(held)}\n\n```text\n{TABLES[match[2]](held)}\n```\n"
 
-    return _TABLE.sub(fresh, page)
+    return _GPU.sub(lambda match: f"{match[1]}\n{_on_gpus(match[2])}\n\n{match[3]}", _TABLE.sub(fresh, page))
+
+
+def _on_gpus(kind: str) -> str:
+    measured = rows.read(RESULTS / "gpu")
+    found = table.markdown(measured) if kind == "all" else table.step_table(measured)
+    return f"{GPU_PICTURE}\n\n{found}" if found and kind == "picture" else found or NO_GPU
 
 
 def _where(held: dict[str, Any]) -> str:
@@ -111,16 +126,22 @@ def described(name: str) -> str:
 def drawn(name: str) -> str:
     """Draw the picture of this name as SVG."""
     picture = PICTURES[name]
-    rows = json.loads((RESULTS / picture.results).read_text(encoding="utf-8"))["rows"]
-    chosen = [picture.row(**row) for row in rows if picture.model in ("", row.get("model"))]
+    path = RESULTS / picture.results
+    held = rows.read(path.parent) if path.name == rows.NAME else json.loads(path.read_text(encoding="utf-8"))["rows"]
+    chosen = [picture.row(**row) for row in held if picture.model in ("", row.get("model"))]
     return svg(picture.draw(chosen), described(name))
+
+
+def shown() -> list[str]:
+    """Return the names of the pictures whose results are there."""
+    return [name for name, picture in PICTURES.items() if (RESULTS / picture.results).exists()]
 
 
 def stale() -> list[str]:
     """Return the pages and pictures that do not match the stored results."""
     pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
     found = [name for name, text in pages.items() if updated(text) != text]
-    images = {name: IMAGES / name for name in PICTURES}
+    images = {name: IMAGES / name for name in shown()}
     return found + [
         name
         for name, path in images.items()
@@ -130,12 +151,12 @@ def stale() -> list[str]:
 
 def main() -> int:
     """Write the stale pages and pictures, and name them."""
+    pages = {page.name: page for page in PAGES}
     for name in stale():
         if name in PICTURES:
             (IMAGES / name).write_text(drawn(name), encoding="utf-8")
         else:
-            page = DOCS / name
-            page.write_text(updated(page.read_text(encoding="utf-8")), encoding="utf-8")
+            pages[name].write_text(updated(pages[name].read_text(encoding="utf-8")), encoding="utf-8")
         print(f"{name}: written")
     return 0
 

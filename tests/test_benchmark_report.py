@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pictures, report
+from benchmarks.gpu import rows
 from benchmarks.losses import FLOAT32, SIDES
 from benchmarks.pictures import PICTURES
+from benchmarks.training import DEFAULT
 
 
 def _texts(svg: str) -> list[str]:
@@ -30,7 +32,7 @@ def test_each_table_and_each_picture_is_shown_once() -> None:
     for name in report.TABLES:
         assert text.count(f"<!-- results: {name} -->") == 1
     shown = re.findall(r"!\[([^\]]*)\]\(images/([\w-]+\.svg)\)", text)
-    assert sorted(name for _, name in shown) == sorted(PICTURES)
+    assert sorted(name for _, name in shown) == sorted(report.shown())
     assert all(len(alt) > 50 for alt, _ in shown), "who cannot see it reads what it shows"
 
 
@@ -56,6 +58,7 @@ def test_what_is_stale_is_told_and_written_anew(
     for name in ("RESULTS", "DOCS", "IMAGES"):
         shutil.copytree(getattr(report, name), tmp_path / name, ignore=shutil.ignore_patterns("_build", "*.png"))
         monkeypatch.setattr(report, name, tmp_path / name)
+    shutil.copy(report.README, tmp_path / "DOCS")
     monkeypatch.setattr(report, "PAGES", tuple(tmp_path / "DOCS" / page.name for page in report.PAGES))
     assert report.stale() == []
     results = tmp_path / "RESULTS" / "memory.json"
@@ -75,18 +78,47 @@ def test_what_is_stale_is_told_and_written_anew(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("name", PICTURES)
+def test_what_a_gpu_measured_becomes_tables_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "images").mkdir()
+    pages = tuple(shutil.copy(page, tmp_path) for page in report.PAGES)
+    for name, value in {"RESULTS": tmp_path, "IMAGES": tmp_path / "images", "DOCS": tmp_path}.items():
+        monkeypatch.setattr(report, name, value)
+    monkeypatch.setattr(report, "PAGES", tuple(map(Path, pages)))
+    monkeypatch.setattr(report, "_TABLE", re.compile("(?!)"))
+    monkeypatch.setattr(report, "PICTURES", {"gpu-step.svg": PICTURES["gpu-step.svg"]})
+    assert report.stale() == []
+    (tmp_path / "gpu").mkdir()
+    environment = {"device": "H100", "torch": "2.11.0+cu130", "commit": "abc", "date": "2026-01-01 12:00 UTC"}
+    rows.append(tmp_path / "gpu", {"card": "H100", "stage": "environment", "model": "environment", **environment})
+    for side, ratio in (("torch.autocast", 1.0), (DEFAULT, 0.875)):
+        row = {"stage": "eager step, BERT", "model": "BERT", "dtype": "float16", "side": side, "step_ms": 8.5}
+        rows.append(tmp_path / "gpu", {"card": "H100", **row, "step_to_autocast": [0.5, ratio, 1.5]})
+    assert report.stale() == ["README.md", "benchmark-tables.md", "benchmarks.md", "gpu-step.svg"]
+    assert report.main() == 0
+    assert report.stale() == []
+    for page in map(Path, pages[:3]):
+        text = page.read_text(encoding="utf-8")
+        assert report.NO_GPU not in text
+        assert "\nH100; torch 2.11.0+cu130, commit abc; 2026-01-01.\n" in text
+        assert "\n| BERT | float16 | 8.5 | 0.875 (0.500 to 1.500) |\n" in text
+        assert ("images/gpu-step.svg" in text) == (page.name == "benchmarks.md")
+    texts = _texts((tmp_path / "images" / "gpu-step.svg").read_text(encoding="utf-8"))
+    assert {"BERT, float16", "training step, time, H100", DEFAULT} <= set(texts)
+
+
+@pytest.mark.parametrize("name", report.shown())
 def test_a_picture_names_what_it_shows_and_is_the_same_each_time(name: str) -> None:
     pytest.importorskip("matplotlib")
     svg = report.drawn(name)
     assert svg == report.drawn(name)
     texts = _texts(svg)
     assert texts[0] == report.described(name)
-    rows = json.loads((report.RESULTS / PICTURES[name].results).read_text())["rows"]
+    held = json.loads((report.RESULTS / PICTURES[name].results).read_text())["rows"]
     shown = PICTURES[name].model
     assert any(shown in text for text in texts)
     for kind in ("model", "shape"):
-        assert shown or {row[kind] for row in rows if kind in row} <= set(texts)
+        assert shown or {row[kind] for row in held if kind in row} <= set(texts)
     units = ("times", "nats", "seconds", "error")
     assert any(unit in text for text in texts for unit in units), "a unit"
 

@@ -18,9 +18,9 @@ from torch import nn
 import autocastfx
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import models, rows, sides, table
-from benchmarks.gpu.plan import CALLS, plan
+from benchmarks.gpu.plan import CALLS, TIMED, plan
 from benchmarks.gpu.stage import Given
-from benchmarks.gpu.stages import samples, suite
+from benchmarks.gpu.stages import samples, steps, suite, without_waiting
 from benchmarks.machine import processor
 from benchmarks.models import FullModel
 from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, HALF, SIDES
@@ -91,14 +91,14 @@ def test_all_files_with_tests_that_need_a_gpu_are_run_once(monkeypatch: pytest.M
 
 
 def test_a_step_is_measured_on_every_side(tiny: Path) -> None:
-    steps = [row for row in rows.latest(rows.read(tiny)) if row["stage"].startswith("eager step") and "side" in row]
-    assert {(row["model"], row["side"], row["dtype"]) for row in steps} == {
+    found = [row for row in rows.latest(rows.read(tiny)) if row["stage"].startswith("eager step") and "side" in row]
+    assert {(row["model"], row["side"], row["dtype"]) for row in found} == {
         (model, side, dtype)
         for model in ("ResNet tiny", "BERT tiny", "T5 tiny")
         for side in (AUTOCAST, DEFAULT, FASTEST, HALF)
         for dtype in sides.DTYPES
     }
-    for row in steps:
+    for row in found:
         assert row["rounds"] >= 2
         assert "partial" not in row
         assert row["step_ms"] > row["backward_ms"] > 0
@@ -186,6 +186,38 @@ def test_the_second_call_begins_with_what_is_left_of_the_first(
     assert command.main(asked) == 0
     assert planned[:2] == ["environment", first]
     assert "tests, others" in planned
+
+
+# ---- stages that need CUDA, with its functions replaced --------------------------------------------------------------
+
+
+@pytest.fixture
+def _replaced_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter(range(1000))
+    for name in ("synchronize", "reset_peak_memory_stats", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: next(counts))
+
+
+@pytest.mark.usefixtures("_replaced_cuda")
+def test_the_memory_of_each_side_is_a_row() -> None:
+    found = [*steps.memory(Given("cpu"), "MLP tiny", "float16", TIMED)]
+    assert [row["side"] for row in found] == [*TIMED]
+    assert all(row["peak"] > row["before"] for row in found)
+
+
+@pytest.mark.usefixtures("_replaced_cuda")
+def test_a_step_that_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(self: torch.optim.AdamW, *arguments: Any) -> None:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    found = [*without_waiting.synchronising(Given("cpu"), ["MLP tiny"], (AUTOCAST, DEFAULT))]
+    assert [row["waits"] for row in found] == [False] * 4
+    monkeypatch.setattr(without_waiting, "WARM_UP", 0)
+    monkeypatch.setattr(torch.optim.AdamW, "step", waits)
+    found = [*without_waiting.synchronising(Given("cpu"), ["MLP tiny"], (AUTOCAST,))]
+    assert [row["why"] for row in found] == ["RuntimeError: called a synchronizing CUDA operation"] * 2
 
 
 # ---- the sides ------------------------------------------------------------------------------------------------------

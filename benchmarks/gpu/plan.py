@@ -48,10 +48,10 @@ class _Scale:
         return Stage(name, f"benchmarks.gpu.stages.{function}", skip=skip, **fields)
 
     def steps(self, model: str, seconds: float, kind: str = "eager", **fields: Any) -> Stage:
-        """Return the timing of a model's steps, which measures for two thirds of the seconds."""
+        """Return the timing of a model's steps, which measures for half of the seconds and then profiles."""
         more = fields.pop("options", {})
         dtypes = len(more.get("dtypes", ("float16", "bfloat16")))
-        rounds = FEW if self.is_tiny else Rounds(seconds=seconds / dtypes * 2 / 3)
+        rounds = FEW if self.is_tiny else Rounds(seconds=seconds / dtypes / 2)
         options = {"model": model, "sides": TIMED, "kind": kind, "rounds": rounds, **more}
         return self.stage(
             f"{kind} step, {model}", "steps:steps", options=options, prepares=True, seconds=seconds, **fields

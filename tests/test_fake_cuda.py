@@ -1,0 +1,47 @@
+"""The models of ``benchmarks.gpu`` are captured and converted on a CUDA device, without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autocastfx.graph.node import tensors
+from benchmarks.gpu import models, sides
+from benchmarks.gpu.plan import STEPS
+from benchmarks.models import FullModel
+from benchmarks.training import SIDES
+from tests.fake_cuda import on_fake_cuda
+
+# Of full width, which costs nothing here, but of few layers.
+FEW_LAYERS = {
+    "BERT, padded": FullModel(lambda: models._bert(1024, 1, 16), models.MODELS["BERT-large b32 s512, padded"].inputs),
+    "GPT-2": FullModel(lambda: models._gpt2(1024, 1, 16), models.MODELS["GPT-2 medium b8 s1024"].inputs),
+    "Llama": FullModel(lambda: models._llama(1), models.MODELS["Llama 1.1B b2 s2048"].inputs),
+    "ViT": FullModel(lambda: models._vit(1024, 1, 16), models.MODELS["ViT-L b64"].inputs),
+    "ResNet": models.MODELS["ResNet tiny"],
+    "T5, padded": FullModel(lambda: models._t5(768, 1, 12), models.MODELS["T5-base b16 s512, padded"].inputs),
+}
+FULL = (*STEPS, "T5-base b16 s512, padded", "GPT-2 b8 s1024", "BERT-base b8 s512")
+LARGE = [pytest.param(models.MODELS[name], marks=pytest.mark.slow, id=name) for name in FULL]
+
+
+@pytest.mark.parametrize("full", [*(pytest.param(full, id=name) for name, full in FEW_LAYERS.items()), *LARGE])
+def test_a_model_is_converted_on_a_cuda_device(full: FullModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(name: str, device: str, *, dropout: bool = True) -> tuple[nn.Module, Any]:
+        return on_fake_cuda(full)
+
+    monkeypatch.setattr(sides, "built", built)
+    found = sides.source("", "cuda")
+    assert found.captured.device == torch.device("cuda", 0)
+    for dtype in sides.DTYPES.values():
+        for side in ("cast, fold=exact", "cached, fold=kernel"):
+            options = SIDES[side].convert
+            assert options is not None
+            amp_model = found.converted(dtype, options["weights"], options["fold"])
+            values = [value for node in amp_model.graph.nodes for value in tensors(node)]
+            elsewhere = [value for value in values if value.device.type != "cuda"]
+            assert not [value for value in elsewhere if value.ndim], "numbers alone may be on the CPU"
+            assert sum(value.dtype == dtype for value in values) > len(values) / 4
