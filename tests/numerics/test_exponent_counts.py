@@ -92,7 +92,9 @@ def test_a_sum_is_what_all_together_give() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_a_gpu_counts_the_same_and_waits_for_nothing() -> None:
+    torch.manual_seed(0)
     numbers = torch.randn(1000) * 2.0 ** torch.randint(-40, 20, (1000,))
     tally, held = Tally(torch.device("cuda")), numbers.cuda()
     torch.cuda.set_sync_debug_mode("error")
