@@ -62,21 +62,25 @@ class Filled:
 class CopyGroup:
     """Copies that a graph reads together, by one autograd node.
 
-    The node saves nothing, so it runs backwards for one call after another, until a copy gets other memory.
+    The node saves nothing, so it runs backwards for one call after another, until a copy gets other memory or a call
+    comes on another CUDA stream: autograd runs a node, and those that it keeps, on the stream that they were made on.
     """
 
-    __slots__ = ("copies", "node", "tensors")
+    __slots__ = ("copies", "node", "streams", "tensors")
 
     def __init__(self, copies: list[WorkingCopy]) -> None:
         self.copies = copies
         self.tensors: list[torch.Tensor] = []
         self.node: Any = None
+        self.streams = frozenset[torch.cuda.Stream]()  # of the node, one for each CUDA device
 
     def read(self, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the copies of ``masters``, through which these get gradients."""
         if self.node is None:
             self.tensors = list(read_copies([copy.tensor for copy in self.copies], *masters))
             self.node = self.tensors[0].grad_fn
+            devices = {copy.filled.device for copy in self.copies if copy.filled is not None}
+            self.streams = frozenset(map(torch.cuda.current_stream, devices))
             for copy in self.copies:
                 copy.aliases += 1
         else:  # backward runs the latest node first: its turn is where this call has read

@@ -114,6 +114,8 @@ class WorkingCopies:
         streams = {filled.device: torch.cuda.current_stream(filled.device) for filled in {one for one, _ in kept}}
         for filled, tensor in kept:
             filled.wait(tensor, streams[filled.device])
+        if streams and any(not group.streams.issubset(streams.values()) for group in self.groups.values()):
+            self._forget_groups()  # of another stream; copies that were stale have got other memory there
         return self
 
     def of(self, masters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[WorkingCopy | None]:

@@ -393,6 +393,58 @@ def test_another_stream_waits_until_copies_are_filled(monkeypatch: pytest.Monkey
     assert log == []
 
 
+@pytest.mark.parametrize("stale", ["none", "some", "all"])
+def test_a_call_on_another_stream_has_an_autograd_node_of_its_own(stale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams are played here. A node of the first stream would make the second one wait in backward."""
+    now = [Stream([]), Stream([])]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    amp_model, x = _cold("cached")
+    amp_model(x)
+    copies: Any = amp_model._working_copies
+    for held in copies.held.values():
+        held.filled = Filled(held.tensor.device)
+    copies._forget_groups()  # which were made before
+
+    def nodes() -> list[Any]:
+        for _ in range(2):  # the first one makes the groups, the second one their nodes
+            copies.expire(list(amp_model.parameters())[: {"none": 0, "some": 1, "all": None}[stale]])
+            loss = amp_model(x).sum()
+            for held in copies.held.values():
+                held.filled = held.filled or Filled(held.tensor.device)
+            loss.backward()
+        return [group.node for group in copies.groups.values()]
+
+    first = nodes()
+    assert first == nodes()
+    now.reverse()
+    second = nodes()
+    assert second == nodes()
+    assert not any(a is b for a, b in zip(first, second, strict=True))
+    assert None not in (*first, *second)
+    assert first
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error:The AccumulateGrad node's stream does not match")
+def test_on_a_gpu_calls_may_come_on_several_streams() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).cuda(), torch.randn(4, 8, device="cuda")
+    amp_model = autocastfx.convert(model, (x,), dtype=LOW, weights="cached")
+    found: list[list[Tensor]] = []
+    for stream in (torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(2)), torch.cuda.current_stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                model.zero_grad()
+                amp_model(x).square().sum().backward()
+            found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        torch.cuda.current_stream().wait_stream(stream)
+    assert len(found[0]) == 4
+    assert all(torch.equal(a, b) for grads in found[1:] for a, b in zip(grads, found[0], strict=True))
+
+
 @pytest.mark.parametrize("captured", ["a training step", "the step of an optimizer", "a backward"])
 def test_weights_that_the_replay_of_a_graph_changes_are_followed(
     captured: str, monkeypatch: pytest.MonkeyPatch
