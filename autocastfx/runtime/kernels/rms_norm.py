@@ -81,7 +81,7 @@ def normalize(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Ten
     """Compute the norm of each row.
 
     Args:
-        x: float16, bfloat16 or float32; a program holds one row, so its last size is at most 16384.
+        x: float16, bfloat16 or float32; a program holds one row, so its last size is at most 8192.
         weight: as long as a row, of any of these dtypes.
         eps: added to the mean square.
 

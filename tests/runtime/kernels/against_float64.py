@@ -93,6 +93,24 @@ def check_cross_entropy(kernels: Any, dtype: torch.dtype) -> None:
             assert_rounded_once(found, of_exact, noise)
 
 
+def check_many_scores(kernels: Any, rows: int = 45_000, classes: int = 50_257) -> None:
+    """More scores than 32 bits count, as rows and, transposed, as columns that lie apart; looked at in a few rows."""
+    some, target = [0, rows // 2, rows - 1], torch.arange(rows) * 2654435761 % classes
+    for shape in ((rows, classes), (classes, rows)):
+        scores = torch.randn(shape, dtype=torch.float16)
+        scores = scores if shape[1] == classes else scores.t()
+        losses, logarithms, marks = kernels.row_losses(scores, target, -100)
+        assert marks.min() == 1
+        exact = scores[some].double().requires_grad_()
+        wanted = functional.cross_entropy(exact, target[some], reduction="none")
+        size = exact.detach().abs().amax(1) + math.log(classes)
+        assert_rounded_once(losses[some], wanted.detach(), 4 * EPS * size)
+        gradient = torch.full((), 1024.0).expand(rows)
+        found = kernels.differentiate(gradient, scores, target, logarithms, -100)[some]
+        (of_exact,) = torch.autograd.grad(wanted, exact, gradient[some].double())
+        assert_rounded_once(found, of_exact, (4 * EPS * size * 1024.0)[:, None])
+
+
 # ---- norm -----------------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +151,25 @@ def check_rms_norm(kernels: Any, dtype: torch.dtype) -> None:
         terms = (gradient.double() * exact.detach() * _rstd(x, eps)).abs().flatten(0, -2).sum(0)
         assert_rounded_once(of_weight, of_scale, 4 * EPS * terms)
         assert torch.equal(kernels.differentiate(gradient, x, weight, rstds, of_weight=False)[0], of_x)
+
+
+def check_many_rows(kernels: Any, rows: int = 2**18 + 5, width: int = 8192) -> None:
+    """More numbers than 32 bits count; looked at in a few rows, which alone have gradients."""
+    some, eps = [0, rows // 2, rows - 1], 1e-6
+    x, weight = torch.randn(rows, width, dtype=torch.float16), drawn(width)
+    found, rstds = kernels.normalize(x, weight, eps)
+    exact, scale = x[some].double().requires_grad_(), weight.double().requires_grad_()
+    wanted = functional.rms_norm(exact, [width], scale, eps)
+    assert_rounded_once(found[some], wanted.detach(), 4 * EPS * wanted.detach().abs())
+    del found
+    gradient = torch.zeros_like(x)
+    gradient[some] = drawn(len(some), width).to(x.dtype)
+    of_x, of_weight = kernels.differentiate(gradient, x, weight, rstds, of_weight=True)
+    of_exact, of_scale = torch.autograd.grad(wanted, (exact, scale), gradient[some].double())
+    size = (gradient[some].double() * scale.detach()).abs().amax(-1, keepdim=True)
+    assert_rounded_once(of_x[some], of_exact, 8 * EPS * size * _rstd(x[some], eps))
+    terms = (gradient[some].double() * exact.detach() * _rstd(x[some], eps)).abs().sum(0)
+    assert_rounded_once(of_weight, of_scale, 4 * EPS * terms)
 
 
 def _rstd(x: Tensor, eps: float) -> Tensor:

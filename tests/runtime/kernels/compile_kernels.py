@@ -1,58 +1,107 @@
-"""Compile each Triton kernel for two generations of GPUs, which needs no GPU, and print what was made, a line each."""
+"""Compile the Triton kernels as calls launch them, for two generations of GPUs, which needs no GPU.
+
+Prints a line for each kernel: its module and name, the length and dtype of a row, the registers and the bytes of stack
+of a thread, and the number of multiplications in 32 bits.
+"""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from autocastfx.runtime.kernels import cross_entropy, rms_norm
+from autocastfx.runtime.operators.rms_norm import _WIDEST
 
-CAPABILITIES = (80, 90)  # A100, H100
-FLOATS = ("fp16", "bf16", "fp32")
-
-
-def compile_one(kernel: object, signature: dict[str, str], constants: dict[str, object], capability: int) -> None:
-    given = {**signature, **dict.fromkeys(constants, "constexpr")}
-    source = ASTSource(fn=kernel, signature=given, constexprs=constants)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
-    print(kernel.__name__, signature, capability, len(made.asm["cubin"]))  # type: ignore[attr-defined]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# One for each number of warps, and one whose rows do not lie at multiples of 16 bytes.
+WIDTHS = (256, 512, 1024, 2048, 4096, _WIDEST - 1, _WIDEST)
+VOCABULARIES = (1024, 50_257)
+ROWS = 50_000  # times 50,257 they are more than 32 bits count
+_TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def main() -> None:
-    for capability in CAPABILITIES:
-        for low in FLOATS:
-            compile_cross_entropy(f"*{low}", capability)
-            compile_norm(f"*{low}", capability)
+class Device:
+    """What Triton asks of a GPU before it launches a kernel."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
-def compile_cross_entropy(scores: str, capability: int) -> None:
-    rows = {"targets": "*i64", "logarithms": "*fp32", "ignored": "i32"}
-    places = {"scores": scores, "row_stride": "i64", "column_stride": "i32"}
-    constants = {"classes": 50257, "BLOCK": 4096}
-    forward = {**places, **rows, "losses": "*fp32", "marks": "*fp32"}
-    compile_one(cross_entropy._forward, _ordered(cross_entropy._forward, forward), constants, capability)
-    backward = {**places, **rows, "gradients": "*fp32", "gradient_stride": "i32", "made": scores}
-    compile_one(cross_entropy._backward, _ordered(cross_entropy._backward, backward), constants, capability)
+@contextmanager
+def compiled(capability: int) -> Iterator[list[Any]]:
+    """Compile kernels where they would be launched, and collect them."""
+    made: list[Any] = []
+
+    def launcher(kernel: JITFunction[Any], grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *given, **named: made.append(kernel.run(*given, grid=grid, warmup=True, **named))
+
+    driver.set_active(Device(capability))  # type: ignore[arg-type]
+    with mock.patch.object(JITFunction, "__getitem__", launcher):
+        yield made
 
 
-def compile_norm(x: str, capability: int) -> None:
-    for weight in ("*fp32", x):
-        given = {"x": x, "weight": weight, "made": x, "rstds": "*fp32"}
-        constants = {"width": 5000, "WEIGHTED": True, "BLOCK": 8192}
-        forward = _ordered(rms_norm._forward, {**given, "eps": "fp32"})
-        compile_one(rms_norm._forward, forward, constants, capability)
-        backward = _ordered(rms_norm._backward, {**given, "gradients": x, "sums": "*fp32", "rows": "i32"})
-        compile_one(rms_norm._backward, backward, {**constants, "SUMMED": True, "STEPS": 8}, capability)
-        summed = {"sums": "*fp32", "made": weight, "programs": "i32"}
-        sizes = {"width": 5000, "PROGRAMS": 512, "ROWS": 32, "COLUMNS": 128}
-        compile_one(rms_norm._add_up, summed, sizes, capability)
+def norm(width: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    x, weight = torch.empty(ROWS, width, dtype=dtype), torch.empty(width, dtype=weight_dtype)
+    for given in (weight, None):
+        _, rstds = rms_norm.normalize(x, given, 1e-6)
+        rms_norm.differentiate(torch.empty_like(x), x, given, rstds, of_weight=given is not None)
+    rms_norm.differentiate(torch.empty_like(x), x, weight, rstds, of_weight=False)
 
 
-def _ordered(kernel: object, signature: dict[str, str]) -> dict[str, str]:
-    names: list[str] = kernel.arg_names  # type: ignore[attr-defined]
-    return {name: signature[name] for name in names if name in signature}
+def loss(classes: int, dtype: torch.dtype) -> None:
+    scores, target = torch.empty(ROWS, classes, dtype=dtype), torch.empty(ROWS, dtype=torch.long)
+    losses, logarithms, _ = cross_entropy.row_losses(scores, target, -100)
+    of_mean = torch.empty(()).expand(ROWS)
+    for gradient in (losses, of_mean):
+        cross_entropy.differentiate(gradient, scores, target, logarithms, -100)
+    apart = torch.empty(classes, ROWS, dtype=dtype).t()
+    cross_entropy.differentiate(losses, apart, target, cross_entropy.row_losses(apart, target, -100)[1], -100)
+
+
+def usage(kernel: Any, folder: Path) -> tuple[int, int]:
+    """Return the registers and the bytes of stack of a thread."""
+    path = folder / f"{kernel.hash}.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    told = subprocess.run([_TOOL, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    (found,) = re.findall(r"REG:(\d+) STACK:(\d+) .*LOCAL:0 ", told)
+    return int(found[0]), int(found[1])
+
+
+def main(capability: int, folder: Path) -> None:
+    runs: list[tuple[int, torch.dtype, Callable[[], None]]] = []
+    for dtype in DTYPES:
+        runs += [(width, dtype, lambda w=width, d=dtype: norm(w, d, torch.float32)) for width in WIDTHS]
+        runs += [(classes, dtype, lambda c=classes, d=dtype: loss(c, d)) for classes in VOCABULARIES]
+        runs.append((4096, dtype, lambda d=dtype: norm(4096, d, d)))
+    for size, dtype, run in runs:
+        with torch.device("meta"), compiled(capability) as made:
+            run()
+        for kernel in made:
+            narrow = len(re.findall(r"arith\.muli [^:]*: (?:tensor<[0-9x]*)?i32", kernel.asm["ttir"]))
+            module = Path(kernel.src.fn.fn.__code__.co_filename).stem
+            print(module, kernel.metadata.name, size, dtype, *usage(kernel, folder), narrow)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runtime.kernels.against_float64 import DTYPES, check_cross_entropy, check_rms_norm
+from tests.runtime.kernels.against_float64 import (
+    DTYPES,
+    check_cross_entropy,
+    check_many_rows,
+    check_many_scores,
+    check_rms_norm,
+)
 
 CHECKS: dict[str, Callable[[Any, torch.dtype], None]] = {
     "cross_entropy": check_cross_entropy,
@@ -66,6 +72,19 @@ def test_kernels_agree_with_float64(name: str, dtype: torch.dtype) -> None:
 def test_on_a_gpu_kernels_agree_with_float64(name: str, dtype: torch.dtype) -> None:
     with torch.device("cuda"):
         CHECKS[name](kernels(name), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("check", [check_many_scores, check_many_rows])
+def test_on_a_gpu_more_numbers_than_32_bits_count(check: Callable[[Any], None]) -> None:
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    if free < 24 * 2**30:
+        pytest.skip(f"needs 24 GiB of free memory, and the device has {free / 2**30:.1f}")
+    with torch.device("cuda"):
+        check(kernels("cross_entropy" if check is check_many_scores else "rms_norm"))
+    torch.cuda.empty_cache()
 
 
 @pytest.mark.usefixtures("interpreter")
