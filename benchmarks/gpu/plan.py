@@ -85,7 +85,7 @@ def _first(scale: _Scale) -> Iterator[Stage]:
     yield scale.stage("optimizer", "optimizer:optimizer", options=options, seconds=25)
     shapes = {
         "vocabularies": ((8192, 32_000), (8192, 50_257), (4096, 128_256)),
-        "norms": ((65_536, 768), (16_384, 4096)),
+        "norms": ((65_536, 768), (16_384, 4096)),  # more than a cache holds
         "rounds": Rounds(seconds=1),
     }
     few = {"vocabularies": ((16, 1024),), "norms": ((16, 64),), "sides": ("parts", "torch"), "rounds": FEW}

@@ -6,7 +6,10 @@ On a CPU torch's own consists of several ops and keeps more tensors than the for
 input, the weight and a float32 number per row. As an operator, graphs print, pickle and export it by name; its autograd
 kernel calls torch's operators, so that torch.compile can fuse them.
 
-On CUDA three Triton kernels take their place, where they are chosen.
+On CUDA torch's own is fused (``aten::_fused_rms_norm``, computed in float32 inside) where input and weight are of one
+dtype. For a 16-bit input with a float32 weight it consists of several ops there as well, and warns of that.
+
+Three Triton kernels take their place on CUDA, where they are chosen.
 """
 
 from __future__ import annotations

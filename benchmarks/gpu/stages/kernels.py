@@ -19,8 +19,8 @@ from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
 
 __all__ = ["kernels"]
 
-TRITON, PARTS, TORCH = "Triton", "parts", "torch"
-SIDES = (TRITON, PARTS, TORCH)
+TRITON, PARTS, TORCH, FUSED = "Triton", "parts", "torch", "torch, fused"
+SIDES = (TRITON, PARTS, TORCH, FUSED)
 
 
 def kernels(
@@ -35,18 +35,20 @@ def kernels(
     Args:
         given: what every stage is given.
         vocabularies: rows and classes of the scores of a cross entropy.
-        norms: rows and widths of the inputs of a norm, whose weight is float32.
-        sides: of ``SIDES``.
+        norms: rows and widths of the inputs of a norm, whose weight is float32. They are float32 too, as the residual
+            stream of a model is.
+        sides: of ``SIDES``; the last one is of norms alone.
         rounds: how many.
     """
-    for dtype in DTYPES:
-        for what, shapes, make in (("cross entropy", vocabularies, _losses), ("RMS norm", norms, _norms)):
+    for dtype, own in {**DTYPES, "float32": torch.float32}.items():
+        losses = () if dtype == "float32" else vocabularies
+        for what, shapes, make in (("cross entropy", losses, _losses), ("RMS norm", norms, _norms)):
             for shape in shapes:
-                name = f"{what} {shape[0]} x {shape[1]}"
-                if all(given.has(name, side, dtype) for side in sides):
+                name, tried = f"{what} {shape[0]} x {shape[1]}", [s for s in sides if s != FUSED or make is _norms]
+                if all(given.has(name, side, dtype) for side in tried):
                     continue
-                made = make(shape, DTYPES[dtype], given.device)
-                work = {side: _work(made[side], side == TRITON) for side in sides}
+                made = make(shape, own, given.device)
+                work = {side: _work(made[side], side == TRITON) for side in tried}
                 for times in interleaved(work, rounds, given.device):
                     for side, row in timed(times, rounds, PARTS, "parts").items():
                         yield {"model": name, "side": side, "dtype": dtype, **row}
@@ -81,7 +83,9 @@ def _norms(shape: tuple[int, int], dtype: torch.dtype, device: str) -> Mapping[s
     theirs = _trained(
         lambda: functional.rms_norm(x.float(), shape[1:], weight, 1e-6).to(dtype), x, weight, gradient=gradient
     )
-    return {TRITON: ours, PARTS: ours, TORCH: theirs}
+    # torch's kernel takes input and weight of one dtype, so that the weight is rounded, as with fold="kernel".
+    fused = _trained(lambda: functional.rms_norm(x, shape[1:], weight.to(dtype), 1e-6), x, weight, gradient=gradient)
+    return {TRITON: ours, PARTS: ours, TORCH: theirs, FUSED: fused}
 
 
 def _trained(forward: Callable[[], Tensor], *leaves: Tensor, gradient: Tensor | None = None) -> Callable[[], object]:
