@@ -52,29 +52,47 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run scaled_dot_product_attention with the kernel that torch chooses on a CUDA device.
+    """Run scaled_dot_product_attention with the kernel that torch chooses on an H100 or H200.
 
-    It is flash attention for 16-bit values without a mask (also with ``is_causal``), and memory-efficient attention
-    with a mask or for float32 values. As in torch, a mask of truth values becomes a floating one in each call, and a
-    mask is expanded to all heads and queries: its gradient has all these numbers, and is then added up.
+    As in torch, a mask of truth values becomes a floating one in each call, and memory-efficient attention expands a
+    mask to all heads and queries: its gradient has all these numbers, and is then added up.
 
     Raises:
         NotImplementedError: heads are in groups.
     """
     if enable_gqa:
         raise NotImplementedError("attention of heads in groups is not estimated")
-    given = query, key, value
-    if attn_mask is None and query.dtype in LOW_DTYPES:
-        found: Tensor = aten._scaled_dot_product_flash_attention(*given, dropout_p, is_causal, scale=scale)[0]
+    given, is_low = (query, key, value), query.dtype in LOW_DTYPES
+    saves = any(t.requires_grad for t in given)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, query.new_full((), float("-inf")))
+    options: tuple[Any, ...]
+    if is_low and _suits_cudnn(query, key, value, attn_mask, dropout_p):
+        options = attn_mask, saves, dropout_p, is_causal
+        found: Tensor = aten._scaled_dot_product_cudnn_attention(*given, *options, scale=scale)[0]
+        return found
+    if is_low and attn_mask is None:
+        found = aten._scaled_dot_product_flash_attention(*given, dropout_p, is_causal, scale=scale)[0]
         return found
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.where(attn_mask, 0.0, query.new_full((), float("-inf")))
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    saves = any(t.requires_grad for t in given)
-    options = (attn_mask, saves, dropout_p, is_causal)
+    options = attn_mask, saves, dropout_p, is_causal
     found = aten._scaled_dot_product_efficient_attention(*given, *options, scale=scale)[0]
     return found
+
+
+def _suits_cudnn(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float) -> bool:
+    """Tell where torch takes cuDNN's attention, which it tries first on these devices, for 16-bit values.
+
+    It is not for masks that learn or have three dimensions, nor for probabilities of dropout that are no sixteenths
+    (torch 2.11 takes it for these too), nor for one key, or one query with dropout.
+    """
+    if attn_mask is not None and (attn_mask.requires_grad or attn_mask.ndim not in (2, 4)):
+        return False
+    if key.shape[2] == 1 or (dropout_p and query.shape[2] == 1):
+        return False
+    has_heads = all(t.shape[3] <= 128 and t.shape[3] % 8 == 0 for t in (query, value))
+    return has_heads and (16 * dropout_p).is_integer()
 
 
 def _softmax(compute: Any) -> Callable[..., Tensor]:

@@ -8,9 +8,11 @@ Optimizer and loss scaling are left out. The sides are torch.autocast, this pack
 them with ``weights="cached"`` after an optimizer step too (one kernel then casts all weights, and few their gradients),
 and a model that is float16 as a whole.
 
-Operators and casts are those of a CUDA device (``benchmarks.cuda_dispatch``). Attention is flash attention without a
-mask, also where it is causal, and memory-efficient attention with a mask. Masks that a call brings hold padding, so
-that no side leaves them out. No row holds two sequences, so that decoders are causal without a mask on all sides.
+Operators and casts are those of a CUDA device (``benchmarks.cuda_dispatch``). Attention is cuDNN's where torch 2.13
+takes it. With a dropout such as 0.1, or a mask that learns, it is flash attention without a mask, also where it is
+causal, and memory-efficient attention with one. The bytes and operations of all three are counted alike. Masks that a
+call brings hold padding, so that no side leaves them out. No row holds two sequences, so that decoders are causal
+without a mask on all sides.
 
 With ``--json`` each row is written at once; rows of the same commit are not estimated again. The exit status is 1 if a
 goal is missed. The operators are then named that take the most time beyond torch.autocast's.

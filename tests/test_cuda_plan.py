@@ -20,7 +20,7 @@ from benchmarks.models import FullModel
 
 BATCH, BEFORE, AFTER = 8, 32, 16
 CAST = 6  # bytes an element
-FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+CUDNN, FLASH, EFFICIENT = (f"_scaled_dot_product_{kind}_attention" for kind in ("cudnn", "flash", "efficient"))
 
 
 class Layer(nn.Module):
@@ -107,24 +107,40 @@ def test_a_kernel_takes_the_longest_of_three_times() -> None:
 
 
 def attention(
-    mask: Tensor | None = None, *, is_causal: bool = False, dtype: torch.dtype = torch.float16
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    dtype: torch.dtype = torch.float16,
+    dropout: float = 0.0,
+    queries: int = 128,
+    keys: int = 128,
+    width: int = 64,
 ) -> KernelCosts:
-    query, key, value = (torch.empty(2, 4, 128, 64, dtype=dtype, device="meta", requires_grad=True) for _ in range(3))
-    learned = [t for t in (query, key, value, mask) if t is not None and t.requires_grad]
-    gradient = torch.empty_like(query)
+    lengths = (queries, keys, keys)
+    given = [torch.empty(2, 4, n, width, dtype=dtype, device="meta", requires_grad=True) for n in lengths]
+    learned = [t for t in (*given, mask) if t is not None and t.requires_grad]
+    gradient = torch.empty_like(given[0])
 
     def work() -> None:
-        found = nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
+        found = nn.functional.scaled_dot_product_attention(*given, mask, dropout, is_causal)
         torch.autograd.grad(found, learned, gradient)
 
     return costs(work)
 
 
-def test_attention_is_flash_without_a_mask_and_memory_efficient_with_one() -> None:
-    for found in (attention(), attention(is_causal=True)):
-        assert set(found.seconds) == {FLASH, f"{FLASH}_backward"}
-    for found in (attention(half(2, 1, 128, 128)), attention(dtype=torch.float32)):
-        assert set(found.seconds) == {EFFICIENT, f"{EFFICIENT}_backward"}
+def chosen(found: KernelCosts) -> str:
+    """The kernel of attention, forward and backward."""
+    (name,) = (op for op in found.seconds if "attention" in op and not op.endswith("_backward"))
+    assert f"{name}_backward" in found.seconds
+    return name
+
+
+def test_attention_is_cudnns_where_torch_takes_it() -> None:
+    for found in (
+        *(attention(), attention(is_causal=True), attention(dtype=torch.bfloat16), attention(dropout=0.125)),
+        *(attention(half(2, 1, 128, 128)), attention(half(128, 128)), attention(width=128), attention(queries=1)),
+    ):
+        assert chosen(found) == CUDNN
     causal, masked = attention(is_causal=True), attention(half(2, 1, 128, 128))
     values, mask = 2 * 2 * 4 * 128 * 64, 2 * 2 * 128 * 128
     sums = 4 * 2 * 4 * 128  # the logarithms of the sums of exponents, and numbers of the random state besides
@@ -132,13 +148,26 @@ def test_attention_is_flash_without_a_mask_and_memory_efficient_with_one() -> No
     assert masked.bytes - causal.bytes == pytest.approx(2 * mask, abs=64), "it is read once for all heads, twice"
 
 
+def test_other_attention_is_flash_without_a_mask_and_memory_efficient_with_one() -> None:
+    for found in (
+        *(attention(dropout=0.1), attention(width=192), attention(width=68), attention(keys=1)),
+        attention(queries=1, dropout=0.5),
+    ):
+        assert chosen(found) == FLASH
+    for found in (
+        *(attention(half(2, 1, 128, 128), dropout=0.1), attention(dtype=torch.float32)),
+        *(attention(half(4, 128, 128)), attention(half(1, 1, 128, 128, requires_grad=True))),
+    ):
+        assert chosen(found) == EFFICIENT
+
+
 def test_a_mask_of_truth_values_is_made_a_floating_one_and_a_learned_one_has_a_gradient_for_each_row() -> None:
-    truth = attention(torch.empty(2, 1, 128, 128, dtype=torch.bool, device="meta"))
-    assert {"where", EFFICIENT} <= truth.seconds.keys()
+    truth = torch.empty(2, 1, 128, 128, dtype=torch.bool, device="meta")
+    assert {"where", CUDNN} <= attention(truth).seconds.keys()
+    assert {"where", EFFICIENT} <= attention(truth, dropout=0.1).seconds.keys()
     learned = attention(half(1, 1, 128, 128, requires_grad=True))
-    assert learned.bytes - attention(half(1, 1, 128, 128)).bytes >= 2 * (2 * 2 * 4 * 128 * 128), (
-        "written, then added up"
-    )
+    fixed = attention(half(1, 1, 128, 128), dropout=0.1)
+    assert learned.bytes - fixed.bytes >= 2 * (2 * 2 * 4 * 128 * 128), "written, then added up"
     assert "sum" in learned.seconds
 
 
