@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from autocastfx.errors import UnsupportedError
 
@@ -25,7 +26,7 @@ def _data(x: Tensor) -> Tensor:
 
 
 def _set_data(x: Tensor, new_data: Tensor) -> Tensor:
-    if not torch.compiler.is_compiling():
+    if TracingContext.try_get() is None:  # is_compiling() is false in kernels that torch 2.11 traces
         x.data = new_data
     elif torch.compiler.is_exporting():  # on abstract tensors
         x.data.copy_(new_data.data)

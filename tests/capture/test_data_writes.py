@@ -160,10 +160,11 @@ def test_other_sizes_and_dtypes_are_refused_with_name_and_line(function: Callabl
 
 
 def test_torch_compile_refuses_the_assignment_by_name_and_takes_the_write() -> None:
-    assigns = autocastfx.convert(model(_momentum), (X,), dtype=torch.bfloat16)
-    with pytest.raises(Exception, match=r"assigns to the \.data of a tensor") as caught:
-        torch.compile(assigns, backend="aot_eager", fullgraph=True)(X)
-    assert "UnsupportedError" in str(caught.value) or isinstance(caught.value, UnsupportedError)
+    for function in (_momentum, _after_use, _old_view):
+        assigns = autocastfx.convert(model(function), (X,), dtype=torch.bfloat16)
+        with pytest.raises(Exception, match=r"assigns to the \.data of a tensor") as caught:
+            torch.compile(assigns, backend="aot_eager", fullgraph=True)(X)
+        assert "UnsupportedError" in str(caught.value) or isinstance(caught.value, UnsupportedError)
     writes = autocastfx.convert(model(_codes), (X,), dtype=torch.bfloat16)
     expected = autocastfx.convert(model(_codes), (X,), dtype=torch.bfloat16)
     torch.testing.assert_close(torch.compile(writes, backend="aot_eager", fullgraph=True)(X), expected(X))
