@@ -12,6 +12,8 @@ from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autocastfx.errors import CaptureError
+
 __all__ = ["flatten_vmap"]
 
 _ENTER, _EXIT = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
@@ -22,20 +24,25 @@ def flatten_vmap(module: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule
     """Return a graph whose values are whole tensors, where ``module`` computes on batches inside ``torch.vmap``.
 
     torch's tracer records no operator before vmap has applied it to the batch, so that what is recorded are operators
-    below autograd, such as ``mm`` for ``linear``. Code that switches gradients or autocast inside vmap stays as it is.
+    below autograd, such as ``mm`` for ``linear``.
 
     Args:
         module: Dynamo's, whose nodes hold examples of their values. It stays as it is.
         mode: of these examples.
+
+    Raises:
+        CaptureError: code inside vmap switches gradients or autocast, which would be lost.
     """
     if not any(node.target is _ENTER for node in module.graph.nodes):
         return module
     root = fx.GraphModule(module, module.graph)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for region in _regions(module.graph):
-        if region[0].target is not _ENTER or any(node.target in _SWITCHES for node in region):
-            for node in region:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
+        if region[0].target is not _ENTER:
+            (node,) = region
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        elif any(node.target in _SWITCHES for node in region):
+            raise CaptureError("code inside torch.vmap switches gradients or autocast")
         else:
             _flatten(root, region, mode, graph, copies)
     return fx.GraphModule(root, graph)

@@ -38,6 +38,7 @@ def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs:
         return None
     found = _CAUSE.search(str(error))
     what = found["said"] if found is not None else str(error).partition("\n")[0]
+    what = what.partition(r"\nException raised from")[0]  # of C++, with its stack
     at = [
         f"at {where}" if (where := _innermost(getattr(error, "real_stack", None))) else "",
         _called(model, args, kwargs),
