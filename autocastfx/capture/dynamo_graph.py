@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._export.passes.replace_autocast_with_hop_pass import replace_autocast_with_hop_pass
 from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
+from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -248,8 +249,9 @@ def _traced(
     mode: FakeTensorMode = next(modes, None) or FakeTensorMode()
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     flat = flatten_vmap(module, mode)
+    context = tracing(TracingContext(mode))  # Dynamo's has another mode, in which torch 2.11 would trace branches
     try:
-        with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), torch.random.fork_rng(devices=[]):
+        with context, mode, enable_python_dispatcher(), torch._C._DisableAutocast(), torch.random.fork_rng(devices=[]):
             traced: fx.GraphModule = cast("Any", make_fx)(run, pre_dispatch=True)(*values)
     finally:
         mode.allow_non_fake_inputs = allowed

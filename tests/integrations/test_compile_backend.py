@@ -102,7 +102,7 @@ class Average(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.layer(x)
         with torch.no_grad():
-            self.average.mul_(0.9).add_(y.mean(0), alpha=0.1)
+            self.average.mul_(0.9).add_(0.1 * y.mean(0))  # torch 2.11 would round alpha=0.1 apart
             still = self.layer(y)
         return y + self.average, still
 
