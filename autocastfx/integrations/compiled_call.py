@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
 from torch._C._dynamo import eval_frame
+from torch.nn.utils.rnn import pad_packed_sequence
 
 from autocastfx.capture.failure import quiet_logs
 from autocastfx.capture.given_inputs import device_of
@@ -200,8 +202,14 @@ def _attention_written_out() -> Generator[None]:
 
 @contextmanager
 def _recurrent_layers_captured() -> Generator[None]:
-    """Let Dynamo capture RNN, GRU and LSTM, which it leaves out by default, for any length."""
-    with torch._dynamo.config.patch(allow_rnn=True), any_size():
+    """Let Dynamo capture RNN, GRU and LSTM, which it leaves out by default, for any length.
+
+    It calls ``pad_packed_sequence`` as it is, by a rule that torch 2.11 does not have yet.
+    """
+    from torch._dynamo.trace_rules import SkipFunctionVariable, get_torch_obj_rule_map
+
+    rule = patch.dict(get_torch_obj_rule_map(), {pad_packed_sequence: SkipFunctionVariable})
+    with torch._dynamo.config.patch(allow_rnn=True), rule, any_size():
         yield
 
 
