@@ -1,11 +1,13 @@
 """Abstract results for any size, of operators whose own abstract results in torch ask about sizes.
 
 torch unrolls the loop of ``lstm``, ``gru`` and ``rnn`` over the length, and asks of ``linear`` whether its input is
-contiguous, which a size of 1 decides. A graph captured so holds for that length, or that size, alone.
+contiguous, which a size of 1 decides. A graph captured so holds for that length, or that size, alone. torch 2.11 also
+takes the size of ``x[:, :n]`` for a number of its own, of which it does not know what else is as large.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,11 +15,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_impls
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 __all__ = ["RECURRENT", "any_size", "own_sizes"]
 
 _aten: Any = torch.ops.aten
+_fake_impls: Any = fake_impls
 
 
 def _input(
@@ -96,6 +101,39 @@ RECURRENT: Mapping[Any, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
+_Slice = Callable[..., Tensor]
+
+
+def _slice(
+    own: _Slice, mode: Any, op: Any, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Tensor:
+    """Of ``aten::slice``, as in torch 2.13; ``own`` is torch's, for what it refuses and where data decides the size."""
+    if x.ndim == 0 or step <= 0 or x.is_quantized:
+        return own(mode, op, x, dim, start, end, step)
+    size = x.shape[dim]
+    first = 0 if start is None else _place(size, start)
+    last = size if end is None or statically_known_true(end == sys.maxsize) else _place(size, end)
+    if first is None or last is None:
+        return own(mode, op, x, dim, start, end, step)
+    length = last - first
+    if not guard_or_false(length >= 0):
+        length = 0 if guard_or_false(length <= 0) else torch.sym_max(length, 0)
+    sizes, strides = list(x.shape), list(x.stride())
+    offset = x.storage_offset() + first * strides[dim]
+    sizes[dim], strides[dim] = (length + step - 1) // step, strides[dim] * step
+    return x.as_strided(sizes, strides, offset)
+
+
+def _place(size: Any, index: Any) -> Any:
+    """Where in ``size`` a slice begins or ends; None if it is not known from which end the index counts."""
+    found = _fake_impls._compute_slice_index(size, index)
+    if found is None and guard_or_false(index >= 0):
+        return torch.sym_min(index, size)
+    if found is None and guard_or_false(index < 0):
+        return torch.sym_max(index + size, 0)
+    return found
+
+
 _KEYS = tuple(
     getattr(cast("Any", torch._C).DispatchKey, name) for name in ("Autograd", "CompositeImplicitAutograd", "Meta")
 )
@@ -138,8 +176,13 @@ class _Kernels:
             self._own[op] = dict(op.py_kernels)
             op.py_kernels.update({key: self._either(op, key, rule, self._own[op].get(key)) for key in _KEYS})
             op._dispatch_cache.clear()
+        own = self._own_slice = _fake_impls.op_implementations_dict[_aten.slice.Tensor]
+        _fake_impls.op_implementations_dict[_aten.slice.Tensor] = lambda *args, **kwargs: (
+            _slice(own, *args, **kwargs) if self._is_asked() else own(*args, **kwargs)
+        )
 
     def _remove(self) -> None:
+        _fake_impls.op_implementations_dict[_aten.slice.Tensor] = self._own_slice
         for op, kernels in self._own.items():
             op.py_kernels.clear()
             op.py_kernels.update(kernels)

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import autocastfx
 from autocastfx.graph.any_size import RECURRENT, any_size, own_sizes
-from tests.helpers import relative_error
+from autocastfx.graph.node import tensors
+from tests.helpers import Function, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 LOW = torch.bfloat16
@@ -107,6 +109,33 @@ def test_a_linear_layer_that_cannot_be_called_is_refused(sizes: Any) -> None:
         args = [mode.from_tensor(torch.randn(size)) for size in sizes]
         with enable_python_dispatcher(), pytest.raises(RuntimeError, match=r"size|dimension|shape"):
             torch.ops.aten.linear.default(*args)
+
+
+SLICES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "up to": lambda x, n: x[:, :n],
+    "from": lambda x, n: x[:, n:],
+    "every second up to": lambda x, n: x[:, :n:2],
+    "from the last ones": lambda x, n: x[:, -3:],
+    "all but the last ones": lambda x, n: x[:, :-3],
+    "some": lambda x, n: x[:, 3:5],
+    "none": lambda x, n: x[:, 4:2],
+    "in another dimension": lambda x, n: x[n:],
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_a_slice_has_a_size_that_others_can_have_too(name: str) -> None:
+    def sliced(x: Tensor, given: Tensor) -> Tensor:
+        found = SLICES[name](x, given.shape[0])
+        return found * SLICES[name](x.exp(), given.shape[0]) + torch.zeros_like(found)
+
+    amp_model = autocastfx.convert(Function(sliced), (torch.randn(4, 6), torch.randn(5)), dtype=LOW)
+    (variant,) = {id(one.captured): one.captured for one in amp_model.variants}.values()
+    assert not any(free_unbacked_symbols(t) for node in variant.graph.nodes for t in tensors(node))
+    for size, given in ((6, 5), (5, 5), (3, 5), (9, 1), (2, 0)):
+        x = torch.randn(4, size)
+        assert torch.equal(amp_model(x, torch.randn(given)), sliced(x, torch.randn(given)))
+    assert len(amp_model.variants) <= 2
 
 
 class Tagger(nn.Module):
