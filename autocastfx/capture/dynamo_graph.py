@@ -18,6 +18,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
+from torch.utils.checkpoint import checkpoint
 
 from autocastfx.capture.constant_masks import drop_settled
 from autocastfx.capture.data_attribute import data
@@ -209,7 +210,11 @@ class WholeCall:
     def __call__(self, *tensors: Any, **kwargs: Any) -> Any:
         """Call the operator with ``tensors`` among its other arguments."""
         rest = iter(tensors)
-        return self.operator(*[next(rest) if one is None else one[0] for one in self.arguments], **kwargs)
+        arguments = [next(rest) if one is None else one[0] for one in self.arguments]
+        if self.recomputed is not None and TracingContext.try_get() is None:
+            # No compiler is there to see to it: torch 2.11 would keep all, torch 2.13 draw other random numbers again.
+            return checkpoint(*arguments, **kwargs)
+        return self.operator(*arguments, **kwargs)
 
 
 class _Tracer(fx.Interpreter):

@@ -213,6 +213,32 @@ def test_checkpointing_that_is_switched_on_later_saves_memory() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients, repeated, strict=True))
 
 
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.saves_memory = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.dropped, x, use_reentrant=False) if self.saves_memory else self.dropped(x)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.layer(x).exp(), 0.5)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_checkpointing_draws_the_same_random_numbers_again(inner: str) -> None:
+    model, x = Dropping(), torch.randn(8, 64)
+    autocastfx.enable(model, dtype=LOW, inner=inner)
+    gradients: list[Tensor] = []
+    for saves_memory in (False, True):
+        model.saves_memory = saves_memory
+        for _ in range(2):
+            torch.manual_seed(0)
+            gradients += torch.autograd.grad(model(x).sum(), [model.layer.weight])
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
+
+
 def test_disable_gives_the_models_own_call_back() -> None:
     model, x = made()
     exact = model(x)
