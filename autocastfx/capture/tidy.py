@@ -112,13 +112,16 @@ def _is_assertion(node: fx.Node) -> bool:
 def no_op_source(node: fx.Node, *, follows: bool = False) -> fx.Node | None:
     """Return the input of a node that changes nothing.
 
-    It is an alias, a slice of everything, dropout in evaluation, or ``type_as`` of equal dtypes.
+    It is an alias, a slice of everything, dropout in evaluation, ``type_as`` of equal dtypes, or the detaching of a
+    constant's copy (``torch.tensor``), which has no history.
     """
     name = op_name(node)
     if (
         name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
         and argument(node, "train") is False
     ):
+        return node.all_input_nodes[0]
+    if node.target is torch.ops.aten.detach_.default and op_name(node.all_input_nodes[0]) == "lift_fresh_copy":
         return node.all_input_nodes[0]
     if name == "alias" or (name == "slice" and _takes_all(node)):
         return node.all_input_nodes[0]

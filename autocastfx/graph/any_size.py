@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_impls
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 __all__ = ["RECURRENT", "any_size", "own_sizes"]
 
@@ -108,6 +107,8 @@ def _slice(
     own: _Slice, mode: Any, op: Any, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Tensor:
     """Of ``aten::slice``, as in torch 2.13; ``own`` is torch's, for what it refuses and where data decides the size."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
+
     if x.ndim == 0 or step <= 0 or x.is_quantized:
         return own(mode, op, x, dim, start, end, step)
     size = x.shape[dim]
@@ -118,7 +119,7 @@ def _slice(
     length = last - first
     if not guard_or_false(length >= 0):
         length = 0 if guard_or_false(length <= 0) else torch.sym_max(length, 0)
-    sizes, strides = list(x.shape), list(x.stride())
+    sizes, strides = list[Any](x.shape), list[Any](x.stride())
     offset = x.storage_offset() + first * strides[dim]
     sizes[dim], strides[dim] = (length + step - 1) // step, strides[dim] * step
     return x.as_strided(sizes, strides, offset)
@@ -126,6 +127,8 @@ def _slice(
 
 def _place(size: Any, index: Any) -> Any:
     """Where in ``size`` a slice begins or ends; None if it is not known from which end the index counts."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
     found = _fake_impls._compute_slice_index(size, index)
     if found is None and guard_or_false(index >= 0):
         return torch.sym_min(index, size)
@@ -177,9 +180,11 @@ class _Kernels:
             op.py_kernels.update({key: self._either(op, key, rule, self._own[op].get(key)) for key in _KEYS})
             op._dispatch_cache.clear()
         own = self._own_slice = _fake_impls.op_implementations_dict[_aten.slice.Tensor]
-        _fake_impls.op_implementations_dict[_aten.slice.Tensor] = lambda *args, **kwargs: (
-            _slice(own, *args, **kwargs) if self._is_asked() else own(*args, **kwargs)
-        )
+
+        def either(*args: Any, **kwargs: Any) -> Tensor:
+            return _slice(own, *args, **kwargs) if self._is_asked() else own(*args, **kwargs)
+
+        _fake_impls.op_implementations_dict[_aten.slice.Tensor] = either
 
     def _remove(self) -> None:
         _fake_impls.op_implementations_dict[_aten.slice.Tensor] = self._own_slice

@@ -206,7 +206,8 @@ def _recurrent_layers_captured() -> Generator[None]:
 
     It calls ``pad_packed_sequence`` as it is, by a rule that torch 2.11 does not have yet.
     """
-    from torch._dynamo.trace_rules import SkipFunctionVariable, get_torch_obj_rule_map
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch._dynamo.variables import SkipFunctionVariable
 
     rule = patch.dict(get_torch_obj_rule_map(), {pad_packed_sequence: SkipFunctionVariable})
     with torch._dynamo.config.patch(allow_rnn=True), rule, any_size():

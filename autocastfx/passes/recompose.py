@@ -6,7 +6,8 @@ float32 inside and may take and give 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,6 +27,7 @@ from autocastfx.graph.node import (
 from autocastfx.graph.op_name import op_name
 from autocastfx.graph.reachable import reachable
 from autocastfx.graph.view_ops import is_view, takes_any_layout
+from autocastfx.passes.analysis.finite import is_made_finite
 from autocastfx.passes.patterns.pattern import Arguments, Pattern
 from autocastfx.passes.patterns.patterns import PATTERNS
 from autocastfx.passes.state import Pass, State
@@ -38,7 +40,7 @@ _READS_LAYOUT = ("view", "view_as", "_unsafe_view", "unflatten", "as_strided")
 
 
 def recompose(
-    graph: fx.Graph, patterns: Sequence[Pattern], ruled: Callable[[fx.Node], object]
+    graph: fx.Graph, patterns: Sequence[Pattern], ruled: Callable[[fx.Node], object], attributes: Mapping[str, Any]
 ) -> tuple[Recomposed, ...]:
     """Replace each occurrence of a pattern in ``graph``, in place, where no other value can change.
 
@@ -50,6 +52,7 @@ def recompose(
         graph: captured, with abstract values.
         patterns: earlier ones are tried first.
         ruled: what the rules for modules say of a node; an occurrence in which that differs stays as it is.
+        attributes: what ``get_attr`` nodes read, parameters and buffers apart.
     """
     ops = frozenset(op_name(node) for node in graph.nodes)
     patterns = [pattern for pattern in patterns if pattern.may_be_in(ops)]
@@ -59,7 +62,7 @@ def recompose(
     done: list[Recomposed] = []
     for node in reversed(graph.nodes):  # from the end: the last op of the longer comes first
         for pattern in patterns:
-            occurrence = _occurrence(pattern, node, mutated, ruled)
+            occurrence = _occurrence(pattern, node, mutated, ruled, attributes)
             if occurrence is not None:
                 arguments, inside = occurrence
                 made = _made(graph, pattern, node, arguments)
@@ -71,7 +74,11 @@ def recompose(
 
 
 def _occurrence(
-    pattern: Pattern, node: fx.Node, mutated: set[fx.Node], ruled: Callable[[fx.Node], object]
+    pattern: Pattern,
+    node: fx.Node,
+    mutated: set[fx.Node],
+    ruled: Callable[[fx.Node], object],
+    attributes: Mapping[str, Any],
 ) -> tuple[Arguments, list[fx.Node]] | None:
     """The operator's arguments for the occurrence of ``pattern`` that ends at ``node``, and all its nodes in order."""
     for found, arguments in pattern.occurrences(node):
@@ -82,7 +89,8 @@ def _occurrence(
         is_closed = all(user in inside for n in inside if n is not node for user in n.users)
         is_plain = mutated.isdisjoint(sources) and all(_is_plain(n) for n in sources) and all(map(_is_wide, inside))
         is_one = is_plain and all(_device(n) == _device(node) for n in (*sources, *inside))
-        if is_closed and is_one and all(ruled(n) == ruled(node) for n in inside):
+        is_finite = all(is_made_finite(found[name], attributes, mutated) for name in pattern.finite)
+        if is_closed and is_one and is_finite and all(ruled(n) == ruled(node) for n in inside):
             return arguments, sorted(inside)
     return None
 
@@ -142,6 +150,7 @@ class Recompose(Pass):
             state.graph,
             list(filter(self._is_wanted, PATTERNS)),
             lambda node: [kind for kind in module_classes(node) if rule(kind) is not None],
+            state.attributes,
         )
         return state.with_recomposed((*state.recomposed, *found)) if found else state
 

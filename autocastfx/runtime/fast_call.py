@@ -151,12 +151,9 @@ def quick_graph(graph: fx.Graph, kept: Collection[str] = ()) -> tuple[fx.Graph, 
 
 
 def _copy_constants(quick: fx.Graph) -> None:
-    """Copy a constant of the code (``torch.tensor``) by ``clone`` alone, which ``torch.vmap`` can do."""
+    """Copy a constant of the code (``torch.tensor``) by ``clone``, which ``torch.vmap`` can do."""
     for copy in quick.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default):
         copy.target = torch.clone
-        for node in [user for user in copy.users if user.target is torch.ops.aten.detach_.default]:
-            node.replace_all_uses_with(copy)
-            quick.erase_node(node)
 
 
 def _read_together(quick: fx.Graph) -> None:

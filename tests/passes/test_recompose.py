@@ -74,7 +74,7 @@ def captured(function: Callable[..., Any], *inputs: Tensor) -> fx.Graph:
 
 
 def done(graph: fx.Graph) -> tuple[Recomposed, ...]:
-    return recompose(graph, PATTERNS, lambda node: ())
+    return recompose(graph, PATTERNS, lambda node: (), {})
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -8,13 +8,9 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import fx
 
-from autocastfx.graph.node import constants, has_float32, tensors
-from autocastfx.graph.op_name import base_name, op_name
-from autocastfx.graph.reachable import reachable
+from autocastfx.graph.node import tensors
 from autocastfx.graph.sizes import example
-from autocastfx.graph.view_ops import is_view_or_copy
 from autocastfx.passes.patterns.pattern import Arguments, Found
 
 __all__ = ["NUMBERS", "arguments", "formulas"]
@@ -22,10 +18,6 @@ __all__ = ["NUMBERS", "arguments", "formulas"]
 NUMBERS = frozenset(("scale", "divisor", "dim", "first", "second"))
 
 Scaled = Callable[[Any, Any, Any], Any]
-# Ops that make masks, and finite values of finite ones, beside views and copies: choices and products.
-_CHOICES = ("where", "masked_fill", "mul", "neg", "sub", "rsub", "add", "embedding")
-_FILLED = ("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
-_STAYS_FINITE = frozenset((*_CHOICES, *_FILLED, "scalar_tensor"))
 
 
 def formulas(*, masked: bool) -> tuple[Callable[..., Any], ...]:
@@ -61,9 +53,10 @@ def _attention(
 def arguments(found: Found) -> Arguments | None:
     """Of ``scaled_dot_product_attention``, where it gives what is written out.
 
-    Batches and heads must be the same for query, key and value; a mask must have the sizes of the scores, or 1. It must
-    be made in the graph, of finite numbers: where a row is masked by -inf alone, what is written out gives NaN and the
-    operator 0. What this cannot see is a row that finfo.min masks whole: its result is the same, its gradient is not.
+    Batches and heads must be the same for query, key and value; a mask must have the sizes of the scores, or 1. The
+    pattern asks that it is made of finite numbers: where a row is masked by -inf alone, what is written out gives NaN
+    and the operator 0. What this cannot see is a row that finfo.min masks whole: its result is the same, its gradient
+    is not.
     """
     q, k, v = (tensors(found[name])[0] for name in "qkv")
     scale = 1 / found["divisor"] if _is_number(found.get("divisor")) else found.get("scale", 1.0)
@@ -80,7 +73,7 @@ def arguments(found: Found) -> Arguments | None:
         fits = len(sizes) == 4 and all(
             example(n) in (example(whole), 1) for n, whole in zip(sizes, scores, strict=True)
         )
-        if not fits or not _is_finite(mask):
+        if not fits:
             return None
     return (found["q"], found["k"], found["v"], mask), {"scale": float(scale)}
 
@@ -92,14 +85,3 @@ def _is_number(value: Any) -> bool:
 def _sizes(tensor: torch.Tensor) -> tuple[str, ...]:
     """Sizes as text: comparing symbols would add conditions to the graph."""
     return tuple(str(size) for size in tensor.shape)
-
-
-def _is_finite(mask: fx.Node) -> bool:
-    """True if ``mask`` is made of finite numbers, seen or looked up in a table, by ops that keep them finite."""
-    made_of = reachable([mask], lambda n: filter(has_float32, n.all_input_nodes) if op_name(n) != "embedding" else ())
-    return all(_stays_finite(node) for node in made_of)
-
-
-def _stays_finite(node: fx.Node) -> bool:
-    is_finite = base_name(op_name(node)) in _STAYS_FINITE or is_view_or_copy(node)
-    return is_finite and all(math.isfinite(n) for _, n in constants(node))

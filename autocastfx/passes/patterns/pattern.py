@@ -42,6 +42,7 @@ class Pattern:
         own_layout: whether the operator lays its result out in its own way, and not as the formula does.
         needs_range: whether it computes the same only in a dtype of float32's range. A row of scores that are masked
             whole gives equal weights where each is lost in finfo.min, and others where a smaller number stands for it.
+        finite: those parameters that must be made in the graph, of finite numbers.
         by_default: whether ``recompose=True`` asks for it.
     """
 
@@ -53,6 +54,7 @@ class Pattern:
     owns_casts: bool = False
     own_layout: bool = False
     needs_range: bool = False
+    finite: frozenset[str] = frozenset()
     by_default: bool = True
 
     @property

@@ -183,6 +183,7 @@ PATTERNS = (
             attention.NUMBERS,
             own_layout=True,
             needs_range=masked,
+            finite=frozenset(("mask",) if masked else ()),
             by_default=False,
         )
         for name, masked in (("attention", False), ("masked_attention", True))

@@ -13,9 +13,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autocastfx
+from autocastfx.graph.node import attributes_of
 from autocastfx.passes.patterns.patterns import PATTERNS, chosen
 from autocastfx.passes.recompose import recompose
-from tests.helpers import relative_error, saved_bytes
+from tests.helpers import Function, relative_error, saved_bytes
 
 EPS = torch.finfo(torch.float32).eps
 LOWEST = torch.finfo(torch.float32).min
@@ -58,7 +59,7 @@ def inputs() -> tuple[Tensor, ...]:
 def recomposed(function: Callable[..., Any], *given: Tensor) -> tuple[fx.GraphModule, list[str]]:
     module = make_fx(function, tracing_mode="fake", pre_dispatch=True)(*given)
     module.graph.eliminate_dead_code()
-    found = recompose(module.graph, PATTERNS, lambda node: ())
+    found = recompose(module.graph, PATTERNS, lambda node: (), attributes_of(module, module.graph))
     module.recompile()
     return module, [one.pattern for one in found]
 
@@ -75,7 +76,7 @@ def test_numbers_and_gradients_are_those_written_out(name: str, function: Callab
     given = inputs()
     module, found = recomposed(function, *given)
     assert found == [name]
-    assert recompose(module.graph, PATTERNS, lambda node: ()) == ()
+    assert recompose(module.graph, PATTERNS, lambda node: (), attributes_of(module, module.graph)) == ()
     for before, after in zip(with_gradients(function, given), with_gradients(module, given), strict=True):
         assert not after.isnan().any()
         # Sums of 32 and of 8 terms follow each other, in another order in each.
@@ -118,6 +119,39 @@ NOT_QUITE: dict[str, Callable[..., Any]] = {
     "a mask that is not made here": given_mask,
     "the result is viewed": viewed,
 }
+
+
+def by_number(shown: float, hidden: float) -> Callable[..., Tensor]:
+    """Masked by constants, as ``torch.tensor`` makes them."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()[None, None]
+        mask = torch.where(seen, torch.tensor(shown), torch.tensor([hidden, LOWEST])[0])
+        return torch.softmax(q @ k.transpose(2, 3) * 0.5 + mask, -1) @ v
+
+    return attend
+
+
+def written_into(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias = torch.zeros(1, 1, q.shape[2], k.shape[2])
+    bias[..., 0] = -math.inf
+    return torch.softmax(q @ k.transpose(2, 3) + bias * 1.0, -1) @ v
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (by_number(0.0, LOWEST), ["masked_attention"]),
+        (by_number(1.0, -1e4), ["masked_attention"]),
+        (by_number(0.0, -math.inf), []),
+        (by_number(math.nan, LOWEST), []),
+        (written_into, []),
+    ],
+)
+def test_a_mask_of_constants_is_made_of_their_numbers(function: Callable[..., Tensor], found: list[str]) -> None:
+    amp_model = autocastfx.convert(Function(function), inputs(), dtype=torch.bfloat16, recompose=ATTENTION)
+    assert [one.pattern for one in amp_model.plan.recomposed] == found
+    assert relative_error(amp_model(*inputs()), function(*inputs())) < 8 * torch.finfo(torch.bfloat16).eps or not found
 
 
 @pytest.mark.parametrize("name", NOT_QUITE)

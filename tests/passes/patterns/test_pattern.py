@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autocastfx.graph.node import set_value
+from autocastfx.graph.node import attributes_of, set_value
 from autocastfx.passes.patterns.pattern import Pattern
 from autocastfx.passes.patterns.patterns import LOSS_CAST, MATH_ATTENTION, PATTERNS, REPEATED, SHORT_ATTENTION, chosen
 from autocastfx.passes.recompose import recompose
@@ -76,12 +76,12 @@ def test_a_formula_is_found_and_found_once(pattern: Pattern, formula: Callable[.
 
     traced = make_fx(run, tracing_mode="fake", pre_dispatch=True)(*given.values())
     traced.graph.eliminate_dead_code()
-    (found,) = recompose(traced.graph, PATTERNS, lambda node: ())
+    (found,) = recompose(traced.graph, PATTERNS, lambda node: (), attributes_of(traced, traced.graph))
     assert found.pattern == pattern.name
     traced.graph.lint()
     (made,) = (n for n in traced.graph.nodes if n.op == "call_function")
     assert made.target is pattern.target
-    assert recompose(traced.graph, PATTERNS, lambda node: ()) == ()
+    assert recompose(traced.graph, PATTERNS, lambda node: (), attributes_of(traced, traced.graph)) == ()
 
 
 def test_true_is_all_but_attention_and_false_is_none() -> None:

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import activations
 
 import autocastfx
+from autocastfx.graph.node import attributes_of
 from autocastfx.passes.patterns.patterns import PATTERNS
 from autocastfx.passes.recompose import recompose
 from tests.helpers import Function, relative_error, saved_bytes
@@ -113,7 +114,7 @@ def traced(function: Callable[..., Any], *given: Tensor) -> fx.GraphModule:
 
 def recomposed(function: Callable[..., Any], *given: Tensor) -> tuple[fx.GraphModule, list[str]]:
     module = traced(function, *given)
-    found = recompose(module.graph, PATTERNS, lambda node: ())
+    found = recompose(module.graph, PATTERNS, lambda node: (), attributes_of(module, module.graph))
     module.recompile()
     return module, [one.pattern for one in found]
 
@@ -207,7 +208,7 @@ NOT_QUITE: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_what_is_not_quite_it_stays(name: str) -> None:
     module = traced(NOT_QUITE[name], *inputs())
     before = str(module.graph)
-    assert recompose(module.graph, PATTERNS, lambda node: ()) == ()
+    assert recompose(module.graph, PATTERNS, lambda node: (), attributes_of(module, module.graph)) == ()
     assert str(module.graph) == before
 
 
