@@ -119,7 +119,8 @@ def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # they are replaced on purpose
             for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
-                library.impl(name, rules.kernel(name), "AutocastCUDA", allow_override=True)
+                if "name" not in name.lower():  # of dimensions, as in torch 2.11
+                    library.impl(name, rules.kernel(name), "AutocastCUDA", allow_override=True)
         torch.set_autocast_enabled("cuda", True)
         try:
             with torch._C._IncludeDispatchKeyGuard(_KEY):
@@ -144,10 +145,9 @@ class _Rules:
 
     def kernel(self, name: str) -> Callable[..., Any]:
         """Make the kernel of an operator named as in ``aten::mm.dtype``."""
-        op, _, overload = name.removeprefix("aten::").partition(".")
-        target = getattr(getattr(aten, op), overload or "default")
-        listed = self.op_list.rules
-        rule = listed.get(f"{op}.{overload or 'default'}") or listed[op]
+        target = _operator(name)
+        op, listed = target._schema.name.removeprefix("aten::"), self.op_list.rules
+        rule = listed.get(f"{op}.{target._overloadname}") or listed[op]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             called, args, kwargs = self._prepared(target, op, rule.category, args, kwargs)
@@ -183,6 +183,12 @@ class _Rules:
         if id(leaf) not in self._kept:
             self._kept[id(leaf)] = leaf, leaf.to(to)
         return self._kept[id(leaf)][1]
+
+
+def _operator(name: str) -> Any:
+    """The operator named as in ``aten::mm.dtype``."""
+    op, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(aten, op), overload or "default")
 
 
 def _is_cast(leaf: Any) -> bool:
