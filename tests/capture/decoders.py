@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -56,7 +57,11 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def shown_attention(amp_model: AmpModule) -> str:
-    """The attention of the converted graph as code, and whatever compares, which masks are made by."""
+    """The attention of the converted graph as code, and whatever compares, which masks are made by.
+
+    Names are without numbers, which count what a version of transformers calls before.
+    """
     kinds = ("scaled_dot_product_attention", "le", "lt", "ge", "gt", "__and__", "where", "tril", "triu")
     nodes = [node for node in amp_model.graph.nodes if node.op == "call_function" and op_name(node) in kinds]
-    return "\n".join(f"{node.target}{node.args} {dict(node.kwargs)}" for node in nodes)
+    shown = "\n".join(f"{node.target}{node.args} {dict(node.kwargs)}" for node in nodes)
+    return re.sub(r"(?<=[a-z])_\d+(?=[_,)\s])", "", shown)
