@@ -49,6 +49,15 @@ def test_rows_of_another_card_count_for_nothing() -> None:
     assert rows.ended(held, "H200") == rows.measured(held, "H200", "one") == frozenset()
 
 
+def test_a_stage_one_of_whose_sides_failed_is_run_again_until_it_does_not() -> None:
+    held: list[Row] = [
+        {"card": "H100", "stage": "one", "model": "model", "side": "a", "error": "RuntimeError: CUDA error"},
+        {"card": "H100", "stage": "one", "done": True},
+    ]
+    assert rows.ended(held, "H100") == set()
+    assert rows.ended([*held, {"card": "H100", "stage": "one", "model": "model", "side": "a"}], "H100") == {"one"}
+
+
 def test_the_last_row_of_a_key_counts_and_partial_ones_are_measured_again() -> None:
     first: Row = {"card": "card", "stage": "one", "model": "model", "side": "a", "rounds": 2, "partial": True}
     last: Row = {"card": "card", "stage": "one", "model": "model", "side": "a", "rounds": 6}

@@ -68,8 +68,13 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def ended(rows: Iterable[Row], card: str) -> set[str]:
-    """Return the names of the stages that are not to be run again on this card: those done or skipped."""
-    return {row["stage"] for row in latest(rows) if row.get("card") == card and ("done" in row or "skipped" in row)}
+    """Return the names of the stages that are not to be run again on this card: those done or skipped, without errors.
+
+    A side that fails may take the device along for those that follow it in its process, so it is tried again, too.
+    """
+    mine = [row for row in latest(rows) if row.get("card") == card]
+    over = {row["stage"] for row in mine if "done" in row or "skipped" in row}
+    return over - {row["stage"] for row in mine if "error" in row}
 
 
 def measured(rows: Iterable[Row], card: str, stage: str) -> frozenset[tuple[str, str, str]]:

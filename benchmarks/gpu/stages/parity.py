@@ -43,6 +43,7 @@ def parity(given: Given, model: str, sides: Sequence[str]) -> Iterator[Row]:
     found = source(model, given.device, dropout=False)
     given.wait()
     exact = _result(copy.deepcopy(found.model).double(), _widened(found.inputs), contextlib.nullcontext())
+    release()
     plain = _result(found.model, found.inputs, contextlib.nullcontext())
     for name, dtype in DTYPES.items():
         autocast: _Result | None = None

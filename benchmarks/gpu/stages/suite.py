@@ -27,11 +27,11 @@ def suite(given: Given, paths: Sequence[str], without: Sequence[str] = ()) -> It
 
     Args:
         given: what every stage is given.
-        paths: folders of tests.
+        paths: folders of tests, in this order.
         without: folders in them that are left out.
     """
-    files = sorted(path.relative_to(ROOT) for folder in paths for path in (ROOT / folder).rglob("test_*.py"))
-    for file in files:
+    files = [file for folder in paths for file in sorted((ROOT / folder).rglob("test_*.py"))]
+    for file in dict.fromkeys(file.relative_to(ROOT) for file in files):
         name = file.as_posix()
         if name.startswith(tuple(f"{folder}/" for folder in without)) or given.has(name):
             continue
