@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -36,10 +38,21 @@ class Source:
     model: nn.Module
     inputs: dict[str, Tensor]
     captured: Captured
+    prepared: dict[tuple[torch.dtype, str, str], AmpModule] = field(
+        default_factory=dict[tuple[torch.dtype, str, str], AmpModule]
+    )
     optimizers: dict[bool, torch.optim.Optimizer] = field(default_factory=dict[bool, torch.optim.Optimizer])
+
+    def prepare(self, names: Iterable[str], dtypes: Iterable[torch.dtype]) -> None:
+        """Convert for sides to come, each of which is built once: a large model takes seconds."""
+        options = [SIDES[name].convert for name in names]
+        for dtype, one in product(dtypes, filter(None, options)):
+            self.prepared[dtype, one["weights"], one["fold"]] = self.converted(dtype, **one)
 
     def converted(self, dtype: torch.dtype, weights: str, fold: str) -> AmpModule:
         """Convert the captured graph, as ``convert`` does with these arguments."""
+        if (dtype, weights, fold) in self.prepared:
+            return self.prepared.pop((dtype, weights, fold))
         signature = CallSignature.of(self.model.forward)
         amp_model = AmpModule(self.model, signature, _maker(self.model, signature, dtype, weights, fold))
         maker: Any = amp_model._maker

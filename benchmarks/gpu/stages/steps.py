@@ -46,7 +46,8 @@ def steps(
         return
     started = time.monotonic()
     found = source(model, given.device)
-    captured = {"kind": kind, "captured_s": round(time.monotonic() - started, 1)}
+    found.prepare(sides, [DTYPES[dtype] for dtype in left])
+    captured = {"kind": kind, "prepared_s": round(time.monotonic() - started, 1)}
     for dtype in left:
         setting = Setting(given.device, DTYPES[dtype], kind == "compiled", kind == "graph")
         named = {"model": model, "dtype": dtype}
