@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["NotDifferentiableError", "derivable", "differentiated"]
+__all__ = ["NotDifferentiableError", "derivable", "differentiated", "gradients_again"]
 
 
 class NotDifferentiableError(RuntimeError):
@@ -35,6 +35,21 @@ def derivable() -> Generator[None]:
         yield
 
 
+def gradients_again(
+    roots: Sequence[torch.Tensor], by: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None]:
+    """Return the gradients of ``roots``, each weighed with its ``given``, by tensors. They can be differentiated.
+
+    Raises:
+        NotDifferentiableError: an op's gradient is computed in a way that cannot.
+    """
+    with derivable():
+        try:
+            return torch.autograd.grad(roots, by, cast("Any", given), create_graph=True, allow_unused=True)
+        except RuntimeError as error:  # of a custom op, as one that computes into out=
+            raise _not_differentiable(error) from error
+
+
 def differentiated(
     roots: Sequence[torch.Tensor], by: Sequence[torch.Tensor], given: Sequence[torch.Tensor], *, again: bool
 ) -> Sequence[torch.Tensor | None]:
@@ -47,4 +62,8 @@ def differentiated(
         try:
             return torch.autograd.grad(roots, by, given, retain_graph=again, allow_unused=True)
         except RuntimeError as error:  # "derivative for aten::... is not implemented"
-            raise NotDifferentiableError(next(iter(str(error).splitlines()), "")) from error
+            raise _not_differentiable(error) from error
+
+
+def _not_differentiable(error: RuntimeError) -> NotDifferentiableError:
+    return NotDifferentiableError(next(iter(str(error).splitlines()), ""))

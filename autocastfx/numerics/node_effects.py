@@ -77,11 +77,11 @@ class NodeEffects:
         Raises:
             SensitivityError: the gradient is zero or not finite, or an op cannot be differentiated twice.
         """
-        self.run.differentiate(loss)
-        norm = _norm(self.run.gradients.values(), "gradient")
-        self.replay = replace(self.replay, scale=gradient_scale(self.run.largest, self.replay.low))
         taken = Taken(value=self._at_value, read=self._at_read, tangent=self._at_tangent)
         try:
+            self.run.differentiate(loss)
+            norm = _norm(self.run.gradients.values(), "gradient")
+            self.replay = replace(self.replay, scale=gradient_scale(self.run.largest, self.replay.low))
             return self._effects(self.run.projections(self.seeds), taken, norm)
         except NotDifferentiableError as error:
             raise SensitivityError(

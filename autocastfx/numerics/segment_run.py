@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.graph.node import Use, is_float32, tensors, uses
 from autocastfx.graph.op_name import base_name, op_name
-from autocastfx.numerics.differentiate import derivable, differentiated
+from autocastfx.numerics.differentiate import derivable, differentiated, gradients_again
 from autocastfx.numerics.flat_graph import FlatGraph
 from autocastfx.numerics.segments import Segment
 
@@ -242,8 +242,7 @@ class SegmentRun:
         wanted = [*inputs.values(), *self.parameters.values()]
         if not roots or not wanted:
             return
-        with derivable():
-            found: Any = torch.autograd.grad(roots, wanted, cast("Any", given), create_graph=True, allow_unused=True)
+        found = gradients_again(roots, wanted, given)
         of_inputs, of_parameters = found[: len(inputs)], found[len(inputs) :]
         self.to_inputs = _known_of(inputs, of_inputs)
         self.to_parameters = _known_of(self.parameters, of_parameters)

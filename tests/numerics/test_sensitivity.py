@@ -243,6 +243,32 @@ def infinite(output: Any, batch: Any) -> torch.Tensor:
     return (output * float("inf")).sum()
 
 
+@torch.library.custom_op("test_sensitivity::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, gradient: torch.mul(gradient, 2, out=torch.empty_like(gradient)))
+
+
+class OutOfPlace(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(doubled(self.first(x)))
+
+
+def test_a_gradient_that_cannot_be_differentiated_again_is_told() -> None:
+    said = r"the gradient cannot be differentiated again: mul\(\): functions with out=.* Measure of='output'"
+    batches = [torch.randn(3, 4)]
+    with pytest.raises(SensitivityError, match=said):
+        autocastfx.sensitivity(OutOfPlace(), batches, loss_fn=lambda y, _: y.sum(), dtype="bfloat16")
+    assert autocastfx.sensitivity(OutOfPlace(), batches, of="output", dtype="bfloat16")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
