@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.stage import Rounds, Row
 from benchmarks.timing import ratios
 
-__all__ = ["Times", "Work", "elapsed", "failure", "interleaved", "kernels", "release", "said", "timed"]
+__all__ = ["Times", "Work", "elapsed", "failure", "interleaved", "kernels", "release", "said", "settle", "timed"]
 
 ATTENTION = ("flash", "fmha", "cudnn", "cutlass", "efficient", "math", "attention", "softmax", "sdpa")
 
@@ -49,6 +49,12 @@ def failure(error: BaseException) -> str:
 def said(error: BaseException) -> str:
     """Return an error as one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def settle() -> None:
+    """Leave what is alive, imported modules and graphs above all, out of later garbage collections, which take long."""
+    gc.collect()
+    gc.freeze()
 
 
 def release() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.measure import failure, release
+from benchmarks.gpu.measure import failure, release, settle
 from benchmarks.gpu.sides import DTYPES, Source, source
 from benchmarks.gpu.stage import Given, Row
 from benchmarks.gradient_scale import gradient_distances
@@ -41,6 +41,7 @@ def parity(given: Given, model: str, sides: Sequence[str]) -> Iterator[Row]:
     warnings.simplefilter("ignore")
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     found = source(model, given.device, dropout=False)
+    settle()
     given.wait()
     exact = _result(copy.deepcopy(found.model).double(), _widened(found.inputs), contextlib.nullcontext())
     release()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.measure import Work, failure, interleaved, kernels, release, timed
+from benchmarks.gpu.measure import Work, failure, interleaved, kernels, release, settle, timed
 from benchmarks.gpu.models import built
 from benchmarks.gpu.sides import DTYPES, Source, source
 from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
@@ -47,6 +47,7 @@ def steps(
     started = time.monotonic()
     found = source(model, given.device)
     found.prepare(sides, [DTYPES[dtype] for dtype in left])
+    settle()
     captured = {"kind": kind, "prepared_s": round(time.monotonic() - started, 1)}
     for dtype in left:
         setting = Setting(given.device, DTYPES[dtype], kind == "compiled", kind == "graph")
@@ -114,6 +115,7 @@ def memory(given: Given, model: str, dtype: str, sides: Sequence[str]) -> Iterat
     warnings.simplefilter("ignore")
     setting = Setting(given.device, DTYPES[dtype])
     found: Source | None = source(model, given.device)
+    settle()
     given.wait()
     for side in sorted(sides, key=lambda name: SIDES[name].is_half):  # which comes last, without the float32 model
         if given.has(model, side, dtype):
