@@ -82,7 +82,8 @@ def _work(one: Training, kind: str, given: Given) -> Work:
     if kind == "compiled":
         one.forward_and_backward()
         update()
-    return Work({"backward": one.forward_and_backward, "step": update})
+    # The other sides' steps have changed the weights, and made this side's copies of them stale.
+    return Work({"backward": one.forward_and_backward, "step": update}, one.prepare)
 
 
 def _kernels(named: Row, work: dict[str, Work]) -> Iterator[Row]:
