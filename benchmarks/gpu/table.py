@@ -53,10 +53,12 @@ def _number(key: str) -> Cell:
 
 
 STEP = _quartiles("step_to_autocast")
-PIVOTS = (
+STEPS = (
     _Pivot("eager step", "Time of a training step", "ms", _number("step_ms"), STEP),
     _Pivot("graph step", "Time of a training step replayed from a CUDA graph", "ms", _number("step_ms"), STEP),
     _Pivot("compiled step", "Time of a training step under torch.compile", "ms", _number("step_ms"), STEP),
+)
+OTHERS = (
     _Pivot(
         *("memory", "Peak memory of a training step, each side alone", "GB", lambda row: f"{row['peak'] / 1e9:.2f}"),
         lambda row, baseline: f"{row['peak'] / baseline['peak']:.3f}",
@@ -76,11 +78,11 @@ PIVOTS = (
 )
 
 
-def markdown(rows: Iterable[Row], *, caption: bool = True) -> str:
+def markdown(rows: Iterable[Row]) -> str:
     """Return for each card a caption, the tables, and what was not measured."""
     held = stored.latest(rows)
     cards = dict.fromkeys(row["card"] for row in held)
-    return "\n\n".join(part for card in cards for part in _parts([row for row in held if row["card"] == card], caption))
+    return "\n\n".join(part for card in cards for part in _parts([row for row in held if row["card"] == card]))
 
 
 def short(rows: Iterable[Row], card: str, most: int) -> str:
@@ -98,32 +100,34 @@ def step_table(rows: Iterable[Row]) -> str:
     held = stored.latest(rows)
     parts: list[str] = []
     for card in dict.fromkeys(row["card"] for row in held):
-        mine = [row for row in held if row["card"] == card and row["stage"].startswith(PIVOTS[0].stage)]
-        if table := _pivot(PIVOTS[0], mine):
-            parts += [_caption([row for row in held if row["card"] == card]), table]
+        mine = [row for row in held if row["card"] == card and row["stage"].startswith(STEPS[0].stage)]
+        if table := _pivot(STEPS[0], mine):
+            parts += [_caption(row for row in held if row["card"] == card), table]
     return "\n\n".join(parts)
 
 
-def _parts(rows: Sequence[Row], caption: bool) -> Iterator[str]:
-    if caption:
-        yield _caption(rows)
-    shown = set[str]()
-    for pivot in PIVOTS:
-        mine = [row for row in rows if row["stage"].startswith(pivot.stage)]
-        shown |= {row["stage"] for row in mine}
-        if table := _pivot(pivot, mine):
-            yield table
-        if pivot is PIVOTS[2] and (slower := list(_slower(rows))):
-            yield "Slower than torch.autocast, with the kernels that take longer:\n\n" + "\n".join(slower)
-        if pivot is PIVOTS[2] and (missing := list(_missing(rows))):
-            yield "Not measured:\n\n" + "\n".join(missing)
+def _parts(rows: Sequence[Row]) -> Iterator[str]:
+    yield _caption(rows)
+    yield from _pivots(STEPS, rows)
+    if slower := list(_slower(rows)):
+        yield "Slower than torch.autocast, with the kernels that take longer:\n\n" + "\n".join(slower)
+    if missing := list(_missing(rows)):
+        yield "Not measured:\n\n" + "\n".join(missing)
+    yield from _pivots(OTHERS, rows)
+    shown = tuple(pivot.stage for pivot in (*STEPS, *OTHERS))
     others: dict[tuple[str, frozenset[str]], list[Row]] = {}
     for row in rows:
-        is_shown = row["stage"] in shown and "kernels" not in row and "host_ms" not in row
+        is_shown = row["stage"].startswith(shown) and not {"kernels", "host_ms"} & row.keys()
         if not is_shown and row["stage"] != ENVIRONMENT and not {"done", "error", "skipped"} & row.keys():
             others.setdefault((row["stage"].partition(",")[0], frozenset(row)), []).append(row)
     for (stage, _), same in others.items():
         yield f"{stage[0].upper()}{stage[1:]}:\n\n{_table(same)}"
+
+
+def _pivots(pivots: Iterable[_Pivot], rows: Sequence[Row]) -> Iterator[str]:
+    for pivot in pivots:
+        if table := _pivot(pivot, [row for row in rows if row["stage"].startswith(pivot.stage)]):
+            yield table
 
 
 def _caption(rows: Iterable[Row]) -> str:
