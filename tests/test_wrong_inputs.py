@@ -95,6 +95,10 @@ INPUTS: dict[str, tuple[Act, str]] = {
         r"Net cannot.*'indices'.*"
         + told_of(r"in module 'table' \(Embedding\), ", r"x=float32\[3, 4\], ids=float32\[3\]"),
     ),
+    "short indices": (
+        lambda: convert({"x": X, "ids": torch.zeros(3, dtype=torch.int16)}),
+        r"Net cannot.*'indices' are int64 or int32, not torch\.int16" + told_of(r"in module 'table'.*", ".*"),
+    ),
     "half": (lambda: convert(X.half()), r"Net cannot.* linear: an input of torch\.float16 does not fit a weight"),
     "double": (lambda: convert(X.double()), r"Net cannot.* linear: an input of torch\.float64 does not fit a weight"),
     "integers": (lambda: convert(X.long()), r"Net cannot.* linear: an input of torch\.int64 does not fit a weight"),

@@ -19,6 +19,7 @@ from autocastfx.capture.call_rules import CallRules
 from autocastfx.capture.constant_masks import drop_settled
 from autocastfx.capture.data_writes import data_rules, detach_unwritten
 from autocastfx.capture.failure import AgainError, asks_for_values, capture_error, quiet
+from autocastfx.capture.indices import INTEGER_INDICES
 from autocastfx.capture.leave_intact import intact
 from autocastfx.capture.module_hooks import refuse_backward_hooks, unfollowed
 from autocastfx.capture.numbers import CarriedNumbers
@@ -164,7 +165,14 @@ def _export(
     flat: _FlatCall, tensors: tuple[torch.Tensor, ...], attempt: str, numbers: CarriedNumbers
 ) -> ExportedProgram:
     shapes = (tuple(_dynamic(t, attempt) for t in tensors),)
-    rules = {**Casts().rules(), **COMPARISONS, **data_rules(flat.module), **CUMULATIVE_NORMS, **numbers.rules()}
+    rules = {
+        **Casts().rules(),
+        **COMPARISONS,
+        **data_rules(flat.module),
+        **CUMULATIVE_NORMS,
+        **INTEGER_INDICES,
+        **numbers.rules(),
+    }
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())  # without gradients some modules take fused paths
         stack.enter_context(

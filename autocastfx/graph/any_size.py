@@ -87,18 +87,6 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return _made_of(output, [input, weight] if bias is None else [input, weight, bias])
 
 
-def _embedding(
-    weight: Tensor, indices: Tensor, padding: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
-) -> Tensor:
-    if indices.dtype not in (torch.int64, torch.int32):  # torch 2.11 looks up any
-        raise RuntimeError(f"embedding: 'indices' are int64 or int32, not {indices.dtype}")
-    if weight.ndim != 2:
-        raise RuntimeError(f"embedding: 'weight' has two dimensions, not {weight.ndim}")
-    if indices.device != weight.device:
-        raise RuntimeError(f"embedding: indices on {indices.device} do not fit a weight on {weight.device}")
-    return _made_of(weight.new_empty((*indices.shape, weight.shape[1])), [weight])
-
-
 def _made_of(output: Tensor, read: Sequence[Tensor]) -> Tensor:
     """Let autograd see where ``output`` comes from."""
     learning = next((t for t in read if t.requires_grad), None)
@@ -217,7 +205,7 @@ class _Kernels:
         return call
 
 
-_RULES = _Kernels({**RECURRENT, _aten.linear.default: _linear, _aten.embedding.default: _embedding})
+_RULES = _Kernels({**RECURRENT, _aten.linear.default: _linear})
 
 
 def any_size() -> AbstractContextManager[None]:

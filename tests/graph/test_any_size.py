@@ -111,20 +111,6 @@ def test_a_linear_layer_that_cannot_be_called_is_refused(sizes: Any) -> None:
             torch.ops.aten.linear.default(*args)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("sizes", [(), (3,), (0,), (2, 3)])
-def test_a_table_is_like_its_kernel_and_takes_integers_alone(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    layer, indices = nn.Embedding(5, 4), torch.ones(sizes, dtype=dtype)
-    with FakeTensorMode() as mode, any_size(), enable_python_dispatcher():
-        weight, held = (mode.from_tensor(t) for t in (layer.weight, indices))
-        found = torch.ops.aten.embedding.default(weight, held)
-        with pytest.raises(RuntimeError, match=r"'indices' are int64 or int32, not torch\.float32"):
-            torch.ops.aten.embedding.default(weight, held.float())
-        with pytest.raises(RuntimeError, match="'weight' has two dimensions, not 1"):
-            torch.ops.aten.embedding.default(weight[0], held)
-    like(found, layer(indices))
-
-
 SLICES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "up to": lambda x, n: x[:, :n],
     "from": lambda x, n: x[:, n:],
