@@ -174,6 +174,17 @@ def test_a_missing_device_is_said(
     assert not (tmp_path / "out").exists()
 
 
+def test_ctrl_c_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run", interrupted)
+    assert command.main(["--out", str(tmp_path), "--device", "cpu", "--tiny"]) == 130
+    assert capsys.readouterr().err == f"stopped; go on with --resume {tmp_path}\n"
+
+
 @pytest.mark.parametrize(("earlier", "first"), [(1, "smoke"), (None, "tests, others")])
 def test_the_second_call_begins_with_what_is_left_of_the_first(
     earlier: int | None, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -66,7 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         together=options.together if options.together is not None else (8 if is_cuda else 2),
         commit=options.commit,
     )
-    run(plan(calls, options.device, is_tiny=options.tiny), settings)
+    try:
+        run(plan(calls, options.device, is_tiny=options.tiny), settings)
+    except KeyboardInterrupt:
+        print(f"stopped; go on with --resume {out}", file=sys.stderr)
+        return 130
     print(table.short([*earlier, *rows.read(out)], card, SHOWN))
     return 0
 
