@@ -274,7 +274,7 @@ class Classifier:
         return op_name(value) in _CASTS[:2] and argument(value, "dtype") == torch.float32
 
     def _number(self, node: fx.Node) -> Decision | None:
-        return forced_by_number(node, self.low, self.numbers, self.facts)
+        return forced_by_number(node, self.low, self.numbers, self.facts, self.device)
 
     def _whole_operand(self, node: fx.Node) -> Decision | None:
         """A product that reads or gives whole numbers which the low dtype does not tell apart."""

@@ -30,6 +30,7 @@ class KernelFacts:
 
     Attributes:
         computes_in_float32: ops whose kernel computes in float32 inside.
+        rounds_numbers: by device type, those of them that round their epsilon to 16 bits all the same.
         mixed_args: ops whose kernel takes operands of several precisions and computes in the widest of those with
             dimensions.
         takes_dtype: ops whose kernel widens its input itself, given a dtype argument.
@@ -61,7 +62,13 @@ class KernelFacts:
     switches: frozenset[str] = frozenset()
     same_operands: Mapping[str, str] = field(default_factory=dict[str, str])
     triton_faster: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    rounds_numbers: Mapping[str, frozenset[str]] = field(default_factory=dict)
     whole_numbers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def keeps_numbers(self, op: str, device: str) -> bool:
+        """True if a small number, such as an epsilon, is not rounded to 16 bits in the kernel of ``op``."""
+        name = base_name(op)
+        return name in self.computes_in_float32 and name not in self.rounds_numbers.get(device, frozenset())
 
     def runs(self, op: str, dtype: str, device: str) -> bool:
         """True unless the table says that ``device`` has no kernel of ``op`` for ``dtype``."""
@@ -96,7 +103,7 @@ def load_kernel_facts() -> KernelFacts:
 def _read(tree: Tree) -> KernelFacts:
     keys = ("computes_in_float32", "mixed_args", "takes_dtype", "no_kernel", "folds", "expands_range", "reduces")
     keys = (*keys, "float32_parameters", "joins", "folds_with_parameters", "same_operands", "whole_numbers")
-    keys = (*keys, "triton_faster", "switches")
+    keys = (*keys, "triton_faster", "switches", "rounds_numbers")
     tree.check_keys(keys, what="kernel fact")
     tree.child("folds").check_keys(LEVELS["kernel"], what="level of folding")
     tree.child("whole_numbers").check_keys(_WHOLE, what="kind of whole number")
@@ -108,15 +115,20 @@ def _read(tree: Tree) -> KernelFacts:
         no_kernel=_by_device(tree.child("no_kernel")),
         folds=_by_level(tree.child("folds")),
         expands_range=_ops(tree.child("expands_range")),
-        float32_parameters={device.text: _ops(ops) for device, ops in tree.child("float32_parameters").items()},
+        float32_parameters=_by_device_type(tree.child("float32_parameters")),
         joins=_ops(tree.child("joins")),
         folds_with_parameters=_ops(tree.child("folds_with_parameters")),
         switches=_ops(tree.child("switches")),
         same_operands={op.op_name(): other.op_name() for op, other in tree.child("same_operands").items()},
-        triton_faster={device.text: _ops(ops) for device, ops in tree.child("triton_faster").items()},
+        triton_faster=_by_device_type(tree.child("triton_faster")),
+        rounds_numbers=_by_device_type(tree.child("rounds_numbers")),
         whole_numbers={op: kind.text for kind, ops in tree.child("whole_numbers").items() for op in _ops(ops)},
         reduces={op: kind.text for kind, ops in tree.child("reduces").items() for op in _ops(ops)},
     )
+
+
+def _by_device_type(tree: Tree) -> dict[str, frozenset[str]]:
+    return {device.text: _ops(ops) for device, ops in tree.items()}
 
 
 def _by_device(tree: Tree) -> dict[tuple[str, str], frozenset[str]]:

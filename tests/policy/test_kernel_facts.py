@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 import autocastfx
+from autocastfx.passes.analysis.exact_numbers import forced_by_number
 from autocastfx.passes.analysis.ports import PARAMETERS
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.yaml_tree import is_known
@@ -34,7 +35,7 @@ UNTRIED = {"cudnn_batch_norm", "_fused_rms_norm"}
 MIXED = sorted(FACTS.mixed_args)
 _PLAIN = {"sum", "nansum", "mean", "prod"}  # which need no dimension
 COMPARE = {"eq", "ne", "lt", "le", "gt", "ge"}
-ROUNDS_0D = {"add", "sub", "rsub"}  # on a CPU they round a 0-d addend to 16 bits; the others read it exactly
+ROUNDS_0D = {"add", "sub", "rsub"}  # on a CPU they round a 0-d operand to 16 bits; the others read it exactly
 
 
 @functools.cache
@@ -116,6 +117,8 @@ def _runs(op: str, dtype: str, device: str) -> list[KernelCall]:
         pytest.skip("this torch has no sample of it")
     if not FACTS.runs(op, dtype, device):
         pytest.skip(f"{device} has no {dtype} kernel of {op}")
+    if not FACTS.keeps_numbers(op, device):
+        pytest.skip(f"it rounds in between on {device}")
     if device == "cpu" and op in UNTRIED:
         assert op not in calls(device)
         pytest.skip("has no call on a CPU")
@@ -155,6 +158,19 @@ def test_an_epsilon_below_the_smallest_16_bit_number_is_not_rounded_to_zero(op: 
         first = result[0] if isinstance(result, tuple) else result
         assert first.isfinite().all()
         assert rounds_once(tiny, DTYPES[dtype]) <= 1
+
+
+def test_a_kernel_that_rounds_its_epsilon_runs_in_float32_where_that_would_be_lost() -> None:
+    """CUDA's group norm: below the smallest normal number of 16 bits an epsilon loses digits, or is 0."""
+    assert FACTS.keeps_numbers("group_norm", "cpu")
+    assert not FACTS.keeps_numbers("group_norm", "cuda")
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for eps, device, is_forced in ((1e-5, "cpu", False), (1e-5, "cuda", True), (1e-3, "cuda", False)):
+        node = graph.call_function(torch.ops.aten.group_norm.default, (x, 8, None, None, eps))
+        decision = forced_by_number(node, torch.float16, {}, FACTS, device)
+        assert (decision is not None) == is_forced
+        assert decision is None or decision.source == "forced:epsilon"
 
 
 def test_the_measure_tells_a_kernel_that_rounds_in_between() -> None:
@@ -245,7 +261,6 @@ _aten = torch.ops.aten
 _ROUNDING: dict[str, Callable[..., torch.Tensor]] = {
     "layer_norm": lambda x, w, b: _aten.layer_norm(x, [512], w, b),  # on CUDA
     "autocastfx::layer_norm": lambda x, w, b: layer_norm(x, [512], w, b),
-    "group_norm": lambda x, w, b: _aten.group_norm(x, 8, w, b),  # on CUDA
     "rms_norm": lambda x, w, b: _aten.rms_norm(x, [512], w) + 0 * b,
     "softmax": lambda x, w, b: _aten.softmax(x, -1) + 0 * (w + b),
     "_safe_softmax": lambda x, w, b: _aten._safe_softmax(x, -1) + 0 * (w + b),

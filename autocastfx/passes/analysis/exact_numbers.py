@@ -10,7 +10,7 @@ from torch import fx
 
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.node import constants, uses
-from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.graph.op_name import op_name
 from autocastfx.plan.plan import Decision, Forced
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.rule import Category
@@ -18,7 +18,9 @@ from autocastfx.policy.rule import Category
 __all__ = ["forced_by_number"]
 
 
-def forced_by_number(node: fx.Node, low: torch.dtype, held: Mapping[str, float], facts: KernelFacts) -> Decision | None:
+def forced_by_number(
+    node: fx.Node, low: torch.dtype, held: Mapping[str, float], facts: KernelFacts, device: str
+) -> Decision | None:
     """The decision on a node whose number is beyond the range of ``low``, or rounded to 0 or 1; None for others.
 
     Args:
@@ -26,9 +28,10 @@ def forced_by_number(node: fx.Node, low: torch.dtype, held: Mapping[str, float],
         low: the 16-bit dtype.
         held: constants and buffers of one element, by ``get_attr`` target.
         facts: the ops whose kernels compute in float32 inside, which round no small number.
+        device: device type that the node will run on.
     """
     info, name_of_low = torch.finfo(low), dtype_name(low)
-    inside = base_name(op_name(node)) in facts.computes_in_float32
+    inside = facts.keeps_numbers(op_name(node), device)
     for name, number in _numbers(node, held):
         size = abs(number)
         if math.isfinite(size) and size > info.max:

@@ -6,10 +6,9 @@ On a CPU torch's own consists of several ops and keeps more tensors than the for
 input, the weight and a float32 number per row. As an operator, graphs print, pickle and export it by name; its autograd
 kernel calls torch's operators, so that torch.compile can fuse them.
 
-On CUDA torch's own is fused (``aten::_fused_rms_norm``, computed in float32 inside) where input and weight are of one
-dtype. For a 16-bit input with a float32 weight it consists of several ops there as well, and warns of that.
-
-Three Triton kernels take their place on CUDA, where they are chosen.
+On CUDA torch's own is one kernel (``aten::_fused_rms_norm``, computed in float32 inside) where input and weight are of
+one dtype, and this operator calls it. For a 16-bit input with a float32 weight torch's consists of several ops there as
+well, and warns of that: three Triton kernels take their place, where they are chosen.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ from autocastfx.runtime.kernels.chosen import is_chosen
 from autocastfx.runtime.operators.eager import is_concrete
 
 __all__ = ["rms_norm"]
+
+aten: Any = torch.ops.aten
 
 _DTYPES = (*LOW_DTYPES, torch.float32)  # that the Triton kernels take
 _WIDEST = 8192  # the longest row that they take: a program holds one, and spills registers with a longer one
@@ -124,6 +125,16 @@ def _by_autograd(
     return [next(found) if is_asked else None for is_asked in wanted]
 
 
+def _has_own_kernel(x: Tensor, weight: Tensor | None) -> bool:
+    """True for an eager input on CUDA whose weight has its dtype: torch's own kernel is the fastest there."""
+    return x.is_cuda and is_concrete(x) and x.dtype in _DTYPES and weight is not None and weight.dtype == x.dtype
+
+
+def _torchs(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
+    found: Tensor = aten.rms_norm(x, normalized_shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
+    return found
+
+
 def _takes_kernels(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None) -> bool:
     """True for an eager input where the Triton kernels are chosen, which take a row at a time."""
     if not (is_chosen("rms_norm", x) and is_concrete(x)):
@@ -137,6 +148,8 @@ def _with_autograd(
 ) -> Tensor:
     if torch._C._are_functorch_transforms_active():  # which cannot take this autograd function
         return _parts(x, _dims(normalized_shape), weight, eps)[0]
+    if _has_own_kernel(x, weight):
+        return _torchs(x, normalized_shape, weight, eps)
     if _takes_kernels(x, normalized_shape, weight):
         return _InKernels.apply(x, weight, eps)
     return _RMSNorm.apply(x, normalized_shape, weight, eps)
@@ -145,6 +158,8 @@ def _with_autograd(
 def _without_autograd(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
+    if _has_own_kernel(x, weight):
+        return _torchs(x, normalized_shape, weight, eps)
     if _takes_kernels(x, normalized_shape, weight):
         return _in_kernels(x, weight, eps)[0]
     return _parts(x, _dims(normalized_shape), weight, eps)[0]

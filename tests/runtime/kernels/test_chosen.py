@@ -26,8 +26,13 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     names_chosen.cache_clear()
 
 
-def test_without_a_measurement_none_is_chosen() -> None:
-    assert FACTS.triton_faster == {"cuda": frozenset()}
+def test_both_are_measured_faster() -> None:
+    assert FACTS.triton_faster == {"cuda": KERNELS}
+    assert names_chosen() == KERNELS
+
+
+def test_without_a_measurement_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "load_kernel_facts", lambda: replace(FACTS, triton_faster={}))
     assert names_chosen() == frozenset()
 
 

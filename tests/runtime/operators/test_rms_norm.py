@@ -11,8 +11,10 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autocastfx.graph.op_name import of_function
+from autocastfx.runtime.operators import rms_norm as rms_norm_module
 from autocastfx.runtime.operators.rms_norm import rms_norm
 from tests.helpers import saved_bytes
 
@@ -157,3 +159,48 @@ def test_a_graph_with_it_is_copied_and_pickled_by_its_name() -> None:
     (x,) = inputs(weighted=False)
     assert pickle.loads(pickle.dumps(rms_norm.name())) == "autocastfx::rms_norm"
     assert torch.equal(torch.ops.autocastfx.rms_norm(x, [64], None, 1e-6), operator(x))
+
+
+# ---- torch's own kernel on CUDA -------------------------------------------------------------------------------------
+
+
+def test_torchs_own_kernel_takes_input_and_weight_of_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes = (torch.float16, torch.float32, torch.float64)
+    with FakeTensorMode():
+        low, wide, double = (torch.empty(64, device="cuda", dtype=dtype) for dtype in dtypes)
+    assert not rms_norm_module._has_own_kernel(wide, wide), "a fake tensor is none that a kernel reads"
+    monkeypatch.setattr(rms_norm_module, "is_concrete", lambda tensor: True)
+    assert rms_norm_module._has_own_kernel(wide, wide)
+    assert rms_norm_module._has_own_kernel(low, low)
+    others = ((low, wide), (wide, low), (wide, None), (double, double), (torch.ones(3), torch.ones(3)))
+    assert not any(rms_norm_module._has_own_kernel(x, weight) for x, weight in others)
+
+
+@pytest.mark.parametrize("eps", [1e-6, None])
+def test_where_torchs_own_kernel_is_called_nothing_else_changes(
+    eps: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = inputs()
+    before = gradients(lambda x, w: rms_norm(x, [64], w, eps), (x, weight))
+    expected = rms_norm(x, [64], weight, eps)
+    monkeypatch.setattr(rms_norm_module, "_has_own_kernel", lambda x, weight: True)
+    torch.testing.assert_close(rms_norm(x, [64], weight, eps), expected, rtol=4 * EPS, atol=0)
+    found = gradients(lambda x, w: rms_norm(x, [64], w, eps), (x, weight))
+    for one, other in zip(found, before, strict=True):
+        assert (one - other).abs().max() <= 4 * EPS * float(other.abs().max())
+    low = rms_norm(x.bfloat16(), [64], weight.bfloat16(), eps)
+    assert low.dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_on_a_gpu_one_dtype_takes_one_kernel(dtype: torch.dtype) -> None:
+    low = tuple(t.cuda() for t in inputs(dtype=dtype))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        found = operator(*low)
+        torch.cuda.synchronize()
+    on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(on_device) == 1, on_device
+    reference = written(*(t.double() for t in low))
+    bound = torch.finfo(dtype).eps / 2 * reference.abs() + 8 * EPS * reference.abs().max()
+    assert ((found.double() - reference).abs() <= bound).all()
