@@ -51,6 +51,20 @@ def sees(given: Given, folder: str) -> Iterator[Row]:
     yield {"model": "model"}
 
 
+def prepares_long(given: Given, folder: str) -> Iterator[Row]:
+    """Prepare for half a second, with a file while it lasts, and yield how many others prepare during its turn."""
+    mine = os.path.join(folder, f"preparing {os.getpid()}")
+    open(mine, "w", encoding="utf-8").close()
+    time.sleep(0.5)
+    os.remove(mine)
+    given.wait()
+    others = 0
+    for _ in range(10):
+        others += sum(name.startswith("preparing") for name in os.listdir(folder))
+        time.sleep(0.05)
+    yield {"model": "model", "others": others}
+
+
 def slow(given: Given, seconds: float = 600) -> Iterator[Row]:
     """Measure two sides at once, and two others much later."""
     for side in "abcd":

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import measure, rows, table
+from benchmarks.gpu import measure, rows, runner, table
 from benchmarks.gpu.runner import Settings, run
 from benchmarks.gpu.stage import Rounds, Row, Stage
 from benchmarks.training import AUTOCAST, DEFAULT
@@ -165,10 +165,26 @@ def test_what_failed_is_run_again_without_what_it_measured(tmp_path: Path) -> No
     assert [row["side"] for row in rows.read(tmp_path) if row["stage"] == "works" and "side" in row] == ["b"]
 
 
-def test_a_stage_prepares_while_another_measures(tmp_path: Path) -> None:
+def test_a_stage_prepares_before_another_measures(tmp_path: Path) -> None:
     options = {"folder": str(tmp_path)}
     stages = [_stage("sees", options=options, seconds=60), _stage("prepares", options=options, prepares=True)]
     assert _ends(run(stages, _settings(tmp_path, ahead=1))) == {"sees": "done", "prepares": "done"}
+
+
+def test_nothing_prepares_while_a_stage_measures(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"options": {"folder": str(tmp_path)}, "prepares": True}
+    stages = [_stage("prepares_long", name=f"stage {n}", **fields) for n in range(5)]
+    stages.append(_stage("prepares_long", name="early", early=True, **fields))
+    found = run(stages, _settings(tmp_path, ahead=1))
+    assert [*_ends(found)] == [f"stage {n}" for n in range(5)] + ["early"]
+    assert [row["others"] for row in rows.read(tmp_path) if "others" in row] == [0] * 6
+
+
+def test_a_process_that_prepares_for_ever_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "PATIENCE", 1)
+    stages = [_stage("works"), _stage("hangs", prepares=True, seconds=1)]
+    found = _ends(run(stages, _settings(tmp_path, ahead=1)))
+    assert found == {"works": "done", "hangs": "killed after 1 s: the stage's limit"}
 
 
 def test_an_early_stage_prepares_from_the_beginning_on(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--call", type=int, choices=tuple(CALLS), help="default: both")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="small models and few rounds")
-    parser.add_argument("--ahead", type=int, help="stages that prepare while others work; default: 4, on a CPU 0")
+    parser.add_argument("--ahead", type=int, help="stages that prepare beside the next one; default: 6, on a CPU 0")
     parser.add_argument("--together", type=int, help="stages that work side by side; default: 8, on a CPU 2")
     parser.add_argument("--commit", default="", help="the commit to note where this is no checkout")
     options = parser.parse_args(arguments)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = Settings(
         **{"call": number, "out": out, "device": options.device, "card": card, "earlier": earlier},
         ends=time.monotonic() + 60 * options.minutes,
-        ahead=options.ahead if options.ahead is not None else (4 if is_cuda else 0),
+        ahead=options.ahead if options.ahead is not None else (6 if is_cuda else 0),
         together=options.together if options.together is not None else (8 if is_cuda else 2),
         commit=options.commit,
     )

@@ -1,8 +1,8 @@
 """Run stages, each in a process of its own with a time limit.
 
 Stages that time something run alone, one after the other; the others run side by side. A crash or a hang loses one
-stage only: its failure is a row, and what it printed is in ``log.txt``. While stages work, the next ones may already
-import, build and capture in their processes, and wait for their turn.
+stage only: its failure is a row, and what it printed is in ``log.txt``. The next stages import, build and capture in
+their processes beforehand, some at a time, and wait for their turn: while one times something, the others do nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from benchmarks.gpu.stage import Given, Row, Stage
 __all__ = ["Settings", "run"]
 
 NEARLY = 15  # with fewer seconds left no stage starts
+PATIENCE = 60  # seconds after its start for which a process may prepare without being disturbed
 LOGGED = 200_000  # characters of a stage's output
 FAILED = 70  # exit status of a process that sent its error
 # What stages on a CPU import, or torch and transformers when they are first used.
@@ -51,7 +52,7 @@ class Settings:
         card: the device's name, which each row has.
         ends: when the run ends, in ``time.monotonic()``.
         earlier: rows of earlier runs; those of the same card are not measured again.
-        ahead: the most stages that prepare while others work, besides early ones.
+        ahead: the most stages that prepare beside the next one, besides early ones.
         together: the most stages that work at the same time.
         commit: see :class:`Given`.
     """
@@ -81,6 +82,7 @@ class _Process:
             context.set_forkserver_preload(PRELOADED)
         self.stage, self.settings = stage, settings
         self.output = folder / f"{stage.name.replace('/', '_')}.txt"
+        self.waits, self.error, self.born = False, "", time.monotonic()
         self.turn, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(stage, settings, self.output, theirs, environment))
         self.process.start()
@@ -93,6 +95,19 @@ class _Process:
         with suppress(OSError):  # it has ended already, with its own error
             self.turn.send(True)
 
+    @property
+    def is_preparing(self) -> bool:
+        """True until it waits for its turn, has ended, or takes too long."""
+        self._hear()
+        return not self.waits and self.process.is_alive() and time.monotonic() - self.born < PATIENCE
+
+    def _hear(self) -> None:
+        """Note what the process has sent: that it waits, or its error."""
+        with suppress(EOFError, OSError):  # it has ended
+            while self.turn.poll():
+                said = self.turn.recv()
+                self.waits, self.error = self.waits or said is True, self.error or (said if said is not True else "")
+
     def left(self) -> float:
         """Return the seconds until its time is over."""
         return self.started + self.limit - time.monotonic()
@@ -101,6 +116,7 @@ class _Process:
         """Return the row of its end, which is written already, after it has ended or its time is over."""
         is_late = self.process.is_alive()
         self.kill()
+        self._hear()
         status = self.process.exitcode
         end: Row = {}
         if is_late:
@@ -108,8 +124,8 @@ class _Process:
             end["error"] = f"killed after {self.limit:.0f} s: {why}"
         elif status == 0:
             end["done"] = True
-        elif status == FAILED and self.turn.poll():
-            end["error"] = self.turn.recv()
+        elif status == FAILED and self.error:
+            end["error"] = self.error
         else:
             how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
             end["error"] = f"the process ended {how}"
@@ -144,6 +160,7 @@ def _work(stage: Stage, settings: Settings, output: Path, turn: Connection, envi
     def wait() -> None:
         nonlocal is_waiting
         if is_waiting:
+            turn.send(True)
             turn.recv()  # EOFError if the runner has ended
             is_waiting = False
 
@@ -208,26 +225,37 @@ class _Run:
                     self.working.append(process)
                 if self.working:
                     self._finish()
+                elif self.pending:
+                    time.sleep(0.05)  # until nothing prepares
         finally:
             for process in (*self.prepared.values(), *self.working):
                 process.kill()
         return self.found
 
     def _prepare(self) -> bool:
-        """Start the processes of the next stages, and of early ones. Return True if the first of them has its turn."""
+        """Start the processes of the next stages, and of early ones. Return True if the first of them has its turn.
+
+        Where that stage is alone and already prepared, no others are started until it is over.
+        """
         while self.pending and self.pending[0].skip:
             stage = self.pending.popleft()
             self.found.append(self.settings.row(stage, {"skipped": stage.skip}))
             rows.append(self.settings.out, self.found[-1])
         if not self.pending:
             return False
-        decides = self.pending[0].fallback or self.trial  # what comes first decides on the environment of all
+        if any(process.stage.alone for process in self.working):
+            return False
+        first = self.pending[0]
+        decides = first.fallback or self.trial  # what comes first decides on the environment of all
+        is_quiet = first.alone and not self.working and first.name in self.prepared
         for place, stage in enumerate(stage for stage in self.pending if not stage.skip):
-            starts = place <= self.settings.ahead or (stage.early and not decides)
+            starts = not is_quiet and (place <= self.settings.ahead or (stage.early and not decides))
             if starts and stage.name not in self.prepared:
                 self.prepared[stage.name] = _Process(stage, self.settings, self.folder, self.environment)
-        alone = self.pending[0].alone or any(process.stage.alone for process in self.working)
-        return not self.working or (not alone and len(self.working) < self.settings.together)
+        if first.alone:
+            is_disturbed = any(process.is_preparing for process in self.prepared.values())
+            return not self.working and (bool(first.fallback) or not is_disturbed)
+        return len(self.working) < self.settings.together
 
     def _finish(self) -> None:
         """Wait until a process has ended, or its time is over, and note its end."""
