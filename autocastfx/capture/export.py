@@ -131,6 +131,7 @@ def capture(
             would help.
     """
     refuse_backward_hooks(model)
+    call = replace(call, tensors=_apart(call.tensors, model, held))
     failures: list[Exception] = []
     numbers, rebound = CarriedNumbers(), set[str]()
     attempts = list(_ATTEMPTS[_ATTEMPTS.index(sizes) :])
@@ -155,6 +156,24 @@ def capture(
             by_compiler = any(op_name(node) in _BRANCHING for node in found.graph.nodes)
             return replace(found, state=flat.state.guard(everything=by_compiler), changes=flat.state.changes)
     raise capture_error(model, failures, training=any(training), called=str(call))
+
+
+def _apart(
+    tensors: tuple[torch.Tensor, ...], model: nn.Module, held: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return the tensors, each an object of its own, for a graph knows its inputs by identity.
+
+    A tensor that is given twice (``model(ids, labels=ids)``) would be one input, read in both places ever after; and
+    one that the model holds would be no input at all.
+    """
+    seen = {id(tensor) for tensor in held.values()}
+    seen.update(id(one) for m in model.modules() for one in m.__dict__.values() if isinstance(one, torch.Tensor))
+    apart: list[torch.Tensor] = []
+    for tensor in tensors:
+        is_repeated = id(tensor) in seen
+        seen.add(id(tensor))
+        apart.append(tensor.detach().clone().requires_grad_(tensor.requires_grad) if is_repeated else tensor)
+    return tuple(apart)
 
 
 _ATTEMPTS = ("all", "first", "none")
