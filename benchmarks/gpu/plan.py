@@ -23,6 +23,15 @@ PARITY = ("GPT-2 b4 s1024", "BERT-base b8 s512", "Llama 4x2048", "ResNet-50 b32"
 WITHOUT_WAITING = ("BERT 4x256", "ResNet-18 112")
 # Of the first call, the kernels' last, which need much memory; the second one runs the others.
 TESTS = ("tests/training", "tests/runtime/operators", "tests/runtime")
+# M, K and N of linear layers, with many tokens and with fewer.
+FLOAT8 = tuple(
+    (m, k, n)
+    for m in (16_384, 4096)
+    for k, n in (
+        *((2048, 2048), (2048, 5632), (5632, 2048), (4096, 4096), (4096, 14_336), (14_336, 4096)),
+        *((768, 768), (768, 3072), (1024, 4096), (2048, 32_000)),
+    )
+)
 TINY, FEW = ("ResNet tiny", "BERT tiny"), Rounds(2, 3, 1, 1)
 # How to go on if cuDNN's attention fails, which torch prefers on these cards.
 WITHOUT_CUDNN = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
@@ -106,6 +115,10 @@ def _second(scale: _Scale) -> Iterator[Stage]:
     yield scale.stage("tests, others", "suite:suite", cuda=True, options=options, alone=False, seconds=100)
     options = scale.sized({}, rows=64, samples=1)
     yield scale.stage("kernel facts", "facts:facts", options=options, alone=False, seconds=100)
+    shapes = {"shapes": FLOAT8, "rounds": Rounds(most=20, seconds=0.6, warm_up=2)}
+    options = scale.sized(shapes, shapes=((64, 64, 32),), rounds=FEW)
+    fields: dict[str, Any] = {"cuda": True, "prepares": True, "seconds": 60}
+    yield scale.stage("float8 products", "float8_products:products", options=options, **fields)
     yield scale.steps("T5 tiny" if scale.is_tiny else "T5-base b16 s512, padded", 30)
     for model in ("MLP tiny",) if scale.is_tiny else ("GPT-2 b8 s1024", "ResNet-50 b256"):
         yield scale.compiled(model, 150)
