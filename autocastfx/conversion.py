@@ -262,6 +262,13 @@ def convert_again(amp_model: AmpModule, op_list: OpList) -> AmpModule | None:
     return convert_captured(amp_model, replace(converter, op_list=converter.op_list.merged(op_list)))
 
 
+def without_casts(amp_model: AmpModule) -> AmpModule | None:
+    """Convert what was captured for ``amp_model`` to float32 alone, as it was captured: no cast, nothing recomposed."""
+    converter = cast("VariantMaker", amp_model._maker).converter
+    bare = Converter(load_op_list("float32"), converter.facts, converter.low, keep_output_dtype=True, fold="none")
+    return convert_captured(amp_model, bare)
+
+
 def convert_captured(amp_model: AmpModule, converter: Converter) -> AmpModule | None:
     """Convert by ``converter`` what was captured for ``amp_model``, as :func:`convert_again` does."""
     maker = cast("VariantMaker", amp_model._maker)
