@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -39,8 +43,12 @@ from autocastfx.report.conversion_warnings import (
     warn_of_unmatched_rules,
 )
 from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.behaviour import compare_calls, trials_of
 
-__all__ = ["convert", "convert_again", "convert_captured", "refuse_unpredicted"]
+__all__ = ["convert", "convert_again", "convert_captured", "refuse_unpredicted", "without_casts"]
+
+_LOG = logging.getLogger("autocastfx")
+_CHECKED = 2**30  # bytes of parameters up to which a model is checked unasked
 
 
 def convert(
@@ -59,6 +67,7 @@ def convert(
     plan: Plan | str | Path | None = None,
     recompose: bool | Sequence[str] = True,
     sensitivity: Sensitivity | str | os.PathLike[str] | None = None,
+    check: bool | None = None,
 ) -> AmpModule:
     """Turn a float32 model into a graph whose every cast to 16 bits, and back, is a node.
 
@@ -109,12 +118,18 @@ def convert(
         sensitivity: what :func:`sensitivity` measured, or the path of its file: the plan, dumps and ``explain`` then
             tell the error that is predicted for each node and for the whole. It changes no placement; :func:`tune`
             chooses by it.
+        check: whether the captured graph, without a cast, is run beside ``model`` before anything is handed out: with
+            the example inputs and with other values, forward and backward, in training and evaluation. All that it
+            does must be the same: outputs, gradients, buffers, arguments that are written into, random numbers.
+            ``True``: always. ``None``: where the parameters are at most 1 GiB, in a quarter of the time that the
+            conversion took; the logger ``autocastfx`` tells which calls were compared. ``False``: never.
 
     Returns:
         A ``torch.fx.GraphModule`` that is called like ``model``.
 
     Raises:
-        CaptureError: the model cannot be captured; it says why and what would help.
+        CaptureError: the model cannot be captured, or the graph does not do what the model does; it says why and what
+            would help.
         OpListError: a list is wrong, or two rules fit a node equally well; with file, line and column.
         CalibrationError: the ranges cannot be measured or read.
         SensitivityError: the sensitivity cannot be read, or was measured for another dtype.
@@ -128,6 +143,7 @@ def convert(
         VerifyError: a defect of this package; nothing is handed out.
     """
     check_arguments(fold, weights, headroom)
+    started = time.perf_counter()
     module, target = _as_module(model), named_device(device)
     warn_of_low_parameters(module, stacklevel=3)
     args, kwargs = inputs_of(example_inputs, example_kwargs)
@@ -176,6 +192,8 @@ def convert(
         _capture_first(amp_model, _bound(signature, module, args, kwargs), module, maker)
     else:
         amp_model._mounted.draft(amp_model._modes(), amp_model._held())
+    if is_given and weights != "low" and (check or (check is None and _may_run(module, args, kwargs))):
+        _check_capture(amp_model, module, (args, dict(kwargs)), None if check else time.perf_counter() - started)
     warn_of_slow_kernels(amp_model, low)
     if not amp_model.variants:
         return amp_model  # the first call captures
@@ -263,14 +281,59 @@ def convert_again(amp_model: AmpModule, op_list: OpList) -> AmpModule | None:
 
 
 def without_casts(amp_model: AmpModule) -> AmpModule | None:
-    """Convert what was captured for ``amp_model`` to float32 alone, as it was captured: no cast, nothing recomposed."""
-    converter = cast("VariantMaker", amp_model._maker).converter
-    bare = Converter(load_op_list("float32"), converter.facts, converter.low, keep_output_dtype=True, fold="none")
-    return convert_captured(amp_model, bare)
+    """Return a model that runs what was captured for ``amp_model`` as it was captured: no cast, nothing recomposed.
+
+    It runs where the captured model is. None where what was captured is not at hand.
+    """
+    maker = cast("VariantMaker", amp_model._maker)
+    converter = Converter(load_op_list("float32"), maker.converter.facts, maker.converter.low, True, fold="none")
+    return convert_captured(amp_model, converter, keeps_device=False)
 
 
-def convert_captured(amp_model: AmpModule, converter: Converter) -> AmpModule | None:
-    """Convert by ``converter`` what was captured for ``amp_model``, as :func:`convert_again` does."""
+def _may_run(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if the model can run and is small enough to be checked unasked."""
+    held = [*module.parameters(), *module.buffers(), *pytree.tree_leaves((tuple(args), dict(kwargs)))]
+    tensors = [one for one in held if isinstance(one, torch.Tensor)]
+    is_abstract = any(one.is_meta or isinstance(one, FakeTensor) for one in tensors)
+    return not is_abstract and sum(p.nbytes for p in module.parameters()) <= _CHECKED
+
+
+def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spent: float | None) -> None:
+    """Compare the captured graphs, without casts, with the model.
+
+    Args:
+        amp_model: the converted model.
+        module: the original.
+        arguments: the example inputs.
+        spent: the seconds that the conversion took, of which the check takes about a quarter; None: it takes its time.
+
+    Raises:
+        CaptureError: the graphs do something else.
+    """
+    started = time.perf_counter()
+    bare = without_casts(amp_model)
+    if bare is None:
+        return
+    trials = trials_of(arguments, [variant.modes for variant in bare.variants])
+    found = compare_calls(module, bare, trials, seconds=math.inf if spent is None else spent / 4)
+    dropped = f"; not compared: {'; '.join(found.dropped)}" if found.dropped else ""
+    took = time.perf_counter() - started
+    _LOG.info("compared with the model: %s%s: %.1f s", "; ".join(found.calls) or "nothing", dropped, took)
+    if found.differences:
+        first, *rest = found.differences
+        more = f", and {len(rest)} more differences" if rest else ""
+        raise CaptureError(
+            f"the graph captured of {type(module).__name__} does not do what the model does: {first}{more}. Its code "
+            "does something that capture does not follow: autocastfx.enable(model) runs such code as it is. "
+            "convert(check=False) hands the graph out all the same."
+        )
+
+
+def convert_captured(amp_model: AmpModule, converter: Converter, *, keeps_device: bool = True) -> AmpModule | None:
+    """Convert by ``converter`` what was captured for ``amp_model``, as :func:`convert_again` does.
+
+    With ``keeps_device`` it is for the device that ``amp_model`` was converted for, else for that of its parameters.
+    """
     maker = cast("VariantMaker", amp_model._maker)
     captured = [variant.captured for variant in amp_model.variants]
     if maker.model is None or None in captured:
@@ -279,7 +342,8 @@ def convert_captured(amp_model: AmpModule, converter: Converter) -> AmpModule | 
     held = amp_model._held()
     for found in captured:
         if found is not None:
-            again._mounted.add(converter(found, held, maker.device or found.device))
+            target = maker.device if keeps_device else None
+            again._mounted.add(converter(found, held, target or found.device))
     return again
 
 

@@ -401,7 +401,7 @@ def test_deciding_does_not_touch_the_graph_and_rewriting_does(x: Tensor, monkeyp
         return lambda policy: partial(run, policy)
 
     monkeypatch.setattr(pipeline_module, "PIPELINE", tuple(spied(step) for step in PIPELINE))
-    autocastfx.convert(Net(), (x,), dtype="float16")
+    autocastfx.convert(Net(), (x,), dtype="float16", check=False)
     both_modes = {step.name: {"changed" if step.name == "insert casts" else "same"} for step in PIPELINE}
     assert {name: set(found) for name, found in seen.items()} == both_modes
 

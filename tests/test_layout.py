@@ -34,7 +34,7 @@ FLOOR = {part: floor for floor, parts in enumerate(LAYERS) for part in parts}
 ROOMS = ("analysis", "patterns", "torch_autocast")  # of passes: what passes ask, and they do not ask passes
 SHARED = "state"  # the interface of passes
 RUNS_PASSES = ("pipeline", "variant_maker")
-MOST_IN_ROOT, MOST_LINES = 8, 350
+MOST_IN_ROOT, MOST_LINES = 8, 700
 
 
 def broken(package: Path) -> Iterator[str]:
@@ -104,7 +104,7 @@ def test_every_module_imports_lower_layers_alone() -> None:
         ("passes/place.py", "from pack.passes.verify import verify", "passes.place:1 imports passes.verify.verify"),
         ("passes/analysis/cut.py", "from pack.passes.state import S", "passes.analysis.cut:1 imports passes.state.S"),
         ("shelf.py", "", "shelf is in no layer"),
-        ("graph/long.py", "\n" * 351, "graph.long has 351 lines, at most 350"),
+        ("graph/long.py", "\n" * 701, "graph.long has 701 lines, at most 700"),
     ],
 )
 def test_what_breaks_a_rule_is_said(file: str, text: str, said: str, tmp_path: Path) -> None:

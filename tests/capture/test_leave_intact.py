@@ -199,8 +199,17 @@ def test_the_snapshot_would_see_it(act: str) -> None:
 # What capture does with these differs from what a plain call does; the rest is in the module that does it all.
 CAPTURED = [
     *("plain tensor plus number", "plain tensor, item", "buffer", "buffer, operator", "buffer replaced", "submodules"),
-    *("requires_grad", "mode", "torch's random numbers"),
+    *("mode", "torch's random numbers"),
 ]
+
+
+def test_a_parameter_that_forward_freezes_is_refused_and_the_module_is_what_it_was() -> None:
+    module = busy(ACTS["requires_grad"])
+    before, state = snapshot(module), generators()
+    with pytest.raises(CaptureError, match=r"does not do what the model does: gradient of linear\.weight is there"):
+        autocastfx.convert(module, torch.ones(3, 4), dtype=torch.bfloat16, op_list=OpList())
+    assert snapshot(module) == before
+    assert generators() == state
 
 
 @pytest.mark.parametrize("act", CAPTURED)

@@ -61,4 +61,5 @@ def test_a_conversion_tells_its_captures() -> None:
     assert told == [
         *("capturing Sequential in train mode", converting),
         *("capturing Sequential in eval mode", converting),
+        "compared with the model",
     ]

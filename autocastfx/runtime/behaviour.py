@@ -1,0 +1,401 @@
+"""Watch what a model does in a call, and tell where another model that should do the same does otherwise."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autocastfx.capture.leave_intact import intact, random_numbers_kept
+from autocastfx.runtime.amp_module import AmpModule
+
+__all__ = [
+    "Behaviour",
+    "Compared",
+    "Difference",
+    "Trial",
+    "apart",
+    "behaviour_of",
+    "changed",
+    "compare_calls",
+    "differences",
+    "mode_differences",
+    "trials_of",
+]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_OUTPUT, _GRADIENT, _PARAMETER, _BUFFER = "output", "gradient of", "parameter", "buffer"
+_ARGUMENT, _RANDOM = "argument", "next random number"
+# Relative distances that a different order of sums may make. Gradients may be sums that cancel: theirs is allowed as a
+# share of the largest gradient, too.
+_NEAR: Mapping[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-5}
+_OF_LARGEST = 1e-5
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What a model did in one call.
+
+    Attributes:
+        tensors: copies of the outputs, the buffers and the arguments afterwards, the next random number, and gradients
+            of parameters and arguments, by name; None for a gradient that there is none of.
+        structure: the nesting of the output, and its members that are no tensors.
+    """
+
+    tensors: Mapping[str, torch.Tensor | None]
+    structure: tuple[Any, ...]
+
+    @property
+    def is_finite(self) -> bool:
+        """True if all floating-point outputs and gradients are finite."""
+        kinds = (_OUTPUT, _GRADIENT)
+        held = (t for name, t in self.tensors.items() if t is not None and name.startswith(kinds))
+        return all(bool(t.isfinite().all()) for t in held if t.is_floating_point())
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that a model does otherwise.
+
+    Attributes:
+        what: an output, the gradient of a parameter, a buffer, an argument that is written into, or a mode.
+        how: how far apart, or what is missing.
+        call: the call, in words.
+    """
+
+    what: str
+    how: str
+    call: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.how} ({self.call})"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A call to watch.
+
+    Attributes:
+        name: the call in words.
+        arguments: positional and keyword arguments.
+        modes: of the modules, in the order of ``model.modules()``.
+        learns: run backward: from all outputs, with fixed random gradients.
+        times: how often to call; the last call is watched.
+    """
+
+    name: str
+    arguments: Arguments
+    modes: Sequence[bool]
+    learns: bool = True
+    times: int = 1
+
+
+def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Behaviour:
+    """Make a call with copies of its arguments, then run backward. All is as it was afterwards.
+
+    Args:
+        model: the original, whose parameters and buffers are watched; its attributes are restored.
+        call: the model, or another one that shares its parameters and buffers.
+        trial: the call.
+    """
+    own, learns = [m for m in (model, call) if isinstance(m, nn.Module)], trial.learns
+    with intact(model, trial.modes, {}), _as_found(model, own, trial.modes) as written:
+        torch.manual_seed(0)
+        for _ in range(trial.times - 1):
+            args, kwargs = _copied(trial.arguments)
+            with torch.no_grad():
+                call(*args, **kwargs)
+        args, kwargs = _copied(trial.arguments)
+        kinds = {name: (one.shape, one.dtype) for name, one in model.named_buffers()}
+        given = pytree.tree_flatten((args, kwargs))[0]
+        with torch.set_grad_enabled(learns):
+            result = call(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten_with_path(result)
+        outputs = {f"{_OUTPUT}{pytree.keystr(path)}": one for path, one in leaves if isinstance(one, torch.Tensor)}
+        plain = [one for _, one in leaves if not isinstance(one, torch.Tensor)]
+        tensors: dict[str, torch.Tensor | None] = {name: one.detach().clone() for name, one in outputs.items()}
+        tensors |= {f"{_BUFFER} {name}": one.detach().clone() for name, one in _buffers(model, call, kinds)}
+        tensors |= {f"{_PARAMETER} {n}": p.detach().clone() for n, p in model.named_parameters() if id(p) in written()}
+        arguments_now = [one for one in given if isinstance(one, torch.Tensor)]
+        tensors |= {f"{_ARGUMENT} {n}": one.detach().clone() for n, one in enumerate(arguments_now)}
+        tensors[_RANDOM] = torch.rand(1, device=next((one.device for one in outputs.values()), None))
+        if learns:
+            _run_backward(list(outputs.values()))
+            named = {**dict(model.named_parameters()), **{f"{_ARGUMENT} {n}": t for n, t in enumerate(arguments_now)}}
+            for name, one in named.items():
+                tensors[f"{_GRADIENT} {name}"] = one.grad  # of this call alone: the parameter gets back its own
+    return Behaviour(tensors, (str(structure), *(_plain(one) for one in plain)))
+
+
+def _buffers(
+    model: nn.Module, call: Callable[..., Any], kinds: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model's buffers as ``call`` left them: a forward may put other tensors in their places.
+
+    One of another size is a table that a graph computes in each call.
+    """
+    own = dict((call if isinstance(call, nn.Module) else model).named_buffers())
+    for name, kind in kinds.items():
+        if name in own and (own[name].shape, own[name].dtype) == kind:
+            yield name, own[name]
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
+def _run_backward(outputs: Sequence[torch.Tensor]) -> None:
+    learning = [one for one in outputs if one.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(one.shape, generator=generator).to(one) for one in learning]
+    if learning:
+        torch.autograd.backward(learning, gradients)
+
+
+def _copied(arguments: Arguments) -> Arguments:
+    """Copy the tensors; one that is given twice stays one."""
+    made: dict[int, torch.Tensor] = {}
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return made[id(leaf)]
+
+    return cast("Arguments", pytree.tree_map(copy, arguments))
+
+
+@contextmanager
+def _as_found(
+    model: nn.Module, watched: Sequence[nn.Module], modes: Sequence[bool]
+) -> Generator[Callable[[], set[int]]]:
+    """While open, the models have these modes and no gradients; afterwards all is as before.
+
+    Gives a function that returns the ids of the parameters and buffers that were written into.
+    """
+    parameters, held = list(model.parameters()), [*model.parameters(), *model.buffers()]
+    gradients, learning = [p.grad for p in parameters], [p.requires_grad for p in parameters]
+    contents = [(t.data, t.detach().clone()) for t in held]
+
+    def written() -> set[int]:
+        pairs = zip(held, contents, strict=True)
+        return {id(one) for one, (_, content) in pairs if not _equal(one.detach(), content)}
+
+    flags = [(m, m.training) for one in watched for m in _modules(one)]
+    try:
+        for one in watched:
+            for module, mode in zip(_modules(one), modes, strict=True):
+                module.training = mode
+        for parameter in parameters:
+            parameter.grad = None
+        with random_numbers_kept(), cast("Any", torch._C)._DisableAutocast():
+            yield written
+    finally:
+        for parameter, gradient, learns in zip(parameters, gradients, learning, strict=True):
+            parameter.grad = gradient
+            parameter.requires_grad_(learns)
+        for one, (memory, content) in zip(held, contents, strict=True):
+            if one.data_ptr() != memory.data_ptr() or not _equal(one.detach(), content):
+                one.data = memory  # forward may have given it other memory, and written there
+                memory.copy_(content)
+        for module, flag in flags:
+            module.training = flag
+
+
+def _modules(model: nn.Module) -> Sequence[nn.Module]:
+    """Return a model's modules, a converted one's without those of its variants."""
+    return model._own_modules if isinstance(model, AmpModule) else list(model.modules())
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return a.equal(b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+
+
+def differences(original: Behaviour, other: Behaviour, call: str) -> list[Difference]:
+    """Return what ``other`` does otherwise, outputs first.
+
+    Equal is: to the bit, or within what another order of sums makes.
+    """
+    if original.structure != other.structure:
+        return [Difference("the output's structure", f"is {other.structure}, not {original.structure}", call)]
+    norms = [float(t.norm()) for n, t in original.tensors.items() if t is not None and n.startswith(_GRADIENT)]
+    largest = max((norm for norm in norms if norm < float("inf")), default=0.0)
+    found: list[Difference] = []
+    others = (name for name in other.tensors if not name.startswith(_BUFFER))
+    for name in dict.fromkeys((*original.tensors, *others)):
+        how = _how_apart(original.tensors.get(name), other.tensors.get(name), largest if _GRADIENT in name else 0.0)
+        if how:
+            found.append(Difference(name, how, call))
+    return found
+
+
+def _how_apart(a: torch.Tensor | None, b: torch.Tensor | None, largest: float) -> str:
+    """Say how ``b`` differs from ``a``; empty if it does not."""
+    if a is None or b is None:
+        return "" if a is b else "is there" if a is None else "is missing"
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return f"is {b.dtype} of {list(b.shape)}, not {a.dtype} of {list(a.shape)}"
+    if _equal(a, b):
+        return ""
+    if not a.is_floating_point():
+        return f"differs in {int((a != b).sum())} of {a.numel()} elements"
+    near = _NEAR.get(a.dtype, 2 * torch.finfo(a.dtype).eps)
+    far = apart(a, b) * (norm := float(a.double().norm().nan_to_num(0.0, 0.0, 0.0)) or 1.0)
+    return f"differs by {far / norm:.2g} of its norm" if not far <= near * norm + _OF_LARGEST * largest else ""
+
+
+def apart(reference: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the relative L2 distance, without elements that are the same infinity, or NaN, in both."""
+    if reference.shape != other.shape:
+        return float("inf")
+    a, b = reference.double(), other.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    norm = float(a.where(a.isfinite(), 0.0).norm()) or 1.0
+    far = float((a - b).masked_fill(same, 0.0).norm()) / norm
+    return far if far == far else float("inf")
+
+
+def mode_differences(model: nn.Module, amp_model: AmpModule) -> Iterator[Difference]:
+    """Yield the modules that ``train()`` and ``eval()`` leave in another mode in the converted model."""
+    for mode, called in ((True, "after train()"), (False, "after eval()")):
+        flags = [(m, m.training) for one in (model, amp_model) for m in _modules(one)]
+        try:
+            model.train(mode)
+            amp_model.train(mode)
+            named = zip(model.named_modules(), amp_model._own_modules, strict=True)
+            for (name, theirs), ours in named:
+                if theirs.training != ours.training:
+                    word = "training" if ours.training else "evaluation"
+                    yield Difference(f"module {name or '(root)'}", f"is in {word}", called)
+        finally:
+            for module, flag in flags:
+                module.training = flag
+
+
+def changed(arguments: Arguments, *, seed: int = 0) -> Arguments:
+    """Return other arguments of the same sizes, each a tensor of its own.
+
+    Floating-point numbers are drawn anew with the same mean and spread; whole numbers change rows, or, if there is one
+    row, are reversed on a CPU. What masks stays: booleans, tensors of zeros and ones or with infinities, whole numbers
+    in order.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        held = leaf.detach()
+        if _is_kept(held):
+            made = held.clone()
+        elif held.is_floating_point() or held.is_complex():
+            drawn = torch.randn(held.shape, generator=generator, dtype=torch.float32).to(held)
+            made = held.mean() + drawn * (held.std() if held.numel() > 1 else 1.0)
+        else:
+            made = held.flip(0) if held.shape[0] > 1 or not held.is_cpu else held.flip(-1)
+        return made.requires_grad_(leaf.requires_grad)
+
+    return cast("Arguments", pytree.tree_map(change, arguments))
+
+
+def _is_kept(tensor: torch.Tensor) -> bool:
+    if tensor.dtype == torch.bool or not tensor.ndim or not tensor.numel():
+        return True
+    if tensor.is_complex():
+        return not bool(tensor.isfinite().all())
+    if bool(((tensor == 0) | (tensor == 1)).all()):
+        return True
+    if tensor.is_floating_point():
+        return not bool(tensor.isfinite().all())
+    return tensor.ndim == 1 and bool((tensor.diff() >= 0).all())
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What was compared.
+
+    Attributes:
+        differences: what the other model does otherwise.
+        calls: the calls that both ran.
+        dropped: the calls that were not compared, with why.
+    """
+
+    differences: tuple[Difference, ...]
+    calls: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+def compare_calls(
+    model: nn.Module, other: Callable[..., Any], trials: Sequence[Trial], *, seconds: float = math.inf
+) -> Compared:
+    """Run calls with a model and with another one that should do the same.
+
+    A call that the model itself refuses, that gives Inf or NaN, or that does not repeat itself, is dropped.
+
+    Args:
+        model: the original.
+        other: shares its parameters and buffers.
+        trials: the calls, most valuable first.
+        seconds: after them no further call is begun.
+    """
+    ends = time.perf_counter() + seconds
+    found: list[Difference] = []
+    calls: list[str] = []
+    dropped: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the model, which were or will be seen anyway
+        for trial in trials:
+            if calls and time.perf_counter() > ends:
+                dropped.append(f"{trial.name}: it would take too long")
+                continue
+            try:
+                original = behaviour_of(model, model, trial)
+            except Exception as error:  # the model's own
+                dropped.append(f"{trial.name}: the model raises {_said(error)}")
+                continue
+            if not original.is_finite:
+                dropped.append(f"{trial.name}: the model gives Inf or NaN")
+                continue
+            try:
+                here = differences(original, behaviour_of(model, other, trial), trial.name)
+            except Exception as error:  # what the original did without
+                here = [Difference("the call", f"raises {_said(error)}", trial.name)]
+            if here and differences(original, behaviour_of(model, model, trial), ""):
+                dropped.append(f"{trial.name}: the model does not repeat itself")
+                continue
+            calls.append(trial.name)
+            found += here
+    return Compared(tuple(found), tuple(calls), tuple(dropped))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def trials_of(arguments: Arguments, variants: Sequence[tuple[bool, ...]]) -> list[Trial]:
+    """Return the calls by which a capture is checked: changed arguments and those given, in training and evaluation."""
+    others = changed(arguments)
+    first, *rest = sorted(variants, key=lambda modes: -sum(modes))
+    word = _word(first)
+    trials = [
+        Trial(f"other values, {word}", others, first),
+        Trial(f"the values given, {word}", arguments, first),
+    ]
+    for modes in rest:
+        trials.append(Trial(f"other values, {_word(modes)}", others, modes, learns=False))
+        trials.append(Trial(f"the values given, {_word(modes)}", arguments, modes, learns=False))
+    return trials
+
+
+def _word(modes: Sequence[bool]) -> str:
+    return "in training" if all(modes) else "in evaluation" if not any(modes) else "in mixed modes"
