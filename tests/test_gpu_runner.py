@@ -308,6 +308,30 @@ def test_a_part_is_timed_from_the_start_of_the_first() -> None:
     assert spent["two"] >= spent["one"] > 0
 
 
+class _Event:
+    """A CUDA event that takes the time of the host."""
+
+    at = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = 1e3 * time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return end.at - self.at
+
+
+@pytest.mark.parametrize("names", [("backward", "step"), ("",), ("start", "", "end")])
+def test_parts_of_any_name_are_timed_by_events(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    spent = measure.elapsed(dict.fromkeys(names, lambda: time.sleep(0.002)), "cuda")
+    assert [*spent] == [*names]
+    assert all(spent[name] >= 2 * count for count, name in enumerate(names, 1))
+
+
 def test_rounds_beyond_the_least_end_with_the_time() -> None:
     work = {"a": measure.Work({"step": lambda: None})}
     assert len([*measure.interleaved(work, Rounds(2, 50, 0, 1), "cpu")]) == 2

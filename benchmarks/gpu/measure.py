@@ -76,13 +76,14 @@ def elapsed(parts: Mapping[str, Callable[[], object]], device: str) -> dict[str,
             spent[name] = 1e3 * (time.thread_time() - started)
         return spent
     torch.cuda.synchronize()
-    events = {name: torch.cuda.Event(enable_timing=True) for name in ("", *parts)}
-    events[""].record()
+    start: Any = torch.cuda.Event(enable_timing=True)
+    ends: dict[str, Any] = {name: torch.cuda.Event(enable_timing=True) for name in parts}
+    start.record()
     for name, part in parts.items():
         part()
-        events[name].record()
+        ends[name].record()
     torch.cuda.synchronize()
-    return {name: events[""].elapsed_time(events[name]) for name in parts}
+    return {name: start.elapsed_time(end) for name, end in ends.items()}
 
 
 def interleaved(sides: dict[str, Work], rounds: Rounds, device: str) -> Iterator[Times]:
