@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import pickle
 import subprocess
 import sys
 import unittest
+import weakref
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +28,7 @@ from benchmarks.gpu.stage import Given
 from benchmarks.gpu.stages import samples, steps, suite, without_waiting
 from benchmarks.machine import processor
 from benchmarks.models import FullModel
-from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, HALF, SIDES
+from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, HALF, SIDES, Setting, Training
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -229,6 +234,67 @@ def test_a_step_that_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim.AdamW, "step", waits)
     found = [*without_waiting.synchronising(Given("cpu"), ["MLP tiny"], (AUTOCAST,))]
     assert [row["why"] for row in found] == ["RuntimeError: called a synchronizing CUDA operation"] * 2
+
+
+@pytest.fixture
+def _replaced_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams and graphs that do nothing: what is recorded runs, and a replay runs nothing."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    nothing: Any = lambda *arguments: nullcontext()  # noqa: E731
+    replaced = {"Stream": lambda: stream, "current_stream": lambda: stream, "stream": nothing, "graph": nothing}
+    replaced["CUDAGraph"] = lambda: SimpleNamespace(replay=lambda: None)
+    for name, function in {**replaced, "synchronize": lambda: None}.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+
+
+@pytest.mark.usefixtures("_replaced_graphs")
+def test_a_graph_keeps_what_it_reads() -> None:
+    one = sides.source("MLP tiny", "cpu").side(HALF, Setting("cpu", torch.bfloat16))
+    alive = [weakref.ref(part) for part in (one.model, one.inputs["x"], one.optimizer)]
+    replay = steps.in_a_graph(one)
+    del one
+    gc.collect()
+    assert all(part() is not None for part in alive)
+    replay()
+    del replay
+    gc.collect()
+    assert all(part() is None for part in alive)
+
+
+@pytest.mark.usefixtures("_replaced_graphs")
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_earlier_training_is_alive_when_steps_for_a_graph_begin(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its working copies may keep autograd nodes of the parameters that all share, on the default stream."""
+    trainings: list[weakref.ref[Training]] = []
+    alive: list[int] = []
+    of_source = sides.Source.side
+
+    def side(self: sides.Source, name: str, setting: Setting) -> Training:
+        one = of_source(self, name, replace(setting, is_capturable=False))  # on a CPU AdamW is not
+        cycle: list[Any] = [one]
+        cycle.append(cycle)
+        trainings.append(weakref.ref(one))
+        return one
+
+    def stream(stream: Any) -> Any:
+        alive.append(sum(one() is not None for one in trainings))
+        if fails:
+            raise RuntimeError("no stream")
+        return nullcontext()
+
+    monkeypatch.setattr(sides.Source, "side", side)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    gc.collect()
+    gc.disable()
+    try:
+        found = [*without_waiting.graphed(Given("cpu"), ["MLP tiny"], TIMED)]
+    finally:
+        gc.enable()
+    assert [row.get("error", "") for row in found] == ["RuntimeError: no stream" if fails else ""] * len(found)
+    assert len(trainings) == 3 * len(found) == 3 * 2 * len(TIMED)
+    assert alive == [1] * len(found)
 
 
 # ---- the sides ------------------------------------------------------------------------------------------------------

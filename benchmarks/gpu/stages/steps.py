@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,6 +98,9 @@ def _kernels(named: Row, work: dict[str, Work]) -> Iterator[Row]:
 
 def in_a_graph(one: Training, warm_up: int = 3) -> Callable[[], None]:
     """Run steps to warm up, on a stream of their own, record one in a CUDA graph, and return what replays it."""
+    # Garbage of other sides may keep the parameters' autograd nodes alive, which belong to the default stream. The
+    # recorded backward would use them, and that stream cannot take part in a recording.
+    release()
     stream: Any = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -108,7 +112,13 @@ def in_a_graph(one: Training, warm_up: int = 3) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         one.forward_and_backward()
         one.step()
-    return graph.replay
+    return partial(_replay, graph, one)
+
+
+def _replay(graph: Any, one: Training) -> None:
+    """Replay a step of ``one``, which must not be freed before the graph: that reads its tensors."""
+    del one
+    graph.replay()
 
 
 def memory(given: Given, model: str, dtype: str, sides: Sequence[str]) -> Iterator[Row]:
