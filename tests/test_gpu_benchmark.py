@@ -25,7 +25,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import models, rows, sides, table
 from benchmarks.gpu.plan import CALLS, TIMED, plan
 from benchmarks.gpu.stage import Given
-from benchmarks.gpu.stages import samples, steps, suite, without_waiting
+from benchmarks.gpu.stages import optimizer, samples, steps, suite, without_waiting
 from benchmarks.machine import processor
 from benchmarks.models import FullModel
 from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, HALF, SIDES, Setting, Training
@@ -109,6 +109,31 @@ def test_a_step_is_measured_on_every_side(tiny: Path) -> None:
         assert row["step_ms"] > row["backward_ms"] > 0
         assert len(row["backward_to_autocast"]) == 3
         assert (row["step_to_autocast"] == [1, 1, 1]) == (row["side"] == AUTOCAST)
+
+
+def test_an_optimizer_that_clips_is_compared_with_one_that_clips(tiny: Path) -> None:
+    found = [row for row in rows.latest(rows.read(tiny)) if row["stage"] == "optimizer" and "step_ms" in row]
+    assert [(row["model"], row["side"]) for row in found] == [
+        *(("4 x 16", side) for side in ("GradScaler", "LossScalingOptimizer", "bare")),
+        *(("4 x 16, clipped", side) for side in ("GradScaler", "LossScalingOptimizer")),
+    ]
+    for row in found:
+        assert (row["step_to_grad_scaler"] == [1, 1, 1]) == (row["side"] == "GradScaler")
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_grad_scaler_clips_what_is_unscaled(clips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for holder, name in (
+        (torch.amp.GradScaler, "unscale_"),
+        (nn.utils, "clip_grad_norm_"),
+        (torch.optim.AdamW, "step"),
+    ):
+        monkeypatch.setattr(holder, name, lambda *arguments, name=name, **options: calls.append(name))
+    monkeypatch.setattr(torch.amp.GradScaler, "step", lambda self, optimizer: optimizer.step())
+    monkeypatch.setattr(torch.amp.GradScaler, "update", lambda self: None)
+    optimizer._step("GradScaler", "cpu", 2, 8, clips=clips)()
+    assert calls == ["unscale_", "clip_grad_norm_", "step"][0 if clips else 2 :]
 
 
 def test_what_is_converted_is_as_near_to_float64_as_autocast(tiny: Path) -> None:
