@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median, quantiles
@@ -148,10 +149,13 @@ def kernels(work: Callable[[], object], most: int = 12) -> Row:
         torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
     events = [e for e in profiler.key_averages() if e.device_type == on_device and e.self_device_time_total > 0]
-    events.sort(key=lambda event: -event.self_device_time_total)
+    spent, counts = Counter[str](), Counter[str]()
+    for event in events:  # variants of a template may begin alike
+        spent[event.key[:120]] += event.self_device_time_total
+        counts[event.key[:120]] += event.count
     return {
         "kernels": sum(event.count for event in events),
         "kernels_ms": round(sum(event.self_device_time_total for event in events) / 1e3, 3),
-        "attention": {e.key[:120]: e.count for e in events if any(word in e.key.lower() for word in ATTENTION)},
-        "longest": {e.key[:120]: round(e.self_device_time_total / 1e3, 3) for e in events[:most]},
+        "attention": {kernel: n for kernel, n in counts.items() if any(word in kernel.lower() for word in ATTENTION)},
+        "longest": {kernel: round(us / 1e3, 3) for kernel, us in spent.most_common(most)},
     }

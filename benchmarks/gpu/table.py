@@ -6,6 +6,7 @@ python -m benchmarks.gpu.table DIR [DIR ...]
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from benchmarks.gpu.stage import Row
 __all__ = ["markdown", "short", "step_table"]
 
 SAID = {"torch": "torch", "triton": "triton", "transformers": "transformers", "python": "Python", "commit": "commit"}
-ENVIRONMENT = "environment"
+ENVIRONMENT, FACTS = "environment", "kernel facts"
+HIDDEN = ("card", "stage", "call", "longest")
+WIDEST = 150  # characters of a cell that is no name
 AUTOCAST = "torch.autocast"
 Cell = Callable[[Row], str]
 
@@ -45,7 +48,7 @@ class _Pivot:
 
 
 def _quartiles(key: str) -> Callable[[Row, Row], str]:
-    return lambda row, baseline: _cell(row.get(key) or "-")
+    return lambda row, baseline: _cell(row.get(key) or "-", key)
 
 
 def _number(key: str) -> Cell:
@@ -115,13 +118,16 @@ def _parts(rows: Sequence[Row]) -> Iterator[str]:
         yield "Not measured:\n\n" + "\n".join(missing)
     yield from _pivots(OTHERS, rows)
     shown = tuple(pivot.stage for pivot in (*STEPS, *OTHERS))
-    others: dict[tuple[str, frozenset[str]], list[Row]] = {}
+    others: dict[str, list[Row]] = {}
     for row in rows:
-        is_shown = row["stage"].startswith(shown) and not {"kernels", "host_ms"} & row.keys()
+        is_pivot, model = row["stage"].startswith(shown), row.get("model", "")
+        is_shown = is_pivot and not {"kernels", "host_ms"} & row.keys()
         if not is_shown and row["stage"] != ENVIRONMENT and not {"done", "error", "skipped"} & row.keys():
-            others.setdefault((row["stage"].partition(",")[0], frozenset(row)), []).append(row)
-    for (stage, _), same in others.items():
-        yield f"{stage[0].upper()}{stage[1:]}:\n\n{_table(same)}"
+            stage = row["stage"].partition(",")[0]
+            kind = model if stage == FACTS else model.rpartition(", ")[2] if is_pivot else ""
+            others.setdefault(f"{stage}, {kind}" if kind else stage, []).append(row)
+    for name, same in others.items():
+        yield f"{name[0].upper()}{name[1:]}:\n\n{_table(same)}"
 
 
 def _pivots(pivots: Iterable[_Pivot], rows: Sequence[Row]) -> Iterator[str]:
@@ -147,18 +153,39 @@ def _missing(rows: Iterable[Row]) -> Iterator[str]:
             yield f"- {', '.join(dict.fromkeys(named))}: {_cell(why)}"
 
 
-def _slower(rows: Sequence[Row], most: int = 3) -> Iterator[str]:
+def _slower(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the sides whose steps take longer than torch.autocast's, and which kernels of the profiled steps do."""
-    longest = {(row["model"], row["side"], row["dtype"]): row["longest"] for row in rows if "longest" in row}
+    profiles = {(row["stage"], row["model"], row["side"], row["dtype"]): row for row in rows if "longest" in row}
     for row in rows:
         ratio = row.get("step_to_autocast")
         if not ratio or ratio[1] <= 1:
             continue
-        names = [(f"{row['model']}, kernels", side, row["dtype"]) for side in (row["side"], AUTOCAST)]
-        ours, theirs = (longest.get(name, {}) for name in names)
-        more = {kernel: ms - theirs.get(kernel, 0.0) for kernel, ms in ours.items()}
-        told = [f"{kernel[:60]} {more[kernel]:+.2f} ms" for kernel in sorted(more, key=lambda k: -more[k])[:most]]
-        yield f"- {row['stage']}, {row['side']}, {row['dtype']}: {ratio[1]:.3f}; {', '.join(told) or 'not profiled'}"
+        names = [(row["stage"], f"{row['model']}, kernels", side, row["dtype"]) for side in (row["side"], AUTOCAST)]
+        ours, theirs = map(profiles.get, names)
+        why = _longer(ours, theirs, row["step_ms"]) if ours and theirs else "not profiled"
+        doubt = ", 1 is within the quartiles" if ratio[0] <= 1 else ""
+        yield f"- {row['stage']}, {row['side']}, {row['dtype']}: {ratio[1]:.3f}{doubt}; {why}"
+
+
+def _longer(ours: Row, theirs: Row, step: float, most: int = 3) -> str:
+    """Name the kernels that take longer in our step of so many milliseconds.
+
+    One that is not among the longest of theirs may be in their step, too, so the difference is the most it can be.
+    """
+    known = theirs["longest"]
+    more = {kernel: ms - known.get(kernel, 0.0) for kernel, ms in ours["longest"].items()}
+    found = sorted((kernel for kernel, ms in more.items() if ms >= max(0.05, step / 100)), key=lambda one: -more[one])
+    if not found:
+        spent = f"{ours['kernels_ms']:.2f} ms of kernels against {theirs['kernels_ms']:.2f}"
+        return f"no single kernel takes longer: {spent}, the rest is the host's"
+    return ", ".join(
+        f"{_plain(kernel)} {'' if kernel in known else 'at most '}{more[kernel]:+.2f} ms" for kernel in found[:most]
+    )
+
+
+def _plain(kernel: str) -> str:
+    """Return how a kernel's name begins, without namespaces."""
+    return re.sub(r"^void |at::native::|\(anonymous namespace\)::", "", kernel)[:60]
 
 
 def _pivot(pivot: _Pivot, rows: Iterable[Row]) -> str:
@@ -181,24 +208,44 @@ def _pivot(pivot: _Pivot, rows: Iterable[Row]) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    keys = dict.fromkeys((*stored.KEY[2:], *rows[0]))
-    names = [key for key in keys if key not in (*stored.KEY[:2], "call")]
-    names = [name for name in names if any(_cell(row.get(name, "")) for row in rows)]
-    head = [name.replace("_", " ") for name in names]
-    return _lines(head, [[_cell(row.get(name, "")) for name in names] for row in rows])
+    told = [{**row, "attention": _attention(row["attention"])} if "attention" in row else row for row in rows]
+    keys = dict.fromkeys((*stored.KEY[2:], *(key for row in told for key in row)))
+    cells = {key: [_limited(row.get(key, ""), key) for row in told] for key in keys if key not in HIDDEN}
+    cells = {key: column for key, column in cells.items() if any(column)}
+    return _lines([key.replace("_", " ") for key in cells], [*zip(*cells.values(), strict=True)])
+
+
+def _attention(names: Iterable[str]) -> str:
+    """Say whose attention runs, by the names of kernels, which also hold cuDNN's batch norms and products."""
+    found: dict[str, None] = {}
+    for name in map(str.lower, names):
+        if "cudnn" in name:
+            kind = "cudnn" if "sdpa" in name else ""
+        else:
+            kind = "flash" if "flash" in name else "efficient" if "fmha" in name or "efficient" in name else ""
+        found[kind] = None
+    return ", ".join(filter(None, found)) or "other or none"
+
+
+def _limited(value: Any, key: str) -> str:
+    """Return a cell; of what is too long the number of its entries, or its beginning."""
+    cell = "none" if value in ([], {}) else _cell(value, key)
+    if len(cell) <= WIDEST:
+        return cell
+    return f"{len(value)} entries" if isinstance(value, list | dict) else f"{cell[:WIDEST]}..."
 
 
 def _lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, key: str = "") -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, list) and len(value) == 3 and all(isinstance(one, float) for one in value):
-        return f"{value[1]:.3f} ({value[0]:.3f} to {value[2]:.3f})"  # quartiles
+    if isinstance(value, list) and len(value) == 3 and ("to_" in key or "quartiles" in key):
+        return f"{value[1]:.3f} ({value[0]:.3f} to {value[2]:.3f})"
     if isinstance(value, list):
         return ", ".join(_cell(one) for one in value)
     if isinstance(value, dict):
