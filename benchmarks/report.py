@@ -123,12 +123,16 @@ def described(name: str) -> str:
     return f"Drawn from benchmarks/results/{results} by benchmarks/pictures.py, digest {digest[:16]}"
 
 
+def results_of(name: str) -> list[dict[str, Any]]:
+    """Return the stored rows that the picture of this name is drawn from."""
+    path = RESULTS / PICTURES[name].results
+    return rows.read(path.parent) if path.name == rows.NAME else json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+
 def drawn(name: str) -> str:
     """Draw the picture of this name as SVG."""
     picture = PICTURES[name]
-    path = RESULTS / picture.results
-    held = rows.read(path.parent) if path.name == rows.NAME else json.loads(path.read_text(encoding="utf-8"))["rows"]
-    chosen = [picture.row(**row) for row in held if picture.model in ("", row.get("model"))]
+    chosen = [picture.row(**row) for row in results_of(name) if picture.model in ("", row.get("model"))]
     return svg(picture.draw(chosen), described(name))
 
 

@@ -87,7 +87,9 @@ def test_what_a_gpu_measured_becomes_tables_and_a_picture(tmp_path: Path, monkey
     monkeypatch.setattr(report, "PAGES", tuple(map(Path, pages)))
     monkeypatch.setattr(report, "_TABLE", re.compile("(?!)"))
     monkeypatch.setattr(report, "PICTURES", {"gpu-step.svg": PICTURES["gpu-step.svg"]})
+    assert report.main() == 0
     assert report.stale() == []
+    assert all(report.NO_GPU in Path(page).read_text(encoding="utf-8") for page in pages[:3])
     (tmp_path / "gpu").mkdir()
     environment = {"device": "H100", "torch": "2.11.0+cu130", "commit": "abc", "date": "2026-01-01 12:00 UTC"}
     rows.append(tmp_path / "gpu", {"card": "H100", "stage": "environment", "model": "environment", **environment})
@@ -114,9 +116,16 @@ def test_a_picture_names_what_it_shows_and_is_the_same_each_time(name: str) -> N
     assert svg == report.drawn(name)
     texts = _texts(svg)
     assert texts[0] == report.described(name)
-    held = json.loads((report.RESULTS / PICTURES[name].results).read_text())["rows"]
+    held = report.results_of(name)
     shown = PICTURES[name].model
     assert any(shown in text for text in texts)
+    if name == "gpu-step.svg":
+        held = [
+            {"model": f"{row['model']}, {row['dtype']}"}
+            for row in held
+            if row["stage"].startswith("eager step, ") and "step_ms" in row
+        ]
+        assert held
     for kind in ("model", "shape"):
         assert shown or {row[kind] for row in held if kind in row} <= set(texts)
     units = ("times", "nats", "seconds", "error")
