@@ -229,6 +229,40 @@ def test_the_second_call_begins_with_what_is_left_of_the_first(
     assert "tests, others" in planned
 
 
+def _only(out: Path, *names: str, resume: bool = False) -> int:
+    more = [argument for name in names for argument in ("--only", name)]
+    more += ["--resume", str(out)] if resume else []
+    return command.main(["--out", str(out), "--device", "cpu", "--tiny", "--call", "1", *more])
+
+
+def test_some_stages_alone_are_measured_again_or_gone_on_with(tmp_path: Path) -> None:
+    def ended() -> list[str]:
+        return [row["stage"] for row in rows.read(tmp_path) if "done" in row or "skipped" in row]
+
+    assert _only(tmp_path, "ceil", "graph step") == 0
+    assert sorted(ended()) == ["ceilings", "environment", "graph step, ResNet tiny"]
+    assert _only(tmp_path, "ceilings", resume=True) == 0
+    assert len(ended()) == 3
+    assert _only(tmp_path, "ceilings") == 0
+    assert sorted(ended()[3:]) == ["ceilings", "environment"]
+    models_of = [row["model"] for row in rows.read(tmp_path) if row["stage"] == "ceilings" and "model" in row]
+    assert models_of == 2 * ["copy", *3 * ["matrix product"]]
+    assert _only(tmp_path, "graph", "optimizer", resume=True) == 0
+    assert sorted(ended()[5:]) == ["environment", "optimizer"]
+
+
+@pytest.mark.parametrize("names", [["eager", "Ceilings"], ["kernel facts"], ["step"]], ids=str)
+def test_a_name_that_no_stage_begins_with_is_an_error(
+    names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        _only(tmp_path / "out", *names)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"--only {names[-1]}: no stage begins so; there are: environment; smoke; parity, ResNet tiny; " in said
+    assert not (tmp_path / "out").exists()
+
+
 # ---- stages that need CUDA, with its functions replaced --------------------------------------------------------------
 
 

@@ -7,8 +7,9 @@
 The first call shows that all works, and measures training steps beside torch.autocast. The second one runs again what
 failed or was not reached in the first, then compiled models, kernel facts and the other tests. Without ``--call`` all
 is run. Rows are appended at once to DIR/rows.jsonl; DIR/log.txt has what stages printed. ``--resume`` leaves out what
-its rows hold of the same card. ``--tiny`` runs the same stages on small models, as a test of this command itself. The
-table is printed last; ``python -m benchmarks.gpu.table DIR`` prints it again. See docs/gpu.md.
+its rows hold of the same card. ``--only NAME`` runs some stages alone. ``--tiny`` runs the same stages on small models,
+as a test of this command itself. The table is printed last; ``python -m benchmarks.gpu.table DIR`` prints it again. See
+docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", type=Path, help="a folder of earlier rows; may be that of --out")
     parser.add_argument("--minutes", type=float, default=20, help="for all; default: %(default)s")
     parser.add_argument("--call", type=int, choices=tuple(CALLS), help="default: both")
+    only = "only stages whose names begin so; may be given more than once. Without --resume they are measured again"
+    parser.add_argument("--only", action="append", metavar="NAME", help=only)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="small models and few rounds")
     parser.add_argument("--ahead", type=int, help="stages that prepare beside the next one; default: 6, on a CPU 0")
@@ -48,17 +51,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.resume is not None and not options.resume.is_dir():
         parser.error(f"--resume: there is no folder {options.resume}")
     earlier: list[Row] = []
+    measures_again = options.only and options.resume is None
     for folder in dict.fromkeys((options.resume, out)):
-        earlier += rows.read(folder) if folder is not None else []
+        earlier += rows.read(folder) if folder is not None and not measures_again else []
     if options.resume is None and earlier:
         parser.error(f"{out} holds rows: go on with --resume {out}, or name another folder")
     card = _card() if is_cuda else f"CPU: {processor()}"
     if not card:
         parser.error("--device cuda: torch sees no CUDA device; --device cpu --tiny tests the command without one")
-    out.mkdir(parents=True, exist_ok=True)
     number = options.call or max(CALLS)
     was_called = any(row.get("call") == 1 and row.get("card") == card for row in earlier)
     calls = [number] if number == 1 or (options.call and not was_called) else list(CALLS)
+    stages = plan(calls, options.device, is_tiny=options.tiny)
+    for name in options.only or ():
+        if not any(stage.name.startswith(name) for stage in stages):
+            parser.error(f"--only {name}: no stage begins so; there are: {'; '.join(stage.name for stage in stages)}")
+    if options.only:
+        stages = [stage for stage in stages if stage.always or stage.name.startswith(tuple(options.only))]
+    out.mkdir(parents=True, exist_ok=True)
     settings = Settings(
         **{"call": number, "out": out, "device": options.device, "card": card, "earlier": earlier},
         ends=time.monotonic() + 60 * options.minutes,
@@ -67,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commit=options.commit,
     )
     try:
-        run(plan(calls, options.device, is_tiny=options.tiny), settings)
+        run(stages, settings)
     except KeyboardInterrupt:
         print(f"stopped; go on with --resume {out}", file=sys.stderr)
         return 130
