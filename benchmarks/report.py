@@ -104,7 +104,8 @@ def updated(page: str) -> str:
 
 def _on_gpus(kind: str) -> str:
     measured = rows.read(RESULTS / "gpu")
-    found = table.markdown(measured) if kind == "all" else table.step_table(measured)
+    tables = {"all": table.markdown, "steps": table.step_summary, "picture": table.step_table}
+    found = tables[kind](measured)
     return f"{GPU_PICTURE}\n\n{found}" if found and kind == "picture" else found or NO_GPU
 
 

@@ -16,13 +16,14 @@ from typing import Any
 from benchmarks.gpu import rows as stored
 from benchmarks.gpu.stage import Row
 
-__all__ = ["markdown", "short", "step_table"]
+__all__ = ["markdown", "short", "step_summary", "step_table"]
 
 SAID = {"torch": "torch", "triton": "triton", "transformers": "transformers", "python": "Python", "commit": "commit"}
 ENVIRONMENT, FACTS = "environment", "kernel facts"
 HIDDEN = ("card", "stage", "call", "longest")
 WIDEST = 150  # characters of a cell that is no name
 AUTOCAST = "torch.autocast"
+SIDES = {"cast, fold=exact": "default", "cached, fold=kernel": "cached weights, `fold=\"kernel\"`"}  # in the summary
 Cell = Callable[[Row], str]
 
 
@@ -106,6 +107,25 @@ def step_table(rows: Iterable[Row]) -> str:
         mine = [row for row in held if row["card"] == card and row["stage"].startswith(STEPS[0].stage)]
         if table := _pivot(STEPS[0], mine):
             parts += [_caption(row for row in held if row["card"] == card), table]
+    return "\n\n".join(parts)
+
+
+def step_summary(rows: Iterable[Row]) -> str:
+    """Return for each card a line a model: the medians of eager steps, as multiples of torch.autocast's, by dtype."""
+    held = stored.latest(rows)
+    parts: list[str] = []
+    for card in dict.fromkeys(row["card"] for row in held):
+        lines: dict[str, dict[tuple[str, str], float]] = {}
+        for row in held:
+            if row["card"] == card and row["stage"].startswith(STEPS[0].stage) and row.get("step_to_autocast"):
+                lines.setdefault(row["model"], {})[row["dtype"], row["side"]] = row["step_to_autocast"][1]
+        columns = [key for key in dict.fromkeys(key for line in lines.values() for key in line) if key[1] != AUTOCAST]
+        head = ["model", *(f"{dtype}: {SIDES.get(side, side)}" for dtype, side in columns)]
+        cells = [[f"{line[key]:.2f}" if key in line else "" for key in columns] for line in lines.values()]
+        body = [[model, *values] for model, values in zip(lines, cells, strict=True)]
+        if body:
+            caption = _caption(row for row in held if row["card"] == card)
+            parts += [f"Time of a training step (`python -m benchmarks.gpu`), to torch.autocast's. {caption}", _lines(head, body)]
     return "\n\n".join(parts)
 
 
