@@ -393,3 +393,23 @@ def test_samples_can_be_read_without_expecttest(monkeypatch: pytest.MonkeyPatch)
         ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert ran.stdout.strip() == str(unittest.TestCase)
     assert folder not in sys.path
+
+
+@pytest.mark.parametrize(
+    ("message", "is_known"), [("The 'generic' unit for NumPy timedelta is", True), ("It is", False)]
+)
+def test_kernel_facts_are_tested_beside_a_numba_that_numpy_warns(message: str, is_known: bool, tmp_path: Path) -> None:
+    package = tmp_path / "numba" / "cuda"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    warns = f"import warnings\nwarnings.warn({message + ' deprecated, and'!r}, DeprecationWarning)\n"
+    (package / "helpers.py").write_text(warns)
+    (package / "__init__.py").write_text("import numba.cuda.helpers\nis_available = lambda: False\n")
+    asked = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider")
+    ran = subprocess.run(
+        [*asked, "tests/policy/test_kernel_facts.py"],
+        **{"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(tmp_path)}, "capture_output": True, "text": True},
+        check=False,
+    )
+    assert (ran.returncode == 0) == is_known, ran.stdout[-2000:]
+    assert is_known or "DeprecationWarning: It is deprecated" in ran.stdout
