@@ -38,6 +38,11 @@ class KernelCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @property
+    def is_random(self) -> bool:
+        """True if it draws random numbers: on a GPU a kernel of another dtype draws others from the same seed."""
+        return torch.Tag.nondeterministic_seeded in self.function.tags
+
     def named(self) -> dict[str, Any]:
         """Return the arguments by name."""
         names = [argument.name for argument in self.function._schema.arguments]

@@ -21,11 +21,13 @@ import torch
 from torch import nn
 
 import autocastfx
+from autocastfx.graph.op_name import base_name, of_function
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import models, rows, sides, table
 from benchmarks.gpu.plan import CALLS, TIMED, plan
 from benchmarks.gpu.stage import Given
-from benchmarks.gpu.stages import optimizer, samples, steps, suite, without_waiting
+from benchmarks.gpu.stages import facts, optimizer, samples, steps, suite, without_waiting
+from benchmarks.kernel_calls import kernel_calls
 from benchmarks.machine import processor
 from benchmarks.models import FullModel
 from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, HALF, SIDES, Setting, Training
@@ -134,6 +136,22 @@ def test_grad_scaler_clips_what_is_unscaled(clips: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.amp.GradScaler, "update", lambda self: None)
     optimizer._step("GradScaler", "cpu", 2, 8, clips=clips)()
     assert calls == ["unscale_", "clip_grad_norm_", "step"][0 if clips else 2 :]
+
+
+def test_facts_of_random_numbers_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops, compared = {"layer_norm", "softmax", "native_dropout", "dropout", "rrelu"}, set[str]()
+    known = kernel_calls(ops, "cpu", 1)
+    assert {op for op, calls in known.items() if any(call.is_random for call in calls)} >= {"native_dropout", "dropout"}
+    monkeypatch.setattr("benchmarks.kernel_calls.kernel_calls", lambda *arguments: known)
+    monkeypatch.setattr("benchmarks.kernel_facts.FACTS", SimpleNamespace(computes_in_float32=ops))
+    monkeypatch.setattr("benchmarks.kernel_facts.without_kernel", lambda *arguments: {})
+    monkeypatch.setattr("benchmarks.kernel_facts.differences", lambda *arguments: [])
+    monkeypatch.setattr(
+        "benchmarks.kernel_facts.rounds_once",
+        lambda call, dtype: compared.add(base_name(of_function(call.function))) or 0.0,
+    )
+    list(facts._of_samples(Given("cpu"), 1))
+    assert compared == {"layer_norm", "softmax"}
 
 
 def test_what_is_converted_is_as_near_to_float64_as_autocast(tiny: Path) -> None:

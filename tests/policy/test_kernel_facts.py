@@ -133,6 +133,8 @@ def test_computes_in_float32(device: str, op: str, dtype: str) -> None:
     if (device, op, dtype) == ("cpu", "scaled_dot_product_attention", "bfloat16") and TORCH >= (2, 15):
         pytest.skip("two ulp there, where heads are in groups")
     for call in _runs(op, dtype, device):
+        if device == "cuda" and call.is_random:
+            pytest.skip("draws other random numbers in another dtype")
         assert rounds_once(call, DTYPES[dtype]) <= 1, call
 
 
