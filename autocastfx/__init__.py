@@ -37,6 +37,7 @@ from autocastfx.integrations.compile_backend import CompileBackend
 from autocastfx.integrations.in_place import backend_of, disable, enable
 from autocastfx.numerics.bisect import Bisection, bisect
 from autocastfx.numerics.budget import Budget, Point
+from autocastfx.numerics.check import Check, CheckedValue, check
 from autocastfx.numerics.compare import compare
 from autocastfx.numerics.exponent_counts import Exponents, Margin, Shares
 from autocastfx.numerics.find_overflow import find_overflow
@@ -101,6 +102,8 @@ __all__ = [
     "Category",
     "Cause",
     "Change",
+    "Check",
+    "CheckedValue",
     "ComparedNode",
     "ComparedParameter",
     "ComparedVariant",
@@ -176,6 +179,7 @@ __all__ = [
     "backend_of",
     "bisect",
     "calibrate",
+    "check",
     "compare",
     "convert",
     "diff",

@@ -89,6 +89,7 @@ class Trial:
         modes: of the modules, in the order of ``model.modules()``.
         learns: run backward: from all outputs, with fixed random gradients.
         times: how often to call; the last call is watched.
+        loss: returns what backward begins with instead, one number, from the output.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Trial:
     modes: Sequence[bool]
     learns: bool = True
     times: int = 1
+    loss: Callable[[Any], torch.Tensor] | None = None
 
 
 def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Behaviour:
@@ -111,7 +113,7 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
         torch.manual_seed(0)
         for _ in range(trial.times - 1):
             args, kwargs = _copied(trial.arguments)
-            with torch.no_grad():
+            with torch.set_grad_enabled(learns):
                 call(*args, **kwargs)
         args, kwargs = _copied(trial.arguments)
         kinds = {name: (one.shape, one.dtype) for name, one in model.named_buffers()}
@@ -128,7 +130,7 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
         tensors |= {f"{_ARGUMENT} {n}": one.detach().clone() for n, one in enumerate(arguments_now)}
         tensors[_RANDOM] = torch.rand(1, device=next((one.device for one in outputs.values()), None))
         if learns:
-            _run_backward(list(outputs.values()))
+            _run_backward(list(outputs.values()) if trial.loss is None else [trial.loss(result)])
             named = {**dict(model.named_parameters()), **{f"{_ARGUMENT} {n}": t for n, t in enumerate(arguments_now)}}
             for name, one in named.items():
                 tensors[f"{_GRADIENT} {name}"] = one.grad  # of this call alone: the parameter gets back its own
@@ -155,8 +157,10 @@ def _plain(value: Any) -> Any:
 def _run_backward(outputs: Sequence[torch.Tensor]) -> None:
     learning = [one for one in outputs if one.requires_grad]
     generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(one.shape, generator=generator).to(one) for one in learning]
-    if learning:
+    if learning == outputs and len(outputs) == 1 and outputs[0].numel() == 1:
+        outputs[0].backward()
+    elif learning:
+        gradients = [torch.randn(one.shape, generator=generator).to(one) for one in learning]
         torch.autograd.backward(learning, gradients)
 
 

@@ -1,0 +1,350 @@
+"""``check``: find out by running whether a conversion does what the model does, and as exactly as torch.autocast."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autocastfx.capture.given_inputs import arguments_of, batches_of, device_of
+from autocastfx.capture.progress import Progress, counted
+from autocastfx.conversion import convert, without_casts
+from autocastfx.errors import CalibrationError, UnsupportedError
+from autocastfx.numerics.loss import Inputs, LossFunction, loss_of
+from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.policy.op_list import OpListLike
+from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.behaviour import (
+    Behaviour,
+    Compared,
+    Difference,
+    Trial,
+    apart,
+    behaviour_of,
+    changed,
+    compare_calls,
+    mode_differences,
+    trials_of,
+)
+
+__all__ = ["Check", "CheckedValue", "check"]
+
+_TIMES = 1.2  # torch.autocast's error that a converted model may have, as in the zoo
+_SCALE = 2.0**10  # of a float16 loss, lest small gradients vanish on any side
+_ALL = "all gradients"
+_FAR = 0.3  # a relative distance of a gradient that leads nowhere
+_MOST = 5  # differences and values that the text names
+
+
+@dataclass(frozen=True)
+class CheckedValue:
+    """How far an output or a gradient is from float32's: the root mean square over all calls.
+
+    Attributes:
+        name: of the output, or of the parameter or argument whose gradient it is.
+        error: the relative L2 distance of the converted model's; infinite where it is not finite.
+        autocast: torch.autocast's; None where torch.autocast fails.
+    """
+
+    name: str
+    error: float
+    autocast: float | None
+
+    @property
+    def ratio(self) -> float:
+        """The error to torch.autocast's; NaN where that fails."""
+        if self.autocast is None:
+            return math.nan
+        return self.error / self.autocast if self.autocast else (1.0 if self.error == 0 else math.inf)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What :func:`check` found.
+
+    Attributes:
+        model: the class of the model.
+        dtype: the 16-bit dtype.
+        differences: what the captured graph does otherwise than the model, without any cast.
+        calls: the calls that were compared.
+        dropped: the calls that were not, with why.
+        values: errors of the converted model: of outputs, of all gradients as one, and of each gradient.
+    """
+
+    model: str
+    dtype: str
+    differences: tuple[Difference, ...]
+    calls: tuple[str, ...]
+    dropped: tuple[str, ...]
+    values: tuple[CheckedValue, ...]
+
+    @property
+    def inexact(self) -> tuple[CheckedValue, ...]:
+        """The outputs, and all gradients as one, farther from float32 than 1.2 times torch.autocast's, plus epsilon."""
+        eps = torch.finfo(getattr(torch, self.dtype)).eps
+        judged = (one for one in self.values if not one.name.startswith("gradient of"))
+        return tuple(one for one in judged if not one.error <= _TIMES * (one.autocast or 2 * eps) + eps)
+
+    @property
+    def far(self) -> tuple[CheckedValue, ...]:
+        """The outputs, and all gradients as one, that are no use as such, though torch.autocast's may be no better."""
+        return tuple(one for one in self.values if not one.name.startswith("gradient of") and not one.error < _FAR)
+
+    @property
+    def ok(self) -> bool:
+        """True if something was compared, nothing differs, and nothing is inexact."""
+        return bool(self.calls) and not self.differences and not self.inexact
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        word = "right" if self.ok else "WRONG" if self.differences else "INEXACT" if self.inexact else "NOT COMPARED"
+        yield f"check of {self.model} in {self.dtype}: {word}"
+        yield f"  as captured, without a cast: {len(self.calls)} calls, {len(self.differences)} differences"
+        yield from (f"    {one}" for one in self.differences[:_MOST])
+        yield from _more(self.differences)
+        if self.dropped:
+            yield f"  not compared: {len(self.dropped)}"
+            yield from (f"    {one}" for one in self.dropped[:_MOST])
+            yield from _more(self.dropped)
+        if self.values:
+            yield "  converted, relative distance from float32 (torch.autocast's):"
+            yield from (f"    {one.name}: {_error(one)}" for one in self._shown())
+        if self.far:
+            yield f"  far from float32: {', '.join(one.name for one in self.far)}: see sensitivity() for the nodes"
+
+    def _shown(self) -> list[CheckedValue]:
+        """Return outputs and all gradients, and the gradients that are worst beside torch.autocast's."""
+        whole = [one for one in self.values if not one.name.startswith("gradient of")]
+        each = [one for one in self.values if one.name.startswith("gradient of")]
+        each.sort(key=lambda one: -(one.ratio if one.ratio == one.ratio else one.error))
+        return [*whole, *each[:3]]
+
+    def to_json(self) -> str:
+        """Write the check as JSON text; Infinity and NaN as the strings "inf" and "nan"."""
+        held: dict[str, Any] = {**asdict(self), "ok": self.ok}
+        for value in held["values"]:
+            for key in ("error", "autocast"):
+                if value[key] is not None and not math.isfinite(value[key]):
+                    value[key] = str(value[key])
+        return json.dumps(held, indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def _more(found: Sequence[object]) -> Iterator[str]:
+    if len(found) > _MOST:
+        yield f"    and {len(found) - _MOST} more"
+
+
+def _error(value: CheckedValue) -> str:
+    theirs = "fails" if value.autocast is None else f"{value.autocast:.2g}"
+    return f"{value.error:.2g} ({theirs})"
+
+
+def check(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFunction | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    op_list: OpListLike = "default",
+    inputs: Inputs | None = None,
+    progress: Progress = None,
+    **options: Any,
+) -> Check:
+    """Run a model and its conversion on ``batches``, and on changed ones, and compare all that they do.
+
+    First what was captured, without any cast, beside the model: outputs, gradients of parameters and arguments,
+    buffers, arguments that are written into, the structure of the output, random numbers, and the modes after
+    ``train()`` and ``eval()``. All are the same, or it is a difference: to the bit, or within what another order of
+    sums makes. Then the converted model beside torch.autocast, by their distances from float32.
+
+    Changed batches have other values of the same sizes; one tensor for two arguments that are alike; arguments that
+    require gradients; one row less; and a second call after a first one. What the model itself refuses, what makes it
+    give Inf or NaN, and what it does not repeat, is dropped and told. The model, its buffers, gradients, modes and the
+    random states are as before.
+
+    Args:
+        model: a float32 model, or a converted one whose original is at hand.
+        batches: as for :func:`calibrate`; read once.
+        loss_fn: of the output and the batch, one number, whose gradients are compared; by default gradients begin at
+            all outputs, with random numbers.
+        dtype: the 16-bit dtype, as for :func:`convert`.
+        op_list: as for :func:`convert`.
+        inputs: gives the part of a batch that the model takes, where a batch holds targets too.
+        progress: as for :func:`calibrate`.
+        **options: further arguments of :func:`convert`.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        CalibrationError: there are no batches.
+        UnsupportedError: a converted model was given with options of a conversion, or without its original.
+    """
+    rest = batches_of(batches)
+    first = next(rest, None)
+    if first is None:
+        raise CalibrationError("there are no batches to check with. An iterator can be read only once.")
+    chosen = {**options, **({"dtype": dtype} if dtype is not None else {})}
+    amp_model = _converted(model, arguments_of(first if inputs is None else inputs(first)), op_list, chosen)
+    original = cast("VariantMaker", amp_model._maker).model
+    bare = without_casts(amp_model)
+    if original is None or bare is None:
+        raise UnsupportedError("the original of the converted model is not at hand: check the original.")
+    checking = _Checking(original, amp_model, bare)
+    with counted(progress, "checking") as show:
+        for done, batch in enumerate(itertools.chain([first], rest), 1):
+            checking.add(arguments_of(batch if inputs is None else inputs(batch)), batch, loss_fn)
+            show(done)
+    return checking.found()
+
+
+def _converted(model: nn.Module, given: Any, op_list: OpListLike, options: Mapping[str, Any]) -> AmpModule:
+    if not isinstance(model, AmpModule):
+        args, kwargs = given
+        return convert(model, args, kwargs or None, op_list=op_list, check=False, **options)
+    if options or op_list != "default":
+        raise UnsupportedError("the model is converted already: leave the options of a conversion out.")
+    if not model.variants:
+        model._variant_for(*given)
+    return model
+
+
+class _Checking:
+    """The differences and errors found so far."""
+
+    def __init__(self, model: nn.Module, amp_model: AmpModule, bare: AmpModule) -> None:
+        self.model, self.amp_model, self.bare = model, amp_model, bare
+        self.low: torch.dtype = getattr(torch, amp_model.plan.low)
+        self.compared: list[Compared] = []
+        self.errors: dict[str, list[tuple[float, float | None]]] = {}
+        self.raised: list[Difference] = []
+        self.modes = list(dict.fromkeys(variant.modes for variant in bare.variants))
+
+    def add(self, arguments: Any, batch: Any, loss_fn: LossFunction | None) -> None:
+        """Compare the calls of a batch."""
+        trials = [*trials_of(arguments, self.modes), *_further(arguments, self.modes[0])]
+        loss: Callable[[Any], torch.Tensor] | None = None
+        if loss_fn is not None:
+            loss = partial(_loss, batch=batch, loss_fn=loss_fn, scale=_SCALE if self.low is torch.float16 else 1.0)
+        self.compared.append(compare_calls(self.model, self.bare, trials))
+        for trial in trials[:2]:
+            self._measure(replace(trial, loss=loss))
+
+    def _measure(self, trial: Trial) -> None:
+        """Note how far the converted model and torch.autocast are from float32."""
+        device = device_of(self.model, *trial.arguments)
+        try:
+            exact = behaviour_of(self.model, self.model, trial)
+        except Exception:  # the model's own: told as dropped already
+            return
+        if not exact.is_finite:
+            return
+        try:
+            ours = behaviour_of(self.model, self.amp_model, trial)
+        except Exception as error:  # what the original did without
+            self.raised.append(Difference("the converted model", f"raises {type(error).__name__}: {error}", trial.name))
+            return
+        try:
+            theirs = behaviour_of(self.model, _under_autocast(self.model, device.type, self.low), trial)
+        except Exception:  # torch.autocast's own, which is told as a failure
+            theirs = None
+        for name, error, autocast in _errors(exact, ours, theirs):
+            self.errors.setdefault(name, []).append((error, autocast))
+
+    def found(self) -> Check:
+        """Return the result."""
+        modes = () if self.amp_model._maker.baked else mode_differences(self.model, self.amp_model)
+        parts = self.compared
+        return Check(
+            model=type(self.model).__name__,
+            dtype=str(self.low).removeprefix("torch."),
+            differences=(*modes, *(one for part in parts for one in part.differences), *self.raised),
+            calls=tuple(one for part in parts for one in part.calls),
+            dropped=tuple(one for part in parts for one in part.dropped),
+            values=tuple(_value(name, pairs) for name, pairs in self.errors.items()),
+        )
+
+
+def _loss(output: Any, batch: Any, loss_fn: LossFunction, scale: float) -> torch.Tensor:
+    return loss_of(output, batch, loss_fn) * scale
+
+
+def _under_autocast(model: nn.Module, device: str, low: torch.dtype) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, low):
+            return model(*args, **kwargs)
+
+    return call
+
+
+def _further(arguments: Any, modes: tuple[bool, ...]) -> Iterator[Trial]:
+    """Yield calls beyond those by which a conversion is checked."""
+    yield Trial("a second call", changed(arguments), modes, times=2)
+    leaves, spec = pytree.tree_flatten(arguments)
+    tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+    first_of = {(one.shape, one.dtype): one for one in reversed(tensors)}
+    if len(first_of) < len(tensors):
+        same = [first_of[one.shape, one.dtype] if isinstance(one, torch.Tensor) else one for one in leaves]
+        yield Trial("one tensor for arguments that are alike", pytree.tree_unflatten(same, spec), modes)
+    if any(one.is_floating_point() and not one.requires_grad for one in tensors):
+        learning = [_learning(one) for one in leaves]
+        yield Trial("gradients of the arguments", pytree.tree_unflatten(learning, spec), modes)
+    sizes = {one.shape[0] for one in tensors if one.ndim}
+    if len(sizes) == 1 and min(sizes) > 2:
+        less = [one[:-1] if isinstance(one, torch.Tensor) and one.ndim else one for one in leaves]
+        yield Trial("one row less", pytree.tree_unflatten(less, spec), modes)
+
+
+def _learning(leaf: Any) -> Any:
+    is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return leaf.detach().clone().requires_grad_() if is_float else leaf
+
+
+def _errors(exact: Behaviour, ours: Behaviour, theirs: Behaviour | None) -> Iterator[tuple[str, float, float | None]]:
+    """Yield for each floating output and gradient, and for all gradients as one, both errors."""
+    gradients: list[str] = []
+    for name, reference in exact.tensors.items():
+        if reference is None or not reference.is_floating_point() or not name.startswith(("output", "gradient of")):
+            continue
+        if name.startswith("gradient of"):
+            gradients.append(name)
+        else:
+            yield name, _apart(reference, ours, name), None if theirs is None else _apart(reference, theirs, name)
+    if gradients:
+        whole = [None if one is None else _whole(exact, one, gradients) for one in (ours, theirs)]
+        yield _ALL, cast("float", whole[0]), whole[1]
+    for name in gradients:
+        reference = cast("torch.Tensor", exact.tensors[name])
+        yield name, _apart(reference, ours, name), None if theirs is None else _apart(reference, theirs, name)
+
+
+def _apart(reference: torch.Tensor, other: Behaviour, name: str) -> float:
+    found = other.tensors.get(name)
+    return math.inf if found is None else apart(reference, found)
+
+
+def _whole(exact: Behaviour, other: Behaviour, names: Sequence[str]) -> float:
+    far, norm = 0.0, 0.0
+    for name in names:
+        reference = cast("torch.Tensor", exact.tensors[name])
+        size = float(reference.double().norm())
+        far, norm = math.hypot(far, _apart(reference, other, name) * (size or 1.0)), math.hypot(norm, size)
+    return far / (norm or 1.0)
+
+
+def _value(name: str, pairs: Sequence[tuple[float, float | None]]) -> CheckedValue:
+    theirs = [autocast for _, autocast in pairs]
+    known = [autocast for autocast in theirs if autocast is not None]
+    return CheckedValue(name, _mean([error for error, _ in pairs]), _mean(known) if len(known) == len(pairs) else None)
+
+
+def _mean(errors: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(error * error for error in errors) / len(errors))

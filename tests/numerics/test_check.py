@@ -1,0 +1,260 @@
+"""``check`` and ``convert(check=)``: what a captured graph does otherwise than its model is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+import autocastfx
+from autocastfx import CaptureError
+from autocastfx.capture.export import Captured
+from autocastfx.passes import variant_maker
+from tests.helpers import heard
+
+aten: Any = torch.ops.aten
+
+
+class Net(nn.Module):
+    """A little of everything that a graph could lose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.25)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("average", torch.ones(8))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor, seen: Tensor) -> dict[str, Tensor]:
+        self.steps += 1
+        hidden = self.drop(torch.relu(self.a(x))) - torch.tanh(y)
+        hidden = self.norm(hidden) * self.scale
+        self.average.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        seen.add_(1)
+        hidden = torch.where(mask, hidden, -1.0)
+        share = torch.softmax(self.b(hidden), -1)
+        return {"share": share, "loss": (share * share).sum(-1).clamp(min=0.6).mean(), "steps": self.steps * 2}
+
+
+def inputs(rows: int = 6) -> tuple[Tensor, ...]:
+    random = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(rows, 8, generator=random) for _ in range(2))
+    return x, y, torch.rand(rows, 8, generator=random) > 0.3, torch.zeros(3)
+
+
+def _node(graph: fx.Graph, target: Any, which: int = 0) -> fx.Node:
+    return [node for node in graph.nodes if node.target == target][which]
+
+
+def _reads(graph: fx.Graph, node: fx.Node, argument: int, other: Any) -> None:
+    args = list(node.args)
+    args[argument] = other
+    node.args = tuple(args)
+
+
+def _swap(graph: fx.Graph, target: Any) -> None:
+    node = _node(graph, target)
+    node.args = (node.args[1], node.args[0], *node.args[2:])
+
+
+def _drop(graph: fx.Graph, target: Any, which: int = 0) -> None:
+    node = _node(graph, target, which)
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    graph.erase_node(node)
+
+
+def _after(graph: fx.Graph, node: fx.Node, target: Any) -> fx.Node:
+    """Put a call that gives a value like that of ``node`` behind it."""
+    with graph.inserting_after(node):
+        made = graph.call_function(target, (node,))
+    made.meta = dict(node.meta)
+    return made
+
+
+def _constant(graph: fx.Graph, name: str) -> None:
+    """The input as it was at capture."""
+    placeholder = next(node for node in graph.nodes if node.op == "placeholder" and node.name == name)
+    made = _after(graph, placeholder, aten.zeros_like.default)
+    placeholder.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+
+
+def _same(graph: fx.Graph) -> None:
+    """The second input read for the first one, as if one tensor had been given for both."""
+    x, y = (node for node in graph.nodes if node.op == "placeholder" and node.name in ("x", "y"))
+    y.replace_all_uses_with(x)
+
+
+def _detach(graph: fx.Graph) -> None:
+    node = _node(graph, aten.relu.default)
+    made = _after(graph, node, aten.detach.default)
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+
+
+def _extra_random(graph: fx.Graph) -> None:
+    _after(graph, _node(graph, aten.linear.default), aten.rand_like.default)
+
+
+def _swap_outputs(graph: fx.Graph) -> None:
+    (output,) = [node for node in graph.nodes if node.op == "output"]
+    share, loss, steps = output.args[0]
+    output.args = ((share, steps, loss),)
+
+
+FAULTS: dict[str, Callable[[fx.Graph], None]] = {
+    "a swapped subtraction": lambda g: _swap(g, aten.sub.Tensor),
+    "an input that is another": _same,
+    "an input that is a constant": lambda g: _constant(g, "y"),
+    "a mask that is a constant": lambda g: _constant(g, "mask"),
+    "a lost activation": lambda g: _drop(g, aten.relu.default),
+    "a lost dropout": lambda g: _drop(g, aten.dropout.default),
+    "another share dropped": lambda g: _reads(g, _node(g, aten.dropout.default), 1, 0.5),
+    "a baked flag of dropout": lambda g: _reads(g, _node(g, aten.dropout.default), 2, False),
+    "a baked flag of a norm": lambda g: _reads(g, _node(g, aten.batch_norm.default), 5, False),
+    "another momentum": lambda g: _reads(g, _node(g, aten.batch_norm.default), 6, 0.5),
+    "another epsilon": lambda g: _reads(g, _node(g, aten.batch_norm.default), 7, 0.1),
+    "a lost write into a counter": lambda g: _drop(g, aten.add_.Tensor, 0),
+    "a lost write into an average": lambda g: _drop(g, aten.mul_.Tensor),
+    "a lost write into an argument": lambda g: _drop(g, aten.add_.Tensor, -1),
+    "another dimension": lambda g: _reads(g, _node(g, aten.softmax.int), 1, 0),
+    "a lost limit": lambda g: _drop(g, aten.clamp.default),
+    "a lost gradient": _detach,
+    "another random stream": _extra_random,
+    "outputs in another order": _swap_outputs,
+    "another number": lambda g: _reads(g, _node(g, aten.mul.Tensor, -1), 1, 3),
+}
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[fx.Graph], None]], None]:
+    """Edit each captured graph."""
+    own = variant_maker.capture
+
+    def plant(edit: Callable[[fx.Graph], None]) -> None:
+        def capture(*args: Any, **kwargs: Any) -> Captured:
+            found = own(*args, **kwargs)
+            edit(found.graph)
+            found.graph.lint()
+            return replace(found)
+
+        monkeypatch.setattr(variant_maker, "capture", capture)
+
+    return plant
+
+
+def test_a_right_capture_passes() -> None:
+    found = autocastfx.check(Net(), [inputs(), inputs(4)], dtype="bfloat16")
+    assert found.ok, str(found)
+    assert found.differences == ()
+    assert len(found.calls) == 8
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, planted: Callable[[Callable[[fx.Graph], None]], None]) -> None:
+    planted(FAULTS[fault])
+    model = Net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CaptureError, match=r"the graph captured of Net does not do what the model does: "):
+        autocastfx.convert(model, inputs(), dtype="bfloat16", check=True)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    found = autocastfx.check(model, [inputs()], dtype="bfloat16")
+    assert not found.ok
+    assert found.differences
+
+
+def test_the_difference_is_named(planted: Callable[[Callable[[fx.Graph], None]], None]) -> None:
+    planted(FAULTS["a lost write into an average"])
+    found = autocastfx.check(Net(), [inputs()], dtype="bfloat16")
+    assert str(found.differences[0]).startswith("buffer average differs by ")
+    assert "check of Net in bfloat16: WRONG" in str(found)
+    held = json.loads(found.to_json())
+    assert not held["ok"]
+    assert held["differences"][0]["what"] == "buffer average"
+
+
+def test_without_a_check_it_is_handed_out(planted: Callable[[Callable[[fx.Graph], None]], None]) -> None:
+    planted(FAULTS["a swapped subtraction"])
+    autocastfx.convert(Net(), inputs(), dtype="bfloat16", check=False)
+
+
+def test_a_large_model_is_checked_when_asked(
+    planted: Callable[[Callable[[fx.Graph], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted(FAULTS["a swapped subtraction"])
+    monkeypatch.setattr("autocastfx.conversion._CHECKED", 100)
+    autocastfx.convert(Net(), inputs(), dtype="bfloat16")
+    with pytest.raises(CaptureError):
+        autocastfx.convert(Net(), inputs(), dtype="bfloat16", check=True)
+
+
+@pytest.mark.usefixtures("both_modes")
+def test_what_was_compared_is_logged() -> None:
+    with heard() as lines:
+        autocastfx.convert(Net(), inputs(), dtype="bfloat16", check=True)
+    (told,) = [line for line in lines if line.startswith("compared with the model")]
+    assert "other values, in training; the values given, in training; other values, in evaluation" in told
+
+
+class Refuses(nn.Module):
+    """Takes sorted numbers alone, and has one call whose result is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(self.linear(x).abs().sum() * (x[0, 0] == 1))
+
+
+def test_what_the_model_cannot_do_is_dropped_and_told() -> None:
+    found = autocastfx.check(Refuses(), [torch.ones(2, 4) + torch.eye(2, 4)[[1, 0]]], dtype="bfloat16")
+    assert found.differences == ()
+    assert any("the model gives Inf or NaN" in one for one in found.dropped)
+
+
+def _cross_entropy(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(output, batch[1])
+
+
+def test_a_loss_function_is_where_gradients_begin() -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+    batches = [(torch.randn(16, 8), torch.randint(4, (16,))) for _ in range(2)]
+    for dtype in ("float16", "bfloat16"):
+        found = autocastfx.check(model, batches, _cross_entropy, dtype=dtype, inputs=lambda batch: batch[0])
+        assert found.ok, str(found)
+        assert {one.name for one in found.values} >= {"output", "all gradients", "gradient of 0.weight"}
+
+
+def test_everything_is_as_it_was() -> None:
+    model = Net()
+    model.a.weight.grad = torch.ones(8, 8)
+    model.norm.eval()
+    given = inputs()
+    before = [t.clone() for t in (*model.state_dict().values(), *given)], torch.get_rng_state()
+    flags = [module.training for module in model.modules()]
+    autocastfx.check(model, [given], dtype="bfloat16")
+    after = [*model.state_dict().values(), *given]
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after, strict=True))
+    assert torch.equal(before[1], torch.get_rng_state())
+    assert [module.training for module in model.modules()] == flags
+    assert torch.equal(model.a.weight.grad, torch.ones(8, 8))
+    assert all(p.grad is None for name, p in model.named_parameters() if name != "a.weight")
+
+
+def test_a_converted_model_is_checked_with_its_original() -> None:
+    amp_model = autocastfx.convert(Net(), inputs(), dtype="bfloat16")
+    assert autocastfx.check(amp_model, [inputs(3)]).ok
+    with pytest.raises(autocastfx.UnsupportedError, match="leave the options of a conversion out"):
+        autocastfx.check(amp_model, [inputs()], dtype="float16")
+
+
+def test_no_batches_are_an_error() -> None:
+    with pytest.raises(autocastfx.CalibrationError, match="there are no batches to check with"):
+        autocastfx.check(Net(), [])
