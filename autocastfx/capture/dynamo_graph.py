@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from autocastfx.capture.constant_masks import drop_settled
 from autocastfx.capture.data_attribute import data
 from autocastfx.capture.flatten_vmap import flatten_vmap
+from autocastfx.capture.tensor_hooks import used_before
 from autocastfx.capture.tidy import tidy
 from autocastfx.capture.whole_calls import record_call
 from autocastfx.errors import CaptureError
@@ -31,11 +32,12 @@ from autocastfx.graph.op_name import op_name
 
 __all__ = ["DynamoGraph", "WholeCall", "aten_graph", "run_as_dynamo"]
 
-# Operators with graphs of their own that are called whole: tracing into them would lose a custom backward, or the
-# recomputation. Of the latter the graph is converted by itself.
+# Operators with graphs of their own that are called whole: tracing into them would lose a custom backward, a hook, or
+# the recomputation. Of the latter the graph is converted by itself.
 _DATA = torch._C._autograd._get_data_attr  # pyright: ignore[reportAttributeAccessIssue]; Dynamo writes it for x.data
 _RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
-_WHOLE = ("autograd_function_apply", *_RECOMPUTED)
+_HOOK = "register_hook"  # a tensor's, whose function is a graph
+_WHOLE = ("autograd_function_apply", _HOOK, *_RECOMPUTED)
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def aten_graph(
     paths = paths or {}
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [node.meta["example_value"] for node in given] if inputs is None else inputs
+    _refuse_late_hooks(module)
     traced, called = _traced(module, given, inputs, whole)
     names = _names(given, inputs, paths)
     attributes: dict[str, Any] = {}
@@ -127,6 +130,20 @@ def _check_constants(attributes: Mapping[str, Any]) -> None:
             raise CaptureError(f"the values of a tensor of size {list(held.shape)} come from code that is not recorded")
         if isinstance(held, fx.GraphModule):
             _check_constants({name: attribute(held, name) for name in _constants(held)})
+
+
+def _refuse_late_hooks(module: fx.GraphModule) -> None:
+    """Refuse a hook on a tensor that was read before: what reads a copy in another dtype would not pass the hook.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    for node in module.graph.nodes:
+        is_hook = isinstance(node.target, HigherOrderOperator) and node.target.name() == _HOOK
+        if is_hook and used_before(node.args[0], node):
+            lines = (node.stack_trace or "").strip().splitlines()
+            at = f", at {' '.join(line.strip() for line in lines[-2:])}" if lines else ""
+            raise CaptureError(f"forward registers a hook on a tensor that it has used before{at}")
 
 
 def _constants(module: fx.GraphModule) -> Iterator[str]:
@@ -214,6 +231,8 @@ class WholeCall:
         if self.recomputed is not None and TracingContext.try_get() is None:
             # No compiler is there to see to it: torch 2.11 would keep all, torch 2.13 draw other random numbers again.
             return checkpoint(*arguments, **kwargs)
+        if self.operator.name() == _HOOK and not arguments[0].requires_grad:
+            return arguments[0]  # an abstract run has no gradients
         return self.operator(*arguments, **kwargs)
 
 

@@ -28,6 +28,7 @@ from autocastfx.capture.python_state import PythonState, StateGuard, watched_sta
 from autocastfx.capture.rebound import buffers_written_back
 from autocastfx.capture.shape_guard import ShapeGuard, shape_guard
 from autocastfx.capture.sources import capturing
+from autocastfx.capture.tensor_hooks import tensor_hook_rules
 from autocastfx.capture.tidy import tidy
 from autocastfx.capture.value_free import CUMULATIVE_NORMS, masks_taken_as_given
 from autocastfx.capture.watch_casts import Casts
@@ -141,7 +142,7 @@ def capture(
         with capturing():
             with intact(model, training, held), quiet(), whole_calls(leaves) as called:
                 try:
-                    program = _export(flat, call.tensors, attempt, numbers)
+                    program = _export(flat, call.tensors, attempt, numbers, called)
                 except CaptureError:
                     raise
                 except AgainError:
@@ -181,7 +182,7 @@ _BRANCHING = ("cond", "while_loop", "map_impl", "scan")  # whose functions torch
 
 
 def _export(
-    flat: _FlatCall, tensors: tuple[torch.Tensor, ...], attempt: str, numbers: CarriedNumbers
+    flat: _FlatCall, tensors: tuple[torch.Tensor, ...], attempt: str, numbers: CarriedNumbers, called: list[Any]
 ) -> ExportedProgram:
     shapes = (tuple(_dynamic(t, attempt) for t in tensors),)
     rules = {
@@ -191,6 +192,7 @@ def _export(
         **CUMULATIVE_NORMS,
         **INTEGER_INDICES,
         **numbers.rules(),
+        **tensor_hook_rules(flat.module, called),
     }
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())  # without gradients some modules take fused paths

@@ -1,0 +1,197 @@
+"""Hooks that a forward registers on tensors run in a converted model, or are refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autocastfx
+from autocastfx.errors import CaptureError, UncapturedGraphWarning, UnsupportedError
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+Register = Callable[["Hooked", torch.Tensor], object]
+
+
+def tenth(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 0.1
+
+
+class Hooked(nn.Module):
+    """Two layers, and a hook on what is between them."""
+
+    def __init__(self, register: Register, late: Register | None = None) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 1)
+        self.register, self.late = register, late
+        self.seen: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        self.register(self, h)
+        y = torch.tanh(h)
+        if self.late is not None:
+            self.late(self, h)
+        return self.b(y)
+
+    def keep(self, gradient: torch.Tensor) -> None:
+        self.seen = gradient
+
+
+def a_lambda(_: Hooked, h: torch.Tensor) -> object:
+    return h.register_hook(lambda g: g * 0.1)
+
+
+def a_function(_: Hooked, h: torch.Tensor) -> object:
+    return h.register_hook(tenth)
+
+
+def two(_: Hooked, h: torch.Tensor) -> object:
+    h.register_hook(lambda g: g.clamp(-0.05, 0.05))
+    return h.register_hook(tenth)
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+def gradient(call: Callable[..., Any], weight: torch.Tensor) -> torch.Tensor:
+    weight.grad = None
+    call(X).sum().backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def assert_alike(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert (found - wanted).norm() < 0.02 * wanted.norm()  # three roundings to bfloat16
+
+
+@pytest.mark.parametrize("register", [a_lambda, a_function, two])
+@pytest.mark.parametrize("way", ["convert", "enable"])
+def test_hooks_change_the_gradient(register: Register, way: str) -> None:
+    torch.manual_seed(0)
+    model = Hooked(register)
+    plain = copy.deepcopy(model)
+    wanted = gradient(plain, plain.a.weight)
+    if way == "convert":
+        amp_model = autocastfx.convert(model, (X,), dtype=torch.bfloat16)
+        copied = copy.deepcopy(amp_model)
+        assert_alike(gradient(copied, copied.get_parameter("a.weight")), wanted)
+    else:
+        amp_model = autocastfx.enable(model, dtype=torch.bfloat16)
+    for _ in range(2):
+        assert_alike(gradient(amp_model, model.a.weight), wanted)
+
+
+@pytest.mark.parametrize("way", ["convert", "enable"])
+def test_hooks_registered_by_hooks_of_modules(way: str) -> None:
+    model = Hooked(nothing)
+    model.a.register_forward_hook(lambda module, args, output: nothing(output.register_hook(tenth)))
+    wanted = gradient(model, model.a.weight)
+    if way == "convert":
+        with pytest.warns(autocastfx.StateWarning, match="hooks on 'a' ran"):
+            amp_model = autocastfx.convert(model, (X,), dtype=torch.bfloat16)
+    else:
+        amp_model = autocastfx.enable(model, dtype=torch.bfloat16)
+    assert_alike(gradient(amp_model, model.a.weight), wanted)
+
+
+def test_a_method_as_hook_sees_the_gradient_and_is_not_pickled() -> None:
+    model = Hooked(lambda self, h: h.register_hook(self.keep))
+    amp_model = autocastfx.convert(model, (X,), dtype=torch.bfloat16)
+    assert model.seen is None
+    amp_model(X).sum().backward()
+    assert model.seen is not None
+    assert model.seen.shape == (4, 16)
+    with torch.no_grad():
+        assert amp_model(X).shape == (4, 1)  # no gradient, no hook
+    with pytest.raises(UnsupportedError, match=r"Hooked\.keep, a hook that forward registers, belongs to the original"):
+        pickle.dumps(amp_model)
+
+
+def test_a_function_as_hook_is_pickled() -> None:
+    model = Hooked(a_function)
+    wanted = gradient(model, model.a.weight)
+    again = pickle.loads(pickle.dumps(autocastfx.convert(model, (X,), dtype=torch.bfloat16)))
+    assert_alike(gradient(again, again.get_parameter("a.weight")), wanted)
+
+
+def a_post_hook(self: Hooked, _: torch.Tensor) -> object:
+    return self.a.weight.register_post_accumulate_grad_hook(nothing)
+
+
+def a_hook_on_a_parameter(self: Hooked, _: torch.Tensor) -> object:
+    return self.a.weight.register_hook(tenth)
+
+
+def a_hook_on_a_node(_: Hooked, h: torch.Tensor) -> object:
+    assert h.grad_fn is not None
+    return h.grad_fn.register_hook(nothing)
+
+
+def a_hook_before_a_node(_: Hooked, h: torch.Tensor) -> object:
+    assert h.grad_fn is not None
+    return h.grad_fn.register_prehook(nothing)
+
+
+def a_hook_on_several(_: Hooked, h: torch.Tensor) -> object:
+    return torch.autograd.graph.register_multi_grad_hook([h], nothing)
+
+
+def with_a_list(_: Hooked, h: torch.Tensor) -> object:
+    seen: list[torch.Tensor] = []
+    return h.register_hook(seen.append)
+
+
+def with_a_tensor(_: Hooked, h: torch.Tensor) -> object:
+    scale = h.detach().abs().mean()
+    return h.register_hook(lambda g: g / scale)
+
+
+def in_a_partial(_: Hooked, h: torch.Tensor) -> object:
+    return h.register_hook(partial(torch.mul, h.detach()))
+
+
+def removed(_: Hooked, h: torch.Tensor) -> object:
+    return h.register_hook(tenth).remove()
+
+
+@pytest.mark.parametrize(
+    ("register", "message"),
+    [
+        (a_post_hook, "forward calls register_post_accumulate_grad_hook, which a graph does not hold"),
+        (a_hook_on_a_parameter, "forward calls register_hook, on a parameter"),
+        (a_hook_on_a_node, "forward calls register_hook of a grad_fn"),
+        (a_hook_before_a_node, "forward calls register_prehook of a grad_fn"),
+        (a_hook_on_several, "whose function holds"),
+        (with_a_list, "whose function holds"),
+        (with_a_tensor, "whose function holds 'scale'"),
+        (in_a_partial, "whose function holds 'argument 0'"),
+        (lambda _, h: h.retain_grad(), "forward calls retain_grad"),
+    ],
+)
+def test_what_a_graph_cannot_repeat_is_refused_with_the_line(register: Register, message: str) -> None:
+    model = Hooked(register)
+    with pytest.raises(CaptureError, match=rf"{message}.*test_tensor_hooks.py:\d+: .*enable"):
+        autocastfx.convert(model, (X,))
+
+
+def test_a_hook_on_a_tensor_that_was_used_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"after the tensor was used.*test_tensor_hooks.py:\d+"):
+        autocastfx.convert(Hooked(nothing, late=a_lambda), (X,))
+    model = Hooked(nothing, late=a_lambda)
+    wanted = gradient(model, model.a.weight)
+    amp_model = autocastfx.enable(model, dtype=torch.bfloat16)
+    with pytest.warns(UncapturedGraphWarning, match="registers a hook on a tensor that it has used before"):
+        assert_alike(gradient(amp_model, model.a.weight), wanted)
+
+
+def test_removing_a_hook_in_forward_is_refused() -> None:
+    with pytest.raises(CaptureError, match="forward removes a hook"):
+        autocastfx.convert(Hooked(removed), (X,))
