@@ -44,6 +44,7 @@ from autocastfx.report.conversion_warnings import (
 )
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.behaviour import compare_calls, trials_of
+from autocastfx.runtime.module_modes import foreseen
 
 __all__ = ["convert", "convert_again", "convert_captured", "refuse_unpredicted", "without_casts"]
 
@@ -262,7 +263,8 @@ def _capture_first(amp_model: AmpModule, call: Call, module: nn.Module, maker: V
     """Capture the variants of ``call``: for training and evaluation, and for inference alone with weights="low"."""
     table, held = amp_model._mounted, amp_model._held()
     if maker.weights == "low":
-        table.capture(call, tuple(m.training and maker.baked for m in module.modules()), held)
+        modes = amp_model._modes() if maker.baked else foreseen(module, training=False).modes
+        table.capture(call, modes, held)
     else:
         table.capture_modes(call, amp_model._modes(), held)
 

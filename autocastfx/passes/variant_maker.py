@@ -17,6 +17,7 @@ from autocastfx.errors import CaptureError
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.ranges import mode_of
 from autocastfx.plan.sensitivity import Sensitivity
+from autocastfx.runtime.module_modes import foreseen
 from autocastfx.runtime.variant import Variant
 
 __all__ = ["VariantMaker"]
@@ -38,6 +39,7 @@ class VariantMaker:
     device: torch.device | None
     baked: bool
     kept_name: str = ""  # of the model's class, once the model is gone
+    switched: tuple[tuple[bool, ...], tuple[bool, ...]] | None = None  # what eval() and train() of the model gave, then
 
     @property
     def class_name(self) -> str:
@@ -103,4 +105,7 @@ class VariantMaker:
 
     def without_model(self) -> VariantMaker:
         """A maker that can convert what was captured, but capture nothing more."""
-        return replace(self, model=None, kept_name=self.class_name)
+        if self.model is None:
+            return self
+        modes = (foreseen(self.model, training=False).modes, foreseen(self.model, training=True).modes)
+        return replace(self, model=None, kept_name=self.class_name, switched=modes)

@@ -21,7 +21,8 @@ from autocastfx.plan.plan import Plan
 from autocastfx.runtime.forwarded_attributes import forwarded, set_on_original, signed_forward
 from autocastfx.runtime.jit_trace import untraced, warn_of_sizes
 from autocastfx.runtime.model_text import model_text
-from autocastfx.runtime.module_tree import class_of_converted, mirror
+from autocastfx.runtime.module_modes import OriginalModes, set_modes, switch
+from autocastfx.runtime.module_tree import class_of_converted, mirror, refuse_sharded
 from autocastfx.runtime.observe import Observer, run_observed
 from autocastfx.runtime.stored_low import own_tensors, refuse_gradients, refuse_training, stored_low
 from autocastfx.runtime.variant import Variant
@@ -55,6 +56,7 @@ class AmpModule(fx.GraphModule):
         self._autocastfx_copies = WorkingCopies(self)
         mirror(model, self, {id(model): self})
         self._own_modules = tuple(self.modules())
+        self._original_modes = OriginalModes(maker.model)
         self._table = "_variants"
         while self._table in self._modules:  # a model that was converted before, and exported, holds one already
             self._table += "_"
@@ -85,7 +87,7 @@ class AmpModule(fx.GraphModule):
             else:
                 outputs = function(self, *call.tensors)
         except RuntimeError as error:
-            self._refuse_sharded(error)
+            refuse_sharded(self, error)
             raise
         if self._is_low:
             refuse_gradients(outputs)
@@ -99,15 +101,6 @@ class AmpModule(fx.GraphModule):
             yield
         finally:
             self._observers = tuple(one for one in self._observers if one is not observer)
-
-    def _refuse_sharded(self, error: RuntimeError) -> None:
-        name = next((name for name, p in self.named_parameters() if hasattr(p, "device_mesh")), None)
-        if name is not None:
-            raise UnsupportedError(
-                f"parameter {name!r} is a DTensor: the graph reads parameters directly, so a submodule that was given "
-                "to fully_shard never gathers its own. Give fully_shard the converted model whole, or convert the "
-                "submodules one by one and shard each; parallelize_module is not supported."
-            ) from error
 
     @property
     def _is_low(self) -> bool:
@@ -155,6 +148,8 @@ class AmpModule(fx.GraphModule):
         return self._autocastfx_copies.fresh()
 
     def _modes(self) -> tuple[bool, ...]:
+        if self._original_modes.modules and not torch.compiler.is_compiling():
+            self._original_modes.follow(self._own_modules)
         return tuple([m.training for m in self._own_modules])
 
     @property
@@ -228,7 +223,7 @@ class AmpModule(fx.GraphModule):
         return {name: tensor for name, tensor in named if not name.startswith(f"{self._table}.")}
 
     def train(self, mode: bool = True) -> AmpModule:
-        """Switch all modules to training or evaluation, as ``nn.Module.train`` does.
+        """Switch to training or evaluation, as the original's own ``train`` or ``eval`` does.
 
         Raises:
             UnsupportedError: the model came out of torch.export, which bakes its mode in, or its weights are stored in
@@ -241,7 +236,12 @@ class AmpModule(fx.GraphModule):
                 "the model came out of torch.export, which bakes in the mode it was exported in. Convert the module "
                 "that was exported instead."
             )
-        super().train(mode)
+        model, known = self._maker.model, self._maker.switched
+        if known is not None:
+            set_modes(self._own_modules, known[mode])
+        elif model is None or not switch(self._own_modules, model, self._held, training=mode):
+            super().train(mode)
+        self._original_modes.forget()
         self._autocastfx_copies.expire()  # weights are exchanged between training and evaluation, not always visibly
         return self
 
@@ -267,7 +267,8 @@ class AmpModule(fx.GraphModule):
         self._maker = self._mounted.maker = self._maker.without_model()
         for variant in self.variants:
             variant.captured = None  # it was decided for float32 weights
-        super().train(False)
+        self._original_modes = OriginalModes(None)
+        self.train(False)
 
     def refresh_weights(self) -> None:
         """Make the 16-bit working copies of ``weights="cached"`` anew.

@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from autocastfx.errors import CaptureError
+from autocastfx.errors import CaptureError, UnsupportedError
 
-__all__ = ["class_of_converted", "mirror"]
+__all__ = ["class_of_converted", "mirror", "refuse_sharded"]
 
 Kind = TypeVar("Kind", bound=nn.Module)
 _KINDS: WeakKeyDictionary[type[nn.Module], type[nn.Module]] = WeakKeyDictionary()
@@ -61,3 +61,18 @@ def class_of_converted(original: type[nn.Module], base: type[Kind]) -> type[Kind
     if not issubclass(kind, base):
         raise TypeError(f"{kind.__name__} is no {base.__name__}")
     return kind
+
+
+def refuse_sharded(model: nn.Module, error: RuntimeError) -> None:
+    """Explain an error of a call of ``model`` by parameters that are DTensors, if there are any.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    name = next((name for name, p in model.named_parameters() if hasattr(p, "device_mesh")), None)
+    if name is not None:
+        raise UnsupportedError(
+            f"parameter {name!r} is a DTensor: the graph reads parameters directly, so a submodule that was given "
+            "to fully_shard never gathers its own. Give fully_shard the converted model whole, or convert the "
+            "submodules one by one and shard each; parallelize_module is not supported."
+        ) from error

@@ -19,6 +19,7 @@ from autocastfx.plan.plan import Precision
 from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.kernel_facts import PARAMETERS, load_kernel_facts
 from autocastfx.runtime.hook_watch import HookWatch
+from autocastfx.runtime.module_modes import foreseen
 from autocastfx.runtime.variant import Variant
 
 __all__ = ["VariantTable", "up_to_date"]
@@ -53,6 +54,11 @@ class Maker(Protocol):
 
     @property
     def sensitivity(self) -> Sensitivity | None: ...
+
+    @property
+    def switched(self) -> tuple[Modes, Modes] | None:
+        """The modes that the model's ``eval`` and ``train`` gave, once the model is gone."""
+        ...
 
     @property
     def leaves(self) -> tuple[str, ...]:
@@ -187,11 +193,19 @@ class VariantTable(nn.ModuleList):
                 the first call in such a mode captures again.
         """
         first = self.capture(call, now, held)
-        for modes in () if self.maker.baked else dict.fromkeys([(True,) * len(now), (False,) * len(now)]):
+        for modes in self._switched():
             if modes != now:
                 with suppress(CaptureError):
                     self.capture(call, modes, held)
         return first
+
+    def _switched(self) -> list[Modes]:
+        """Return the modes that the original has after ``train`` and ``eval``, if they change nothing else."""
+        model = self.maker.model
+        if self.maker.baked or model is None:
+            return []
+        both = [foreseen(model, training=training) for training in (True, False)]
+        return list(dict.fromkeys(one.modes for one in both if not one.changes))
 
     def draft(self, now: Modes, held: Held) -> None:
         """Mount drafts, which are made without inputs; none if the model's code cannot be traced without.
@@ -199,7 +213,7 @@ class VariantTable(nn.ModuleList):
         Raises:
             BannedOpError: the list bans an op of the model.
         """
-        for modes in [now] if self.maker.baked else dict.fromkeys([now, (True,) * len(now), (False,) * len(now)]):
+        for modes in dict.fromkeys([now, *self._switched()]):
             with capturing(), suppress(CaptureError):
                 self.add(self.maker.draft(modes, held))
 
