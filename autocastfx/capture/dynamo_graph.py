@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autocastfx.capture.constant_masks import drop_settled
 from autocastfx.capture.data_attribute import data
-from autocastfx.capture.flatten_vmap import flatten_vmap
+from autocastfx.capture.flatten_transforms import flatten_transforms
 from autocastfx.capture.tensor_hooks import used_before
 from autocastfx.capture.tidy import tidy
 from autocastfx.capture.whole_calls import record_call
@@ -272,7 +272,7 @@ def _traced(
     modes = (cast("Any", value).fake_mode for value in values if isinstance(value, FakeTensor))
     mode: FakeTensorMode = next(modes, None) or FakeTensorMode()
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
-    flat = flatten_vmap(module, mode)
+    flat = flatten_transforms(module)
     context = tracing(TracingContext(mode))  # Dynamo's has another mode, in which torch 2.11 would trace branches
     try:
         with context, mode, enable_python_dispatcher(), torch._C._DisableAutocast(), torch.random.fork_rng(devices=[]):

@@ -18,6 +18,7 @@ from autocastfx.capture.call import Call, CallSignature, CallStructure
 from autocastfx.capture.call_rules import CallRules
 from autocastfx.capture.constant_masks import drop_settled
 from autocastfx.capture.data_writes import data_rules, detach_unwritten
+from autocastfx.capture.derivatives import DERIVATIVES
 from autocastfx.capture.failure import AgainError, asks_for_values, capture_error, quiet
 from autocastfx.capture.indices import INTEGER_INDICES
 from autocastfx.capture.leave_intact import intact
@@ -191,6 +192,7 @@ def _export(
         **data_rules(flat.module),
         **CUMULATIVE_NORMS,
         **INTEGER_INDICES,
+        **DERIVATIVES,
         **numbers.rules(),
         **tensor_hook_rules(flat.module, called),
     }

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autocastfx.capture.flatten_transforms import flatten_transforms
 from autocastfx.capture.whole_calls import LEAF, restore_leaves
 from autocastfx.graph.node import all_names, argument, attribute, dtypes, stand_for, subgraphs, value
 from autocastfx.graph.op_name import of_function, op_name
@@ -34,6 +35,7 @@ def tidy(
     Assertions and nodes that change nothing are dropped; with ``follows``, ``type_as`` stays. ``inputs`` names the
     placeholders. Attributes that are not in ``names``, the model's tensors, are added to ``attributes``.
     """
+    module = flatten_transforms(module)
     restore_leaves(module.graph, called)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     nodes = sorted(module.graph.nodes, key=lambda n: n.op != "placeholder")

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from autocastfx.capture.check_arguments import check_arguments, conversion_is_off
 from autocastfx.capture.progress import stage
-from autocastfx.capture.saved_tensors import no_saved_tensors_hooks
+from autocastfx.capture.thread_state import own_thread_state
 from autocastfx.capture.whole_calls import places
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
@@ -122,7 +122,7 @@ class CompileBackend:
         if conversion_is_off():
             return self._compile(module, inputs, device)
         try:
-            with no_saved_tensors_hooks(), stage(f"converting a graph of {len(module.graph.nodes)} nodes"):
+            with own_thread_state(), stage(f"converting a graph of {len(module.graph.nodes)} nodes"):
                 converted = self._converted(module, inputs, device, found)
         except Exception as error:  # whatever an operator or a tracer raises: it is told
             if isinstance(error, AutocastFXError) and not isinstance(error, CaptureError):

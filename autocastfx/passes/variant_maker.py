@@ -12,7 +12,7 @@ from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.draft.draft import capture_symbolically
 from autocastfx.capture.export import Captured, capture
 from autocastfx.capture.progress import stage
-from autocastfx.capture.saved_tensors import no_saved_tensors_hooks
+from autocastfx.capture.thread_state import own_thread_state
 from autocastfx.errors import CaptureError
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.ranges import mode_of
@@ -69,7 +69,7 @@ class VariantMaker:
         """
         if self.model is None:
             raise CaptureError(_WITHOUT_MODEL[self.weights == "low"])
-        with no_saved_tensors_hooks():
+        with own_thread_state():
             with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode"):
                 found = capture(
                     self.model,
