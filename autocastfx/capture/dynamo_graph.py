@@ -36,6 +36,9 @@ __all__ = ["DynamoGraph", "WholeCall", "aten_graph", "run_as_dynamo"]
 # the recomputation. Of the latter the graph is converted by itself.
 _DATA = torch._C._autograd._get_data_attr  # pyright: ignore[reportAttributeAccessIssue]; Dynamo writes it for x.data
 _RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
+_CONTEXTS = (
+    "_checkpoint_context_fn"  # what Dynamo puts into the graph's meta: which results are kept, and not recomputed
+)
 _HOOK = "register_hook"  # a tensor's, whose function is a graph
 _WHOLE = ("autograd_function_apply", _HOOK, *_RECOMPUTED)
 
@@ -220,6 +223,8 @@ class WholeCall:
 
     def with_recomputed(self, module: fx.GraphModule) -> WholeCall:
         """The same call, of another graph that takes the same inputs."""
+        if self.recomputed is not None and _CONTEXTS in self.recomputed.meta:
+            module.meta[_CONTEXTS] = self.recomputed.meta[_CONTEXTS]
         found = WholeCall(self.operator, ())
         found.arguments = [(module,), *self.arguments[1:]]
         return found
@@ -230,7 +235,8 @@ class WholeCall:
         arguments = [next(rest) if one is None else one[0] for one in self.arguments]
         if self.recomputed is not None and TracingContext.try_get() is None:
             # No compiler is there to see to it: torch 2.11 would keep all, torch 2.13 draw other random numbers again.
-            return checkpoint(*arguments, **kwargs)
+            contexts = {"context_fn": self.recomputed.meta[_CONTEXTS]} if _CONTEXTS in self.recomputed.meta else {}
+            return checkpoint(*arguments, **kwargs, **contexts)
         if self.operator.name() == _HOOK and not arguments[0].requires_grad:
             return arguments[0]  # an abstract run has no gradients
         return self.operator(*arguments, **kwargs)

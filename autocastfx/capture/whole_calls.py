@@ -153,7 +153,7 @@ def record_call(
         return run()
     tracer = mode.tracer
     proxies, named = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
-    with disable_proxy_modes_tracing():
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():  # whose modes record switches of gradients
         result = run()
     called.append(function)
     proxy = tracer.create_proxy("call_function", LEAF, (len(called) - 1, *proxies), named)
