@@ -36,9 +36,7 @@ __all__ = ["DynamoGraph", "WholeCall", "aten_graph", "run_as_dynamo"]
 # the recomputation. Of the latter the graph is converted by itself.
 _DATA = torch._C._autograd._get_data_attr  # pyright: ignore[reportAttributeAccessIssue]; Dynamo writes it for x.data
 _RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
-_CONTEXTS = (
-    "_checkpoint_context_fn"  # what Dynamo puts into the graph's meta: which results are kept, and not recomputed
-)
+_CONTEXTS = "_checkpoint_context_fn"  # in the meta of Dynamo's graph: which results are kept, and not recomputed
 _HOOK = "register_hook"  # a tensor's, whose function is a graph
 _WHOLE = ("autograd_function_apply", _HOOK, *_RECOMPUTED)
 

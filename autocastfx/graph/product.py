@@ -45,7 +45,7 @@ def product(node: fx.Node, kind: str, size: Size = example) -> Product | None:
         node: a node with an abstract value.
         kind: one of :data:`KINDS`.
         size: maps a size, which may be symbolic, to a number: its value for the example inputs, or its upper bound;
-            to None if unknown.
+            to itself, if the depth is to be symbolic; to None if unknown.
     """
     if kind == "outer":
         return Product(1)
@@ -98,7 +98,7 @@ def _of_equation(equation: str, operands: Sequence[Any], size: Size) -> Product 
     shared = set.intersection(*(set(each) for each in letters))
     apart = [n for each in letters for letter, n in each.items() if letter in kept and letter not in shared]
     contracted = math.prod(n for letter, n in sizes.items() if letter not in kept)
-    return Product(contracted, contracted > 1 and all(map(_is_one, apart)))
+    return Product(contracted, all(map(_is_one, apart)) and contracted > 1)
 
 
 def _is_one(size: Any) -> bool:

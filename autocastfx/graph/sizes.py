@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["example", "example_size", "largest_size", "unknown_size"]
+__all__ = ["example", "example_size", "largest_size", "settled_size", "unknown_size"]
 
 
 def example(number: Any) -> Any:
@@ -37,3 +37,8 @@ def largest_size(number: Any) -> float:
 
 def unknown_size(number: Any) -> None:
     """Return None: a draft's values are stand-ins of one element, whose sizes mean nothing."""
+
+
+def settled_size(number: Any) -> Any:
+    """Return ``number`` itself: what is decided by a symbolic size becomes a condition of the graph's guard."""
+    return number

@@ -20,8 +20,9 @@ from autocastfx.graph.node import (
     uses,
 )
 from autocastfx.graph.op_name import base_name, op_name
-from autocastfx.graph.product import Size, product
-from autocastfx.graph.sizes import example, largest_size, unknown_size
+from autocastfx.graph.product import Product, Size, product
+from autocastfx.graph.scores import takes_mask
+from autocastfx.graph.sizes import example, largest_size, settled_size, unknown_size
 from autocastfx.passes.analysis.demands import Demands
 from autocastfx.passes.analysis.distances import distance_products
 from autocastfx.passes.analysis.exact_numbers import forced_by_number
@@ -228,7 +229,7 @@ class Classifier:
         if limit is None or limit.most is None:
             return None
         found = product(node, kind or "elements", self.size)
-        if found is None or found.depth <= limit.most:
+        if found is None or self._is_at_most(node, kind or "elements", found, limit.most):
             return None
         reason = f"reduces {found.depth} elements, more than reduction_depth {limit.most}"
         return Decision(Category.DENY, reason, limit.source or NO_SOURCE)
@@ -242,14 +243,25 @@ class Classifier:
         """A contraction as its sizes say: one of few elements is elementwise work, one to a single number is a sum."""
         limit, kind = self.op_list.product_depth, self.facts.reduces.get(base_name(op_name(node)))
         sizes = product(node, kind, self.size) if limit is not None and kind is not None else None
-        if sizes is None or limit is None or limit.most is None:
+        if sizes is None or kind is None or limit is None or limit.most is None:
             return listed
         if sizes.is_sum:
             return self._as_op("sum", f"adds up {sizes.depth} elements into one number, as a sum does", listed)
-        if sizes.depth >= limit.most:
+        if not self._is_at_most(node, kind, sizes, limit.most - 1):
             return listed
         reason = f"adds up {sizes.depth} elements, fewer than product_depth {limit.most}: elementwise work"
         return Decision(Category.INFER, reason, limit.source or NO_SOURCE)
+
+    def _is_at_most(self, node: fx.Node, kind: str, found: Product, most: int) -> bool:
+        """True if ``node`` adds up ``most`` elements or fewer.
+
+        If it may add up more in another call, the graph is for calls where it does not. A decision for many elements
+        holds for fewer, too.
+        """
+        if found.depth > most:
+            return False
+        settled = product(node, kind, settled_size)
+        return settled is not None and bool(settled.depth <= most)
 
     def _as_op(self, other: str, because: str, listed: Decision) -> Decision:
         """The decision of the op ``other``, if the list has a rule for it."""

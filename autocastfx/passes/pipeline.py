@@ -72,8 +72,7 @@ class Converter(Policy):
             PlanError: the plan given asks for what cannot be.
             VerifyError: the rewritten graph is not what was planned.
         """
-        follows, mode = self.op_list.placement == "follow", mode_of(captured.training)
-        graph, attributes = captured.graph, captured.attributes
+        graph, attributes, mode = captured.graph, captured.attributes, mode_of(captured.training)
         made = self.convert_graph(graph, attributes, tensors, device, mode=mode, guesses=captured.guesses)
         inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
         return Variant(
@@ -82,7 +81,7 @@ class Converter(Policy):
             plan=made.plan,
             out_spec=captured.out_spec,
             structure=captured.structure,
-            guard=shape_guard(inputs) if follows else captured.guard,  # parts may pin sizes
+            guard=shape_guard(inputs) if captured.guesses is None else captured.guard,  # a pass may settle sizes
             modes=captured.training,
             device=captured.device,
             state=captured.state,

@@ -248,3 +248,45 @@ def test_a_list_moves_or_lifts_the_limit() -> None:
         )
 
     assert (category(7), category(16), category(None)) == ("allow", "infer", "allow")
+
+
+def _attended(x: torch.Tensor) -> torch.Tensor:
+    return (x @ x.mT).softmax(-1) @ x
+
+
+def _summarised(x: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bnd,bne->bde", x.tanh(), x)
+
+
+def _correlated(x: torch.Tensor) -> torch.Tensor:
+    return torch.tensordot(x, x.tanh(), dims=([1], [1]))
+
+
+@pytest.mark.parametrize("function", [_attended, _summarised, _correlated])
+def test_few_elements_in_the_example_are_many_in_a_longer_call(function: Callable[..., Any]) -> None:
+    """A graph that was captured for few elements is for few; one for many is for any number."""
+    model = nn.Sequential(nn.Linear(16, 16), Function(function))
+
+    def last(plan: autocastfx.Plan) -> str:
+        return [str(n.decision.category) for n in plan.nodes if n.op in load_kernel_facts().reduces][-1]
+
+    short = autocastfx.convert(model, (torch.randn(2, 4, 16),), dtype="bfloat16")
+    assert last(short.plan) == "infer"
+    assert "<= 7" in str(short.variants[0].guard)
+    for length, variants in ((7, 1), (8, 2), (512, 2), (3, 2)):
+        short(torch.randn(2, length, 16))
+        assert len(short.variants) == variants
+    assert last(short.variants[-1].plan) == "allow"
+    long = autocastfx.convert(model, (torch.randn(2, 16, 16),), dtype="bfloat16")
+    assert last(long.plan) == "allow"
+    long(torch.randn(2, 4, 16))
+    assert len(long.variants) == 1
+
+
+def test_a_sum_that_is_short_in_the_example_is_limited_in_a_longer_call(tmp_path: Path) -> None:
+    rules = lists(tmp_path, "allow: [sum]\nreduction_depth: 8")
+    amp_model = autocastfx.convert(Function(lambda x: x.sum(1)), (ones(2, 8),), op_list=rules, dtype="float16")
+    for length, variants, dtype in ((8, 1, "float16"), (3, 1, "float16"), (9, 2, "float32")):
+        amp_model(ones(2, length))
+        assert len(amp_model.variants) == variants
+        assert amp_model.variants[-1].plan["sum_1"].dtype == dtype
