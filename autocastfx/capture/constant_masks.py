@@ -8,7 +8,7 @@ than one that takes a mask, and flash attention takes none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from autocastfx.capture.known_values import ANDS, SUMS, known_values, of_operand
 from autocastfx.graph.alias import alias_sets, handed_out, mutated_inputs, seen_by_functions
 from autocastfx.graph.node import argument, draws_random_numbers, set_argument, tensors
 from autocastfx.graph.op_name import op_name
+from autocastfx.graph.scores import read_as_scores
 from autocastfx.graph.sizes import example
 
 __all__ = ["drop_settled"]
@@ -28,7 +29,8 @@ def drop_settled(graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
     """Remove nodes that change nothing whatever the inputs, in place.
 
     These are ``and`` with True, the addition of zeros (which may change the sign of a zero), attention masks that hide
-    nothing or what comes later alone, and the nodes that only these read. Values that share storage which is, or may
+    nothing or what comes later alone, and the nodes that only these read. float32 zeros that would widen a 16-bit value
+    are a sum's first value, and stay, except where they are added to scores. Values that share storage which is, or may
     be, written to are kept, and so are outputs, which must not become inputs.
 
     Args:
@@ -39,7 +41,7 @@ def drop_settled(graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
     known, outputs = known_values(graph, shared), handed_out(graph)
     dropped: list[fx.Node] = []
     for node in list(graph.nodes):
-        source = _source(node, known)
+        source = _source(node, known, shared)
         if source is not None and not {node, source} & shared and node not in outputs:
             dropped += [node, *node.all_input_nodes]
             node.replace_all_uses_with(source)
@@ -48,7 +50,7 @@ def drop_settled(graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
     _erase_unread(graph, [*dropped, *known])
 
 
-def _source(node: fx.Node, known: Mapping[fx.Node, Known]) -> fx.Node | None:
+def _source(node: fx.Node, known: Mapping[fx.Node, Known], written: Set[fx.Node]) -> fx.Node | None:
     """Return the input that ``node`` returns unchanged, or None."""
     name = op_name(node)
     if name not in (*ANDS, *SUMS) or node.kwargs or len(node.args) != 2:
@@ -58,8 +60,15 @@ def _source(node: fx.Node, known: Mapping[fx.Node, Known]) -> fx.Node | None:
     for kept, other in sides:
         if isinstance(kept, fx.Node) and constant(of_operand(other, known)) == neutral and _stands_for(kept, node):
             is_bits = name in ANDS and tensors(node)[0].dtype != torch.bool  # 1 is one bit of many
-            return None if is_bits else kept
+            is_start = name in SUMS and _widens(other, node) and not read_as_scores(node, written)
+            return None if is_bits or is_start else kept
     return None
+
+
+def _widens(zeros: Any, total: fx.Node) -> bool:
+    """True if ``total`` is float32 because ``zeros`` are, by torch's promotion: a number widens no dimensions."""
+    found = tensors(zeros) if isinstance(zeros, fx.Node) else ()
+    return any(t.dtype == torch.float32 and (t.ndim > 0 or tensors(total)[0].ndim == 0) for t in found)
 
 
 def _stands_for(kept: fx.Node, node: fx.Node) -> bool:

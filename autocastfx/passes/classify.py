@@ -27,7 +27,7 @@ from autocastfx.passes.analysis.demands import Demands
 from autocastfx.passes.analysis.distances import distance_products
 from autocastfx.passes.analysis.exact_numbers import forced_by_number
 from autocastfx.passes.analysis.listed import listed, refuse_banned
-from autocastfx.passes.analysis.masks import Fill, come_in, fills, fits, takes_mask
+from autocastfx.passes.analysis.masks import Fill, come_in, fills, fits
 from autocastfx.passes.analysis.value_ranges import Limit, reach
 from autocastfx.passes.analysis.whole_numbers import WholeNumbers, told_apart
 from autocastfx.passes.state import Classification, Pass, State

@@ -38,7 +38,7 @@ def trivial(length: int | torch.SymInt) -> Tensor:
 
 
 def test_a_mask_that_shows_all_is_not_added() -> None:
-    assert ops(lambda x: (x + trivial(x.shape[2])).exp(), X) == ["exp"]
+    assert ops(lambda x: (x + trivial(x.shape[2])).softmax(-1), X) == ["softmax"]
 
 
 def test_attention_gets_no_mask_that_hides_nothing() -> None:
@@ -85,6 +85,9 @@ KEPT: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a shape that widens": (lambda x: (x[:1].exp() + torch.zeros(2, 1, 1, 1)).exp(), "add"),
     "bits": (lambda x: (x > 0).int() & torch.ones((), dtype=torch.int32), "__and__"),
     "what is written to": (lambda x: (x.exp() + torch.zeros(())).mul_(2) + x.exp(), "add"),
+    "zeros that a sum begins with": (lambda x: (x.exp() + torch.zeros(2, 3, 5, 4)).exp(), "add"),
+    "zeros that a sum of numbers begins with": (lambda x: (x.mean() + torch.zeros(())).exp(), "add"),
+    "scores that are read otherwise, too": (lambda x: (s := x + torch.zeros(5, 1)).softmax(-1) * s, "add"),
     "ones are no zeros": (lambda x: (x.exp() + torch.ones(())).exp(), "add"),
     "zero minus": (lambda x: (torch.zeros(()) - x.exp()).exp(), "sub"),
 }
@@ -116,8 +119,8 @@ def test_what_a_function_may_write_into_is_not_settled() -> None:
 def read_there(x: Tensor) -> Tensor:
     zeros = torch.zeros_like(x)
     with torch.no_grad():
-        scale = (x + zeros).amax() * 0.5
-    return ((x + zeros) * scale).exp()
+        scale = (x + zeros).softmax(-1) * 0.5
+    return (x + zeros).softmax(-1) * scale
 
 
 def written_there(x: Tensor) -> Tensor:

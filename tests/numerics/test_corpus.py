@@ -211,6 +211,8 @@ def _switch_off(point: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         patch.setattr(classify, "distance_products", lambda *_: {})
     elif point == "sums":
         return {"op_list": ["default", OpList.of({"promote": ["index_add", "scatter_add", "scatter_reduce"]})]}
+    elif point == "first values":
+        patch.setattr("autocastfx.capture.constant_masks._widens", lambda zeros, total: False)
     elif point == "squares":
         patch.setattr(Classifier, "_square", lambda self, node, listed: listed)
     elif point == "islands":
@@ -229,6 +231,7 @@ def _switch_off(point: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("whole numbers", "soft-argmax"),
         ("distances", "nearest-code"),
         ("sums", "segment-mean"),
+        ("first values", "sum-from-zeros"),
         ("squares", "loudness"),
         ("islands", "float-operands"),
     ],

@@ -14,7 +14,7 @@ from torch import fx
 from autocastfx.graph.alias import aliased
 from autocastfx.graph.node import argument, is_float32, tensors, uses
 from autocastfx.graph.op_name import kernel_name
-from autocastfx.passes.analysis.masks import takes_mask
+from autocastfx.graph.scores import takes_mask
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.plan.plan import Decision, Forced
 from autocastfx.policy.kernel_facts import PARAMETERS

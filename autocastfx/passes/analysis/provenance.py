@@ -11,7 +11,7 @@ from torch import fx
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.node import has_float32, producer, tensors, uses
 from autocastfx.graph.op_name import base_name, op_name
-from autocastfx.passes.analysis.masks import read_as_scores, takes_mask
+from autocastfx.graph.scores import read_as_scores, takes_mask
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.passes.analysis.units import Unit, Units
 from autocastfx.policy.rule import Category

@@ -14,7 +14,7 @@ from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.node import Use, has_float32, tensors, uses, value
 from autocastfx.graph.op_name import op_name
-from autocastfx.passes.analysis.masks import takes_mask
+from autocastfx.graph.scores import takes_mask
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.numerics.corpus import (
+    accumulators,
     demands,
     derivatives,
     dtypes,
@@ -34,6 +35,7 @@ FAMILIES = (
     products,
     losses,
     scatters,
+    accumulators,
     states,
     warps,
     linear_algebra,
