@@ -1,4 +1,4 @@
-"""The commands ``autocastfx compare`` and ``autocastfx bisect``: their arguments, and their runs to an exit code."""
+"""The commands ``autocastfx compare``, ``check`` and ``bisect``: their arguments, and their runs to an exit code."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError
 from autocastfx.files import check_writable
 from autocastfx.numerics.bisect import bisect
+from autocastfx.numerics.check import check
 from autocastfx.numerics.compare import compare
 from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.output_error import METRICS, OutputError
@@ -54,6 +55,11 @@ def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argpar
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write the page of dump, with these numbers")
     conversion_options.add_to(parser)
     parser.set_defaults(run=_compare)
+
+    parser = add("check", parents=parents, help="run a model beside its conversion, and say what differs")
+    parser.add_argument("model", metavar="MODEL", help=model)
+    conversion_options.add_to(parser)
+    parser.set_defaults(run=_check_model)
 
     parser = add(
         "bisect", parents=[*parents, seeded], help="find the ops that have to run in float32, and write a list"
@@ -109,6 +115,18 @@ def _compare(options: argparse.Namespace) -> int:
     if overflow is not None:
         print(f"\n{overflow}")
     return int(not found.is_finite)
+
+
+def _check_model(options: argparse.Namespace) -> int:
+    """Run ``check``. Returns 1 if the conversion does something else than the model, or is less exact than allowed."""
+    _check(options, "check runs the model")
+    model = given_model(options, options.model)
+    place = device_of(model)
+    how = conversion_options.conversion_arguments(options, place)
+    batch = load_inputs(options.inputs, place)
+    found = check(model, [batch], dtype=options.dtype, op_list=options.op_list or "default", **how)
+    print(found.to_json() if options.json else found)
+    return int(not found.ok)
 
 
 def _bisect(options: argparse.Namespace) -> int:

@@ -88,10 +88,14 @@ class Check:
 
     @property
     def inexact(self) -> tuple[CheckedValue, ...]:
-        """The outputs, and all gradients as one, farther from float32 than 1.2 times torch.autocast's, plus epsilon."""
+        """The outputs, and all gradients as one, farther from float32 than 1.2 times torch.autocast's, plus epsilon.
+
+        What is not finite, where float32 is, always belongs to them.
+        """
         eps = torch.finfo(getattr(torch, self.dtype)).eps
         judged = (one for one in self.values if not one.name.startswith("gradient of"))
-        return tuple(one for one in judged if not one.error <= _TIMES * (one.autocast or 2 * eps) + eps)
+        allowed = ((one, _TIMES * (2 * eps if one.autocast is None else one.autocast) + eps) for one in judged)
+        return tuple(one for one, most in allowed if not (math.isfinite(one.error) and one.error <= most))
 
     @property
     def far(self) -> tuple[CheckedValue, ...]:

@@ -274,17 +274,22 @@ def mode_differences(model: nn.Module, amp_model: AmpModule) -> Iterator[Differe
     """Yield the modules that ``train()`` and ``eval()`` leave in another mode in the converted model."""
     for mode, called in ((True, "after train()"), (False, "after eval()")):
         flags = [(m, m.training) for one in (model, amp_model) for m in _modules(one)]
+        learning = [(p, p.requires_grad) for p in model.parameters()]
         try:
-            model.train(mode)
-            amp_model.train(mode)
-            named = zip(model.named_modules(), amp_model._own_modules, strict=True)
-            for (name, theirs), ours in named:
-                if theirs.training != ours.training:
+            with intact(model, [m.training for m in model.modules()], {}):
+                model.train(mode)
+                amp_model.train(mode)
+                theirs = [m.training for m in model.modules()]
+            names = [name for name, _ in model.named_modules()]
+            for name, wanted, ours in zip(names, theirs, amp_model._own_modules, strict=True):
+                if wanted != ours.training:
                     word = "training" if ours.training else "evaluation"
                     yield Difference(f"module {name or '(root)'}", f"is in {word}", called)
         finally:
             for module, flag in flags:
                 module.training = flag
+            for parameter, learns in learning:
+                parameter.requires_grad_(learns)
 
 
 def changed(arguments: Arguments, *, seed: int = 0) -> Arguments:

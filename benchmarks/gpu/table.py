@@ -23,7 +23,7 @@ ENVIRONMENT, FACTS = "environment", "kernel facts"
 HIDDEN = ("card", "stage", "call", "longest")
 WIDEST = 150  # characters of a cell that is no name
 AUTOCAST = "torch.autocast"
-SIDES = {"cast, fold=exact": "default", "cached, fold=kernel": "cached weights, `fold=\"kernel\"`"}  # in the summary
+SIDES = {"cast, fold=exact": "default", "cached, fold=kernel": 'cached weights, `fold="kernel"`'}  # in the summary
 Cell = Callable[[Row], str]
 
 
@@ -125,7 +125,10 @@ def step_summary(rows: Iterable[Row]) -> str:
         body = [[model, *values] for model, values in zip(lines, cells, strict=True)]
         if body:
             caption = _caption(row for row in held if row["card"] == card)
-            parts += [f"Time of a training step (`python -m benchmarks.gpu`), to torch.autocast's. {caption}", _lines(head, body)]
+            parts += [
+                f"Time of a training step (`python -m benchmarks.gpu`), to torch.autocast's. {caption}",
+                _lines(head, body),
+            ]
     return "\n\n".join(parts)
 
 

@@ -560,6 +560,7 @@ def test_the_page_names_every_command_and_is_in_the_index() -> None:
         "explain",
         "diff",
         "compare",
+        "check",
         "bisect",
         "tune",
         "convert",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -154,6 +155,16 @@ def test_compare_prints_the_table_of_compare(capsys: pytest.CaptureFixture[str])
         model = sys.modules["numerics_models"].model().eval()
     x = sys.modules["numerics_models"].batch()
     assert out == autocastfx.compare(None, autocastfx.convert(model, x, dtype="float16"), *x).table(2) + "\n"
+
+
+def test_check_prints_the_check_and_ends_with_1_if_it_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "check", "numerics_models:model", *INPUTS)
+    assert (code, err) == (0, "")
+    assert re.match(r"check of \w+ in float16: right\n  as captured, without a cast: \d+ calls, 0 differences\n", out)
+    code, out, _ = run(capsys, "check", "numerics_models:model", *FAULTY, "--json")
+    assert code == 1
+    assert json.loads(out)["ok"] is False
+    assert run(capsys, "check", "numerics_models:model")[2].endswith("check runs the model: give --inputs.\n")
 
 
 def test_compare_of_a_fault_ends_with_1_and_says_where(capsys: pytest.CaptureFixture[str]) -> None:
