@@ -35,7 +35,8 @@ class Switched:
 class OriginalModes:
     """Follows the modes that parts of the original are given (``model.backbone.eval()``) after the conversion.
 
-    The mode of the original as a whole is its own.
+    The mode of the original as a whole is its own. Calls that ``torch.compile`` compiled do not look: there, give the
+    mode to the converted model's part.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
