@@ -47,7 +47,8 @@ def _with_autograd(x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
 
 def _without_autograd(x: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
     clamped = x.clamp(-bound, bound)
-    if is_concrete(x) and not clamped.requires_grad:  # CUDA's kernel narrows what it writes
+    is_wrapped = torch._C._are_functorch_transforms_active()  # such a tensor, or a dual one, takes no out=
+    if is_concrete(x) and not clamped.requires_grad and not is_wrapped:  # CUDA's kernel narrows what it writes
         return torch.add(clamped, x, alpha=_TINY, out=torch.empty_like(clamped, dtype=dtype))
     return clamped.add_(x.detach(), alpha=_TINY).to(dtype)  # choosing by isinf takes five times as long
 

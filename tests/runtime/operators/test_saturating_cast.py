@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+import autocastfx
 from autocastfx.graph.op_name import of_function
 from autocastfx.runtime.operators.saturating_cast import saturating_cast
 from tests.helpers import saved_bytes
@@ -92,3 +93,14 @@ def test_a_compiler_sees_its_parts() -> None:
 
 def test_lists_call_it_by_its_own_name() -> None:
     assert of_function(saturating_cast) == "autocastfx::saturating_cast"
+
+
+def test_a_converted_model_is_differentiated_in_forward_mode() -> None:
+    torch.manual_seed(0)
+    model, x = (
+        torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32)),
+        torch.randn(8, 32),
+    )
+    amp_model = autocastfx.convert(model, (x,), dtype=torch.float16)
+    (_, found), (_, exact) = (torch.func.jvp(one, (x,), (torch.ones_like(x),)) for one in (amp_model, model))
+    assert (found - exact).norm() / exact.norm() < 4 * torch.finfo(torch.float16).eps
