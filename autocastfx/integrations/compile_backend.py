@@ -20,8 +20,9 @@ from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.any_size import own_sizes
 from autocastfx.integrations.compiled_call import CompiledCall
+from autocastfx.integrations.graph_in_autocast import autocast_as_before, float32_where_it_fails, graph_in_autocast
 from autocastfx.integrations.hook_guards import guard_hooks
-from autocastfx.integrations.skipped_code import SkippedCode
+from autocastfx.integrations.skipped_code import SkippedCode, warn_of_failure
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
 from autocastfx.policy.keep_in_float32 import kept_in_float32
@@ -208,10 +209,19 @@ class CompileBackend:
         runs = f"under torch.autocast, in {low}" if self.uncaptured == "autocast" else "in float32"
         told = f"a graph of torch.compile cannot be converted and runs {runs}: {failure}"
         warnings.warn(told, UncapturedGraphWarning, stacklevel=2)
+        exact = module
         if self.uncaptured == "autocast":
-            module = _in_autocast(module, device.type, self.low)
+            module = graph_in_autocast(exact, device.type, self.low)
         self._add(CompiledGraph(module, None, failure))
-        return self._compile(module, inputs, device)
+        if module is exact:
+            return self._compile(exact, inputs, device)
+        try:
+            with autocast_as_before(device.type):
+                run = self._compile(module, inputs, device)
+        except RuntimeError as error:
+            warn_of_failure("the graph", error)
+            return self._compile(exact, inputs, device)
+        return float32_where_it_fails(run, exact, device.type)
 
     def _compile(self, module: fx.GraphModule, inputs: list[Any], device: torch.device) -> Callable[..., Any]:
         from torch._dynamo.backends.registry import lookup_backend
@@ -258,17 +268,3 @@ def _outside_autocast(run: Callable[..., Any], kind: str) -> Callable[..., Any]:
         return run(*inputs)
 
     return call
-
-
-def _in_autocast(module: fx.GraphModule, kind: str, low: torch.dtype) -> fx.GraphModule:
-    """Return a copy of ``module`` whose nodes run in a region of torch.autocast."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    region: fx.Node | None = None
-    for node in module.graph.nodes:
-        if region is None and node.op not in ("placeholder", "get_attr"):
-            region = graph.call_function(torch.amp.autocast_mode._enter_autocast, (kind, low, True, None))
-        if node.op == "output":
-            graph.call_function(torch.amp.autocast_mode._exit_autocast, (region,))
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    return fx.GraphModule(module, graph)

@@ -171,15 +171,15 @@ class CompiledCall:
                 runs = "Its modules are converted one by one; what it computes besides runs in float32."
             elif backend.uncaptured == "autocast":
                 device = device_of(self.model)
+                paths = {m: name or "(the model)" for name, m in self.model.named_modules() if m in holders}
                 for module in holders:
-                    in_autocast = InAutocast(module, device.type, low)
+                    in_autocast = InAutocast(module, paths[module], device.type, low)
                     if module is self.model:
                         self.call = in_autocast
                     else:
                         module._compiled_call_impl = in_autocast
-                paths = [name or "(the model)" for name, module in self.model.named_modules() if module in holders]
                 runs = (
-                    f"It has run in float32; from now on {', '.join(paths)} runs under torch.autocast, in "
+                    f"It has run in float32; from now on {', '.join(paths.values())} runs under torch.autocast, in "
                     f"{dtype_name(low)}."
                 )
             warnings.warn(f"{told}. {runs}", UncapturedGraphWarning, stacklevel=4)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import CodeType, MethodType
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from autocastfx.errors import UncapturedGraphWarning
 from autocastfx.integrations.in_float32 import in_float32
 
 __all__ = [
@@ -22,6 +27,7 @@ __all__ = [
     "plain_name",
     "skipped_since",
     "tried",
+    "warn_of_failure",
     "whole",
 ]
 
@@ -145,10 +151,13 @@ class InAutocast:
     """The call of a module, and of those in it, in a region of torch.autocast, which Dynamo leaves alone.
 
     It returns float32 where it returned 16 bits, to fit what is around it. Copies and pickles of the module lack it.
+    What fails in the region, but not in float32, runs in float32 from then on, and that is told. In that call it has
+    run twice, in part.
     """
 
-    def __init__(self, module: nn.Module, kind: str, low: torch.dtype) -> None:
-        self.module, self.kind, self.low = module, kind, low
+    def __init__(self, module: nn.Module, name: str, kind: str, low: torch.dtype) -> None:
+        self.module, self.name, self.kind, self.low = module, name, kind, low
+        self.is_float32 = self.is_tried = False
         self._uncaptured = torch.compiler.disable(self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +170,37 @@ class InAutocast:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         call: Any = cast("Any", self.module)._call_impl
-        with torch.autocast(self.kind, self.low):
-            found = call(*args, **kwargs)
-        return in_float32(found, self.low, (args, kwargs))
+        failure: RuntimeError | None = None
+        if not self.is_float32:
+            try:
+                with torch.autocast(self.kind, self.low), nullcontext() if self.is_tried else _NoSparse():
+                    found = call(*args, **kwargs)
+                self.is_tried = True
+                return in_float32(found, self.low, (args, kwargs))
+            except RuntimeError as error:
+                failure = error
+        with torch.autocast(self.kind, enabled=False):
+            found = call(*args, **kwargs)  # if the model itself fails, this does too
+        if failure is not None:
+            self.is_float32 = True
+            warn_of_failure(self.name, failure)
+        return found
+
+
+class _NoSparse(TorchDispatchMode):
+    """Fails where an operator takes a sparse tensor: under torch.autocast, only its backward would fail."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided for leaf in leaves):
+            raise RuntimeError("sparse tensors have no gradients there")
+        return func(*args, **(kwargs or {}))
+
+
+def warn_of_failure(what: str, failure: RuntimeError) -> None:
+    """Say that what failed under torch.autocast runs in float32."""
+    said = str(failure).partition("\n")[0]
+    told = f"{what} fails under torch.autocast ({said}), and runs in float32 from now on."
+    warnings.warn(told, UncapturedGraphWarning, stacklevel=5)
