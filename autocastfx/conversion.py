@@ -35,8 +35,9 @@ from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.keep_in_float32 import kept_in_float32
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
+from autocastfx.report.compiled_graph import refuse_enabled
 from autocastfx.report.conversion_warnings import (
-    warn_of_low_parameters,
+    warn_of_other_parameters,
     warn_of_slow_kernels,
     warn_of_unmatched_effects,
     warn_of_unmatched_ranges,
@@ -136,17 +137,18 @@ def convert(
         SensitivityError: the sensitivity cannot be read, or was measured for another dtype.
         BannedOpError: the list bans an op of the model.
         PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
-        UnsupportedError: a reserved argument was given, a parameter is a DTensor, ``weights="low"`` was given without
-            example inputs, or ``sensitivity`` with a list that follows torch.autocast's dispatch; or the model is
-            16-bit, and was given another ``dtype``, ``weights``, ``fold="kernel"``, ``calibrate``, ``sensitivity``, or
-            names to ``recompose``.
+        UnsupportedError: the model is enabled, a reserved argument was given, a parameter is a DTensor,
+            ``weights="low"`` was given without example inputs, or ``sensitivity`` with a list that follows
+            torch.autocast's dispatch; or the model is 16-bit, and was given another ``dtype``, ``weights``,
+            ``fold="kernel"``, ``calibrate``, ``sensitivity``, or names to ``recompose``.
         ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
     check_arguments(fold, weights, headroom)
     started = time.perf_counter()
     module, target = _as_module(model), named_device(device)
-    warn_of_low_parameters(module, stacklevel=3)
+    refuse_enabled(module)
+    warn_of_other_parameters(module, stacklevel=3)
     args, kwargs = inputs_of(example_inputs, example_kwargs)
     is_given = example_inputs is not None or example_kwargs is not None
     if not is_given and isinstance(model, ExportedProgram) and model.example_inputs is not None:

@@ -14,7 +14,7 @@ from autocastfx.errors import UnsupportedError
 from autocastfx.integrations.compile_backend import CompileBackend
 from autocastfx.integrations.compiled_call import CompiledCall
 from autocastfx.policy.op_list import load_op_list
-from autocastfx.report.conversion_warnings import warn_of_low_parameters
+from autocastfx.report.conversion_warnings import warn_of_other_parameters
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["backend_of", "disable", "enable"]
@@ -56,7 +56,7 @@ def enable(
         raise UnsupportedError(
             f"this {name} is compiled already: enable it instead, with inner= the backend that it was compiled by."
         )
-    warn_of_low_parameters(model, stacklevel=3)
+    warn_of_other_parameters(model, stacklevel=3)
     follows = load_op_list(arguments.get("op_list", "default")).placement == "follow"  # it casts 16-bit values, too
     own = None if follows else one_low_dtype(p.dtype for p in model.parameters())
     low = chosen_dtype(own if dtype is None else dtype, device_of(model))

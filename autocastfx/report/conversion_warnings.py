@@ -20,7 +20,7 @@ from autocastfx.policy.op_list import OpList
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = [
-    "warn_of_low_parameters",
+    "warn_of_other_parameters",
     "warn_of_slow_kernels",
     "warn_of_unmatched_effects",
     "warn_of_unmatched_ranges",
@@ -55,9 +55,19 @@ def _warn_of_unmatched(amp_model: AmpModule, measured: Sequence[Range | Effect],
         )
 
 
-def warn_of_low_parameters(model: nn.Module, stacklevel: int) -> None:
-    """Warn of a model whose floating-point parameters have both 16-bit dtypes: only float32 values are converted."""
+def warn_of_other_parameters(model: nn.Module, stacklevel: int) -> None:
+    """Warn of a model without float32 parameters that is no 16-bit model: only float32 values are converted.
+
+    Its parameters have both 16-bit dtypes, or are float64.
+    """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if torch.float64 in dtypes and torch.float32 not in dtypes:
+        warnings.warn(
+            f"the parameters of this {type(model).__name__} are float64, and only float32 values are converted: what "
+            "they compute stays as it is. Convert the model in float32: model.float().",
+            StateWarning,
+            stacklevel=stacklevel,
+        )
     if dtypes == set(LOW_DTYPES):
         warnings.warn(
             f"the parameters of this {type(model).__name__} are {' and '.join(sorted(map(dtype_name, dtypes)))} "
