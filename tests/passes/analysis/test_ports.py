@@ -13,12 +13,22 @@ from tests.helpers import Function
 LOW = torch.bfloat16
 
 
-@pytest.mark.parametrize(("device", "cast"), [("cpu", False), ("cuda", True)])
-def test_which_norms_take_float32_parameters_is_asked_of_the_device(device: str, cast: bool) -> None:
-    """A group norm on a CPU takes them beside 16-bit values; on a GPU it does not. No GPU is needed to convert."""
-    model = nn.Sequential(nn.Conv1d(8, 8, 1), nn.GroupNorm(2, 8), nn.Conv1d(8, 8, 1))
-    plan = autocastfx.convert(model, (torch.rand(2, 8, 4),), dtype=LOW, fold="kernel", device=device).plan
-    assert plan["group_norm"].dtype == "bfloat16"
+@pytest.mark.parametrize(
+    ("device", "norm", "name", "dtype", "cast"),
+    [
+        ("cpu", nn.GroupNorm(2, 8), "group_norm", "bfloat16", False),
+        ("cuda", nn.GroupNorm(2, 8), "group_norm", "float32", False),
+        ("cpu", nn.LayerNorm(8), "layer_norm", "bfloat16", False),
+        ("cuda", nn.LayerNorm(8), "layer_norm", "bfloat16", True),
+    ],
+)
+def test_which_norms_take_float32_parameters_is_asked_of_the_device(
+    device: str, norm: nn.Module, name: str, dtype: str, cast: bool
+) -> None:
+    """Beside 16-bit values, on a CPU; on a GPU none of these does. No GPU is needed to convert."""
+    model = nn.Sequential(nn.Conv1d(8, 8, 1), norm, nn.Conv1d(8, 8, 1))
+    plan = autocastfx.convert(model, (torch.rand(2, 8, 8),), dtype=LOW, fold="kernel", device=device).plan
+    assert plan[name].dtype == dtype
     assert ("_1_weight" in {c.value for c in plan.casts}) is cast
 
 
