@@ -23,6 +23,7 @@ from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.product import Product, Size, product
 from autocastfx.graph.scores import takes_mask
 from autocastfx.graph.sizes import example, largest_size, settled_size, unknown_size
+from autocastfx.passes.analysis.cancellations import cancellations
 from autocastfx.passes.analysis.demands import Demands
 from autocastfx.passes.analysis.distances import distance_products
 from autocastfx.passes.analysis.exact_numbers import forced_by_number
@@ -342,6 +343,7 @@ class Classify(Pass):
         found = classifier(state.graph, values.largest)
         found = replace(found, wide=found.wide | reached.wide)
         if rules.placement != "follow":  # torch.autocast demands nothing
-            demands = Demands(policy.ports, state.parameters)
+            cancelling = cancellations(state.graph, values.trained, values.balanced, rules, facts)
+            demands = Demands(policy.ports, state.parameters, cancelling)
             found = replace(found, decisions=demands(state.graph, found.decisions))
         return replace(state, classification=found)

@@ -66,7 +66,7 @@ class Forced(str, Enum):
     NO_KERNEL = "forced:no-kernel"  # the device has no 16-bit kernel
     RANGE = "forced:range"  # measured values do not fit
     WHOLE = "forced:whole"  # whole numbers that 16 bits do not tell apart
-    DISTANCE = "forced:distance"  # a product that squares are added to
+    DISTANCE = "forced:distance"  # a small difference of large values, and its products
     UPDATE = "forced:update"  # it computes the next contents of a buffer
     NOT_FLOAT32 = "eligibility"  # no float32 value is at stake
     STAYS_LOW = "forced:stays-low"  # of a 16-bit model: it cannot be raised to float32

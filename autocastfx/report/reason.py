@@ -29,8 +29,8 @@ _ADVICE = {
     "bfloat16",
     Forced.WHOLE: "the numbers are too large for 16 bits to tell them apart: scale them in the model, or set run "
     "to low in an edited plan",
-    Forced.DISTANCE: "compute the distance without its squares in the model (torch.cdist), or set run to low in an "
-    "edited plan",
+    Forced.DISTANCE: "compute the difference without its large terms in the model (torch.cdist, torch.var), or set run "
+    "to low in an edited plan",
     Forced.UPDATE: "a buffer takes what is computed here, in float32: set run to low in an edited plan",
     Forced.NOT_FLOAT32: "only float32 values are ever cast: there is none here, or it is made here",
     Forced.STAYS_LOW: "what it does has no float32 form here: change the model's code, or convert the float32 model",

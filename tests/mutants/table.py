@@ -71,6 +71,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "passes/variant_maker.py": ("capture/test_export.py", *_DRAFTS, *_VARIANTS),
     "passes/verify.py": ("passes/torch_autocast/test_follow.py", "invariants/test_mutation.py"),
     "passes/analysis/bytes_moved.py": _PLACING,
+    "passes/analysis/cancellations.py": ("passes/analysis/test_cancellations.py",),
     "passes/analysis/cross_entropy.py": ("runtime/operators/test_cross_entropy_loss.py",),
     "passes/analysis/distances.py": ("passes/test_classify.py",),
     "passes/analysis/folding.py": ("passes/analysis/test_place_cheaply.py",),

@@ -211,6 +211,8 @@ def _switch_off(point: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         patch.setattr(classify, "distance_products", lambda *_: {})
     elif point == "sums":
         return {"op_list": ["default", OpList.of({"promote": ["index_add", "scatter_add", "scatter_reduce"]})]}
+    elif point == "small differences":
+        patch.setattr(classify, "cancellations", lambda *_: {})
     elif point == "first values":
         patch.setattr("autocastfx.capture.constant_masks._widens", lambda zeros, total: False)
     elif point == "squares":
@@ -231,6 +233,7 @@ def _switch_off(point: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("whole numbers", "soft-argmax"),
         ("distances", "nearest-code"),
         ("sums", "segment-mean"),
+        ("small differences", "ssim"),
         ("first values", "sum-from-zeros"),
         ("squares", "loudness"),
         ("islands", "float-operands"),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from autocastfx.errors import Place
 from autocastfx.graph.alias import AliasSet, alias_sets
-from autocastfx.graph.node import Use, has_float32, is_member, uses
+from autocastfx.graph.node import Use, argument, has_float32, is_member, uses
 from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.passes.analysis.cancellations import is_size
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.plan.plan import NO_SOURCE, Decision, Forced
 from autocastfx.policy.op_list import OpList
@@ -47,10 +48,12 @@ class Demands:
     Attributes:
         ports: which inputs a node shares its precision with, and the list that holds the demands.
         parameters: ``get_attr`` targets; a product with one of them is a layer, and keeps its precision.
+        cancelling: nodes in which large values cancel, with the reason.
     """
 
     ports: Ports
     parameters: frozenset[str]
+    cancelling: Mapping[fx.Node, str] = field(default_factory=dict[fx.Node, str])
 
     def __call__(self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> dict[fx.Node, Decision]:
         """``decisions``, in which the ops that demand, and the free ones that lead to them, run in float32.
@@ -69,7 +72,8 @@ class Demands:
             decision, storage = decisions[node], storages.get(node)
             asked = wishes.get(_written_with(node, storages)) if storage is None or not _is_state(storage) else None
             own, demanded = self._own(node, decision, reads, storages)
-            if own is not None and own.forces and decision.category in _FREE:
+            forced = (*_FREE, Category.ALLOW) if node in self.cancelling else _FREE
+            if own is not None and own.forces and decision.category in forced:
                 found[node] = Decision(Category.DENY, own.reason, own.source)
             elif own is None and asked is not None and decision.category is not Category.DENY:
                 if not self._may_obey(node, decision, asked, found):
@@ -95,17 +99,31 @@ class Demands:
         if decision.source is Forced.EPSILON:  # a bound or an epsilon has no use beside an operand that was rounded
             return _Wish(node.name, decision.reason, Forced.EPSILON), reads
         demand = self.ports.op_list.demand(op_name(node))
+        divisor = self._divisor(node)
+        if demand is None and divisor is not None:
+            demand = self.ports.op_list.demand("div")
         rule = self.ports.op_list.rule(op_name(node), self.ports.device)
         is_a_persons = rule is not None and not rule.shipped and rule.category in _FREE
+        if node in self.cancelling and not is_a_persons:
+            return _Wish(node.name, self.cancelling[node], Forced.DISTANCE, through_products=True, forces=True), reads
         if demand is None or (demand.shipped and is_a_persons):
             return None, []
-        at = [u for u in reads if u.argument in (demand.at or demand.arguments or (u.argument,))]
-        if demand.of and not any(_is_made_by(u.node, demand.of, self.ports.op_list) for u in at):
+        at = [u.node for u in reads if u.argument in (demand.at or demand.arguments or (u.argument,))]
+        at = at if divisor is None else [divisor]
+        if demand.of and not any(_is_made_by(value, demand.of, self.ports.op_list) for value in at):
             return None, []
         through = demand.through in ("products", "both")
         wish = _Wish(node.name, demand.reason, demand.source or NO_SOURCE, through, forces=True)
-        demanded = [u for u in reads if u.argument in (demand.arguments or (u.argument,))]
+        named = demand.arguments if divisor is None else ()
+        demanded = [u for u in reads if u.argument in (named or (u.argument,))]
         return (wish, demanded) if demanded else (None, [])
+
+    def _divisor(self, node: fx.Node) -> fx.Node | None:
+        """What a product divides by: ``b`` of ``a * (1 / b)``."""
+        made_by = [u.node for u in uses(node) if has_float32(u.node)]
+        if base_name(op_name(node)) != "mul" or len(made_by) != 2:
+            return None
+        return next((found for read in made_by if (found := _inverted(read, self.ports.op_list)) is not None), None)
 
     def _may_obey(self, node: fx.Node, decision: Decision, wish: _Wish, found: Mapping[fx.Node, Decision]) -> bool:
         if decision.category in _FREE:
@@ -165,6 +183,24 @@ def _is_made_by(value: fx.Node, ops: tuple[str, ...], op_list: OpList) -> bool:
             return False
         value = reads[0]
     return False
+
+
+def _inverted(value: fx.Node, op_list: OpList) -> fx.Node | None:
+    """The value whose inverse ``value`` is a view or a multiple of; None if there is none."""
+    while value.op == "call_function":
+        name = base_name(op_name(value))
+        reads = [u for u in uses(value) if has_float32(u.node) and not is_size(u, name)]
+        if len(reads) != 1:
+            return None
+        if name == "reciprocal" or (name in ("div", "true_divide") and reads[0].argument == "other"):
+            return reads[0].node
+        if name == "pow" and argument(value, "exponent") == -1:
+            return reads[0].node
+        rule = op_list.rule(op_name(value))
+        if name not in ("mul", "neg") and (rule is None or rule.category is not Category.CLEAR):
+            return None
+        value = reads[0].node
+    return None
 
 
 def _is_parameter(value: fx.Node, parameters: frozenset[str], op_list: OpList) -> bool:

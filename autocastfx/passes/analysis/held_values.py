@@ -25,12 +25,16 @@ class HeldValues:
         single: tensors of one element that no optimizer changes.
         whole: largest magnitude of each buffer and constant that holds whole numbers alone.
         masks: buffers and constants of one number, or of 0 and one number.
+        trained: parameters that require gradients.
+        balanced: tensors that are not trained, and whose rows each add up to zero.
     """
 
     magnitudes: Mapping[str, Magnitude]
     single: frozenset[str]
     whole: Mapping[str, float]
     masks: frozenset[str]
+    trained: frozenset[str]
+    balanced: frozenset[str]
 
     @classmethod
     def of(cls, held: Mapping[str, Any]) -> HeldValues:
@@ -45,12 +49,23 @@ class HeldValues:
             single=frozenset(n for n, t in tensors.items() if t.numel() == 1 and n not in trained),
             whole={n: found for n, found in whole.items() if found is not None},
             masks=frozenset(n for n, t in fixed.items() if holds_one_number(t)),
+            trained=frozenset(trained),
+            balanced=frozenset(n for n, t in tensors.items() if n not in trained and is_here(t) and _is_balanced(t)),
         )
 
     @cached_property
     def largest(self) -> dict[str, float]:
         """Largest finite magnitude of each float32 tensor."""
         return {name: found.largest for name, found in self.magnitudes.items()}
+
+
+def _is_balanced(tensor: torch.Tensor) -> bool:
+    """True for a stencil: what each row multiplies cancels, but for the differences."""
+    if tensor.ndim < 2 or not tensor.numel() or tensor.dtype != torch.float32:
+        return False
+    rows = tensor.detach().flatten(1).double()
+    sizes = rows.abs().sum(1)
+    return bool(((rows.sum(1).abs() <= 1e-6 * sizes) & (sizes > 0)).all())
 
 
 def cast_once(held: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -1,0 +1,155 @@
+"""Small differences of large values: a variance as E[x²] - E[x]², a stencil whose weights add up to zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+
+from torch import fx
+
+from autocastfx.graph.node import Use, argument, has_float32, uses
+from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.graph.reachable import reachable
+from autocastfx.policy.kernel_facts import KernelFacts
+from autocastfx.policy.op_list import OpList
+from autocastfx.policy.rule import Category
+
+__all__ = ["cancellations", "is_size"]
+
+_SUMS = ("add", "sub", "rsub")
+_SCALES = ("mul", "div", "neg")
+_POWERS = ("pow", "square")
+_AVERAGES = ("mean", "nanmean", "sum", "nansum", "cumsum")
+_POOLS = ("avg_pool", "adaptive_avg_pool")
+
+
+def cancellations(
+    graph: fx.Graph, trained: Set[str], balanced: Set[str], op_list: OpList, facts: KernelFacts
+) -> dict[fx.Node, str]:
+    """The nodes in which large values cancel, and what averages those values, each with the reason.
+
+    Args:
+        graph: captured, with abstract values.
+        trained: ``get_attr`` targets that an optimizer changes.
+        balanced: those of other tensors whose rows each add up to zero.
+        op_list: names the ops that only move values.
+        facts: which ops are products.
+    """
+    moments = _Moments(_fixed(graph, trained), op_list, facts)
+    found: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        name = base_name(op_name(node)) if node.op == "call_function" else ""
+        if name in ("sub", "rsub"):
+            reason = "a difference of an average of products and a product of averages is small beside both"
+            found |= dict.fromkeys(moments.cancelling(node), reason)
+        elif (weight := moments.weight(node)) is not None and str(weight.target) in balanced:
+            found[node] = f"the weights of {weight.name} add up to zero: a difference of neighbours"
+    return found
+
+
+def _fixed(graph: fx.Graph, trained: Set[str]) -> frozenset[fx.Node]:
+    """The values that depend on no input and on nothing that is trained."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            found.update([node] if str(node.target) not in trained else [])
+        elif node.op == "call_function" and not [r for r in node.all_input_nodes if has_float32(r) and r not in found]:
+            found.add(node)
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A term of a sum: a product of values, or an average of one.
+
+    Attributes:
+        of: the values multiplied, as they were before averaging.
+        is_average: the product itself is averaged.
+        averages: all nodes that average on the way.
+    """
+
+    of: frozenset[fx.Node]
+    is_average: bool
+    averages: frozenset[fx.Node]
+
+
+@dataclass(frozen=True)
+class _Moments:
+    fixed: frozenset[fx.Node]
+    op_list: OpList
+    facts: KernelFacts
+
+    def cancelling(self, node: fx.Node) -> set[fx.Node]:
+        """``node`` and what averages its terms, if it takes products of averages from an average of such products."""
+        terms = [term for each in self._terms(node) if (term := self._term(each)) is not None]
+        pairs = [(a, b) for a in terms for b in terms if a is not b and a.is_average and a.of == b.of]
+        return {node, *(each for pair in pairs for term in pair for each in term.averages)} if pairs else set()
+
+    def weight(self, node: fx.Node) -> fx.Node | None:
+        """The constant that a product multiplies values by, behind its views; None if there is none."""
+        if node.op != "call_function" or not self._is_product(node):
+            return None
+        held = [u.node for u in uses(node) if u.node in self.fixed and has_float32(u.node) and u.argument != "bias"]
+        if len(held) != 1 or self._read(node) is None:
+            return None
+        value = held[0]
+        while value.op == "call_function" and self._moves(value) and len(value.all_input_nodes) == 1:
+            value = value.all_input_nodes[0]
+        return value if value.op == "get_attr" else None
+
+    def _terms(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The terms of a sum, through further sums."""
+
+        def added(term: fx.Node) -> Iterator[fx.Node]:
+            if base_name(op_name(term)) in _SUMS:
+                yield from (u.node for u in uses(term) if has_float32(u.node))
+
+        yield from (term for term in reachable([node], added) if term is not node)
+
+    def _term(self, value: fx.Node) -> _Term | None:
+        product, averages = self._origin(value)
+        factors = self._factors(product)
+        if not factors:
+            return None
+        origins = [self._origin(factor) for factor in factors]
+        inside = {average for _, found in origins for average in found}
+        return _Term(frozenset(origin for origin, _ in origins), bool(averages), frozenset({*averages, *inside}))
+
+    def _factors(self, node: fx.Node) -> list[fx.Node]:
+        name = base_name(op_name(node)) if node.op == "call_function" else ""
+        reads = [u.node for u in uses(node) if has_float32(u.node) and u.node not in self.fixed]
+        if name in _POWERS:
+            return reads if name == "square" or argument(node, "exponent") == 2 else []
+        return reads if name == "mul" and len(reads) == 2 else []
+
+    def _origin(self, value: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+        """The value that ``value`` is a view, a multiple or an average of, and the nodes that average."""
+        averages: list[fx.Node] = []
+        while (read := self._read(value)) is not None:
+            if not self._moves(value) and base_name(op_name(value)) not in _SCALES:
+                averages.append(value)
+            value = read
+        return value, averages
+
+    def _read(self, node: fx.Node) -> fx.Node | None:
+        """The value of which ``node`` is a linear function that is known; None if it is none."""
+        if node.op != "call_function":
+            return None
+        name = base_name(op_name(node))
+        reads = [
+            u.node for u in uses(node) if has_float32(u.node) and u.node not in self.fixed and not is_size(u, name)
+        ]
+        is_linear = name in (*_SCALES, *_AVERAGES) or name.startswith(_POOLS) or self._is_product(node)
+        return reads[0] if len(reads) == 1 and (is_linear or self._moves(node)) else None
+
+    def _is_product(self, node: fx.Node) -> bool:
+        return self.facts.reduces.get(base_name(op_name(node)), "elements") != "elements"
+
+    def _moves(self, node: fx.Node) -> bool:
+        rule = self.op_list.rule(op_name(node)) if node.op == "call_function" else None
+        return rule is not None and rule.category is Category.CLEAR
+
+
+def is_size(use: Use, name: str) -> bool:
+    """True if the op ``name`` reads but the size, or the dtype, of the value of this use: ``expand_as``."""
+    return name.endswith("_as") and use.argument == "other"

@@ -1,0 +1,110 @@
+"""Differences of averages of products and products of averages, and stencils, run in float32 up to the last layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autocastfx
+
+X = torch.rand(2, 1, 12, 12)
+
+
+class Measured(nn.Module):
+    def __init__(self, measure: Callable[[Measured, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.measure = nn.Conv2d(1, 3, 3), measure
+        self.register_buffer("window", torch.full((3, 1, 3, 3), 1 / 9))
+        self.register_buffer("laplacian", torch.tensor([[0.0, 1, 0], [1, -4, 1], [0, 1, 0]]).expand(3, 1, 3, 3))
+        self.fixed = nn.Conv2d(3, 3, 3, groups=3, bias=False).requires_grad_(False)
+        self.fixed.weight.copy_(self.laplacian)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.measure(self, self.layer(x))
+
+
+def low(measure: Callable[[Measured, Tensor], Tensor]) -> set[str]:
+    plan = autocastfx.convert(Measured(measure), (X,), dtype="bfloat16").plan
+    return {n.name for n in plan.nodes if n.dtype == "bfloat16"}
+
+
+def windowed(model: Measured, y: Tensor) -> Tensor:
+    return F.conv2d(y, model.window, groups=3)
+
+
+CANCELLING: dict[str, Callable[[Measured, Tensor], Tensor]] = {
+    "a variance": lambda m, y: windowed(m, y * y) - windowed(m, y).pow(2),
+    "a covariance": lambda m, y: windowed(m, y * y[:1]) - windowed(m, y) * windowed(m, y[:1].expand_as(y)),
+    "the other way round": lambda m, y: F.avg_pool2d(y, 3).square() - F.avg_pool2d(y**2, 3),
+    "a factor on one side": lambda m, y: F.conv2d(y * y, m.window, groups=3) - 0.5 * windowed(m, y) * windowed(m, y),
+    "of further terms": lambda m, y: windowed(m, y * y) + 1e-3 - windowed(m, y).square(),
+    "a window that is made": lambda m, y: (
+        (w := torch.ones(3, 1, 3, 3) / 9).sum() + (F.conv2d(y * y, w, groups=3) - F.conv2d(y, w, groups=3) ** 2)
+    ),
+    "a stencil": lambda m, y: F.conv2d(y, m.laplacian, groups=3),
+    "a stencil, behind a view": lambda m, y: F.conv2d(y, m.laplacian[:1].repeat(3, 1, 1, 1), groups=3),
+    "a stencil in a layer that is not trained": lambda m, y: m.fixed(y),
+}
+
+
+@pytest.mark.parametrize("name", CANCELLING)
+def test_what_cancels_runs_in_float32_up_to_the_last_layer(name: str) -> None:
+    assert low(CANCELLING[name]) == {"conv2d"}
+
+
+ORDINARY: dict[str, Callable[[Measured, Tensor], Tensor]] = {
+    "windows": lambda m, y: windowed(m, y) - windowed(m, y.tanh()),
+    "a gate": lambda m, y: windowed(m, y * y.tanh()) - windowed(m, y) * windowed(m, y.sigmoid()),
+    "an average and a square of another": lambda m, y: windowed(m, y.tanh() * y.sigmoid()) - y[..., 1:-1, 1:-1].tanh(),
+    "a layer": lambda m, y: F.conv2d(y * y.tanh(), m.layer.weight.expand(3, 3, 3, 3)) - y[..., 1:-1, 1:-1],
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_other_differences_keep_their_products(name: str) -> None:
+    assert len({n for n in low(ORDINARY[name]) if n.startswith("conv2d")}) > 1
+
+
+def test_the_reason_tells_what_cancels() -> None:
+    plan = autocastfx.convert(Measured(CANCELLING["a variance"]), (X,), dtype="bfloat16").plan
+    assert plan["sub"].decision.reason.startswith("a difference of an average of products")
+    assert plan["sub"].decision.source == "forced:distance"
+    plan = autocastfx.convert(Measured(CANCELLING["a stencil"]), (X,), dtype="bfloat16").plan
+    assert plan["conv2d_1"].decision.reason == "the weights of laplacian add up to zero: a difference of neighbours"
+
+
+def test_a_persons_rule_for_the_op_goes_first() -> None:
+    mine = autocastfx.OpList.of({"infer": ["sub"]}, name="mine")
+    model = Measured(CANCELLING["a variance"])
+    plan = autocastfx.convert(model, (X,), dtype="bfloat16", op_list=["default", mine]).plan
+    assert plan["sub"].decision.source != "forced:distance"
+
+
+QUOTIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "1 / b": lambda a, b: a * (1.0 / b),
+    "reciprocal": lambda a, b: b.reciprocal() * a,
+    "power": lambda a, b: a * b**-1,
+    "as large as the other": lambda a, b: (1 / b).expand_as(a) * a,
+    "a multiple": lambda a, b: a * (2 / b)[:, :, None].squeeze(-1),
+}
+
+
+@pytest.mark.parametrize("name", QUOTIENTS)
+def test_a_product_with_an_inverse_is_a_quotient(name: str) -> None:
+    """A sum of products that divides, and what it divides, may leave float16's range."""
+
+    class Divided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).sigmoid().chunk(3, -1)
+            return QUOTIENTS[name](q @ (k.mT @ v), q @ k.sum(1, keepdim=True).mT)
+
+    plan = autocastfx.convert(Divided(), (torch.rand(2, 9, 8),), dtype="float16").plan
+    assert {n.name for n in plan.nodes if n.dtype == "float16"} == {"linear"}
