@@ -18,6 +18,7 @@ from autocastfx.capture.sources import capturing
 from autocastfx.dtypes import dtype_name
 from autocastfx.passes.pipeline import Converter
 from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.policy.keep_in_float32 import kept_in_float32
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from benchmarks.gpu.models import built
@@ -93,6 +94,6 @@ def source(name: str, device: str, *, dropout: bool = True) -> Source:
 
 
 def _maker(model: nn.Module, signature: CallSignature, dtype: torch.dtype, weights: str, fold: str) -> VariantMaker:
-    lists = load_op_list("default", default=dtype_name(dtype))
+    lists = kept_in_float32(model, dtype).merged(load_op_list("default", default=dtype_name(dtype)))  # as convert does
     converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype=False, fold=fold, weights=weights)
     return VariantMaker(converter, model, signature, lists.functions(), None, baked=False)
