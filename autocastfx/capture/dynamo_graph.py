@@ -37,6 +37,7 @@ __all__ = ["DynamoGraph", "WholeCall", "aten_graph", "run_as_dynamo"]
 _DATA = torch._C._autograd._get_data_attr  # pyright: ignore[reportAttributeAccessIssue]; Dynamo writes it for x.data
 _RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _CONTEXTS = "_checkpoint_context_fn"  # in the meta of Dynamo's graph: which results are kept, and not recomputed
+_VARYING = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)  # inputs of a graph, and no constants
 _HOOK = "register_hook"  # a tensor's, whose function is a graph
 _WHOLE = ("autograd_function_apply", _HOOK, *_RECOMPUTED)
 
@@ -210,7 +211,7 @@ class WholeCall:
 
     def __init__(self, operator: HigherOrderOperator, arguments: Sequence[Any]) -> None:
         self.operator = operator
-        self.arguments = [None if isinstance(one, (torch.Tensor, torch.SymInt)) else (one,) for one in arguments]
+        self.arguments = [None if isinstance(one, _VARYING) else (one,) for one in arguments]
         self.__name__ = self.__qualname__ = operator.name()
 
     @property
