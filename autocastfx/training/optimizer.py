@@ -19,7 +19,7 @@ from autocastfx.training.scaled_change import ScaledChange
 from autocastfx.training.snapshot import Snapshot
 from autocastfx.training.step_result import GradientsOf, StepResult, exhausted, overflowed
 from autocastfx.training.unscaled import Unscaled, unscale_
-from autocastfx.training.wrapping_optimizer import WrappingOptimizer, needs_closure, steps_to_make_state
+from autocastfx.training.wrapping_optimizer import WrappingOptimizer, needs_closure, steps_to_make_state, steps_twice
 
 __all__ = ["LossScalingOptimizer"]
 
@@ -240,6 +240,11 @@ class LossScalingOptimizer(WrappingOptimizer):
 
     def _search(self, closure: Callable[[], Any]) -> Any:
         seen: list[Any] = [None]
+        if steps_twice(self.optimizer):  # with the gradients that there are
+            self.unscale_()
+            if cast("Unscaled", self._unscaled).found_inf.item():
+                self._finish(True)
+                return None
 
         def evaluate() -> Any:
             self._unscaled = None

@@ -9,9 +9,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from autocastfx.errors import LossScaleError
 from autocastfx.training import gradients
 
-__all__ = ["WrappingOptimizer", "needs_closure", "steps_to_make_state"]
+__all__ = ["WrappingOptimizer", "needs_closure", "steps_to_make_state", "steps_twice"]
+
+_HALVES = ("first_step", "second_step")  # of an optimizer that steps twice
 
 _SHARED = (
     "_optimizer_state_dict_pre_hooks",
@@ -72,13 +75,33 @@ class WrappingOptimizer(Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "optimizer" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.optimizer, name)
+        found = getattr(self.optimizer, name)
+        return _refuse_half(name) if name in _HALVES and callable(found) else found
+
+
+def _refuse_half(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise LossScaleError(
+            f"{name} would read gradients that the loss scale still multiplies: call step(closure), where the closure "
+            "computes the loss again and its gradients with backward, and returns the loss."
+        )
+
+    return refuse
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """True if ``step`` requires a closure, which it may call several times."""
     found = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return found is not None and found.default is inspect.Parameter.empty
+    return found is not None and (found.default is inspect.Parameter.empty or steps_twice(optimizer))
+
+
+def steps_twice(optimizer: Optimizer) -> bool:
+    """True for sharpness-aware minimization (SAM, Foret et al. 2021), as public packages write it.
+
+    Its ``step`` begins with the gradients that there are, moves the weights by ``first_step``, and asks the closure for
+    those at the new place.
+    """
+    return all(callable(getattr(optimizer, name, None)) for name in _HALVES)
 
 
 def steps_to_make_state(optimizer: Optimizer) -> bool:
