@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from autocastfx.errors import CaptureError, UnsupportedError
 
-__all__ = ["class_of_converted", "mirror", "refuse_sharded"]
+__all__ = ["Part", "class_of_converted", "mirror", "refuse_sharded"]
 
 Kind = TypeVar("Kind", bound=nn.Module)
 _KINDS: WeakKeyDictionary[type[nn.Module], type[nn.Module]] = WeakKeyDictionary()
@@ -20,6 +20,22 @@ _STATE_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+
+
+class Part(nn.Module):
+    """A part of a converted model: it holds parameters, buffers and parts, and runs inside of the graph alone."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "a part of a converted model cannot be called by itself, nor can a method of the original that calls "
+            "parts: the graph runs the whole forward. Convert the part, autocastfx.convert(model.part, inputs), or "
+            "keep the model's methods with autocastfx.enable(model)."
+        )
 
 
 def mirror(model: nn.Module, image: nn.Module, made: dict[int, nn.Module]) -> None:
@@ -45,7 +61,7 @@ def mirror(model: nn.Module, image: nn.Module, made: dict[int, nn.Module]) -> No
         image.__dict__[hooks].update(model.__dict__[hooks])
     for name, child in model._modules.items():
         if child is not None and id(child) not in made:
-            made[id(child)] = nn.Module()
+            made[id(child)] = Part()
             mirror(child, made[id(child)], made)
         image._modules[name] = made[id(child)] if child is not None else None
 

@@ -136,7 +136,7 @@ def test_moving_after_unpickling(amp_model: autocastfx.AmpModule, x: torch.Tenso
 @pytest.mark.parametrize("change", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.double()])
 def test_another_dtype_is_refused_before_anything_changes(amp_model: autocastfx.AmpModule, change, x) -> None:
     before = amp_model(x)
-    with pytest.raises(autocastfx.UnsupportedError, match="parameters stay float32"):
+    with pytest.raises(UnsupportedError, match="parameters stay float32"):
         change(amp_model)
     assert torch.equal(amp_model(x), before)
 
@@ -347,7 +347,7 @@ def test_an_ambient_autocast_region_decides_nothing(amp_model: autocastfx.AmpMod
 def test_other_attributes_are_forwarded_and_what_runs_the_forward_is_refused(amp_model: autocastfx.AmpModule) -> None:
     assert amp_model.config == {"width": 8}
     assert amp_model.width() == 8
-    with pytest.raises(autocastfx.UnsupportedError, match=r"Net\.generate runs the model's own forward"):
+    with pytest.raises(UnsupportedError, match=r"Net\.generate runs the model's own forward"):
         amp_model.generate  # noqa: B018 - reading it is what is tested
     with pytest.raises(AttributeError, match="no attribute 'missing'"):
         amp_model.missing  # noqa: B018
@@ -415,7 +415,7 @@ def test_what_cannot_be_captured_says_why_and_what_helps(model: nn.Module, messa
 
 
 def test_an_already_converted_model_is_refused(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:
-    with pytest.raises(autocastfx.UnsupportedError, match="converted already: convert the original again"):
+    with pytest.raises(UnsupportedError, match="converted already: convert the original again"):
         autocastfx.convert(amp_model, (x,), dtype="float16")
 
 
@@ -507,3 +507,25 @@ def test_keyword_arguments_are_exported_by_name(order: tuple[str, str], by_posit
     kwargs = {name: given[name] for name in order if name not in ("a", "b")[:by_position]}
     program = torch.export.export(amp_model, args, kwargs, strict=False)
     assert torch.equal(program.module()(*args, **kwargs), expected)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(8, 4), nn.Linear(6, 4)
+
+    def encode_image(self, x: torch.Tensor) -> torch.Tensor:
+        return self.image(x)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.encode_image(x) @ self.text(y).mT
+
+
+def test_a_part_says_what_to_call_instead() -> None:
+    amp_model = autocastfx.convert(Pair(), (torch.randn(3, 8), torch.randn(2, 6)), dtype=torch.bfloat16)
+    for call in (amp_model.encode_image, amp_model.image):
+        with pytest.raises(UnsupportedError, match=r"the graph runs the whole forward. Convert the part"):
+            call(torch.randn(3, 8))
+    restored = pickle.loads(pickle.dumps(amp_model))
+    with pytest.raises(UnsupportedError, match="cannot be called by itself"):
+        restored.image(torch.randn(3, 8))
