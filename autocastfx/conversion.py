@@ -22,6 +22,7 @@ from autocastfx.calibration import first_call, ranges_of
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.check_arguments import check_arguments, conversion_is_off, refuse_for_low_model
 from autocastfx.capture.given_inputs import device_of, inputs_of, named_device
+from autocastfx.capture.sources import capturing
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import CaptureError, SensitivityError, UnmatchedPlanWarning, UnsupportedError
 from autocastfx.passes.patterns.patterns import chosen
@@ -196,7 +197,8 @@ def convert(
     else:
         amp_model._mounted.draft(amp_model._modes(), amp_model._held())
     if is_given and weights != "low" and (check or (check is None and _may_run(module, args, kwargs))):
-        _check_capture(amp_model, module, (args, dict(kwargs)), None if check else time.perf_counter() - started)
+        with capturing():  # threads that convert one model take turns
+            _check_capture(amp_model, module, (args, dict(kwargs)), None if check else time.perf_counter() - started)
     warn_of_slow_kernels(amp_model, low)
     if not amp_model.variants:
         return amp_model  # the first call captures

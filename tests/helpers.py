@@ -102,7 +102,8 @@ def text(block: str) -> str:
 
 def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
     """Distance of ``result`` from ``reference`` in the 2-norm, relative to the norm of ``reference``."""
-    return float((result.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30))
+    found, expected = result.detach().double(), reference.detach().double()
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def saved_bytes(run: Callable[[], Any]) -> int:

@@ -12,10 +12,15 @@ from unittest import mock
 
 from torch.fx import _symbolic_trace
 
-__all__ = ["CAPTURING", "patched_here", "tracing_here"]
+__all__ = ["CAPTURING", "is_captured_here", "patched_here", "tracing_here"]
 
 # Held during a capture. Re-entrant, because the model's own forward may call a converted model.
 CAPTURING = threading.RLock()
+
+
+def is_captured_here() -> bool:
+    """True while this thread captures a model, or checks what it has captured."""
+    return bool(cast("Any", CAPTURING)._is_owned())
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autocastfx.capture.patch import is_captured_here
 from autocastfx.integrations.compile_backend import CompileBackend
 from autocastfx.integrations.compiled_call import CompiledCall
 from autocastfx.integrations.run_report import LeftAlone, RanModel, RunReport, ran_model
@@ -77,11 +78,12 @@ class ScriptRun:
         return RunReport(str(self.low).removeprefix("torch."), models, left, self._steps, self._unscaled, skips)
 
     def takes(self, module: nn.Module) -> bool:
-        """True if ``module`` is called by the script: not by another module, a tracer, compiled code or in backward."""
+        """True if the script calls ``module``: not a module, a conversion, a tracer, compiled code or backward."""
         return not (
             torch.compiler.is_compiling()
             or eval_frame.get_eval_frame_callback() not in (None, False)  # between graphs of what Dynamo compiles
             or getattr(self._thread, "is_inside", False)
+            or is_captured_here()
             or torch._C._current_graph_task_id() != -1
             or torch._C._get_tracing_state() is not None  # pyright: ignore[reportUnnecessaryComparison]
             or isinstance(module, torch.jit.ScriptModule)

@@ -184,14 +184,17 @@ def _as_found(
 ) -> Generator[Callable[[], set[int]]]:
     """While open, the models have these modes and no gradients; afterwards all is as before.
 
-    Gives a function that returns the ids of the parameters and buffers that were written into.
+    The models have copies of the buffers meanwhile. Gives a function that returns the ids of the parameters that were
+    written into.
     """
-    parameters, held = list(model.parameters()), [*model.parameters(), *model.buffers()]
+    parameters = list(model.parameters())
     gradients, learning = [p.grad for p in parameters], [p.requires_grad for p in parameters]
-    contents = [(t.data, t.detach().clone()) for t in held]
+    contents = [(p.data, p.detach().clone()) for p in parameters]
+    stand_ins = {id(b): b.detach().clone() for b in model.buffers()}  # a buffer's version counter stays, too
+    places = [(m._buffers, name, b) for one in watched for m in _modules(one) for name, b in m._buffers.items()]
 
     def written() -> set[int]:
-        pairs = zip(held, contents, strict=True)
+        pairs = zip(parameters, contents, strict=True)
         return {id(one) for one, (_, content) in pairs if not _equal(one.detach(), content)}
 
     flags = [(m, m.training) for one in watched for m in _modules(one)]
@@ -199,6 +202,8 @@ def _as_found(
         for one in watched:
             for module, mode in zip(_modules(one), modes, strict=True):
                 module.training = mode
+        for table, name, buffer in places:
+            table[name] = stand_ins.get(id(buffer), buffer)
         for parameter in parameters:
             parameter.grad = None
         with random_numbers_kept(), cast("Any", torch._C)._DisableAutocast():
@@ -207,7 +212,9 @@ def _as_found(
         for parameter, gradient, learns in zip(parameters, gradients, learning, strict=True):
             parameter.grad = gradient
             parameter.requires_grad_(learns)
-        for one, (memory, content) in zip(held, contents, strict=True):
+        for table, name, buffer in places:
+            table[name] = buffer
+        for one, (memory, content) in zip(parameters, contents, strict=True):
             if one.data_ptr() != memory.data_ptr() or not _equal(one.detach(), content):
                 one.data = memory  # forward may have given it other memory, and written there
                 memory.copy_(content)

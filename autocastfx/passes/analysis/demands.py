@@ -72,7 +72,8 @@ class Demands:
             decision, storage = decisions[node], storages.get(node)
             asked = wishes.get(_written_with(node, storages)) if storage is None or not _is_state(storage) else None
             own, demanded = self._own(node, decision, reads, storages)
-            forced = (*_FREE, Category.ALLOW) if node in self.cancelling else _FREE
+            cancels = own is not None and own.reason == self.cancelling.get(node)
+            forced = (*_FREE, Category.ALLOW) if cancels else _FREE
             if own is not None and own.forces and decision.category in forced:
                 found[node] = Decision(Category.DENY, own.reason, own.source)
             elif own is None and asked is not None and decision.category is not Category.DENY:
@@ -104,7 +105,8 @@ class Demands:
             demand = self.ports.op_list.demand("div")
         rule = self.ports.op_list.rule(op_name(node), self.ports.device)
         is_a_persons = rule is not None and not rule.shipped and rule.category in _FREE
-        if node in self.cancelling and not is_a_persons:
+        is_allowed = rule is not None and not rule.shipped and rule.category is Category.ALLOW
+        if node in self.cancelling and not (is_a_persons or is_allowed):
             return _Wish(node.name, self.cancelling[node], Forced.DISTANCE, through_products=True, forces=True), reads
         if demand is None or (demand.shipped and is_a_persons):
             return None, []

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autocastfx
+from autocastfx import OpList
+from tests.helpers import Function
 
 X = torch.rand(2, 1, 12, 12)
 
@@ -108,3 +110,14 @@ def test_a_product_with_an_inverse_is_a_quotient(name: str) -> None:
 
     plan = autocastfx.convert(Divided(), (torch.rand(2, 9, 8),), dtype="float16").plan
     assert {n.name for n in plan.nodes if n.dtype == "float16"} == {"linear"}
+
+
+def test_a_list_of_ones_own_that_allows_the_difference_wins() -> None:
+    def variance(x: Tensor) -> Tensor:
+        x = x @ x
+        return (x.square().mean(-1, keepdim=True) - x.mean(-1, keepdim=True).square()) @ x[:1]
+
+    allowed = OpList.of({"allow": ["mul", "square", "mean", "sub"]})
+    for lists, run in (("default", "float32"), (["default", allowed], "bfloat16")):
+        plan = autocastfx.convert(Function(variance), (torch.randn(16, 16),), dtype="bfloat16", op_list=lists).plan
+        assert plan["sub"].dtype == run
