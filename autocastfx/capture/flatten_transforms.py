@@ -25,9 +25,17 @@ __all__ = ["flatten_transforms"]
 _autograd: Any = cast("Any", torch._C)._autograd
 _functorch: Any = cast("Any", torch._C)._functorch
 _transforms: Any = eager_transforms
-_ENTER = (predispatch._vmap_increment_nesting, predispatch._jvp_increment_nesting, _functorch._grad_increment_nesting)
-_EXIT = (predispatch._vmap_decrement_nesting, predispatch._jvp_decrement_nesting, _functorch._grad_decrement_nesting)
-_DUAL = predispatch._enter_dual_level
+_own: Any = torch._C
+
+
+def _recorded(name: str, owner: Any) -> Any:
+    """Return what a tracer records: torch's Python function, or, before torch 2.13, its own."""
+    return getattr(predispatch, name, None) or getattr(owner, name)
+
+
+_ENTER = tuple(_recorded(f"_{name}_increment_nesting", _functorch) for name in ("vmap", "jvp", "grad"))
+_EXIT = tuple(_recorded(f"_{name}_decrement_nesting", _functorch) for name in ("vmap", "jvp", "grad"))
+_ENTER_DUAL, _EXIT_DUAL = (_recorded(f"_{name}_dual_level", _own) for name in ("enter", "exit"))
 # What Python does around a transform: of no use without it.
 _AROUND = (
     *(_autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable, torch._C._set_fwd_grad_enabled),
@@ -125,9 +133,9 @@ class _Run(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().call_function(target, args, kwargs)
-        if target is _DUAL:
+        if target is _ENTER_DUAL:
             self.open = result
-        elif target is predispatch._exit_dual_level:
+        elif target is _EXIT_DUAL:
             self.open = None
         return result
 

@@ -66,7 +66,7 @@ def test_any_size_is_right_where_torch_captures_it() -> None:
     try:
         captured(torch.randn(3, 4, 8))
     except TorchRuntimeError:
-        with pytest.raises(CaptureError, match=r"Batched fails: .*\n.*test_flatten_vmap\.py:\d+: .*row @ weight"):
+        with pytest.raises(CaptureError, match=r"Batched fails: .*\n.*test_flatten_transforms\.py:\d+: .*row @ weight"):
             agree(nested_rows, dynamic=True)
     else:
         agree(nested_rows, dynamic=True)

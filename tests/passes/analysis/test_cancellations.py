@@ -117,7 +117,7 @@ def test_a_list_of_ones_own_that_allows_the_difference_wins() -> None:
         x = x @ x
         return (x.square().mean(-1, keepdim=True) - x.mean(-1, keepdim=True).square()) @ x[:1]
 
-    allowed = OpList.of({"allow": ["mul", "square", "mean", "sub"]})
+    allowed = OpList.of({"allow": ["square", "mean", "sub"]})
     for lists, run in (("default", "float32"), (["default", allowed], "bfloat16")):
         plan = autocastfx.convert(Function(variance), (torch.randn(16, 16),), dtype="bfloat16", op_list=lists).plan
         assert plan["sub"].dtype == run
