@@ -18,6 +18,9 @@ from autocastfx.errors import CaptureError, UncapturedGraphWarning, UnsupportedE
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 Register = Callable[["Hooked", torch.Tensor], object]
 
+# Dynamo of torch 2.11 makes a function of autograd for a hook.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
 
 def tenth(gradient: torch.Tensor) -> torch.Tensor:
     return gradient * 0.1
