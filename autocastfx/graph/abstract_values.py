@@ -9,7 +9,6 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
@@ -34,6 +33,8 @@ def concrete_sizes(graph: fx.Graph) -> Callable[[Any], Any]:
     leaves = [leaf for node in graph.nodes for leaf in pytree.tree_leaves(value(node))]
     if any(isinstance(leaf, (torch.Tensor, torch.SymInt)) and _depends_on_data(leaf) for leaf in leaves):
         return lambda abstract: abstract
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy, which takes long
+
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())  # for a number that a tensor holds
     made: dict[int, tuple[FakeTensor, Any]] = {}  # keeps the abstract value alive, so that its id is not reused
 
