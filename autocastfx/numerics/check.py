@@ -190,6 +190,7 @@ def check(
     Raises:
         CaptureError: the model cannot be captured.
         CalibrationError: there are no batches.
+        SensitivityError: the loss of a batch is no single number.
         UnsupportedError: a converted model was given with options of a conversion, or without its original.
     """
     rest = batches_of(batches)
@@ -230,6 +231,7 @@ class _Checking:
         self.compared: list[Compared] = []
         self.errors: dict[str, list[tuple[float, float | None]]] = {}
         self.raised: list[Difference] = []
+        self.unmeasured: list[str] = []
         self.modes = list(dict.fromkeys(variant.modes for variant in bare.variants))
 
     def add(self, arguments: Any, batch: Any, loss_fn: LossFunction | None) -> None:
@@ -239,17 +241,24 @@ class _Checking:
         if loss_fn is not None:
             loss = partial(_loss, batch=batch, loss_fn=loss_fn, scale=_SCALE if self.low is torch.float16 else 1.0)
         self.compared.append(compare_calls(self.model, self.bare, trials))
-        for trial in trials[:2]:
-            self._measure(replace(trial, loss=loss))
+        for place, trial in enumerate(trials[:2]):
+            self._measure(replace(trial, loss=loss), is_given=place == 1)
 
-    def _measure(self, trial: Trial) -> None:
-        """Note how far the converted model and torch.autocast are from float32."""
+    def _measure(self, trial: Trial, *, is_given: bool) -> None:
+        """Note how far the converted model and torch.autocast are from float32.
+
+        A loss that raises for a batch as it is given is the caller's error.
+        """
         device = device_of(self.model, *trial.arguments)
         try:
             exact = behaviour_of(self.model, self.model, trial)
-        except Exception:  # the model's own: told as dropped already
+        except Exception as error:  # the model's own, or of loss_fn
+            if trial.loss is not None and is_given:
+                raise
+            self.unmeasured.append(f"{trial.name}, for exactness: {type(error).__name__}: {error}".splitlines()[0])
             return
         if not exact.is_finite:
+            self.unmeasured.append(f"{trial.name}, for exactness: the model gives Inf or NaN")
             return
         try:
             ours = behaviour_of(self.model, self.amp_model, trial)
@@ -272,7 +281,7 @@ class _Checking:
             dtype=str(self.low).removeprefix("torch."),
             differences=(*modes, *(one for part in parts for one in part.differences), *self.raised),
             calls=tuple(one for part in parts for one in part.calls),
-            dropped=tuple(one for part in parts for one in part.dropped),
+            dropped=(*(one for part in parts for one in part.dropped), *self.unmeasured),
             values=tuple(_value(name, pairs) for name, pairs in self.errors.items()),
         )
 

@@ -232,6 +232,14 @@ def test_a_loss_function_is_where_gradients_begin() -> None:
         assert {one.name for one in found.values} >= {"output", "all gradients", "gradient of 0.weight"}
 
 
+def test_a_loss_that_cannot_be_computed_is_an_error() -> None:
+    model, batches = nn.Linear(8, 4), [torch.randn(6, 8)]
+    with pytest.raises(autocastfx.SensitivityError, match="loss_fn returns one number"):
+        autocastfx.check(model, batches, lambda output, batch: output, dtype="bfloat16")
+    with pytest.raises(ZeroDivisionError):
+        autocastfx.check(model, batches, lambda output, batch: output.sum() / (1 // 0), dtype="bfloat16")
+
+
 def test_everything_is_as_it_was() -> None:
     model = Net()
     model.a.weight.grad = torch.ones(8, 8)
