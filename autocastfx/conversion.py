@@ -139,13 +139,13 @@ def convert(
         BannedOpError: the list bans an op of the model.
         PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
         UnsupportedError: the model is enabled, a reserved argument was given, a parameter is a DTensor,
-            ``weights="low"`` was given without example inputs, or ``sensitivity`` with a list that follows
-            torch.autocast's dispatch; or the model is 16-bit, and was given another ``dtype``, ``weights``,
+            ``weights="low"`` or ``check=True`` was given without example inputs, or ``sensitivity`` with a list that
+            follows torch.autocast's dispatch; or the model is 16-bit, and was given another ``dtype``, ``weights``,
             ``fold="kernel"``, ``calibrate``, ``sensitivity``, or names to ``recompose``.
         ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
-    check_arguments(fold, weights, headroom)
+    check_arguments(fold, weights, headroom, check=check)
     started = time.perf_counter()
     module, target = _as_module(model), named_device(device)
     refuse_enabled(module)
@@ -196,6 +196,11 @@ def convert(
         _capture_first(amp_model, _bound(signature, module, args, kwargs), module, maker)
     else:
         amp_model._mounted.draft(amp_model._modes(), amp_model._held())
+    if check and (weights == "low" or not is_given):
+        raise UnsupportedError(
+            "check=True compares the graph with the model in a call: give example inputs, and weights of 'cast' or "
+            "'cached'."
+        )
     if is_given and weights != "low" and (check or (check is None and _may_run(module, args, kwargs))):
         with capturing():  # threads that convert one model take turns
             _check_capture(amp_model, module, (args, dict(kwargs)), None if check else time.perf_counter() - started)
@@ -325,6 +330,8 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
     dropped = f"; not compared: {'; '.join(found.dropped)}" if found.dropped else ""
     took = time.perf_counter() - started
     _LOG.info("compared with the model: %s%s: %.1f s", "; ".join(found.calls) or "nothing", dropped, took)
+    if spent is None and not found.calls:
+        raise CaptureError(f"check=True could compare no call: {'; '.join(found.dropped)}. Give other example inputs.")
     if found.differences:
         first, *rest = found.differences
         more = f", and {len(rest)} more differences" if rest else ""

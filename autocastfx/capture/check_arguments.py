@@ -17,7 +17,7 @@ from autocastfx.policy.kernel_facts import LEVELS
 __all__ = ["check_arguments", "conversion_is_off", "refuse_for_low_model"]
 
 
-def check_arguments(fold: str, weights: str = "cast", headroom: float = 1.0) -> None:
+def check_arguments(fold: str, weights: str = "cast", headroom: float = 1.0, *, check: bool | None = None) -> None:
     """Check arguments of a conversion.
 
     Raises:
@@ -25,6 +25,8 @@ def check_arguments(fold: str, weights: str = "cast", headroom: float = 1.0) -> 
     """
     if not 1 <= headroom <= sys.float_info.max:
         raise ValueError(f"headroom is a finite factor of at least 1, not {shown(headroom)}")
+    if check not in (None, True, False):
+        raise ValueError(f"check is None, True or False, not {shown(check)}")
     choices = {"weights": (weights, ("cast", "cached", "low")), "fold": (fold, tuple(LEVELS))}
     for name, (given, known) in choices.items():
         if given not in known:

@@ -194,6 +194,17 @@ def test_a_large_model_is_checked_when_asked(
         autocastfx.convert(Net(), inputs(), dtype="bfloat16", check=True)
 
 
+def test_a_check_that_cannot_be_made_is_refused() -> None:
+    for options in ({"weights": "low"}, {}):
+        given = (inputs(),) if options else ()
+        with pytest.raises(autocastfx.UnsupportedError, match="check=True compares the graph with the model in a call"):
+            autocastfx.convert(Net().eval(), *given, dtype="bfloat16", check=True, **options)
+    with pytest.raises(ValueError, match="check is None, True or False, not 'yes'"):
+        autocastfx.convert(Net(), inputs(), check="yes")  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"check=True could compare no call: .*the model gives Inf or NaN"):
+        autocastfx.convert(Refuses(), torch.zeros(2, 4) + 2, dtype="bfloat16", check=True)
+
+
 @pytest.mark.usefixtures("both_modes")
 def test_what_was_compared_is_logged() -> None:
     with heard() as lines:
