@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from autocastfx.capture.flatten_transforms import flatten_transforms
 from autocastfx.capture.tensor_hooks import used_before
 from autocastfx.capture.tidy import tidy
 from autocastfx.capture.whole_calls import record_call
-from autocastfx.errors import CaptureError
+from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.node import attribute
 from autocastfx.graph.op_name import op_name
 
@@ -74,11 +75,16 @@ def aten_graph(
         whole: functions that stay whole, as far as Dynamo has left them so.
         paths: of modules and parameters of the model, by their ``id``. Dynamo knows others by where it found them,
             which is no path behind a break of the graph.
+
+    Raises:
+        CaptureError: a hook comes after a use of its tensor, or a constant has no values.
+        UnsupportedError: a tensor has two hooks, whose order this torch's compiler turns round.
     """
     paths = paths or {}
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [node.meta["example_value"] for node in given] if inputs is None else inputs
     _refuse_late_hooks(module)
+    _refuse_two_hooks(module)
     traced, called = _traced(module, given, inputs, whole)
     names = _names(given, inputs, paths)
     attributes: dict[str, Any] = {}
@@ -146,6 +152,27 @@ def _refuse_late_hooks(module: fx.GraphModule) -> None:
             lines = (node.stack_trace or "").strip().splitlines()
             at = f", at {' '.join(line.strip() for line in lines[-2:])}" if lines else ""
             raise CaptureError(f"forward registers a hook on a tensor that it has used before{at}")
+
+
+def _refuse_two_hooks(module: fx.GraphModule) -> None:
+    """Refuse two hooks on one tensor with torch 2.11: its Dynamo makes autograd functions of them, the last one first.
+
+    Raises:
+        UnsupportedError: there are two.
+    """
+
+    def is_hook(node: fx.Node) -> bool:
+        line = (node.stack_trace or "").strip().splitlines()[-1:]
+        return op_name(node) == "autograd_function_apply" and "register_hook" in "".join(line)
+
+    for node in module.graph.nodes:
+        made_by = [one.args[0] if one.target is operator.getitem else one for one in node.all_input_nodes]
+        if is_hook(node) and any(isinstance(one, fx.Node) and is_hook(one) for one in made_by):
+            at = (node.stack_trace or "").strip().splitlines()[-1].strip()
+            raise UnsupportedError(
+                f"forward registers two hooks on one tensor, at {at}, and torch {torch.__version__} calls the last one "
+                "first when it compiles: register one hook that does both, or update torch."
+            )
 
 
 def _constants(module: fx.GraphModule) -> Iterator[str]:

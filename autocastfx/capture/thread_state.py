@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,8 +34,8 @@ def own_thread_state() -> Generator[None, None, None]:
         with _C._ForceDispatchKeyGuard(*keys):  # an error inside a transform leaves keys of its level
             yield
     finally:
-        if _functorch.get_dynamic_layer_stack_depth() > depth:
-            _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        while _functorch.get_dynamic_layer_stack_depth() > depth:  # torch 2.11's own loop fails below the first level
+            _CLOSE[_functorch.peek_interpreter_stack().key().name]()
         for switch, value in restored:
             switch(value)
         for kind, is_on, dtype in autocast:
@@ -54,6 +54,14 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_C.is_autocast_cache_enabled, _C.set_autocast_cache_enabled),
     (_functorch.get_inplace_requires_grad_allowed, _functorch.set_inplace_requires_grad_allowed),
 )
+
+
+_CLOSE: Mapping[str, Callable[[], object]] = {
+    "Vmap": _functorch._vmap_decrement_nesting,
+    "Grad": _functorch._grad_decrement_nesting,
+    "Jvp": _functorch._jvp_decrement_nesting,
+    "Functionalize": _functorch._func_decrement_nesting,
+}
 
 
 def _take_hooks() -> list[tuple[Any, Any]]:

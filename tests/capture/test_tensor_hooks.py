@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext as same
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,8 @@ from autocastfx.errors import CaptureError, UncapturedGraphWarning, UnsupportedE
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 Register = Callable[["Hooked", torch.Tensor], object]
 
-# Dynamo of torch 2.11 makes a function of autograd for a hook.
+# Dynamo of torch 2.11 makes a function of autograd for a hook. It moves a late hook to where the tensor is made.
+OLD = hasattr(torch._dynamo.external_utils, "_ApplyBackwardHook")
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
@@ -88,6 +90,10 @@ def test_hooks_change_the_gradient(register: Register, way: str) -> None:
         assert_alike(gradient(copied, copied.get_parameter("a.weight")), wanted)
     else:
         amp_model = autocastfx.enable(model, dtype=torch.bfloat16)
+        if register is two and OLD:
+            with pytest.raises(UnsupportedError, match=r"two hooks on one tensor, at return h\.register_hook\(tenth\)"):
+                gradient(amp_model, model.a.weight)
+            return
     for _ in range(2):
         assert_alike(gradient(amp_model, model.a.weight), wanted)
 
@@ -191,7 +197,8 @@ def test_a_hook_on_a_tensor_that_was_used_is_refused() -> None:
     model = Hooked(nothing, late=a_lambda)
     wanted = gradient(model, model.a.weight)
     amp_model = autocastfx.enable(model, dtype=torch.bfloat16)
-    with pytest.warns(UncapturedGraphWarning, match="registers a hook on a tensor that it has used before"):
+    late = pytest.warns(UncapturedGraphWarning, match="registers a hook on a tensor that it has used before")
+    with same() if OLD else late:
         assert_alike(gradient(amp_model, model.a.weight), wanted)
 
 

@@ -19,6 +19,7 @@ from tests.helpers import relative_error
 from tests.thread_state import thread_state
 
 LOW = torch.bfloat16
+OLD = torch.__version__.startswith("2.11")  # its export refuses every transform in forward
 
 
 def made() -> tuple[nn.Module, Tensor]:
@@ -143,7 +144,7 @@ def test_transforms_in_forward_are_right_and_leave_nothing_behind(kind: type[nn.
     for op_list in ("float32", "default"):
         model, same, args = case(kind)
         expected, before = results(same, args), thread_state()
-        if way == "convert" and kind not in (Velocity, Frozen):
+        if way == "convert" and (kind not in (Velocity, Frozen) or OLD):
             with pytest.raises(autocastfx.CaptureError, match=r"autocastfx\.enable"):
                 convert(model, args, op_list=op_list, dtype=LOW)
             assert thread_state() == before
