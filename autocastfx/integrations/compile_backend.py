@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -22,7 +22,7 @@ from autocastfx.graph.any_size import own_sizes
 from autocastfx.integrations.compiled_call import CompiledCall
 from autocastfx.integrations.graph_in_autocast import autocast_as_before, float32_where_it_fails, graph_in_autocast
 from autocastfx.integrations.hook_guards import guard_hooks
-from autocastfx.integrations.skipped_code import SkippedCode, warn_of_failure
+from autocastfx.integrations.skipped_code import SkippedCode, warn_of_failure, watch
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
 from autocastfx.policy.keep_in_float32 import kept_in_float32
@@ -30,7 +30,7 @@ from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph
 
-__all__ = ["UNCAPTURED", "CompileBackend", "compile_graph"]
+__all__ = ["UNCAPTURED", "CompileBackend"]
 
 # torch's attention layers in evaluation, as one operator.
 _FUSED = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
@@ -42,11 +42,13 @@ class CompileBackend:
 
     The model keeps its class, its modules and its methods, and Dynamo's guards and dynamic sizes hold. Parameters stay
     float32, and are cast in the graph. ``torch.compile(model, backend="autocastfx", options={"dtype": ...})`` does the
-    same with the arguments below as options; but what Dynamo cannot capture then runs in float32, unknown to a backend.
+    same with the arguments below as options; but code that Dynamo cannot capture then runs in float32. That is told
+    where Dynamo meets it first: it skips the same code in other models, and says nothing.
 
     Attributes:
         graphs: the graphs compiled so far, in order.
         skipped: the code of models given to :meth:`compile` that Dynamo could not capture.
+        runs: how often one of the graphs has run.
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class CompileBackend:
                 )
         self.graphs: list[CompiledGraph] = []
         self.skipped: list[SkippedCode] = []
+        self.runs = 0
+        watch(_is_on_its_own)
         self._models = weakref.WeakSet[nn.Module]()
         self.low, self.inner, self.uncaptured, self.report = dtype, inner, uncaptured, report
         self._converter = Converter(lists, load_kernel_facts(), dtype, fold=fold, recompose=chosen(recompose))
@@ -228,7 +232,20 @@ class CompileBackend:
 
         inner = lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner
         with own_sizes(), torch._C._DisableAutocast():
-            return _outside_autocast(inner(module, inputs), device.type)
+            return self._outside_autocast(inner(module, inputs), device.type)
+
+    def _outside_autocast(self, run: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        """Run without torch.autocast: what runs in which precision is decided."""
+
+        @wraps(run)
+        def call(*inputs: Any) -> Any:
+            self.runs += 1
+            if torch.is_autocast_enabled(kind):
+                with torch.autocast(kind, enabled=False):
+                    return run(*inputs)
+            return run(*inputs)
+
+        return call
 
     def _add(self, graph: CompiledGraph) -> None:
         self.graphs.append(graph)
@@ -236,15 +253,9 @@ class CompileBackend:
             self.report(graph)
 
 
-def compile_graph(
-    module: fx.GraphModule, inputs: list[Any], *, options: Mapping[str, Any] | None = None
-) -> Callable[..., Any]:
-    """Convert and compile a graph: the backend named ``"autocastfx"``.
-
-    Raises:
-        TypeError: an option is none of :class:`CompileBackend`'s arguments.
-    """
-    return CompileBackend(**(options or {}))(module, inputs)
+def _is_on_its_own(backend: object) -> bool:
+    """True for a backend that ``torch.compile`` itself calls, and no compiled call, which would see to skipped code."""
+    return isinstance(backend, CompileBackend) and not backend._models
 
 
 def _warn_of_fused_layers(graph: CompiledGraph) -> None:
@@ -255,16 +266,3 @@ def _warn_of_fused_layers(graph: CompiledGraph) -> None:
             UncapturedGraphWarning,
             stacklevel=3,
         )
-
-
-def _outside_autocast(run: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """Run without torch.autocast: what runs in which precision is decided."""
-
-    @wraps(run)
-    def call(*inputs: Any) -> Any:
-        if torch.is_autocast_enabled(kind):
-            with torch.autocast(kind, enabled=False):
-                return run(*inputs)
-        return run(*inputs)
-
-    return call

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch._C._dynamo import eval_frame
 from torch.nn.utils.rnn import pad_packed_sequence
+from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from autocastfx.capture.failure import quiet_logs
 from autocastfx.capture.given_inputs import device_of
@@ -27,12 +28,15 @@ from autocastfx.integrations.skipped_code import (
     InAutocast,
     SkippedCode,
     caller,
+    compiler_is_off,
     forward_code,
     is_caller,
+    look_again,
     modules_of,
     no_call,
     now,
     skipped_since,
+    skips,
     tried,
     whole,
 )
@@ -47,6 +51,7 @@ class _Backend(Protocol):
     uncaptured: str
     graphs: list[Any]
     skipped: list[SkippedCode]
+    runs: int
 
     @property
     def takes_recurrent_layers(self) -> bool: ...
@@ -67,6 +72,8 @@ class CompiledCall:
         self._parts: dict[nn.Module, CompiledCall] = {}
         self._looked: set[nn.Module] = set()  # parts that have been called where Dynamo captures nothing
         self._left: list[SkippedCode] = []
+        self._told: set[str] = set()
+        self._skips = -1  # how often Dynamo had skipped code at the end of the last call
         self._thread = threading.local()
         for function in (self._call_part, PartCall.__call__, InAutocast.__call__):  # Dynamo looks at what they call
             skip_code(function.__code__)
@@ -74,12 +81,16 @@ class CompiledCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, and see to the code that Dynamo has not captured in this call."""
-        before, moment, broken = tried(), now(), breaks()
+        if any_torch_dispatch_mode_on_stack():  # Dynamo would skip the model's code, and that for good
+            return self._run_as_it_is("a TorchDispatchMode around the call", args, kwargs)
+        if self._skips != skips():
+            look_again(self.model, max(self._skips, 0), self.backend.skipped)
+        before, moment, broken, runs = tried(), now(), breaks(), self.backend.runs
         if self._is_broken:
             self._take_parts()
-        was_inside, self._thread.is_inside = getattr(self._thread, "is_inside", False), True
         try:
             with ExitStack() as stack:
+                stack.enter_context(self._as_own())
                 stack.enter_context(quiet_logs())
                 stack.enter_context(one_time_messages())
                 for around in self._around:
@@ -89,17 +100,52 @@ class CompiledCall:
             if (plain := plain_error(error, self.model, args, kwargs)) is None:
                 raise
             raise plain from None
-        finally:
-            self._thread.is_inside = was_inside
         if tried() != before:
             self._see_to([*skipped_since(moment, self.model), *left_since(broken, self.model)])
             self._is_broken |= breaks() != broken
+        self._skips = skips()
         if self._left:
             left, self._left = self._left, []
             self._see_to(left)
-        if not (self.backend.graphs or self.backend.skipped):
-            self._see_to([whole(self.model)])
+        if self.backend.runs == runs and not isinstance(self.call, InAutocast):
+            self._see_to_no_graph()
         return result
+
+    def _see_to_no_graph(self) -> None:
+        """Say why no graph ran in a call, if it is known."""
+        if (why := compiler_is_off()) is not None:
+            self._tell(why, "in float32")
+        elif not (self.backend.graphs or self.backend.skipped):
+            self._see_to([whole(self.model)])
+
+    def _run_as_it_is(self, why: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the model without Dynamo, as ``uncaptured`` says."""
+        in_autocast = self.backend.uncaptured == "autocast"
+        self._tell(why, f"under torch.autocast, in {dtype_name(self.backend.low)}" if in_autocast else "in float32")
+        if in_autocast:
+            return self._in_autocast(self.model, type(self.model).__name__)(*args, **kwargs)
+        with self._as_own():
+            return torch.compiler.disable(self.model._call_impl)(*args, **kwargs)
+
+    def _in_autocast(self, module: nn.Module, name: str) -> InAutocast:
+        return InAutocast(module, name, device_of(self.model).type, self.backend.low, self._as_own)
+
+    @contextmanager
+    def _as_own(self) -> Generator[None]:
+        """Let parts that are called run as the model's own."""
+        was_inside, self._thread.is_inside = getattr(self._thread, "is_inside", False), True
+        try:
+            yield
+        finally:
+            self._thread.is_inside = was_inside
+
+    def _tell(self, why: str, runs: str) -> None:
+        told = f"torch.compile is off, by {why}: {type(self.model).__name__} runs {runs} in such calls."
+        if self.backend.uncaptured == "error":
+            raise CaptureError(told)
+        if why not in self._told:
+            self._told.add(why)
+            warnings.warn(told, UncapturedGraphWarning, stacklevel=5)
 
     def _take_parts(self) -> None:
         """Take the calls of the modules in the model, which are converted as well if they are called by themselves.
@@ -146,7 +192,7 @@ class CompiledCall:
             if isinstance(call, (CompiledCall, InAutocast, PartCall)) or is_caller(call):
                 module._compiled_call_impl = None
 
-    def _in_autocast(self) -> set[nn.Module]:
+    def _modules_in_autocast(self) -> set[nn.Module]:
         """Return the modules that run in regions of torch.autocast."""
         calls = ((m, self.call if m is self.model else m._compiled_call_impl) for m in self.model.modules())
         return {inner for module, call in calls if isinstance(call, InAutocast) for inner in module.modules()}
@@ -158,22 +204,21 @@ class CompiledCall:
             if one.file == logging.__file__:
                 continue  # a logger computes nothing
             holders = modules_of(self.model, one) or [self.model]
-            if one in backend.skipped or set(holders) <= self._in_autocast():
+            if one in backend.skipped or set(holders) <= self._modules_in_autocast():
                 continue
-            backend.skipped.append(one)
             told = f"torch.compile cannot capture {'all of ' if one.is_excluded else ''}{one}"
             if backend.uncaptured == "error":
                 raise CaptureError(f"{told}.")
+            backend.skipped.append(one)
             runs = "It runs in float32."
             if one.is_excluded:
                 runs = "What it computes there runs in float32."
             elif one.is_in_parts:
                 runs = "Its modules are converted one by one; what it computes besides runs in float32."
             elif backend.uncaptured == "autocast":
-                device = device_of(self.model)
                 paths = {m: name or "(the model)" for name, m in self.model.named_modules() if m in holders}
                 for module in holders:
-                    in_autocast = InAutocast(module, paths[module], device.type, low)
+                    in_autocast = self._in_autocast(module, paths[module])
                     if module is self.model:
                         self.call = in_autocast
                     else:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import CodeType, MethodType
+from types import CodeType, FrameType, MethodType
 from typing import Any, cast
 
 import torch
@@ -21,13 +22,20 @@ from autocastfx.integrations.in_float32 import in_float32
 __all__ = [
     "InAutocast",
     "SkippedCode",
+    "caller",
+    "compiler_is_off",
+    "forward_code",
+    "is_caller",
+    "look_again",
     "modules_of",
     "no_call",
     "now",
     "plain_name",
     "skipped_since",
+    "skips",
     "tried",
     "warn_of_failure",
+    "watch",
     "whole",
 ]
 
@@ -114,10 +122,100 @@ def is_caller(call: object) -> bool:
 
 def skipped_since(moment: int, model: nn.Module) -> list[SkippedCode]:
     """Return what Dynamo has skipped in a call of ``model`` since ``moment``, a result of :func:`now`."""
+    found = [_skipped(one, model) for one in _failures() if (one.start_time_us or 0) >= moment]
+    _SKIPS.extend(found)
+    return found
+
+
+# Dynamo skips code for all models of the process once it has failed in one, and says so only then.
+_SKIPS: list[SkippedCode] = []
+
+
+def skips() -> int:
+    """Return how often Dynamo has skipped code in calls of compiled models, in this process."""
+    return len(_SKIPS)
+
+
+# The backends of which Dynamo is watched, as it gives them no word of what it skips.
+_WATCHED: list[Callable[[object], bool]] = []
+
+
+def watch(is_watched: Callable[[object], bool]) -> None:
+    """Say what Dynamo skips where it captures for a backend of this kind, until ``torch._dynamo.reset``."""
+    from torch._dynamo.callback import callback_handler
+
+    if is_watched not in _WATCHED:
+        _WATCHED.append(is_watched)
+    if _tell_of_skip not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_tell_of_skip)
+
+
+def _tell_of_skip(_: object) -> None:
+    """Warn, if the capture that ends here has failed, for a watched backend, and no error says so."""
+    from torch._dynamo import config
+    from torch._dynamo.exc import SkipFrame, Unsupported, UserError
+
+    error = sys.exc_info()[1]
+    if not (isinstance(error, (Unsupported, UserError, SkipFrame)) or (error is not None and config.suppress_errors)):
+        return
+    frame: FrameType | None = sys._getframe(1)  # only Dynamo's own frame knows the backend that it captures for
+    while frame is not None and not (frame.f_code.co_name == "_compile" and "compiler_fn" in frame.f_locals):
+        frame = frame.f_back
+    if frame is None or frame.f_locals.get("one_graph"):
+        return
+    backend = frame.f_locals["compiler_fn"]
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "compiler_fn", None))) is not None:
+        backend = inner
+    if any(is_watched(backend) for is_watched in _WATCHED):
+        code = frame.f_locals["code"]
+        reason = str(error).partition("\n")[0]
+        skipped = SkippedCode(plain_name(code.co_name), code.co_filename, code.co_firstlineno, reason)
+        told = (
+            f"torch.compile cannot capture {skipped}, so no backend sees it: it runs in float32, in all models that "
+            "call it. autocastfx.enable(model) runs it under torch.autocast, in 16 bits."
+        )
+        warnings.warn(told, UncapturedGraphWarning, stacklevel=2)
+
+
+def compiler_is_off() -> str | None:
+    """Return the setting by which Dynamo runs code as it is, also code that it has captured; None if there is none."""
+    from torch._dynamo import config, eval_frame
+
+    if config.disable:
+        return "torch._dynamo.config.disable"
+    if eval_frame._stance.stance != "default":
+        return f"torch.compiler.set_stance({eval_frame._stance.stance!r})"
+    return None
+
+
+def look_again(model: nn.Module, since: int, known: Sequence[SkippedCode]) -> None:
+    """Let Dynamo look again at code that it has skipped in another model: it would skip it unsaid in ``model``, too.
+
+    Args:
+        model: the model that is called next.
+        since: a result of :func:`skips`; 0 for all that Dynamo remembers, also of models that others have compiled, and
+            code that has as many graphs as Dynamo allows.
+        known: what is skipped in ``model``, and told.
+    """
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo import config
+    from torch._dynamo.convert_frame import input_codes
+
+    skipped = _SKIPS[since:] + ([] if since else [_skipped(one, model) for one in _failures()])
+    places = {(one.file, one.line) for one in skipped} - {(one.file, one.line) for one in known}
+    for reference in list(input_codes.seen):
+        code = reference()
+        if code is None:
+            continue
+        is_full = not since and len(_debug_get_cache_entry_list(code)) >= config.recompile_limit
+        if is_full or (code.co_filename, code.co_firstlineno) in places:
+            reset_code(code)
+
+
+def _failures() -> Iterator[Any]:
     from torch._dynamo.utils import get_compilation_metrics
 
-    failed = [one for one in get_compilation_metrics() if one.fail_type is not None]
-    return [_skipped(one, model) for one in failed if (one.start_time_us or 0) >= moment]
+    return (one for one in get_compilation_metrics() if one.fail_type is not None)
 
 
 def _skipped(record: Any, model: nn.Module) -> SkippedCode:
@@ -155,14 +253,23 @@ class InAutocast:
     run twice, in part.
     """
 
-    def __init__(self, module: nn.Module, name: str, kind: str, low: torch.dtype) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        kind: str,
+        low: torch.dtype,
+        as_own: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self.module, self.name, self.kind, self.low = module, name, kind, low
+        self.as_own = as_own  # lets modules in it run as it calls them, and not converted by themselves
         self.is_float32 = self.is_tried = False
         self._uncaptured = torch.compiler.disable(self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        return self._uncaptured(*args, **kwargs)
+        with self.as_own():
+            return self._uncaptured(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave it out of copies of modules that copy all their attributes, as nn.LSTM does."""

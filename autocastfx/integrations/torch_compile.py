@@ -1,0 +1,31 @@
+"""The backend that ``torch.compile`` knows by name. torch imports this module when a program names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+
+from autocastfx.integrations.compile_backend import CompileBackend
+from autocastfx.integrations.skipped_code import watch
+
+__all__ = ["compile_graph"]
+
+
+def compile_graph(
+    module: fx.GraphModule, inputs: list[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Convert and compile a graph: the backend named ``"autocastfx"``.
+
+    Raises:
+        TypeError: an option is none of :class:`CompileBackend`'s arguments.
+    """
+    return CompileBackend(**(options or {}))(module, inputs)
+
+
+def _is_by_name(backend: object) -> bool:
+    return backend is compile_graph
+
+
+watch(_is_by_name)
