@@ -175,6 +175,7 @@ class _ScriptCall(CompiledCall):
     """The call of an enabled model, in which no other is enabled. In torch.autocast of the script it is as before."""
 
     def __init__(self, run: ScriptRun, call: CompiledCall) -> None:
+        call.undo()  # else the parts would ask it, and not this one, whether the model calls them
         super().__init__(call.model, call.backend, call.options)
         self.run = run
 

@@ -202,6 +202,36 @@ print(x.grad.norm().item() > 0)
     assert len(report["models"]) == 1
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_in_which_the_graph_breaks_runs_in_backward_as_before(run_script: Run, reentrant: bool) -> None:
+    text = f"""
+from torch.utils.checkpoint import checkpoint
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.log = nn.Linear(8, 8), nn.Linear(8, 8), []
+    def body(self, x):
+        h = torch.relu(self.a(x))
+        self.log.append(h.mean().item())
+        return x + self.b(h)
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant={reentrant})
+class Norm(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) / super().forward(x).norm().item()
+model = Norm(nn.Linear(8, 8), Block(), Block())
+x = torch.randn(4, 8)
+for _ in range(3):
+    model.zero_grad()
+    model(x).square().sum().backward()
+    print(model[1].a.weight.grad.isfinite().all().item())
+"""
+    with pytest.warns(autocastfx.UncapturedGraphWarning, match="cannot capture forward at .*train.py"):
+        code, out, report = run_script(text)
+    assert (code, out) == (0, "True\n" * 3)
+    assert [one["name"] for one in report["models"]] == ["Norm"]
+
+
 def test_bad_input_is_told_before_the_script_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, ran = tmp_path / "train.py", tmp_path / "ran"
     script.write_text(f"open({str(ran)!r}, 'w')")
