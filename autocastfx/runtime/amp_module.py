@@ -22,7 +22,15 @@ from autocastfx.runtime.forwarded_attributes import forwarded, set_on_original, 
 from autocastfx.runtime.jit_trace import untraced, warn_of_sizes
 from autocastfx.runtime.model_text import model_text
 from autocastfx.runtime.module_modes import OriginalModes, set_modes, switch
-from autocastfx.runtime.module_tree import class_of_converted, mirror, refuse_sharded
+from autocastfx.runtime.module_tree import (
+    Part,
+    class_of_converted,
+    forget_original,
+    mirror,
+    read_again,
+    refuse_replacing,
+    refuse_sharded,
+)
 from autocastfx.runtime.observe import Observer, run_observed
 from autocastfx.runtime.stored_low import own_tensors, refuse_gradients, refuse_training, stored_low
 from autocastfx.runtime.variant import Variant
@@ -54,8 +62,8 @@ class AmpModule(fx.GraphModule):
         self._maker = maker
         self._observers: tuple[Observer, ...] = ()
         self._autocastfx_copies = WorkingCopies(self)
-        mirror(model, self, {id(model): self})
-        self._own_modules = tuple(self.modules())
+        mirror(model, self, {id(model): self}, is_tree=type(model) is nn.Module)  # as _tree makes it
+        self._own_modules = tuple(m for m in self.modules() if m is self or isinstance(m, Part))
         self._original_modes = OriginalModes(maker.model)
         self._table = "_variants"
         while self._table in self._modules:  # a model that was converted before, and exported, holds one already
@@ -139,6 +147,7 @@ class AmpModule(fx.GraphModule):
             modes = self._modes()
             if not self.variants:
                 return self._mounted.capture_modes(call, modes, self._held())
+            read_again(self._own_modules)
             made = self._mounted.fitting(call, modes)  # meanwhile, by another thread
             return made or self._mounted.further(call, modes, self._held())
 
@@ -268,6 +277,7 @@ class AmpModule(fx.GraphModule):
         for variant in self.variants:
             variant.captured = None  # it was decided for float32 weights
         self._original_modes = OriginalModes(None)
+        forget_original(self._own_modules)
         self.train(False)
 
     def refresh_weights(self) -> None:
@@ -307,7 +317,17 @@ class AmpModule(fx.GraphModule):
                 raise
             return forwarded(maker.model, self, name, error)
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a module, which takes no other's place.
+
+        Raises:
+            UnsupportedError: there is a part of this name.
+        """
+        refuse_replacing(self, name, module)
+        super().add_module(name, module)
+
     def __setattr__(self, name: str, value: Any) -> None:
+        refuse_replacing(self, name, value)
         if "_table" in self.__dict__ and name not in self.__dict__ and self._mounted.reads(name):
             set_on_original(self._maker.model, name, value)
         else:

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
+from collections.abc import Iterable
+from types import FunctionType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import fx, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
+from autocastfx.capture.plain_value import is_plain, is_same
 from autocastfx.errors import CaptureError, UnsupportedError
+from autocastfx.runtime.forwarded_attributes import set_on_original
 
-__all__ = ["Part", "class_of_converted", "mirror", "refuse_sharded"]
+__all__ = [
+    "Part",
+    "class_of_converted",
+    "forget_original",
+    "mirror",
+    "read_again",
+    "refuse_replacing",
+    "refuse_sharded",
+]
 
 Kind = TypeVar("Kind", bound=nn.Module)
 _KINDS: WeakKeyDictionary[type[nn.Module], type[nn.Module]] = WeakKeyDictionary()
 
+_PARTS: WeakKeyDictionary[type[nn.Module], type[Part]] = WeakKeyDictionary()
+_NOT_MIXED = (fx.GraphModule, torch.jit.ScriptModule)  # whose classes are made for each instance, or compiled
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 _STATE_HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
@@ -23,7 +42,23 @@ _STATE_HOOKS = (
 
 
 class Part(nn.Module):
-    """A part of a converted model: it holds parameters, buffers and parts, and runs inside of the graph alone."""
+    """A part of a converted model: it holds parameters, buffers and parts, and runs inside of the graph alone.
+
+    It is an instance of the class of the module that it stands for, where that is safe, and has its methods and its
+    plain attributes: helpers look for layers by class (``update_bn``, an ``init`` for ``apply``). Setting such an
+    attribute sets the original's, on which graphs depend.
+    """
+
+    _stands_for: type[nn.Module] = nn.Module
+
+    def __init__(self, original: nn.Module) -> None:
+        nn.Module.__init__(self)
+        if isinstance(original, Part):
+            taken = {name: original.__dict__[name] for name in ("_original", "_plain", *original.__dict__["_plain"])}
+        else:
+            taken = plain_attributes(original)
+            taken |= {"_original": weakref.ref(original), "_plain": frozenset(taken)}
+        self.__dict__.update(taken)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse.
@@ -37,14 +72,105 @@ class Part(nn.Module):
             "keep the model's methods with autocastfx.enable(model)."
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_replacing(self, name, value)
+        if name in self.__dict__.get("_plain", ()) and not is_same(value, self.__dict__.get(name)):
+            original = self.__dict__["_original"]
+            set_on_original(original() if original is not None else None, name, value)
+        nn.Module.__setattr__(self, name, value)
 
-def mirror(model: nn.Module, image: nn.Module, made: dict[int, nn.Module]) -> None:
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a module, which takes no other's place."""
+        refuse_replacing(self, name, module)
+        nn.Module.add_module(self, name, module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        made: Part = object.__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        bases = (kind for kind in self._stands_for.__mro__ if kind.__module__.startswith("torch.nn."))
+        return _empty_part, (next(bases, nn.Module),), {**self.__dict__, "_original": None}
+
+
+def refuse_replacing(owner: nn.Module, name: str, module: object) -> None:
+    """Refuse to put another module into the place of a part, which the graph would not run.
+
+    Raises:
+        UnsupportedError: ``name`` is that of a part.
+    """
+    part = owner.__dict__.get("_modules", {}).get(name)
+    if isinstance(part, Part) and module is not part:
+        raise UnsupportedError(
+            f"{type(part).__name__} {name!r} is a part of a converted model, whose graph would not run what takes its "
+            "place. Replace it in the original (convert_sync_batchnorm, adapters), and convert that."
+        )
+
+
+def plain_attributes(model: nn.Module) -> dict[str, Any]:
+    """Return the attributes of ``model`` that are numbers, text, and the like."""
+    return {k: v for k, v in model.__dict__.items() if k not in _MODULE_ATTRIBUTES and is_plain(v)}
+
+
+def forget_original(parts: Iterable[nn.Module]) -> None:
+    """Let parts refer to the original no more."""
+    for part in parts:
+        if isinstance(part, Part):
+            part.__dict__["_original"] = None
+
+
+def read_again(parts: Iterable[nn.Module]) -> None:
+    """Read the plain attributes of the originals again, which may have changed since the conversion."""
+    for part in parts:
+        if (
+            isinstance(part, Part)
+            and (reference := part.__dict__["_original"])
+            and (original := reference()) is not None
+        ):
+            taken = plain_attributes(original)
+            part.__dict__.update(taken, _plain=frozenset(taken))
+
+
+# What nn.Module itself does is done so in a part, too, whatever the original's class makes of it; but for the switch
+# between training and evaluation, which is the original's.
+for _name, _held in vars(nn.Module).items():
+    if isinstance(_held, FunctionType) and _name not in (*vars(Part), "train", "eval"):
+        setattr(Part, _name, _held)
+
+
+def _part_class(original: type[nn.Module]) -> type[Part]:
+    """Return the class of parts that stand for modules of this class; of a base of it where that is not safe."""
+    if original not in _PARTS:
+        _PARTS[original] = Part
+        for kind in original.__mro__:
+            is_known = any(issubclass(kind, base) for base in (*_NOT_MIXED, Part))
+            is_told = any("__init_subclass__" in vars(base) for base in kind.__mro__[:-1])
+            if not issubclass(kind, nn.Module) or is_known or is_told or type(kind) is not type or kind is nn.Module:
+                continue
+            try:
+                namespace = {"__module__": Part.__module__, "_stands_for": kind, "__doc__": Part.__doc__}
+                _PARTS[original] = type(kind.__name__, (Part, kind), namespace)
+            except TypeError:  # classes of C with a layout of their own
+                continue
+            break
+    return _PARTS[original]
+
+
+def _empty_part(kind: type[nn.Module]) -> Part:
+    part: Part = object.__new__(_part_class(kind))
+    return part
+
+
+def mirror(model: nn.Module, image: nn.Module, made: dict[int, nn.Module], *, is_tree: bool) -> None:
     """Give ``image`` the parameters, buffers and submodules of ``model``: the same tensors, in bare modules.
 
     Args:
-        model: the original.
+        model: the original, or the tree of a converted model. What was added to the latter stays as it is.
         image: an empty module.
         made: the bare module of each module so far, by the module's id.
+        is_tree: whether ``model`` is the tree of a converted model.
 
     Raises:
         CaptureError: a module has extra state (``get_extra_state``).
@@ -61,8 +187,11 @@ def mirror(model: nn.Module, image: nn.Module, made: dict[int, nn.Module]) -> No
         image.__dict__[hooks].update(model.__dict__[hooks])
     for name, child in model._modules.items():
         if child is not None and id(child) not in made:
-            made[id(child)] = Part()
-            mirror(child, made[id(child)], made)
+            is_added = is_tree and not isinstance(child, Part)  # to the converted model, whose graph does not run it
+            kind = type(child) if isinstance(child, Part) else _part_class(type_before_parametrizations(child))
+            made[id(child)] = child if is_added else kind(child)
+            if not is_added:
+                mirror(child, made[id(child)], made, is_tree=is_tree)
         image._modules[name] = made[id(child)] if child is not None else None
 
 

@@ -483,8 +483,8 @@ def test_a_models_own_methods_are_not_hidden() -> None:
 
 
 def test_a_converted_model_adds_few_public_names() -> None:
-    own = {name for name in vars(autocastfx.AmpModule) if not name.startswith("_")}
-    assert own == {"variants", "plan", "recompile", "train", "requires_grad_", "refresh_weights"}
+    own = {name for name in vars(autocastfx.AmpModule) if not name.startswith("_")} - set(dir(nn.Module))
+    assert own == {"variants", "plan", "recompile", "refresh_weights"}
 
 
 class Difference(nn.Module):

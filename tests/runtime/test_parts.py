@@ -1,0 +1,179 @@
+"""The parts of a converted model are instances of the original's classes, so helpers that look for layers find them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, update_bn
+
+import autocastfx
+from autocastfx import UnsupportedError
+from autocastfx.runtime.module_tree import Part
+from tests.helpers import relative_error
+
+LOW, EPS = torch.bfloat16, torch.finfo(torch.float32).eps
+
+
+class Scale(nn.Linear):
+    """A layer of a user's own, with a method and a setting."""
+
+    def __init__(self, size: int, *, factor: float = 0.5) -> None:
+        super().__init__(size, size)
+        self.factor, self.names = factor, ["a"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+    def reset_to(self, value: float) -> None:
+        nn.init.constant_(self.weight, value * self.factor)
+
+
+class Registered(nn.Module):
+    """A class whose subclasses are counted: none is made of it."""
+
+    subclasses = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Registered.subclasses += 1
+
+
+class Counted(Registered, nn.Flatten):  # pyright: ignore[reportUnsafeMultipleInheritance]
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Flatten.forward(self, x)
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), Counted(), Scale(4 * 36), nn.Dropout(0.5))
+
+
+X = torch.linspace(-1, 1, 4 * 3 * 64).reshape(4, 3, 8, 8).sin()
+
+
+def test_parts_are_found_by_class() -> None:
+    model = made()
+    amp_model = autocastfx.convert(model, (X,), dtype=LOW)
+    subclasses = Registered.subclasses
+    for name, module in model.named_children():
+        part = amp_model.get_submodule(name)
+        assert isinstance(part, Part)
+        assert isinstance(part, nn.Flatten if name == "3" else type(module))
+        assert part.__class__.__name__ == ("Flatten" if name == "3" else type(module).__name__)
+    assert Registered.subclasses == subclasses
+    assert not isinstance(amp_model.get_submodule("3"), Registered)
+    copied = copy.deepcopy(amp_model)
+    assert isinstance(copied.get_submodule("4"), Scale)
+    loaded = pickle.loads(pickle.dumps(amp_model))
+    assert isinstance(loaded.get_submodule("4"), nn.Linear)  # and no class of the user's, which need not be at hand
+    assert not isinstance(loaded.get_submodule("4"), Scale)
+    for one in (copied, loaded):
+        assert (one.get_submodule("4").in_features, one.get_submodule("1").momentum) == (144, 0.1)
+        one.eval()
+        assert torch.equal(one(X), amp_model.eval()(X))
+        with pytest.raises(UnsupportedError, match="cannot be called by itself"):
+            one.get_submodule("4")(X)
+
+
+def test_batch_norms_are_updated_as_the_originals() -> None:
+    model, same = made(), made()
+    amp_model = autocastfx.convert(model, (X,), op_list="float32")
+    batches = [X, X * 2, X - 1]
+    update_bn(batches, amp_model)
+    update_bn(batches, same)
+    assert relative_error(amp_model.get_buffer("1.running_var"), same[1].running_var) < 4 * EPS
+    assert amp_model.get_submodule("1").momentum == model[1].momentum == 0.1
+    averaged = AveragedModel(amp_model)
+    update_bn(batches, averaged)
+    assert relative_error(averaged.module.get_buffer("1.running_var"), same[1].running_var) < 4 * EPS
+
+
+def test_an_initialization_by_class_or_method_reaches_the_parameters() -> None:
+    amp_model = autocastfx.convert(made(), (X,), dtype=LOW)
+
+    def start(module: nn.Module) -> None:
+        if isinstance(module, Scale):
+            module.reset_to(2.0)
+        elif module.__class__.__name__.find("Conv") != -1:
+            nn.init.zeros_(module.weight)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    nn.init.zeros_(amp_model.get_parameter("1.weight"))
+    amp_model.apply(start)
+    held = dict(amp_model.named_parameters())
+    assert torch.equal(held["4.weight"], torch.ones(144, 144))
+    assert held["0.weight"].abs().sum() == 0
+    assert torch.equal(held["1.weight"], torch.ones(4))
+    decayed = [p for m in amp_model.modules() if isinstance(m, (nn.Linear, nn.Conv2d)) for p in m.parameters()]
+    assert len(decayed) == 4
+
+
+def test_a_setting_of_a_part_is_the_originals() -> None:
+    model = made().eval()
+    amp_model = autocastfx.convert(model, (X,), op_list="float32")
+    amp_model.get_submodule("4").factor = 2.0
+    assert model[4].factor == 2.0
+    assert torch.equal(amp_model(X), model(X))
+    model[4].factor = 3.0
+    amp_model(X)
+    assert amp_model.get_submodule("4").factor == 3.0
+    amp_model.get_submodule("4").note = "mine"
+    assert not hasattr(model[4], "note")
+    loaded = pickle.loads(pickle.dumps(amp_model))
+    loaded.get_submodule("4").factor = 3.0  # as it is
+    with pytest.raises(UnsupportedError, match="'factor', and the original is not at hand"):
+        loaded.get_submodule("4").factor = 4.0
+    with pytest.raises(AttributeError, match="names"):
+        amp_model.get_submodule("4").names  # noqa: B018
+
+
+def test_a_model_for_inference_refers_to_no_original() -> None:
+    amp_model = autocastfx.convert(made().eval(), (X,), dtype=LOW, weights="low")
+    with pytest.raises(UnsupportedError, match="the original is not at hand"):
+        amp_model.get_submodule("4").factor = 4.0
+
+
+def test_a_part_is_not_replaced() -> None:
+    model = nn.Sequential(made(), nn.Linear(144, 2))
+    amp_model = autocastfx.convert(model, (X,), dtype=LOW)
+    told = r"Linear '1' is a part of a converted model.*Replace it in the original"
+    with pytest.raises(UnsupportedError, match=told):
+        setattr(amp_model, "1", nn.Linear(144, 2))
+    with pytest.raises(UnsupportedError, match=told):
+        amp_model.add_module("1", None)
+    with pytest.raises(UnsupportedError, match="Scale '4' is a part"):
+        setattr(amp_model.get_submodule("0"), "4", nn.Identity())
+    with pytest.raises(UnsupportedError, match="BatchNorm2d '1' is a part"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(amp_model)
+    with pytest.raises(UnsupportedError, match="Conv2d '0' is a part"):
+        amp_model.get_submodule("0")[0] = nn.Identity()
+    setattr(amp_model, "1", amp_model.get_submodule("1"))
+    amp_model.further = nn.Linear(2, 2)
+    assert len(list(amp_model.parameters())) == 10
+    assert torch.equal(copy.deepcopy(amp_model).eval()(X), amp_model.eval()(X))
+
+
+def test_a_part_switches_modes_as_its_class_does() -> None:
+    class Teacher(nn.Sequential):
+        def train(self, mode: bool = True) -> Teacher:
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    model = nn.Sequential(Teacher(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Linear(4, 4))
+    amp_model = autocastfx.convert(model, (torch.ones(2, 4),), dtype=LOW)
+    amp_model.get_submodule("0").train()
+    assert [m.training for m in amp_model.get_submodule("0").modules()] == [True, True, False]
+
+
+def test_parametrized_layers_are_found_by_the_class_below() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    amp_model = autocastfx.convert(model, (torch.ones(2, 4),), dtype=LOW)
+    assert type(amp_model.get_submodule("0")).__name__ == "Linear"
+    assert torch.equal(amp_model(torch.ones(2, 4)), copy.deepcopy(amp_model)(torch.ones(2, 4)))
