@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
+import pytest
 import torch
 from torch import nn
 
@@ -63,3 +67,79 @@ def test_plans_compare_after_a_round_trip_through_json() -> None:
 def test_a_missing_reason_is_said() -> None:
     text = str(autocastfx.diff(plan(), plan({"deny": ["gelu"]})))
     assert "deny: no reason given (mine:deny[0]), before: " in text
+
+
+class Scales(nn.Module):
+    """Layers and products by numbers; with ``first``, one product more before all others."""
+
+    def __init__(self, first: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.first = first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 7 if self.first else x
+        x = self.layer(x * 3) * 2
+        return torch.softmax(x, -1) * 5 + torch.softmax(x * 2, -1) * 5
+
+
+def by_numbers(before: autocastfx.Plan, after: autocastfx.Plan) -> tuple[list[str], list[str], list[str]]:
+    """Names of nodes that changed, were added and were removed, both ways the same."""
+    found, back = autocastfx.diff(before, after), autocastfx.diff(after, before)
+    names = [[n.name for n in nodes] for nodes in (found.added, found.removed, back.removed, back.added)]
+    assert names[:2] == names[2:]
+    assert len(found.changed) == len(back.changed)
+    return [d.name for d in found.changed], *names[:2]
+
+
+def test_an_op_put_in_before_others_is_added_alone() -> None:
+    before, after = plan(model=Scales()), plan(model=Scales(first=True))
+    runs = [{n.name: n.placement.run for n in found.nodes if n.op == "mul"} for found in (before, after)]
+    assert any(runs[1][name] is not run for name, run in runs[0].items()), "names alone would tell of moves"
+    assert by_numbers(before, after) == ([], ["mul_1"], [])  # of two in a row, either may be new
+    after = plan({"deny": [{"reason": "mine", "ops": ["add"]}]}, model=Scales(first=True))
+    assert by_numbers(before, after) == (["add"], ["mul_1"], [])
+
+
+def test_a_layer_put_in_before_others_is_added_alone() -> None:
+    front = nn.Sequential(MODEL[0], nn.Tanh(), *MODEL[1:])
+    assert by_numbers(plan(), plan(model=front)) == ([], ["tanh"], [])
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.Softmax(-1)) for _ in range(3)]
+    last = nn.Sequential(nn.LayerNorm(32), nn.GELU())
+    before, after = (plan(model=nn.Sequential(*blocks[:many], last)) for many in (2, 3))
+    assert by_numbers(before, after) == ([], ["linear_2", "softmax_2"], [])
+
+
+class Steps(nn.Module):
+    """Equal steps; with ``at``, a ReLU before the step of that number."""
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__()
+        self.at = at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(6):
+            x = torch.relu(x) if number == self.at else x
+            x = torch.sin((x @ x.mT).sum(-1, keepdim=True) + x) * x
+        return x
+
+
+@pytest.mark.parametrize("at", [0, 2, 3, 5])
+def test_equal_steps_stay_what_they_were(at: int) -> None:
+    assert by_numbers(plan(model=Steps()), plan(model=Steps(at))) == ([], ["relu"], [])
+
+
+def test_causes_and_reasons_that_name_nodes_follow_their_names() -> None:
+    before = plan(model=Steps())
+    names = {node.name: f"{node.name}_9" for node in before.nodes}
+
+    def renamed(node: autocastfx.PlannedNode) -> autocastfx.PlannedNode:
+        cause = replace(node.placement.because, nodes=tuple(names[n] for n in node.placement.because.nodes))
+        reason = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), node.decision.reason)
+        placed, decided = replace(node.placement, because=cause), replace(node.decision, reason=reason)
+        return replace(node, name=names[node.name], placement=placed, decision=decided)
+
+    after = replace(before, nodes=tuple(map(renamed, before.nodes)))
+    assert any(n.placement.because.nodes for n in after.nodes)
+    assert any("sin_9" in n.decision.reason for n in after.nodes)
+    assert not autocastfx.diff(before, after)
