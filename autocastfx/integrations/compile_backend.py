@@ -17,8 +17,15 @@ from autocastfx.capture.progress import stage
 from autocastfx.capture.thread_state import own_thread_state
 from autocastfx.capture.whole_calls import places
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
-from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
+from autocastfx.errors import (
+    AutocastFXError,
+    CaptureError,
+    UncapturedGraphWarning,
+    UnmatchedRuleWarning,
+    UnsupportedError,
+)
 from autocastfx.graph.any_size import own_sizes
+from autocastfx.graph.op_name import located
 from autocastfx.integrations.compiled_call import CompiledCall
 from autocastfx.integrations.graph_in_autocast import autocast_as_before, float32_where_it_fails, graph_in_autocast
 from autocastfx.integrations.hook_guards import guard_hooks
@@ -27,8 +34,10 @@ from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
 from autocastfx.policy.keep_in_float32 import kept_in_float32
 from autocastfx.policy.kernel_facts import load_kernel_facts
-from autocastfx.policy.op_list import OpListLike, load_op_list
+from autocastfx.policy.match import MatchedRules
+from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph
+from autocastfx.report.conversion_warnings import match_graph
 
 __all__ = ["UNCAPTURED", "CompileBackend"]
 
@@ -66,8 +75,8 @@ class CompileBackend:
 
         Args:
             dtype: as in :func:`convert`; by default float16 where torch finds a GPU, else bfloat16.
-            op_list: as in :func:`convert`. Rules by module read the paths in the compiled module. Python functions that
-                a list names cannot be kept whole, because Dynamo has traced through them.
+            op_list: as in :func:`convert`. Rules by module read the paths in the compiled module. Python and autograd
+                functions cannot be named: Dynamo has traced through the first, and gives no names of the second.
             fold: as in :func:`convert`.
             recompose: as in :func:`convert`.
             inner: the backend that compiles what was converted: a name that ``torch.compile`` knows, such as
@@ -80,13 +89,14 @@ class CompileBackend:
         Raises:
             OpListError: a list is wrong.
             ValueError: an argument has no such choice.
-            UnsupportedError: the list names Python functions.
+            UnsupportedError: the list names Python functions or autograd functions.
         """
         dtype = chosen_dtype(dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         check_arguments(fold)
         if uncaptured not in UNCAPTURED:
             raise ValueError(f"uncaptured is one of {', '.join(map(repr, UNCAPTURED))}, not {uncaptured!r}")
         lists = load_op_list(op_list, default=dtype_name(dtype))
+        _refuse_autograd_functions(lists)
         self._whole = {function for _, _, function in places(lists.functions())}
         for function in self._whole:
             if not function.__module__.startswith("torch."):
@@ -100,6 +110,9 @@ class CompileBackend:
         self.runs = 0
         watch(_is_on_its_own)
         self._models = weakref.WeakSet[nn.Module]()
+        self._trained = weakref.WeakSet[nn.Module]()  # those of them that have been called in training
+        self._matched = MatchedRules(lists)
+        self._is_told = False
         self.low, self.inner, self.uncaptured, self.report = dtype, inner, uncaptured, report
         self._converter = Converter(lists, load_kernel_facts(), dtype, fold=fold, recompose=chosen(recompose))
 
@@ -159,6 +172,24 @@ class CompileBackend:
             model._compiled_call_impl = CompiledCall(model, self, options)
         return model
 
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        """A sentence on each of the op list's own rules that matches no node of the graphs so far."""
+        return self._matched.unmatched() if any(graph.plan is not None for graph in self.graphs) else ()
+
+    def tell_unmatched(self, model: nn.Module) -> None:
+        """Warn of rules that match no node, once: when each compiled model has been called in training.
+
+        Before, graphs are missing that a rule may be for.
+        """
+        if not self._is_told and model.training and model in self._models:
+            self._trained.add(model)
+            self._is_told = len(self._trained) == len(self._models)
+            for message in self.unmatched if self._is_told else ():
+                count = len(self.graphs)
+                told = f"{message} Captured so far: {count} graph{'s' if count > 1 else ''}."
+                warnings.warn(told, UnmatchedRuleWarning, stacklevel=4)
+
     def _paths(self) -> dict[int, str]:
         """Return the paths of modules and parameters of the compiled models, by their ``id``."""
         named = (one for model in self._models for one in (*model.named_modules(), *model.named_parameters()))
@@ -184,6 +215,8 @@ class CompileBackend:
                 node.target = node.target.with_recomputed(self._converted(inside, None, device, found, converter))
         converted.recompile()
         found.append(CompiledGraph(converted, made.plan))
+        facts = self._converter.facts
+        match_graph(self._matched, captured.graph, captured.attributes, made.graph, made.plan, facts)
         return converted
 
     def _converter_for(self, parameters: Iterable[nn.Parameter]) -> Converter:
@@ -256,6 +289,22 @@ class CompileBackend:
 def _is_on_its_own(backend: object) -> bool:
     """True for a backend that ``torch.compile`` itself calls, and no compiled call, which would see to skipped code."""
     return isinstance(backend, CompileBackend) and not backend._models
+
+
+def _refuse_autograd_functions(lists: OpList) -> None:
+    """Refuse a list that names custom autograd functions: Dynamo's graphs do not say which one a node calls.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    for path in lists.functions():
+        function = located(path)
+        if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+            raise UnsupportedError(
+                f"the op list {lists.name} names the autograd function {path}, which torch.compile captures without "
+                "its name, and which runs as it is: take the rule out, make the function an operator by "
+                "torch.library.custom_op, or use autocastfx.convert, which keeps the name."
+            )
 
 
 def _warn_of_fused_layers(graph: CompiledGraph) -> None:

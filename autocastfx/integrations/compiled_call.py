@@ -58,6 +58,8 @@ class _Backend(Protocol):
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]: ...
 
+    def tell_unmatched(self, model: nn.Module) -> None: ...
+
 
 class CompiledCall:
     """The call of a model, captured by Dynamo and converted; also of a part of it, if that is called by itself."""
@@ -109,6 +111,7 @@ class CompiledCall:
             self._see_to(left)
         if self.backend.runs == runs and not isinstance(self.call, InAutocast):
             self._see_to_no_graph()
+        self.backend.tell_unmatched(self.model)
         return result
 
     def _see_to_no_graph(self) -> None:

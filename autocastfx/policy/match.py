@@ -17,7 +17,7 @@ from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, Demand, ModuleRule, Rule
 from autocastfx.policy.yaml_tree import nearest
 
-__all__ = ["Matcher", "unmatched"]
+__all__ = ["MatchedRules", "Matcher"]
 
 
 @dataclass(frozen=True)
@@ -142,31 +142,53 @@ def _refuse_ambiguity(node: fx.Node, rules: Sequence[tuple[Rule | ModuleRule, st
     )
 
 
-def unmatched(
-    op_list: OpList, device: str, nodes: Iterable[fx.Node], decided: Set[object] = frozenset()
-) -> tuple[str, ...]:
-    """Write a sentence on each of the user's own rules and demands that matches none of ``nodes``, sorted by place.
+class MatchedRules:
+    """Which of a list's own rules and demands match nodes, of any number of graphs."""
 
-    Shipped rules and rules for other device types are left out. So are rules at the places ``decided``: they decided
-    an op of another name, as the rule of ``square`` decides ``x * x``.
-    """
-    matcher, nodes = Matcher(op_list, device), list(nodes)
-    own = [r for r in op_list.every_rule() if not r.shipped and r.device in ("", device)]
-    found = {id(rule) for node in nodes for rule in matcher.matching(node)} if own else set[int]()
-    left = [r for r in own if id(r) not in found and r.source not in decided]
-    names = {name for node in nodes for name in op_list.names_of(op_name(node))}
-    demands = [d for d in op_list.demands.values() if not d.shipped and d.op not in names]
-    return tuple(_said(rule, op_list, nodes) for rule in sorted((*left, *demands), key=_place))
+    def __init__(self, op_list: OpList) -> None:
+        self.op_list = op_list
+        self._matched: set[int] = set()
+        self._decided: set[object] = set()
+        self._devices: set[str] = {""}
+        self._ops: set[str] = set()
+        self._classes: set[str] = set()
+        self._paths: set[str] = set()
 
+    def add(self, device: str, nodes: Iterable[fx.Node], decided: Set[object] = frozenset()) -> None:
+        """Look at the nodes of a graph.
 
-def _said(rule: Rule | ModuleRule | Demand, op_list: OpList, nodes: Sequence[fx.Node]) -> str:
-    place = f"{rule.source}: " if rule.source else ""
-    if isinstance(rule, ModuleRule):
-        paths = {path for node in nodes for path in enclosing_modules(node)}
-        if any(rule.covers(path) for path in paths):
-            return f"{place}none of {', '.join(rule.ops)} runs in the modules {rule.path!r}."
-        return f"{place}no module of the model matches {rule.path!r}{nearest(rule.path, paths)}."
-    ops = {name for node in nodes for name in (op_name(node), *module_classes(node))}
-    if isinstance(rule, Rule) and any(rule.op in op_list.names_of(op) for op in ops):
-        return f"{place}no {rule.op} of the model has {' and '.join(str(c) for c in rule.when)}."
-    return f"{place}no node of the model is {rule.op!r}{nearest(rule.op, ops)}."
+        Args:
+            device: the type that it runs on.
+            nodes: its nodes.
+            decided: places of rules that decided an op of another name, as the rule of ``square`` decides ``x * x``.
+        """
+        matcher = Matcher(self.op_list, device)
+        self._devices.add(device)
+        self._decided |= decided
+        for node in nodes:
+            self._matched |= {id(rule) for rule in matcher.matching(node)}
+            self._ops.add(op_name(node))
+            self._classes.update(module_classes(node))
+            self._paths.update(enclosing_modules(node))
+
+    def unmatched(self) -> tuple[str, ...]:
+        """Write a sentence on each of the user's own rules and demands that matches no node, sorted by place.
+
+        Shipped rules and rules for other device types are left out.
+        """
+        own = [r for r in self.op_list.every_rule() if not r.shipped and r.device in self._devices]
+        left = [r for r in own if id(r) not in self._matched and r.source not in self._decided]
+        names = {name for op in self._ops for name in self.op_list.names_of(op)}
+        demands = [d for d in self.op_list.demands.values() if not d.shipped and d.op not in names]
+        return tuple(self._said(rule) for rule in sorted((*left, *demands), key=_place))
+
+    def _said(self, rule: Rule | ModuleRule | Demand) -> str:
+        place = f"{rule.source}: " if rule.source else ""
+        if isinstance(rule, ModuleRule):
+            if any(rule.covers(path) for path in self._paths):
+                return f"{place}none of {', '.join(rule.ops)} runs in the modules {rule.path!r}."
+            return f"{place}no module of the model matches {rule.path!r}{nearest(rule.path, self._paths)}."
+        ops = self._ops | self._classes
+        if isinstance(rule, Rule) and any(rule.op in self.op_list.names_of(op) for op in ops):
+            return f"{place}no {rule.op} of the model has {' and '.join(str(c) for c in rule.when)}."
+        return f"{place}no node of the model is {rule.op!r}{nearest(rule.op, ops)}."

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import StateWarning, UnmatchedRuleWarning
 from autocastfx.graph.walk import all_nodes, names_stood_for
-from autocastfx.plan.plan import Precision
+from autocastfx.plan.plan import Plan, Precision
 from autocastfx.plan.ranges import Range, Ranges
 from autocastfx.plan.sensitivity import Effect, Sensitivity
 from autocastfx.policy.kernel_facts import KernelFacts
-from autocastfx.policy.match import unmatched
+from autocastfx.policy.match import MatchedRules
 from autocastfx.policy.op_list import OpList
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = [
+    "match_graph",
     "warn_of_other_parameters",
     "warn_of_slow_kernels",
     "warn_of_unmatched_effects",
@@ -93,13 +95,27 @@ def warn_of_slow_kernels(amp_model: AmpModule, dtype: torch.dtype) -> None:
 
 def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: KernelFacts) -> None:
     """Warn of each of the user's own rules that matches no node."""
-    captured = [v.captured for v in amp_model.variants if v.captured is not None]
-    nodes = [node for c in captured for node in all_nodes(c.graph, c.attributes)]
-    for variant in amp_model.variants:  # lists speak of what was recomposed too
-        wholes = {whole.node for whole in variant.plan.recomposed}
-        nodes += [node for node in variant.graph.nodes if node.name in wholes]
-    decided: set[object] = {node.decision.source for variant in amp_model.variants for node in variant.plan.nodes}
-    others = {other for node in nodes if (other := facts.stands_for(node)) is not None}
-    decided |= {r.source for other in others if (r := op_list.rule(other, amp_model.plan.device)) is not None}
-    for message in unmatched(op_list, amp_model.plan.device, nodes, decided) if captured else ():
+    matched = MatchedRules(op_list)
+    captured = [(v.captured, v) for v in amp_model.variants if v.captured is not None]
+    for found, variant in captured:
+        match_graph(matched, found.graph, found.attributes, variant.graph, variant.plan, facts)
+    for message in matched.unmatched() if captured else ():
         warnings.warn(message, UnmatchedRuleWarning, stacklevel=3)
+
+
+def match_graph(
+    matched: MatchedRules,
+    captured: fx.Graph,
+    attributes: Mapping[str, Any],
+    converted: fx.Graph,
+    plan: Plan,
+    facts: KernelFacts,
+) -> None:
+    """Add the nodes of a captured graph to ``matched``, with those that the conversion has recomposed of them."""
+    nodes = list(all_nodes(captured, attributes))
+    wholes = {whole.node for whole in plan.recomposed}  # lists speak of these, too
+    nodes += [node for node in converted.nodes if node.name in wholes]
+    others = {other for node in nodes if (other := facts.stands_for(node)) is not None}
+    rules = (matched.op_list.rule(other, plan.device) for other in others)
+    decided = {node.decision.source for node in plan.nodes} | {rule.source for rule in rules if rule is not None}
+    matched.add(plan.device, nodes, decided)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Set
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,19 @@ from torch import fx
 import autocastfx
 from autocastfx import OpList, OpListError
 from autocastfx.graph.walk import all_nodes
-from autocastfx.policy.match import Matcher, unmatched
+from autocastfx.policy.match import MatchedRules, Matcher
 from autocastfx.policy.op_list import load_op_list
 from tests.helpers import Function, op_list
+
+
+def unmatched(
+    lists: OpList, device: str, nodes: Iterable[fx.Node], decided: Set[object] = frozenset()
+) -> tuple[str, ...]:
+    """What is said of rules of ``lists`` that match none of ``nodes``."""
+    matched = MatchedRules(lists)
+    matched.add(device, nodes, decided)
+    return matched.unmatched()
+
 
 aten = torch.ops.aten
 
