@@ -190,7 +190,7 @@ def convert(
         spec: Any = module._in_spec
         args, _ = pytree.tree_unflatten([None] * spec.num_leaves, spec)  # it insists on the form of its own call
     signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)
-    maker = VariantMaker(converter, module, signature, converter.op_list.functions(), target, baked)
+    maker = VariantMaker(converter, module, signature, converter.op_list.functions(), target, baked, _tell_unmatched)
     amp_model = AmpModule(module, signature, maker)
     if is_given:
         _capture_first(amp_model, _bound(signature, module, args, kwargs), module, maker)
@@ -205,18 +205,26 @@ def convert(
         with capturing():  # threads that convert one model take turns
             _check_capture(amp_model, module, (args, dict(kwargs)), None if check else time.perf_counter() - started)
     warn_of_slow_kernels(amp_model, low)
-    if not amp_model.variants:
-        return amp_model  # the first call captures
-    if isinstance(calibrate, (Ranges, str, os.PathLike)):
-        warn_of_unmatched_ranges(amp_model, converter.ranges)
-    if converter.prices is not None:
-        warn_of_unmatched_effects(amp_model, converter.prices.sensitivity)
-    warn_of_unmatched_rules(amp_model, lists, facts)
-    if edited is not None and (message := edited.unmatched(v.plan for v in amp_model.variants)):
-        warnings.warn(message, UnmatchedPlanWarning, stacklevel=2)
+    if amp_model.variants:  # else the first call captures, and tells
+        _tell_unmatched(amp_model, stacklevel=3, ranges=isinstance(calibrate, (Ranges, str, os.PathLike)))
     if weights == "low":
         amp_model._store_low(low)
     return amp_model
+
+
+def _tell_unmatched(amp_model: AmpModule, stacklevel: int = 2, *, ranges: bool = True) -> None:
+    """Warn of rules, lines of a plan and measurements that were given to a conversion, and match nothing in its graphs.
+
+    Without ``ranges`` not of ranges: they were measured for this conversion.
+    """
+    converter = cast("VariantMaker", amp_model._maker).converter
+    if ranges:
+        warn_of_unmatched_ranges(amp_model, converter.ranges, stacklevel)
+    if converter.prices is not None:
+        warn_of_unmatched_effects(amp_model, converter.prices.sensitivity, stacklevel)
+    warn_of_unmatched_rules(amp_model, converter.op_list, converter.facts, stacklevel)
+    if converter.plan is not None and (message := converter.plan.unmatched(v.plan for v in amp_model.variants)):
+        warnings.warn(message, UnmatchedPlanWarning, stacklevel=stacklevel)
 
 
 def refuse_unpredicted(converter: Converter) -> None:

@@ -504,3 +504,27 @@ def test_inputs_and_dtypes_that_cannot_be_are_said() -> None:
         autocastfx.convert(model, given, {"x": given["x"]}, dtype="float16")
     with pytest.raises(CaptureError, match=r"do not fit Named\.forward: .*A dict that is an argument itself goes into"):
         autocastfx.convert(model, {"y": given["x"]}, dtype="float16")
+
+
+@pytest.mark.parametrize("again", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_what_matches_nothing_is_told_after_the_first_call_of_a_model_that_was_given_no_inputs(again: Any) -> None:
+    rules = autocastfx.OpList.of({"deny": ["gelu", "exp2"]}, name="mine")
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.ones(2, 8)
+    amp_model = again(autocastfx.convert(model, op_list=["default", rules]))
+    with pytest.warns(autocastfx.UnmatchedRuleWarning, match=r"mine:deny\[1\]: no node of the model is 'exp2'") as told:
+        amp_model(x)
+    assert len(told) == 1
+    amp_model.eval()(x)  # not again
+
+
+def test_lines_of_a_plan_and_ranges_that_match_nothing_are_told_after_the_first_call() -> None:
+    x = torch.ones(2, 8)
+    other = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    given: list[tuple[dict[str, Any], type[Warning], str]] = [
+        ({"plan": autocastfx.convert(other, (x,)).plan}, autocastfx.UnmatchedPlanWarning, "no node is named 'tanh'"),
+        ({"calibrate": autocastfx.calibrate(other, [(x,)])}, UserWarning, "the first being 'tanh' .* Calibrate again"),
+    ]
+    for arguments, kind, words in given:
+        amp_model = autocastfx.convert(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), dtype="bfloat16", **arguments)
+        with pytest.warns(kind, match=words):
+            amp_model(x)

@@ -112,7 +112,7 @@ def tune(
         )
     else:
         refuse_unpredicted(cast("VariantMaker", base._maker).converter)
-        warn_of_unmatched_effects(base, sensitivity)
+        warn_of_unmatched_effects(base, sensitivity, stacklevel=2)
     judge = TargetError(model, given[-held_out:], loss_fn, of, inputs)
     with stage("choosing plans"):
         search = PlanSearch(base, base._variant_for(args, kwargs), prices_of(sensitivity), low)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ class VariantMaker:
     leaves: tuple[str, ...]
     device: torch.device | None
     baked: bool
+    tell_unmatched: Callable[[Any], None]  # called with the converted model, if its first call captures
     kept_name: str = ""  # of the model's class, once the model is gone
     switched: tuple[tuple[bool, ...], tuple[bool, ...]] | None = None  # what eval() and train() of the model gave, then
 

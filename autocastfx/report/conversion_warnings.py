@@ -30,17 +30,20 @@ __all__ = [
 ]
 
 
-def warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None) -> None:
+def warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None, stacklevel: int) -> None:
     """Warn if measured values match no node."""
-    _warn_of_unmatched(amp_model, ranges.values if ranges is not None else (), "values", "Calibrate again.")
+    measured = ranges.values if ranges is not None else ()
+    _warn_of_unmatched(amp_model, measured, "values", "Calibrate again.", stacklevel)
 
 
-def warn_of_unmatched_effects(amp_model: AmpModule, sensitivity: Sensitivity) -> None:
+def warn_of_unmatched_effects(amp_model: AmpModule, sensitivity: Sensitivity, stacklevel: int) -> None:
     """Warn if measured nodes match no node: predictions then leave out nodes of this model."""
-    _warn_of_unmatched(amp_model, sensitivity.effects, "nodes", "Measure the sensitivity again.")
+    _warn_of_unmatched(amp_model, sensitivity.effects, "nodes", "Measure the sensitivity again.", stacklevel)
 
 
-def _warn_of_unmatched(amp_model: AmpModule, measured: Sequence[Range | Effect], what: str, again: str) -> None:
+def _warn_of_unmatched(
+    amp_model: AmpModule, measured: Sequence[Range | Effect], what: str, again: str, stacklevel: int
+) -> None:
     planned = {(n.name, n.op, n.module) for v in amp_model.variants for n in v.plan.nodes}
     computed = [m for m in measured if m.op not in ("placeholder", "output")]
     replaced = {name for v in amp_model.variants for whole in v.plan.recomposed for name in whole.replaced}
@@ -53,7 +56,7 @@ def _warn_of_unmatched(amp_model: AmpModule, measured: Sequence[Range | Effect],
             f"{len(missing)} of {len(computed)} measured {what} match no node of the graphs captured now, the first "
             f"being {first.name!r} ({first.op}) in module {first.module or '(root)'!r}: they were measured on another "
             f"version of the model, or in other calls. {again}",
-            stacklevel=4,
+            stacklevel=stacklevel + 2,
         )
 
 
@@ -93,14 +96,14 @@ def warn_of_slow_kernels(amp_model: AmpModule, dtype: torch.dtype) -> None:
         )
 
 
-def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: KernelFacts) -> None:
+def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: KernelFacts, stacklevel: int) -> None:
     """Warn of each of the user's own rules that matches no node."""
     matched = MatchedRules(op_list)
     captured = [(v.captured, v) for v in amp_model.variants if v.captured is not None]
     for found, variant in captured:
         match_graph(matched, found.graph, found.attributes, variant.graph, variant.plan, facts)
     for message in matched.unmatched() if captured else ():
-        warnings.warn(message, UnmatchedRuleWarning, stacklevel=3)
+        warnings.warn(message, UnmatchedRuleWarning, stacklevel=stacklevel + 1)
 
 
 def match_graph(

@@ -146,7 +146,9 @@ class AmpModule(fx.GraphModule):
         with capturing():
             modes = self._modes()
             if not self.variants:
-                return self._mounted.capture_modes(call, modes, self._held())
+                first = self._mounted.capture_modes(call, modes, self._held())
+                self._maker.tell_unmatched(self)
+                return first
             read_again(self._own_modules)
             made = self._mounted.fitting(call, modes)  # meanwhile, by another thread
             return made or self._mounted.further(call, modes, self._held())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol, cast
 
@@ -63,6 +63,11 @@ class Maker(Protocol):
     @property
     def leaves(self) -> tuple[str, ...]:
         """Dotted paths of the functions that capture keeps whole."""
+        ...
+
+    @property
+    def tell_unmatched(self) -> Callable[[Any], None]:
+        """Warns of what was given to the conversion of a model, and matches nothing in its variants."""
         ...
 
     def capture(self, call: Call, modes: Modes, held: Held, sizes: str) -> Variant: ...
