@@ -190,7 +190,7 @@ class CompileBackend:
                 told = f"{message} Captured so far: {count} graph{'s' if count > 1 else ''}."
                 warnings.warn(told, UnmatchedRuleWarning, stacklevel=4)
 
-    def _paths(self) -> dict[int, str]:
+    def paths(self) -> dict[int, str]:
         """Return the paths of modules and parameters of the compiled models, by their ``id``."""
         named = (one for model in self._models for one in (*model.named_modules(), *model.named_parameters()))
         return {id(held): name for name, held in named}
@@ -206,7 +206,7 @@ class CompileBackend:
         """Convert a graph, and those that it recomputes, by one converter; adds to ``found``."""
         from autocastfx.capture.dynamo_graph import WholeCall, aten_graph, run_as_dynamo
 
-        captured = aten_graph(module, inputs, self._whole, self._paths())
+        captured = aten_graph(module, inputs, self._whole, self.paths())
         converter = converter or self._converter_for(captured.parameters.values())
         made = converter.convert_graph(captured.graph, captured.attributes, captured.parameters, device, mode="train")
         converted = run_as_dynamo(captured, made.graph, made.attributes)

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ from autocastfx.capture.given_inputs import device_of
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from autocastfx.graph.any_size import any_size
+from autocastfx.graph.node import module_path, stack_trace
 from autocastfx.integrations.dynamo_error import plain_error
 from autocastfx.integrations.graph_break import breaks, is_torchs, left_by_torch, left_since
 from autocastfx.integrations.one_time_messages import one_time_messages
@@ -30,6 +32,7 @@ from autocastfx.integrations.skipped_code import (
     caller,
     compiler_is_off,
     forward_code,
+    holds,
     is_caller,
     look_again,
     modules_of,
@@ -40,6 +43,9 @@ from autocastfx.integrations.skipped_code import (
     tried,
     whole,
 )
+from autocastfx.plan.plan import Precision
+from autocastfx.report.compiled_graph import CompiledGraph
+from autocastfx.report.source_line import source_line
 
 __all__ = ["CompiledCall"]
 
@@ -49,7 +55,7 @@ class _Backend(Protocol):
 
     low: torch.dtype
     uncaptured: str
-    graphs: list[Any]
+    graphs: list[CompiledGraph]
     skipped: list[SkippedCode]
     runs: int
 
@@ -59,6 +65,8 @@ class _Backend(Protocol):
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]: ...
 
     def tell_unmatched(self, model: nn.Module) -> None: ...
+
+    def paths(self) -> dict[int, str]: ...
 
 
 class CompiledCall:
@@ -76,6 +84,7 @@ class CompiledCall:
         self._left: list[SkippedCode] = []
         self._told: set[str] = set()
         self._skips = -1  # how often Dynamo had skipped code at the end of the last call
+        self._graphs: list[CompiledGraph] = []  # captured in calls of the model
         self._thread = threading.local()
         for function in (self._call_part, PartCall.__call__, InAutocast.__call__):  # Dynamo looks at what they call
             skip_code(function.__code__)
@@ -87,7 +96,8 @@ class CompiledCall:
             return self._run_as_it_is("a TorchDispatchMode around the call", args, kwargs)
         if self._skips != skips():
             look_again(self.model, max(self._skips, 0), self.backend.skipped)
-        before, moment, broken, runs = tried(), now(), breaks(), self.backend.runs
+        before, moment, broken = tried(), now(), breaks()
+        count, runs = len(self.backend.graphs), self.backend.runs
         if self._is_broken:
             self._take_parts()
         try:
@@ -111,6 +121,7 @@ class CompiledCall:
             self._see_to(left)
         if self.backend.runs == runs and not isinstance(self.call, InAutocast):
             self._see_to_no_graph()
+        self._graphs += self.backend.graphs[count:]
         self.backend.tell_unmatched(self.model)
         return result
 
@@ -200,6 +211,28 @@ class CompiledCall:
         calls = ((m, self.call if m is self.model else m._compiled_call_impl) for m in self.model.modules())
         return {inner for module, call in calls if isinstance(call, InAutocast) for inner in module.modules()}
 
+    def has_left(self, graph: CompiledGraph) -> bool:
+        """Return whether the code that a graph was captured from runs under torch.autocast by now."""
+        if graph not in self._graphs:
+            return any(part.has_left(graph) for part in self._parts.values())
+        modules, known = self._modules_in_autocast(), self.backend.paths()
+        paths, codes = {known.get(id(module)) for module in modules}, [forward_code(module) for module in modules]
+
+        def is_inside(node: fx.Node) -> bool:
+            line = source_line(stack_trace(node))
+            is_in_code = line is not None and any(holds(code, line.path, line.number) for code in codes)
+            return is_in_code or module_path(node) in paths
+
+        planned = {node.name for node in graph.plan.nodes} if graph.plan is not None else set[str]()
+        return bool(modules) and all(is_inside(node) for node in graph.module.graph.nodes if node.name in planned)
+
+    def _has_converted(self, holders: Sequence[nn.Module]) -> bool:
+        """True if graphs have been captured in modules, so that not all of them has run in float32."""
+        known = self.backend.paths()
+        paths = {known.get(id(module)) for holder in holders for module in holder.modules()}
+        planned = (node for graph in self.backend.graphs if graph.plan is not None for node in graph.plan.nodes)
+        return any(node.placement.run is Precision.LOW and node.module in paths for node in planned)
+
     def _see_to(self, skipped: Sequence[SkippedCode]) -> None:
         """Decide how skipped code runs from now on, and say so."""
         backend, low = self.backend, self.backend.low
@@ -212,8 +245,8 @@ class CompiledCall:
             told = f"torch.compile cannot capture {'all of ' if one.is_excluded else ''}{one}"
             if backend.uncaptured == "error":
                 raise CaptureError(f"{told}.")
-            backend.skipped.append(one)
-            runs = "It runs in float32."
+            what = "What was not captured of it" if self._has_converted(holders) else "It"
+            runs = f"{what} runs in float32."
             if one.is_excluded:
                 runs = "What it computes there runs in float32."
             elif one.is_in_parts:
@@ -227,9 +260,10 @@ class CompiledCall:
                     else:
                         module._compiled_call_impl = in_autocast
                 runs = (
-                    f"It has run in float32; from now on {', '.join(paths.values())} runs under torch.autocast, in "
+                    f"{what} has run in float32; from now on {', '.join(paths.values())} runs under torch.autocast, in "
                     f"{dtype_name(low)}."
                 )
+            backend.skipped.append(replace(one, runs=runs))
             warnings.warn(f"{told}. {runs}", UncapturedGraphWarning, stacklevel=4)
 
 

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, FrameType, MethodType
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ __all__ = [
     "caller",
     "compiler_is_off",
     "forward_code",
+    "holds",
     "is_caller",
     "look_again",
     "modules_of",
@@ -55,6 +56,7 @@ class SkippedCode:
         reason: Dynamo's own, its first line.
         is_in_parts: True if the modules in it are captured one by one, and only what it computes besides is not.
         is_excluded: True if the code is captured, but for a function that it calls and torch.compiler.disable excludes.
+        runs: how it runs, in a sentence.
     """
 
     name: str
@@ -63,6 +65,7 @@ class SkippedCode:
     reason: str
     is_in_parts: bool = False
     is_excluded: bool = False
+    runs: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.name} at {self.file}:{self.line} ({self.reason})"
@@ -235,14 +238,15 @@ def plain_name(name: str) -> str:
 
 def modules_of(model: nn.Module, skipped: SkippedCode) -> list[nn.Module]:
     """Return the modules of ``model`` whose ``forward`` is the skipped code or holds it."""
-    return [module for module in model.modules() if _holds(forward_code(module), skipped)]
+    return [module for module in model.modules() if holds(forward_code(module), skipped.file, skipped.line)]
 
 
-def _holds(code: CodeType | None, skipped: SkippedCode) -> bool:
-    if code is None or code.co_filename != skipped.file:
+def holds(code: CodeType | None, file: str, line: int) -> bool:
+    """Return whether a line of a file is one of ``code``."""
+    if code is None or code.co_filename != file:
         return False
     lines = [line for _, _, line in code.co_lines() if line is not None]
-    return code.co_firstlineno <= skipped.line <= max(lines)
+    return code.co_firstlineno <= line <= max(lines)
 
 
 class InAutocast:

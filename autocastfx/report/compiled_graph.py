@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
@@ -11,9 +11,10 @@ from torch import fx, nn
 from autocastfx.errors import UnsupportedError, VariantError
 from autocastfx.plan.plan import Plan
 from autocastfx.report.render import render
+from autocastfx.report.source_line import SourceLine
 from autocastfx.report.view import View, view_of_graph
 
-__all__ = ["CompiledGraph", "fold_of", "graphs_of", "refuse_enabled", "views_of_graphs"]
+__all__ = ["CompiledGraph", "fold_of", "refuse_enabled", "views_of_enabled"]
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,6 @@ class CompiledGraph:
         return render(view_of_graph(self.module, self.plan, "a graph of torch.compile"), format)
 
 
-def graphs_of(model: object) -> Sequence[CompiledGraph] | None:
-    """Return the graphs that an enabled model has so far; None if it is not enabled."""
-    graphs: Any = getattr(_backend_of(model), "graphs", None)
-    return graphs if isinstance(graphs, list) else None
-
-
 def fold_of(model: object) -> str:
     """Return the level of folding that a model was enabled with; an empty text if it is not enabled."""
     return str(getattr(_backend_of(model), "fold", ""))
@@ -77,19 +72,36 @@ def refuse_enabled(model: nn.Module) -> None:
             )
 
 
-def views_of_graphs(graphs: Sequence[CompiledGraph]) -> list[View]:
-    """Return a view of each graph that could be converted.
+def views_of_enabled(model: nn.Module) -> list[View] | None:
+    """Return a view of each graph that could be converted; the first tells of what is in none. None if not enabled.
 
     Raises:
-        VariantError: there is none.
+        VariantError: there is no such graph.
     """
-    if not graphs:
+    backend = _backend_of(model)
+    if not isinstance(getattr(backend, "graphs", None), list):
+        return None
+    graphs: Sequence[CompiledGraph] = backend.graphs
+    places = [SourceLine(one.file, one.line, "") for one in backend.skipped]
+    outside = [
+        f"not captured: {one.name} at {place.file}:{place.number} ({one.reason}). {one.runs}"
+        for one, place in zip(backend.skipped, places, strict=True)
+    ]
+    outside += [f"not converted: graph {i}: {one.failure}" for i, one in enumerate(graphs, 1) if one.plan is None]
+    if not graphs and not outside:
         raise VariantError("nothing is captured yet: call the enabled model once.")
+    call: Any = model.__dict__["_compiled_call_impl"]
     found = [
-        view_of_graph(graph.module, graph.plan, f"graph {number} of {len(graphs)}, captured by torch.compile")
+        view_of_graph(
+            graph.module,
+            graph.plan,
+            f"graph {number} of {len(graphs)}, captured by torch.compile"
+            + (", which runs no longer: its code has moved to torch.autocast" if call.has_left(graph) else ""),
+        )
         for number, graph in enumerate(graphs, 1)
         if graph.plan is not None
     ]
     if not found:
-        raise VariantError(f"no graph of the enabled model could be converted: {graphs[0].failure}")
-    return found
+        raise VariantError(f"no graph of the enabled model could be converted: {outside[0]}")
+    found[0] = replace(found[0], outside=(*outside, *backend.unmatched))
+    return [replace(one, model=type(model).__name__) for one in found]

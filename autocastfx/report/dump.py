@@ -11,7 +11,7 @@ from torch import nn
 from autocastfx.files import check_writable, write_whole
 from autocastfx.plan.plan import Plan
 from autocastfx.report.compared import Compared
-from autocastfx.report.compiled_graph import graphs_of, views_of_graphs
+from autocastfx.report.compiled_graph import views_of_enabled
 from autocastfx.report.html import render_html
 from autocastfx.report.model_facts import model_facts
 from autocastfx.report.predicted_error import PredictedError
@@ -153,8 +153,8 @@ def views_of(model: object, does: str) -> tuple[list[View], int]:
     """
     if isinstance(model, AmpModule):
         return [_view(model, number) for number in range(len(model._shown))], _shown(model)
-    if (graphs := graphs_of(model)) is not None:
-        return [replace(one, model=type(model).__name__) for one in views_of_graphs(graphs)], 0
+    if isinstance(model, nn.Module) and (views := views_of_enabled(model)) is not None:
+        return views, 0
     raise TypeError(
         f"{does} what convert() returned, or what enable() was given, not a {type(model).__name__}: convert or enable "
         "the model first"

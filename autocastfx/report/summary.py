@@ -36,6 +36,7 @@ def summary(view: View) -> list[str]:
         *([f"predicted error of the {view.predicted.of}: {plan.error_in_words}"] if plan.error is not None else []),
         f"unlisted ops: {unlisted}",
         *recomposed,
+        *view.outside,
     ]
 
 

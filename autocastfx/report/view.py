@@ -39,6 +39,7 @@ class View:
         codes: generated Python code by the prefix of node names: ``""`` for the graph, then its sub-graphs.
         model: the name of the model's class, where it is known.
         predicted: what was measured for the graph, for what its plan predicts.
+        outside: sentences on what of the model is in no graph, and on rules that match nothing.
     """
 
     plan: Plan
@@ -50,6 +51,7 @@ class View:
     codes: Mapping[str, str] = field(default_factory=dict[str, str])
     model: str = ""
     predicted: PredictedError = field(default_factory=PredictedError)
+    outside: tuple[str, ...] = ()
 
 
 def view(owner: nn.Module, variant: Variant, words: str) -> View:
