@@ -24,6 +24,7 @@ from autocastfx.capture.indices import INTEGER_INDICES
 from autocastfx.capture.leave_intact import intact
 from autocastfx.capture.module_hooks import refuse_backward_hooks, unfollowed
 from autocastfx.capture.numbers import CarriedNumbers
+from autocastfx.capture.padding import padding_noted
 from autocastfx.capture.python_bools import COMPARISONS
 from autocastfx.capture.python_state import PythonState, StateGuard, watched_state
 from autocastfx.capture.rebound import buffers_written_back
@@ -62,6 +63,7 @@ class Captured:
         guesses: in a draft, the nodes that are assumed to be float32; None for a graph captured from inputs.
         state: the attributes that forward reads.
         changes: the attributes that forward changes, and the graph does not.
+        pads: whether an encoder of torch's is in it, which may leave 0 where the graph has values (see ``padding``).
     """
 
     graph: fx.Graph
@@ -75,6 +77,7 @@ class Captured:
     guesses: frozenset[str] | None = None
     state: StateGuard = field(default_factory=StateGuard)
     changes: tuple[str, ...] = ()
+    pads: bool = False
 
 
 class _FlatCall(nn.Module):
@@ -141,7 +144,7 @@ def capture(
         attempt = attempts.pop(0)
         flat = _FlatCall(model, signature, call.structure, rebound)
         with capturing():
-            with intact(model, training, held), quiet(), whole_calls(leaves) as called:
+            with intact(model, training, held), quiet(), whole_calls(leaves) as called, padding_noted() as padded:
                 try:
                     program = _export(flat, call.tensors, attempt, numbers, called)
                 except CaptureError:
@@ -156,7 +159,8 @@ def capture(
                     continue
             found = _captured(program, set(held), called, call, tuple(training), _device(held, call), attempt, follows)
             by_compiler = any(op_name(node) in _BRANCHING for node in found.graph.nodes)
-            return replace(found, state=flat.state.guard(everything=by_compiler), changes=flat.state.changes)
+            state = flat.state.guard(everything=by_compiler)
+            return replace(found, state=state, changes=flat.state.changes, pads=bool(padded))
     raise capture_error(model, failures, training=any(training), called=str(call))
 
 

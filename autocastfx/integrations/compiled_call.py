@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from autocastfx.capture.failure import quiet_logs
 from autocastfx.capture.given_inputs import device_of
+from autocastfx.capture.padding import attention_written_out
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from autocastfx.graph.any_size import any_size
@@ -168,7 +169,7 @@ class CompiledCall:
         these. RNN, GRU and LSTM are left out, because their copies copy all attributes.
         """
         found = list(self.model.modules())
-        self._around = [_attention_written_out] if any(isinstance(m, _FUSED) for m in found) else []
+        self._around = [attention_written_out] if any(isinstance(m, _FUSED) for m in found) else []
         if self.backend.takes_recurrent_layers and any(isinstance(m, nn.RNNBase) for m in found):
             self._around.append(_recurrent_layers_captured)
         for module in found:
@@ -269,17 +270,6 @@ class CompiledCall:
 
 # In evaluation they run as one operator, which is float32 as its inputs are; under torch.autocast torch avoids it, too.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-
-
-@contextmanager
-def _attention_written_out() -> Generator[None]:
-    """Let torch's attention layers call the operators that lists know."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

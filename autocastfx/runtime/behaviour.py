@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.leave_intact import intact, random_numbers_kept
+from autocastfx.capture.padding import attention_written_out
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = [
@@ -109,7 +110,7 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
         trial: the call.
     """
     own, learns = [m for m in (model, call) if isinstance(m, nn.Module)], trial.learns
-    with intact(model, trial.modes, {}), _as_found(model, own, trial.modes) as written:
+    with intact(model, trial.modes, {}), _as_found(model, own, trial.modes) as written, attention_written_out():
         torch.manual_seed(0)
         for _ in range(trial.times - 1):
             args, kwargs = _copied(trial.arguments)

@@ -173,6 +173,7 @@ class VariantTable(nn.ModuleList):
             sizes = known.sizes if known is not None else "all"  # do not repeat an attempt that was too slow
             variant = self.maker.capture(call, modes, held, sizes)
             self._warn_of_changes(variant)
+            self._warn_of_padding(variant)
             self.hooks.tell_captured(self.maker.model)
             return self.add(variant)
 
@@ -183,6 +184,17 @@ class VariantTable(nn.ModuleList):
             warnings.warn(
                 f"forward changes {', '.join(map(repr, new))}, which the converted model leaves as they are. If others "
                 "read them, keep them in buffers, or give them out as outputs.",
+                StateWarning,
+                stacklevel=2,
+            )
+
+    def _warn_of_padding(self, variant: Variant) -> None:
+        is_told = any(v.captured is not None and v.captured.pads for v in self.captured)
+        if variant.captured is not None and variant.captured.pads and not is_told:
+            warnings.warn(
+                "the converted model computes the padded places of an nn.TransformerEncoder's output, as torch does in "
+                "training and under torch.compile. In evaluation without gradients the model itself may leave 0 there: "
+                "read none of these places, or make the encoder with enable_nested_tensor=False.",
                 StateWarning,
                 stacklevel=2,
             )
