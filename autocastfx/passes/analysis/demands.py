@@ -20,6 +20,7 @@ from autocastfx.policy.rule import Category, Demand
 __all__ = ["Demands"]
 
 _FREE = (Category.INFER, Category.CLEAR, Category.PROMOTE)
+_ANY = (*_FREE, Category.ALLOW)
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,14 @@ class _Wish:
         reason: why.
         source: the list's line, or the rule that no list overrides.
         through_products: asked of products of values, too.
-        forces: the node that asks runs in float32 itself.
+        forces: the categories in which the node that asks runs in float32 itself.
     """
 
     by: str
     reason: str
     source: Place | Forced
     through_products: bool = False
-    forces: bool = False
+    forces: tuple[Category, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,7 @@ class Demands:
             decision, storage = decisions[node], storages.get(node)
             asked = wishes.get(_written_with(node, storages)) if storage is None or not _is_state(storage) else None
             own, demanded = self._own(node, decision, reads, storages)
-            cancels = own is not None and own.reason == self.cancelling.get(node)
-            forced = (*_FREE, Category.ALLOW) if cancels else _FREE
-            if own is not None and own.forces and decision.category in forced:
+            if own is not None and decision.category in own.forces:
                 found[node] = Decision(Category.DENY, own.reason, own.source)
             elif own is None and asked is not None and decision.category is not Category.DENY:
                 if not self._may_obey(node, decision, asked, found):
@@ -107,35 +106,36 @@ class Demands:
         is_a_persons = rule is not None and not rule.shipped and rule.category in _FREE
         is_allowed = rule is not None and not rule.shipped and rule.category is Category.ALLOW
         if node in self.cancelling and not (is_a_persons or is_allowed):
-            return _Wish(node.name, self.cancelling[node], Forced.DISTANCE, through_products=True, forces=True), reads
-        if demand is None or (demand.shipped and is_a_persons):
+            return _Wish(node.name, self.cancelling[node], Forced.DISTANCE, through_products=True, forces=_ANY), reads
+        if demand is None or (demand.shipped and (is_a_persons or (is_allowed and divisor is not None))):
             return None, []
         at = [u.node for u in reads if u.argument in (demand.at or demand.arguments or (u.argument,))]
         at = at if divisor is None else [divisor]
         if demand.of and not any(_is_made_by(value, demand.of, self.ports.op_list) for value in at):
             return None, []
         through = demand.through in ("products", "both")
-        wish = _Wish(node.name, demand.reason, demand.source or NO_SOURCE, through, forces=True)
+        wish = _Wish(node.name, demand.reason, demand.source or NO_SOURCE, through, _FREE if divisor is None else _ANY)
         named = demand.arguments if divisor is None else ()
         demanded = [u for u in reads if u.argument in (named or (u.argument,))]
         return (wish, demanded) if demanded else (None, [])
 
     def _divisor(self, node: fx.Node) -> fx.Node | None:
-        """What a product divides by: ``b`` of ``a * (1 / b)``."""
+        """What a product divides by: ``b`` of ``a * (1 / b)``, and of ``einsum("nm,mk,n->nk", a, c, 1 / b)``."""
         made_by = [u.node for u in uses(node) if has_float32(u.node)]
-        if base_name(op_name(node)) != "mul" or len(made_by) != 2:
+        is_mul = base_name(op_name(node)) == "mul" and len(made_by) == 2
+        if not is_mul and not self._multiplies_values(node):
             return None
         return next((found for read in made_by if (found := _inverted(read, self.ports.op_list)) is not None), None)
 
     def _may_obey(self, node: fx.Node, decision: Decision, wish: _Wish, found: Mapping[fx.Node, Decision]) -> bool:
         if decision.category in _FREE:
             return wish.through_products or not _serves(node, found)
-        return wish.through_products and self._multiplies_values(node, decision)
+        return wish.through_products and decision.category is Category.ALLOW and self._multiplies_values(node)
 
-    def _multiplies_values(self, node: fx.Node, decision: Decision) -> bool:
+    def _multiplies_values(self, node: fx.Node) -> bool:
         """True for a product of computed values; false for a layer, which multiplies by a parameter, and for a sum."""
         kind = self.ports.facts.reduces.get(base_name(op_name(node)))
-        if decision.category is not Category.ALLOW or kind in (None, "elements"):
+        if kind in (None, "elements"):
             return False
         return not any(_is_parameter(u.node, self.parameters, self.ports.op_list) for u in uses(node))
 
@@ -151,7 +151,7 @@ class Demands:
                 made[node] = demand
             elif before and (found[node].category in _FREE or is_member(node)):
                 made[node] = before[0]
-            elif before and self._multiplies_values(node, found[node]):
+            elif before and found[node].category is Category.ALLOW and self._multiplies_values(node):
                 yield node, Decision(Category.DENY, f"follows it: {before[0].reason}", before[0].source or NO_SOURCE)
 
 

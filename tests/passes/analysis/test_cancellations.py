@@ -112,6 +112,28 @@ def test_a_product_with_an_inverse_is_a_quotient(name: str) -> None:
     assert {n.name for n in plan.nodes if n.dtype == "float16"} == {"linear"}
 
 
+PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "einsum of three": lambda q, c, b: torch.einsum("bnd,bde,bn->bne", q, c, 1.0 / b),
+    "einsum of two": lambda q, c, b: torch.einsum("bne,bn->bne", q @ c, b**-1),
+    "matmul of a view": lambda q, c, b: torch.bmm((1 / b)[:, None], q @ c),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_matrix_product_with_an_inverse_is_a_quotient(name: str) -> None:
+    class Divided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).sigmoid().chunk(3, -1)
+            return self.out(PRODUCTS[name](q, k.mT @ v, torch.einsum("bnd,bd->bn", q, k.sum(1))))
+
+    plan = autocastfx.convert(Divided(), (torch.rand(2, 9, 8),), dtype="float16").plan
+    assert {n.name for n in plan.nodes if n.dtype == "float16"} == {"linear", "linear_1"}
+
+
 def test_a_list_of_ones_own_that_allows_the_difference_wins() -> None:
     def variance(x: Tensor) -> Tensor:
         x = x @ x
