@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from typing import cast
 
 from torch import fx
 
-from autocastfx.graph.node import Use, argument, has_float32, uses
+from autocastfx.graph.node import Use, argument, has_float32, is_member, tensors, uses
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.reachable import reachable
 from autocastfx.policy.kernel_facts import KernelFacts
@@ -21,6 +22,7 @@ _SCALES = ("mul", "div", "neg")
 _POWERS = ("pow", "square")
 _AVERAGES = ("mean", "nanmean", "sum", "nansum", "cumsum")
 _POOLS = ("avg_pool", "adaptive_avg_pool")
+_JOINED = {"split": "cat", "split_with_sizes": "cat", "chunk": "cat", "tensor_split": "cat", "unbind": "stack"}
 
 
 def cancellations(
@@ -125,11 +127,27 @@ class _Moments:
     def _origin(self, value: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
         """The value that ``value`` is a view, a multiple or an average of, and the nodes that average."""
         averages: list[fx.Node] = []
-        while (read := self._read(value)) is not None:
-            if not self._moves(value) and base_name(op_name(value)) not in _SCALES:
-                averages.append(value)
+        while True:
+            if is_member(value):
+                read, between = self._piece(value)
+                averages += between
+            else:
+                read = self._read(value)
+                if read is not None and not self._moves(value) and base_name(op_name(value)) not in _SCALES:
+                    averages.append(value)
+            if read is None:
+                return value, averages
             value = read
-        return value, averages
+
+    def _piece(self, member: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
+        """Of values that are joined, averaged and split again, the one in the place of ``member``; else None."""
+        split = member.all_input_nodes[0]
+        joined, averages = self._origin(cast("fx.Node", split.args[0]))
+        is_back = _JOINED.get(base_name(op_name(split))) == base_name(op_name(joined))
+        if not is_back or argument(split, "dim") != argument(joined, "dim"):
+            return None, []
+        parts = cast("Sequence[fx.Node]", joined.args[0])
+        return (parts[cast("int", member.args[1])], averages) if len(parts) == len(tensors(split)) else (None, [])
 
     def _read(self, node: fx.Node) -> fx.Node | None:
         """The value of which ``node`` is a linear function that is known; None if it is none."""

@@ -47,6 +47,15 @@ CANCELLING: dict[str, Callable[[Measured, Tensor], Tensor]] = {
     "a window that is made": lambda m, y: (
         (w := torch.ones(3, 1, 3, 3) / 9).sum() + (F.conv2d(y * y, w, groups=3) - F.conv2d(y, w, groups=3) ** 2)
     ),
+    "averages of a stack": lambda m, y: (
+        (parts := windowed(m, torch.cat([y, y * y])).split(y.shape[0]))[1] - parts[0].square()
+    ),
+    "averages of joined channels": lambda m, y: (
+        (parts := F.avg_pool2d(torch.cat([y * y.tanh(), y, y.tanh()], 1), 2).chunk(3, 1))[0] - parts[1] * parts[2]
+    ),
+    "averages of a stack, unbound": lambda m, y: (
+        (parts := (torch.stack([y, y.square()]) @ torch.full((10, 2), 0.1)).unbind())[1] - parts[0].pow(2)
+    ),
     "a stencil": lambda m, y: F.conv2d(y, m.laplacian, groups=3),
     "a stencil, behind a view": lambda m, y: F.conv2d(y, m.laplacian[:1].repeat(3, 1, 1, 1), groups=3),
     "a stencil in a layer that is not trained": lambda m, y: m.fixed(y),
@@ -62,6 +71,9 @@ ORDINARY: dict[str, Callable[[Measured, Tensor], Tensor]] = {
     "windows": lambda m, y: windowed(m, y) - windowed(m, y.tanh()),
     "a gate": lambda m, y: windowed(m, y * y.tanh()) - windowed(m, y) * windowed(m, y.sigmoid()),
     "an average and a square of another": lambda m, y: windowed(m, y.tanh() * y.sigmoid()) - y[..., 1:-1, 1:-1].tanh(),
+    "other parts of a stack": lambda m, y: (
+        (parts := windowed(m, torch.cat([y.tanh(), y.tanh() * y.sigmoid()])).split(y.shape[0]))[1] - parts[0].square()
+    ),
     "a layer": lambda m, y: F.conv2d(y * y.tanh(), m.layer.weight.expand(3, 3, 3, 3)) - y[..., 1:-1, 1:-1],
 }
 
