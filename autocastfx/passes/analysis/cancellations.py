@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import cast
 
 from torch import fx
 
-from autocastfx.graph.node import Use, argument, has_float32, is_member, tensors, uses
+from autocastfx.graph.node import Use, argument, constants, has_float32, is_member, tensors, uses
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.reachable import reachable
 from autocastfx.policy.kernel_facts import KernelFacts
@@ -38,7 +38,10 @@ def cancellations(
         facts: which ops are products.
     """
     moments = _Moments(_fixed(graph, trained), op_list, facts)
-    found: dict[fx.Node, str] = {}
+    found = {
+        node: f"shifted copies of {of.name} whose weights add up to zero: a difference of neighbours"
+        for node, of in _stencils(graph, op_list)
+    }
     for node in graph.nodes:
         name = base_name(op_name(node)) if node.op == "call_function" else ""
         if name in ("sub", "rsub"):
@@ -47,6 +50,57 @@ def cancellations(
         elif (weight := moments.weight(node)) is not None and str(weight.target) in balanced:
             found[node] = f"the weights of {weight.name} add up to zero: a difference of neighbours"
     return found
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """How often a sum has a value, and the sum of its factors and of their magnitudes."""
+
+    count: int = 0
+    total: float = 0.0
+    size: float = 0.0
+
+    @property
+    def cancels(self) -> bool:
+        """True for a second difference; a first one, of two like 16-bit values, is exact."""
+        return self.count > 2 and abs(self.total) <= 1e-6 * self.size
+
+
+def _stencils(graph: fx.Graph, op_list: OpList) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The sums in which the shifted copies of one value cancel, each with the value."""
+    sums: dict[fx.Node, dict[fx.Node, _Weight]] = {}
+    for node in (n for n in graph.nodes if has_float32(n)):
+        reads = [u.node for u in uses(node) if u.node in sums]
+        factors = _factors(node, len(reads), op_list)
+        held: dict[fx.Node, _Weight] = {} if factors else {node: _Weight(1, 1.0, 1.0)}
+        for read, factor in zip(reads, factors, strict=False):
+            for of, w in sums[read].items():
+                had = held.get(of, _Weight())
+                held[of] = _Weight(had.count + w.count, had.total + w.total * factor, had.size + w.size * abs(factor))
+        if base_name(op_name(node)) in _SUMS:
+            new = (of for of, w in held.items() if w.cancels and not any(_cancels(sums[read], of) for read in reads))
+            yield from ((node, of) for of in new)
+        sums[node] = held
+
+
+def _cancels(held: Mapping[fx.Node, _Weight], of: fx.Node) -> bool:
+    return of in held and held[of].cancels
+
+
+def _factors(node: fx.Node, reads: int, op_list: OpList) -> tuple[float, ...]:
+    """What a node multiplies the values by that it adds up, moves or scales; empty if it does something else."""
+    name = base_name(op_name(node)) if node.op == "call_function" else ""
+    numbers = dict(constants(node))
+    rule = op_list.rule(op_name(node)) if name else None
+    if name in _SUMS and "alpha" not in numbers:
+        return {"add": (1.0, 1.0), "sub": (1.0, -1.0), "rsub": (-1.0, 1.0)}[name][:reads]
+    if reads != 1 or is_member(node):
+        return ()
+    if name in ("mul", "div") and (number := numbers.get("other")):
+        return (number if name == "mul" else 1 / number,)
+    if name == "neg":
+        return (-1.0,)
+    return (1.0,) if rule is not None and rule.category is Category.CLEAR else ()
 
 
 def _fixed(graph: fx.Graph, trained: Set[str]) -> frozenset[fx.Node]:

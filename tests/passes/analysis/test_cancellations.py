@@ -56,6 +56,9 @@ CANCELLING: dict[str, Callable[[Measured, Tensor], Tensor]] = {
     "averages of a stack, unbound": lambda m, y: (
         (parts := (torch.stack([y, y.square()]) @ torch.full((10, 2), 0.1)).unbind())[1] - parts[0].pow(2)
     ),
+    "second differences": lambda m, y: y[..., 2:] - 2 * y[..., 1:-1] + y[..., :-2],
+    "five points": lambda m, y: -y + (y.roll(1, 2) + y.roll(-1, 2) + y.roll(1, 3) + y.roll(-1, 3)) / 4,
+    "a difference of differences": lambda m, y: (d := y[..., 1:] - y[..., :-1])[..., 1:] - d[..., :-1],
     "a stencil": lambda m, y: F.conv2d(y, m.laplacian, groups=3),
     "a stencil, behind a view": lambda m, y: F.conv2d(y, m.laplacian[:1].repeat(3, 1, 1, 1), groups=3),
     "a stencil in a layer that is not trained": lambda m, y: m.fixed(y),
@@ -81,6 +84,19 @@ ORDINARY: dict[str, Callable[[Measured, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", ORDINARY)
 def test_other_differences_keep_their_products(name: str) -> None:
     assert len({n for n in low(ORDINARY[name]) if n.startswith("conv2d")}) > 1
+
+
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "first differences": lambda y: y[..., 1:] - y[..., :-1],
+    "a straight-through value": lambda y: y + (y.sigmoid() - y).detach(),
+    "weights that do not cancel": lambda y: y[..., 2:] - y[..., 1:-1] + y[..., :-2],
+    "other values": lambda y: y[..., 2:] - 2 * y[..., 1:-1].tanh() + y[..., :-2],
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_other_sums_of_a_value_keep_their_precision(name: str) -> None:
+    assert low(lambda _, y: SUMS[name](y)) > {"conv2d", "sub"}
 
 
 def test_the_reason_tells_what_cancels() -> None:
