@@ -30,8 +30,12 @@ _LOGGERS = (
     "torch._subclasses.fake_tensor",
     "torch._dynamo.variables.tensor",
     "torch._dynamo.variables.builtin",
+    "torch._guards",
 )
-_REPEATED = ("Unable to find user code", "failed while attempting to run meta", "Graph break from")
+_REPEATED = (
+    *("Unable to find user code", "failed while attempting to run meta", "Graph break from"),
+    *("Error while creating guard", "Created at"),
+)
 
 
 class AgainError(Exception):

@@ -1,11 +1,13 @@
-"""Turn Dynamo's errors of a call into ours, which say in a few lines what failed and where."""
+"""Turn Dynamo's errors of a call into ours, which say in a few lines what failed and where, or into skipped code."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from traceback import StackSummary
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -16,9 +18,26 @@ from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
 from autocastfx.integrations.graph_break import is_torchs
 from autocastfx.integrations.skipped_code import CALLER
 
-__all__ = ["plain_error"]
+__all__ = ["internal_errors_skip", "plain_error"]
 
 _CAUSE = re.compile(r"got \w+\((['\"])(?P<said>.*)\1\)")
+
+
+@contextmanager
+def internal_errors_skip() -> Generator[None]:
+    """Let Dynamo skip the code that it fails at by itself, as it skips what it knows that it cannot capture.
+
+    An example is a class whose ``__len__`` raises, from which it makes a guard. Its ``suppress_errors`` would hide our
+    errors, and those of the model, too.
+    """
+    from torch._dynamo import convert_frame
+    from torch._dynamo.exc import InternalTorchDynamoError, Unsupported
+
+    class Skipped(Unsupported, InternalTorchDynamoError):
+        """An error inside Dynamo that makes it skip the code."""
+
+    with patch.object(convert_frame, "InternalTorchDynamoError", Skipped):
+        yield
 
 
 def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import BannedOpError, CaptureError
+from autocastfx import BannedOpError, CaptureError, UncapturedGraphWarning
 from autocastfx.integrations.dynamo_error import plain_error
-from tests.helpers import heard
+from tests.helpers import heard, relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -69,3 +69,48 @@ def test_a_graph_is_told_to_the_logger() -> None:
     with heard() as lines:
         autocastfx.enable(Net(), dtype="bfloat16")(torch.randn(3, 4))
     assert [line.partition(":")[0] for line in lines] == ["converting a graph of 5 nodes"]
+
+
+class NoLength(tuple[int, ...]):
+    """Dynamo makes a guard on the length of a tuple that it reads, and this has none."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class ReadsIt(nn.Module):
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.sizes, self.breaks, self.calls = NoLength((2, 3)), breaks, 0
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+            self.calls += 1
+        return self.last(x) * self.sizes[0]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_code_that_dynamo_fails_at_is_skipped_and_told(breaks: bool) -> None:
+    model, x = ReadsIt(breaks), torch.randn(3, 4)
+    expected, calls = model(x), model.calls
+    autocastfx.enable(model, dtype="bfloat16")
+    with heard("torch._guards", logging.WARNING) as logged, pytest.warns(UncapturedGraphWarning) as told:
+        first = model(x)
+    (said,) = {str(one.message) for one in told}
+    assert said.startswith(f"torch.compile cannot capture forward at {__file__}:")
+    assert said.endswith(
+        " (NotImplementedError). It has run in float32; from now on (the model) runs under torch.autocast, in bfloat16."
+    )
+    assert logged == []
+    assert model.calls == 2 * calls, "nothing has run twice"
+    assert relative_error(first, expected) < 0.02
+    assert 0 < relative_error(model(x), expected) < 0.02
+
+
+def test_code_that_dynamo_fails_at_is_an_error_where_asked_for() -> None:
+    model = autocastfx.enable(ReadsIt(), dtype="bfloat16", uncaptured="error")
+    with pytest.raises(CaptureError, match=r"^torch.compile cannot capture forward at .* \(NotImplementedError\)\.$"):
+        model(torch.randn(3, 4))
