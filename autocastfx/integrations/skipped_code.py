@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, MethodType
 from typing import Any, cast
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocastfx.errors import UncapturedGraphWarning
+from autocastfx.integrations.custom_backward import backwards_tried
 from autocastfx.integrations.in_float32 import in_float32
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
 ]
 
 _RESUMED = "torch_dynamo_resume_in_"  # the rest of a function after a graph break
+# What 16 bits may make fail: torch's errors, those of numpy for bfloat16, and checks of values. Others may be meant.
+_FAILURES = (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError)
 _LIMIT = (
     ": a value that the code reads differs in each call, and Dynamo's log says which; torch._dynamo.config."
     "recompile_limit allows more graphs"
@@ -196,8 +199,8 @@ def look_again(model: nn.Module, since: int, known: Sequence[SkippedCode]) -> No
 
     Args:
         model: the model that is called next.
-        since: a result of :func:`skips`; 0 for all that Dynamo remembers, also of models that others have compiled, and
-            code that has as many graphs as Dynamo allows.
+        since: a result of :func:`skips`; 0 for all code that has no graphs, also of models that others have compiled,
+            or as many as Dynamo allows.
         known: what is skipped in ``model``, and told.
     """
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
@@ -210,8 +213,8 @@ def look_again(model: nn.Module, since: int, known: Sequence[SkippedCode]) -> No
         code = reference()
         if code is None:
             continue
-        is_full = not since and len(_debug_get_cache_entry_list(code)) >= config.recompile_limit
-        if is_full or (code.co_filename, code.co_firstlineno) in places:
+        graphs = len(_debug_get_cache_entry_list(code))
+        if (not since and not 0 < graphs < config.recompile_limit) or (code.co_filename, code.co_firstlineno) in places:
             reset_code(code)
 
 
@@ -222,7 +225,7 @@ def _failures() -> Iterator[Any]:
 
 
 def _skipped(record: Any, model: nn.Module) -> SkippedCode:
-    reason = str(record.fail_reason).partition("\n")[0]
+    reason = str(record.fail_reason).partition("\n")[0] or str(record.fail_type)
     name = plain_name(str(record.co_name))
     if record.co_filename is None:  # the limit of graphs: Dynamo names no code, as it has looked at none
         return whole(model, f"{reason}{_LIMIT}" if "recompile limit" in reason else reason)
@@ -281,14 +284,14 @@ class InAutocast:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         call: Any = cast("Any", self.module)._call_impl
-        failure: RuntimeError | None = None
+        failure: Exception | None = None
         if not self.is_float32:
             try:
-                with torch.autocast(self.kind, self.low), nullcontext() if self.is_tried else _NoSparse():
+                with torch.autocast(self.kind, self.low), nullcontext() if self.is_tried else _tried(self.kind):
                     found = call(*args, **kwargs)
                 self.is_tried = True
                 return in_float32(found, self.low, (args, kwargs))
-            except RuntimeError as error:
+            except _FAILURES as error:
                 failure = error
         with torch.autocast(self.kind, enabled=False):
             found = call(*args, **kwargs)  # if the model itself fails, this does too
@@ -296,6 +299,13 @@ class InAutocast:
             self.is_float32 = True
             warn_of_failure(self.name, failure)
         return found
+
+
+@contextmanager
+def _tried(kind: str) -> Generator[None]:
+    """Fail where only the backward would."""
+    with backwards_tried(kind), _NoSparse():
+        yield
 
 
 class _NoSparse(TorchDispatchMode):
@@ -310,7 +320,7 @@ class _NoSparse(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def warn_of_failure(what: str, failure: RuntimeError) -> None:
+def warn_of_failure(what: str, failure: Exception) -> None:
     """Say that what failed under torch.autocast runs in float32."""
     said = str(failure).partition("\n")[0]
     told = f"{what} fails under torch.autocast ({said}), and runs in float32 from now on."

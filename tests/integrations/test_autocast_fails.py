@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -73,6 +75,165 @@ def test_code_that_fails_under_autocast_runs_in_float32() -> None:
     assert len(told) == 2
     assert told[-1].startswith("0 fails under torch.autocast (scatter(): ")
     assert not torch.is_autocast_enabled("cpu")
+
+
+class Exacting(nn.Module):
+    """Code that Dynamo skips, and that is right in float32 alone, as numpy and checks of values are."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(16, 16), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x)
+        for row in range(3):
+            if x[row].sum().item() > 1e9:
+                found = found + 1
+        if self.kind == "numpy":
+            return found + torch.from_numpy(found.detach().numpy())
+        product = found @ (1e-6 * torch.eye(16)) + 1
+        assert self.kind != "assert" or (product != 1).any()
+        if self.kind == "divides":
+            return found + 1 / (product != 1).sum().item()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("numpy", "unsupported ScalarType"), ("assert", ""), ("divides", "division by zero")]
+)
+def test_any_error_that_16_bits_make_leads_to_float32(kind: str, said: str) -> None:
+    told = steps(Exacting(kind), torch.randn(30, 16))
+    assert len(told) == 2
+    assert told[-1].startswith("(the model) fails under torch.autocast (")
+    assert said in told[-1]
+
+
+def test_an_error_of_another_kind_is_the_models_own() -> None:
+    class Stop(Exception):
+        """As hooks raise where the rest of a model is not needed."""
+
+    seen = list[torch.dtype]()
+
+    def hook(*given: Any) -> None:
+        seen.append(given[-1].dtype)
+        raise Stop
+
+    model, x = Exacting(""), torch.randn(30, 16)
+    steps(model, x)
+    model.layer.register_forward_hook(hook)
+    with pytest.raises(Stop):
+        model(x)
+    assert seen == [LOW]
+
+
+class Product(torch.autograd.Function):
+    """A product as written for float32: its backward multiplies gradients by what it has saved."""
+
+    calls: ClassVar[Counter[str]] = Counter()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        Product.calls["forward"] += 1
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        Product.calls["backward"] += 1
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight.mT, x.mT @ gradients[0]
+
+
+class CastProduct(Product):
+    """The same, as torch says that it should be written."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return Product.forward(ctx, x, weight)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return Product.backward(ctx, *gradients)
+
+
+class Found:
+    """An output that holds tensors, and is no pytree."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+class Multiplied(nn.Module):
+    """Code that Dynamo skips, with a custom function."""
+
+    def __init__(self, function: type[Product], holds: bool = False) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.Linear(16, 16), nn.Parameter(torch.randn(16, 16) / 4)
+        self.function, self.holds = function, holds
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.layer(x)
+        for _ in range(2):
+            if x.sum().item() < 1e9:
+                found = self.function.apply(found, self.weight)
+        return Found(found) if self.holds else found
+
+
+class Reads(nn.Module):
+    def forward(self, found: Found) -> Tensor:
+        return found.values * 2
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_custom_function_whose_backward_fails_there_runs_in_float32(holds: bool) -> None:
+    model, x = nn.Sequential(Multiplied(Product, holds), Reads() if holds else nn.Identity()), torch.randn(30, 16)
+    told = steps(model, x)
+    assert any(one.startswith("0 fails under torch.autocast (expected ") for one in told), told
+    model.zero_grad()
+    ours = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    autocastfx.disable(model)
+    exact = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    for one, right in zip(ours, exact, strict=True):
+        assert torch.allclose(one, right, rtol=1e-5, atol=1e-4)
+
+
+def test_a_custom_function_that_casts_stays_under_autocast() -> None:
+    model, x = Multiplied(CastProduct), torch.randn(30, 16)
+    told = steps(model, x)
+    assert len(told) == 1
+    Product.calls.clear()
+    model(x).sum().backward()
+    assert Product.calls == {"forward": 2, "backward": 2}, "it is tried in the first call alone"
+
+
+def test_a_custom_function_is_tried_in_evaluation_too() -> None:
+    model, x = Multiplied(Product), torch.randn(30, 16)
+    autocastfx.enable(model, dtype=LOW)
+    with pytest.warns(UncapturedGraphWarning, match="cannot capture"), torch.no_grad():
+        model(x)
+    with pytest.warns(UncapturedGraphWarning, match="fails under torch.autocast"), torch.no_grad():
+        model(x)
+    model(x).sum().backward()
+
+
+def test_what_a_custom_function_writes_and_draws_is_as_without_the_trial() -> None:
+    class Noisy(CastProduct):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            return Product.forward(ctx, x + torch.rand(16), weight)
+
+    model, x = Multiplied(Noisy), torch.randn(30, 16)
+    autocastfx.enable(model, dtype=LOW)
+    with pytest.warns(UncapturedGraphWarning):
+        model(x)
+    found = list[Tensor]()
+    for _ in range(2):  # the first of them tries
+        torch.manual_seed(0)
+        found.append(model(x))
+    assert torch.equal(*found)
 
 
 def test_an_error_of_the_model_stays() -> None:
