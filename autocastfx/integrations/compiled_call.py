@@ -96,7 +96,7 @@ class CompiledCall:
         if any_torch_dispatch_mode_on_stack():  # Dynamo would skip the model's code, and that for good
             return self._run_as_it_is("a TorchDispatchMode around the call", args, kwargs)
         if self._skips != skips():
-            look_again(self.model, max(self._skips, 0), self.backend.skipped)
+            look_again(max(self._skips, 0), self.backend.skipped)
         before, moment, broken = tried(), now(), breaks()
         count, runs = len(self.backend.graphs), self.backend.runs
         if self._is_broken:

@@ -128,13 +128,13 @@ def is_caller(call: object) -> bool:
 
 def skipped_since(moment: int, model: nn.Module) -> list[SkippedCode]:
     """Return what Dynamo has skipped in a call of ``model`` since ``moment``, a result of :func:`now`."""
-    found = [_skipped(one, model) for one in _failures() if (one.start_time_us or 0) >= moment]
-    _SKIPS.extend(found)
-    return found
+    found = [one for one in _failures() if (one.start_time_us or 0) >= moment]
+    _SKIPS.extend(map(_code, found))
+    return [_skipped(one, model) for one in found]
 
 
 # Dynamo skips code for all models of the process once it has failed in one, and says so only then.
-_SKIPS: list[SkippedCode] = []
+_SKIPS: list[tuple[str, int, str]] = []
 
 
 def skips() -> int:
@@ -194,28 +194,33 @@ def compiler_is_off() -> str | None:
     return None
 
 
-def look_again(model: nn.Module, since: int, known: Sequence[SkippedCode]) -> None:
-    """Let Dynamo look again at code that it has skipped in another model: it would skip it unsaid in ``model``, too.
+def look_again(since: int, known: Sequence[SkippedCode]) -> None:
+    """Let Dynamo look again at code that it has skipped in another model: it would skip it unsaid in the next, too.
 
     Args:
-        model: the model that is called next.
         since: a result of :func:`skips`; 0 for all code that has no graphs, also of models that others have compiled,
             or as many as Dynamo allows.
-        known: what is skipped in ``model``, and told.
+        known: what is skipped in the model that is called next, and told.
     """
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
     from torch._dynamo import config
     from torch._dynamo.convert_frame import input_codes
 
-    skipped = _SKIPS[since:] + ([] if since else [_skipped(one, model) for one in _failures()])
-    places = {(one.file, one.line) for one in skipped} - {(one.file, one.line) for one in known}
+    skipped = {*_SKIPS[since:], *([] if since else map(_code, _failures()))}
+    told = {(one.file, one.line, one.name) for one in known}
     for reference in list(input_codes.seen):
         code = reference()
         if code is None:
             continue
         graphs = len(_debug_get_cache_entry_list(code))
-        if (not since and not 0 < graphs < config.recompile_limit) or (code.co_filename, code.co_firstlineno) in places:
+        place = code.co_filename, code.co_firstlineno
+        is_unsaid = (*place, code.co_name) in skipped and (*place, plain_name(code.co_name)) not in told
+        if is_unsaid or (not since and not 0 < graphs < config.recompile_limit):
             reset_code(code)
+
+
+def _code(record: Any) -> tuple[str, int, str]:
+    return str(record.co_filename), int(record.co_firstlineno or 0), str(record.co_name)
 
 
 def _failures() -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -551,3 +552,108 @@ def test_a_function_of_torchs_in_which_the_graph_breaks_is_told(name: str) -> No
     with pytest.warns(UncapturedGraphWarning, match=told):
         model(x)
     assert torch.equal(model(x), wanted)
+
+
+def repeated(x: Tensor) -> Tensor:
+    for _ in range(2):
+        if x.sum().item() < 1e9:
+            x = x @ x.mT @ x
+    return x
+
+
+class Repeats(nn.Module):
+    """Calls a function that Dynamo skips, or has code like it after a graph break."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.layer, self.breaks, self.is_on = nn.Linear(8, 8), breaks, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+            for _ in range(2):
+                if x.sum().item() < 1e9:
+                    x = x @ x.mT @ x
+        return repeated(x) if self.is_on else x
+
+
+def _told(model: nn.Module, x: Tensor, **given: Any) -> list[str]:
+    """Enable a model, call it twice, and return what is told."""
+    autocastfx.enable(model, dtype=LOW, **given)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UncapturedGraphWarning)
+        model(x)
+        model(x)
+    return [str(one.message) for one in caught if one.category is UncapturedGraphWarning]
+
+
+@pytest.mark.parametrize("uncaptured", ["autocast", "float32"])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_is_skipped_for_one_model_is_told_for_another_of_its_class(breaks: bool, uncaptured: str) -> None:
+    model, x = Repeats(breaks), torch.randn(3, 8)
+    told = _told(model, x, uncaptured=uncaptured)
+    assert "cannot capture" in told[0]
+    assert _told(Repeats(breaks), x, uncaptured=uncaptured) == told
+    autocastfx.disable(model)
+    assert _told(model, x, uncaptured=uncaptured) == told
+
+
+def test_what_is_skipped_for_torch_compile_is_told() -> None:
+    x = torch.randn(3, 8)
+    torch.compile(Repeats(), backend="eager")(x)
+    assert "cannot capture repeated" in _told(Repeats(), x)[0]
+
+
+def test_what_is_skipped_for_one_model_is_told_for_one_that_was_called_before() -> None:
+    models, x = [Repeats(), Repeats()], torch.randn(3, 8)
+    for model in models:
+        model.is_on = False
+        assert _told(model, x) == []
+    for model in models:
+        model.is_on = True
+        with pytest.warns(UncapturedGraphWarning, match="cannot capture repeated"):
+            model(x)
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_the_limit_of_graphs_is_told_for_each_model() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(8, 8), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            self.calls += 1
+            return self.layer(x) * self.calls
+
+    x = torch.randn(3, 8)
+    for model in (Counts(), Counts()):
+        autocastfx.enable(model, dtype=LOW)
+        model(x)
+        model(x)
+        with pytest.warns(UncapturedGraphWarning, match="recompile limit exceeded"):
+            model(x)
+
+
+def test_graphs_of_one_model_stay_when_another_is_enabled() -> None:
+    models, x = [Printing(), Printing()], torch.randn(3, 8)
+    for model in models:
+        autocastfx.enable(model, dtype=LOW)
+        model(x)
+    for model in models:
+        model(x)
+    assert [len(autocastfx.backend_of(model).graphs) for model in models] == [2, 2]  # type: ignore[union-attr]
+
+
+def test_code_that_stays_skipped_is_not_tried_in_each_call() -> None:
+    models, x = [Repeats(), Repeats()], torch.randn(3, 8)
+    for model in models:
+        _told(model, x, uncaptured="float32")
+    for model in models:
+        model(x)
+    before = torch._dynamo.utils.counters["frames"]["total"]
+    for model in models:
+        model(x)
+    assert torch._dynamo.utils.counters["frames"]["total"] == before
