@@ -114,7 +114,24 @@ class CompileBackend:
         self._matched = MatchedRules(lists)
         self._is_told = False
         self.low, self.inner, self.uncaptured, self.report = dtype, inner, uncaptured, report
+        self._options: dict[str, Any] = {
+            "dtype": dtype,
+            "op_list": op_list,
+            "fold": fold,
+            "recompose": recompose,
+            "inner": inner,
+        }
         self._converter = Converter(lists, load_kernel_facts(), dtype, fold=fold, recompose=chosen(recompose))
+
+    def like(self) -> CompileBackend:
+        """Return another one that converts in the same way."""
+        return CompileBackend(**self._options, uncaptured=self.uncaptured)
+
+    def bare(self) -> CompileBackend:
+        """Return one that runs what is captured without casts."""
+        return CompileBackend(
+            dtype=self.low, op_list="float32", fold="none", recompose=False, inner="eager", uncaptured="float32"
+        )
 
     @property
     def fold(self) -> str:

@@ -24,6 +24,7 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from autocastfx.graph.any_size import any_size
 from autocastfx.graph.node import module_path, stack_trace
+from autocastfx.integrations.checked_copies import Backend, converted_copies, plain_copy
 from autocastfx.integrations.dynamo_error import internal_errors_skip, plain_error
 from autocastfx.integrations.graph_break import breaks, is_torchs, left_by_torch, left_since
 from autocastfx.integrations.one_time_messages import one_time_messages
@@ -51,7 +52,7 @@ from autocastfx.report.source_line import source_line
 __all__ = ["CompiledCall"]
 
 
-class _Backend(Protocol):
+class _Backend(Backend, Protocol):
     """The backend of a compiled call."""
 
     low: torch.dtype
@@ -196,6 +197,16 @@ class CompiledCall:
         if part not in self._parts:
             self._parts[part] = CompiledCall(part, self.backend, self.options)
         return self._parts[part](*args, **kwargs)
+
+    @contextmanager
+    def copies(self) -> Generator[tuple[nn.Module, nn.Module, nn.Module]]:
+        """Give copies of the model to check it on: as it is, enabled alike, and as it is captured, without casts.
+
+        Raises:
+            UnsupportedError: the model cannot be copied.
+        """
+        with converted_copies(self.model, self.backend.like(), self.backend.bare()) as (ours, bare):
+            yield plain_copy(self.model), ours, bare
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave it out of copies of modules that copy all their attributes."""

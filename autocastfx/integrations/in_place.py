@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from autocastfx.capture.check_arguments import refuse_for_low_model
-from autocastfx.capture.given_inputs import device_of
+from autocastfx.capture.given_inputs import arguments_of, device_of
 from autocastfx.dtypes import chosen_dtype, one_low_dtype
 from autocastfx.errors import UnsupportedError
+from autocastfx.integrations.checked_copies import check_capture
 from autocastfx.integrations.compile_backend import CompileBackend
 from autocastfx.integrations.compiled_call import CompiledCall
 from autocastfx.policy.op_list import load_op_list
@@ -21,7 +22,12 @@ __all__ = ["backend_of", "disable", "enable"]
 
 
 def enable(
-    model: nn.Module, *, dtype: torch.dtype | str | None = None, inner: Any = "eager", **arguments: Any
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | str | None = None,
+    inner: Any = "eager",
+    check: Any = None,
+    **arguments: Any,
 ) -> nn.Module:
     """Convert ``model`` in place: its calls run partly in 16 bits from now on, and all else of it stays.
 
@@ -34,12 +40,15 @@ def enable(
         model: the model, or a part of one.
         dtype: as in :func:`convert`; the model is where it should run. A 16-bit model is converted as there.
         inner: as in :class:`CompileBackend`, but by default ``"eager"``, which needs no compiler.
+        check: the inputs of a call, as a batch of :func:`calibrate`. What is captured for it, without casts, must do
+            what the model does, as in ``convert(check=True)``; that is tried on copies, before the model is enabled.
         arguments: of :class:`CompileBackend`, such as ``op_list``.
 
     Returns:
         The same model.
 
     Raises:
+        CaptureError: ``check`` found a difference.
         UnsupportedError: the model is enabled already, compiled by ``torch.compile``, or what ``convert`` returned; or
             it is 16-bit, and was given another dtype, ``fold="kernel"``, or names to recompose.
         OpListError: a list is wrong.
@@ -63,7 +72,10 @@ def enable(
     if own is not None:
         named = {name: arguments[name] for name in ("fold", "recompose") if name in arguments}
         refuse_for_low_model(model, own, dtype=low, **named)
-    return CompileBackend(dtype=low, inner=inner, **arguments).compile(model)
+    backend = CompileBackend(dtype=low, inner=inner, **arguments)
+    if check is not None:
+        check_capture(model, backend, arguments_of(check))
+    return backend.compile(model)
 
 
 def disable(model: nn.Module) -> nn.Module:

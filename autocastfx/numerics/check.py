@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -17,7 +19,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.capture.given_inputs import arguments_of, batches_of, device_of
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert, without_casts
-from autocastfx.errors import CalibrationError, UnsupportedError
+from autocastfx.errors import CalibrationError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.numerics.loss import Inputs, LossFunction, loss_of
 from autocastfx.passes.variant_maker import VariantMaker
 from autocastfx.policy.op_list import OpListLike
@@ -34,6 +36,7 @@ from autocastfx.runtime.behaviour import (
     mode_differences,
     trials_of,
 )
+from autocastfx.runtime.module_modes import foreseen
 
 __all__ = ["Check", "CheckedValue", "check"]
 
@@ -177,7 +180,8 @@ def check(
     random states are as before.
 
     Args:
-        model: a float32 model, or a converted one whose original is at hand.
+        model: a float32 model, a converted one whose original is at hand, or an enabled one, which is checked on copies
+            that share its parameters.
         batches: as for :func:`calibrate`; read once.
         loss_fn: of the output and the batch, one number, whose gradients are compared; by default gradients begin at
             all outputs, with random numbers.
@@ -191,32 +195,49 @@ def check(
         CaptureError: the model cannot be captured.
         CalibrationError: there are no batches.
         SensitivityError: the loss of a batch is no single number.
-        UnsupportedError: a converted model was given with options of a conversion, or without its original.
+        UnsupportedError: a converted model was given with options of a conversion, or without its original; or an
+            enabled one cannot be copied.
     """
     rest = batches_of(batches)
     first = next(rest, None)
     if first is None:
         raise CalibrationError("there are no batches to check with. An iterator can be read only once.")
     chosen = {**options, **({"dtype": dtype} if dtype is not None else {})}
-    amp_model = _converted(model, arguments_of(first if inputs is None else inputs(first)), op_list, chosen)
+    with _checking(model, arguments_of(first if inputs is None else inputs(first)), op_list, chosen) as checking:
+        with counted(progress, "checking") as show:
+            for done, batch in enumerate(itertools.chain([first], rest), 1):
+                checking.add(arguments_of(batch if inputs is None else inputs(batch)), batch, loss_fn)
+                show(done)
+        return checking.found()
+
+
+@contextmanager
+def _checking(model: nn.Module, given: Any, op_list: OpListLike, options: Mapping[str, Any]) -> Generator[_Checking]:
+    if (call := model.__dict__.get("_compiled_call_impl")) is not None and hasattr(call, "copies"):  # an enabled model
+        _refuse_options(op_list, options)
+        with call.copies() as (original, ours, bare):
+            modes = [foreseen(original, training=training).modes for training in (True, False)]
+            yield _Checking(original, ours, bare, call.backend.low, modes)
+        return
+    amp_model = _converted(model, given, op_list, options)
     original = cast("VariantMaker", amp_model._maker).model
     bare = without_casts(amp_model)
     if original is None or bare is None:
         raise UnsupportedError("the original of the converted model is not at hand: check the original.")
-    checking = _Checking(original, amp_model, bare)
-    with counted(progress, "checking") as show:
-        for done, batch in enumerate(itertools.chain([first], rest), 1):
-            checking.add(arguments_of(batch if inputs is None else inputs(batch)), batch, loss_fn)
-            show(done)
-    return checking.found()
+    modes = list(dict.fromkeys(variant.modes for variant in bare.variants))
+    yield _Checking(original, amp_model, bare, getattr(torch, amp_model.plan.low), modes)
+
+
+def _refuse_options(op_list: OpListLike, options: Mapping[str, Any]) -> None:
+    if options or op_list != "default":
+        raise UnsupportedError("the model is converted already: leave the options of a conversion out.")
 
 
 def _converted(model: nn.Module, given: Any, op_list: OpListLike, options: Mapping[str, Any]) -> AmpModule:
     if not isinstance(model, AmpModule):
         args, kwargs = given
         return convert(model, args, kwargs or None, op_list=op_list, check=False, **options)
-    if options or op_list != "default":
-        raise UnsupportedError("the model is converted already: leave the options of a conversion out.")
+    _refuse_options(op_list, options)
     if not model.variants:
         model._variant_for(*given)
     return model
@@ -225,14 +246,15 @@ def _converted(model: nn.Module, given: Any, op_list: OpListLike, options: Mappi
 class _Checking:
     """The differences and errors found so far."""
 
-    def __init__(self, model: nn.Module, amp_model: AmpModule, bare: AmpModule) -> None:
-        self.model, self.amp_model, self.bare = model, amp_model, bare
-        self.low: torch.dtype = getattr(torch, amp_model.plan.low)
+    def __init__(
+        self, model: nn.Module, ours: nn.Module, bare: nn.Module, low: torch.dtype, modes: Sequence[tuple[bool, ...]]
+    ) -> None:
+        self.model, self.ours, self.bare = model, ours, bare
+        self.low, self.modes = low, modes
         self.compared: list[Compared] = []
         self.errors: dict[str, list[tuple[float, float | None]]] = {}
         self.raised: list[Difference] = []
         self.unmeasured: list[str] = []
-        self.modes = list(dict.fromkeys(variant.modes for variant in bare.variants))
 
     def add(self, arguments: Any, batch: Any, loss_fn: LossFunction | None) -> None:
         """Compare the calls of a batch."""
@@ -261,7 +283,9 @@ class _Checking:
             self.unmeasured.append(f"{trial.name}, for exactness: the model gives Inf or NaN")
             return
         try:
-            ours = behaviour_of(self.model, self.amp_model, trial)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UncapturedGraphWarning)  # of a copy: the enabled model itself tells
+                ours = behaviour_of(self.model, self.ours, trial)
         except Exception as error:  # what the original did without
             self.raised.append(Difference("the converted model", f"raises {type(error).__name__}: {error}", trial.name))
             return
@@ -274,7 +298,8 @@ class _Checking:
 
     def found(self) -> Check:
         """Return the result."""
-        modes = () if self.amp_model._maker.baked else mode_differences(self.model, self.amp_model)
+        converted = self.ours if isinstance(self.ours, AmpModule) and not self.ours._maker.baked else None
+        modes = () if converted is None else mode_differences(self.model, converted)
         parts = self.compared
         return Check(
             model=type(self.model).__name__,

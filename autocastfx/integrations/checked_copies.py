@@ -1,0 +1,117 @@
+"""Copies of a model to check its conversion in place: as it is, as Dynamo captures it, and enabled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+
+from autocastfx.capture.leave_intact import intact
+from autocastfx.errors import CaptureError, UnsupportedError
+from autocastfx.runtime.behaviour import compare_calls, trials_of
+from autocastfx.runtime.module_modes import foreseen
+
+__all__ = ["Backend", "check_capture", "converted_copies", "plain_copy"]
+
+
+class Backend(Protocol):
+    """What converts a model in place."""
+
+    def like(self) -> Backend:
+        """Return another one that converts in the same way."""
+        ...
+
+    def bare(self) -> Backend:
+        """Return one that runs what is captured without casts."""
+        ...
+
+    def compile(self, model: nn.Module) -> nn.Module:
+        """Enable a model."""
+        ...
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """Return a copy that is not enabled and shares the parameters and buffers of ``model``.
+
+    Raises:
+        UnsupportedError: the model cannot be copied.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    try:
+        return copy.deepcopy(model, {id(one): one for one in tensors})
+    except Exception as error:  # whatever the model's attributes raise
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be copied, and an enabled model is checked on copies: {error}"
+        ) from error
+
+
+@contextmanager
+def converted_copies(model: nn.Module, *backends: Backend) -> Generator[list[nn.Module]]:
+    """Give a copy for each backend that is enabled by it. Afterwards Dynamo keeps none of their graphs.
+
+    All copies, and the model, share a limit of graphs where a graph breaks.
+    """
+    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit * (len(backends) + 1)):
+        from torch._dynamo.convert_frame import input_codes
+
+        try:
+            yield [_kept_as_called(backend.compile(plain_copy(model))) for backend in backends]
+        finally:
+            for reference in list(input_codes.seen):
+                code = reference()
+                if code is not None and any(_backend(one) in backends for one in _debug_get_cache_entry_list(code)):
+                    reset_code(code)
+
+
+def _backend(entry: Any) -> object:
+    """Return the backend of one of Dynamo's graphs, without what torch.compile wraps it in."""
+    backend = entry.backend
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "compiler_fn", None))) is not None:
+        backend = inner
+    return backend
+
+
+def check_capture(model: nn.Module, backend: Backend, arguments: Any) -> None:
+    """Compare what Dynamo captures of a model, without casts, with the model; it stays as it is.
+
+    Raises:
+        CaptureError: it does something else, or nothing could be compared.
+        UnsupportedError: the model cannot be copied.
+    """
+    modes = [foreseen(model, training=training).modes for training in (True, False)]
+    with converted_copies(model, backend.bare()) as (bare,):
+        found = compare_calls(plain_copy(model), bare, trials_of(arguments, modes))
+    if not found.calls:
+        raise CaptureError(f"check= could compare no call: {'; '.join(found.dropped)}. Give other inputs.")
+    if found.differences:
+        first, *rest = found.differences
+        more = f", and {len(rest)} more differences" if rest else ""
+        raise CaptureError(
+            f"what torch.compile captures of {type(model).__name__} does not do what the model does: {first}{more}. "
+            "The model is not enabled; without check= it would be."
+        )
+
+
+def _kept_as_called(model: nn.Module) -> nn.Module:
+    """Let calls of an enabled model leave its attributes as they were, but for what is decided on how its code runs."""
+    call = model.__dict__["_compiled_call_impl"]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        modules = list(model.modules())
+        with intact(model, [module.training for module in modules], {}):
+            result = call(*args, **kwargs)
+            drawn = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+            decided = [module.__dict__.get("_compiled_call_impl") for module in modules]
+        for module, impl in zip(modules, decided, strict=True):
+            module._compiled_call_impl = impl
+        torch.set_rng_state(drawn[0])
+        torch.cuda.set_rng_state_all(drawn[1])
+        return result
+
+    model._compiled_call_impl = called
+    return model
