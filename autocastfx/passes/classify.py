@@ -343,7 +343,7 @@ class Classify(Pass):
         found = classifier(state.graph, values.largest)
         found = replace(found, wide=found.wide | reached.wide)
         if rules.placement != "follow":  # torch.autocast demands nothing
-            cancelling = cancellations(state.graph, values.trained, values.balanced, rules, facts)
+            cancelling = cancellations(state.graph, values, rules, facts)
             demands = Demands(policy.ports, state.parameters, cancelling)
             found = replace(found, decisions=demands(state.graph, found.decisions))
         return replace(state, classification=found)

@@ -1,4 +1,4 @@
-"""Small differences of large values: a variance as E[x²] - E[x]², a stencil whose weights add up to zero."""
+"""Small differences of large values: a variance as E[x²] - E[x]², a stencil, a value less its average."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import fx
 from autocastfx.graph.node import Use, argument, constants, has_float32, is_member, tensors, uses
 from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.reachable import reachable
+from autocastfx.passes.analysis.held_values import HeldValues
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
@@ -25,19 +26,16 @@ _POOLS = ("avg_pool", "adaptive_avg_pool")
 _JOINED = {"split": "cat", "split_with_sizes": "cat", "chunk": "cat", "tensor_split": "cat", "unbind": "stack"}
 
 
-def cancellations(
-    graph: fx.Graph, trained: Set[str], balanced: Set[str], op_list: OpList, facts: KernelFacts
-) -> dict[fx.Node, str]:
+def cancellations(graph: fx.Graph, values: HeldValues, op_list: OpList, facts: KernelFacts) -> dict[fx.Node, str]:
     """The nodes in which large values cancel, and what averages those values, each with the reason.
 
     Args:
         graph: captured, with abstract values.
-        trained: ``get_attr`` targets that an optimizer changes.
-        balanced: those of other tensors whose rows each add up to zero.
+        values: of constants and parameters: what is trained, whose rows add up to zero, and whose to one.
         op_list: names the ops that only move values.
         facts: which ops are products.
     """
-    moments = _Moments(_fixed(graph, trained), op_list, facts)
+    moments = _Moments(_fixed(graph, values.trained), op_list, facts)
     found = {
         node: f"shifted copies of {of.name} whose weights add up to zero: a difference of neighbours"
         for node, of in _stencils(graph, op_list)
@@ -47,7 +45,9 @@ def cancellations(
         if name in ("sub", "rsub"):
             reason = "a difference of an average of products and a product of averages is small beside both"
             found |= dict.fromkeys(moments.cancelling(node), reason)
-        elif (weight := moments.weight(node)) is not None and str(weight.target) in balanced:
+            reason = "a difference of a value and its average is small beside both"
+            found |= dict.fromkeys(moments.beside_average(node, values.averaging), reason)
+        elif (weight := moments.weight(node)) is not None and str(weight.target) in values.balanced:
             found[node] = f"the weights of {weight.name} add up to zero: a difference of neighbours"
     return found
 
@@ -140,6 +140,14 @@ class _Moments:
         terms = [term for each in self._terms(node) if (term := self._term(each)) is not None]
         pairs = [(a, b) for a in terms for b in terms if a is not b and a.is_average and a.of == b.of]
         return {node, *(each for pair in pairs for term in pair for each in term.averages)} if pairs else set()
+
+    def beside_average(self, node: fx.Node, averaging: Set[str]) -> set[fx.Node]:
+        """``node`` and the products that average, if it takes a value from its average, or the other way round."""
+        origins = [self._origin(term) for term in self._terms(node)]
+        plain = {of for of, averages in origins if not averages}
+        products = {n for of, averages in origins if of in plain for n in averages if self._is_product(n)}
+        weights = [self.weight(product) for product in products]
+        return {node, *products} if weights and all(w and str(w.target) in averaging for w in weights) else set()
 
     def weight(self, node: fx.Node) -> fx.Node | None:
         """The constant that a product multiplies values by, behind its views; None if there is none."""

@@ -27,6 +27,7 @@ class HeldValues:
         masks: buffers and constants of one number, or of 0 and one number.
         trained: parameters that require gradients.
         balanced: tensors that are not trained, and whose rows each add up to zero.
+        averaging: tensors that are not trained, and whose rows each add up to one.
     """
 
     magnitudes: Mapping[str, Magnitude]
@@ -35,6 +36,7 @@ class HeldValues:
     masks: frozenset[str]
     trained: frozenset[str]
     balanced: frozenset[str]
+    averaging: frozenset[str]
 
     @classmethod
     def of(cls, held: Mapping[str, Any]) -> HeldValues:
@@ -44,13 +46,15 @@ class HeldValues:
         fixed = {n: t for n, t in tensors.items() if not isinstance(t, nn.Parameter) and is_here(t)}
         whole = {n: largest_whole(t) for n, t in fixed.items()}
         trained = {n for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+        weights = {n: t for n, t in tensors.items() if n not in trained and is_here(t)}
         return cls(
             magnitudes={n: found.magnitude() for n, found in reached.items() if found is not None},
             single=frozenset(n for n, t in tensors.items() if t.numel() == 1 and n not in trained),
             whole={n: found for n, found in whole.items() if found is not None},
             masks=frozenset(n for n, t in fixed.items() if holds_one_number(t)),
             trained=frozenset(trained),
-            balanced=frozenset(n for n, t in tensors.items() if n not in trained and is_here(t) and _is_balanced(t)),
+            balanced=frozenset(n for n, t in weights.items() if _rows_add_up_to(0.0, t)),
+            averaging=frozenset(n for n, t in weights.items() if _rows_add_up_to(1.0, t)),
         )
 
     @cached_property
@@ -59,13 +63,13 @@ class HeldValues:
         return {name: found.largest for name, found in self.magnitudes.items()}
 
 
-def _is_balanced(tensor: torch.Tensor) -> bool:
-    """True for a stencil: what each row multiplies cancels, but for the differences."""
-    if tensor.ndim < 2 or not tensor.numel() or tensor.dtype != torch.float32:
+def _rows_add_up_to(total: float, tensor: torch.Tensor) -> bool:
+    """True for the weights of a stencil (zero), or of an average (one)."""
+    if tensor.ndim < 2 or tensor.numel() <= tensor.shape[0] or tensor.dtype != torch.float32:
         return False
     rows = tensor.detach().flatten(1).double()
     sizes = rows.abs().sum(1)
-    return bool(((rows.sum(1).abs() <= 1e-6 * sizes) & (sizes > 0)).all())
+    return bool((((rows.sum(1) - total).abs() <= 1e-6 * sizes) & (sizes > 0)).all())
 
 
 def cast_once(held: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -21,6 +21,7 @@ class Measured(nn.Module):
         super().__init__()
         self.layer, self.measure = nn.Conv2d(1, 3, 3), measure
         self.register_buffer("window", torch.full((3, 1, 3, 3), 1 / 9))
+        self.register_buffer("edge", torch.tensor([[[[0.25, 0.5, 0.25]]]]).expand(3, 1, 1, 3))
         self.register_buffer("laplacian", torch.tensor([[0.0, 1, 0], [1, -4, 1], [0, 1, 0]]).expand(3, 1, 3, 3))
         self.fixed = nn.Conv2d(3, 3, 3, groups=3, bias=False).requires_grad_(False)
         self.fixed.weight.copy_(self.laplacian)
@@ -56,6 +57,11 @@ CANCELLING: dict[str, Callable[[Measured, Tensor], Tensor]] = {
     "averages of a stack, unbound": lambda m, y: (
         (parts := (torch.stack([y, y.square()]) @ torch.full((10, 2), 0.1)).unbind())[1] - parts[0].pow(2)
     ),
+    "a value less its average": lambda m, y: y - F.conv2d(F.pad(y, (1, 1, 1, 1)), m.window, groups=3),
+    "an average less its value": lambda m, y: windowed(m, y) + 1 - y[..., 1:-1, 1:-1],
+    "an average by two products": lambda m, y: (
+        y - F.conv2d(F.conv2d(y, m.edge, padding=(0, 1), groups=3), m.edge.mT, padding=(1, 0), groups=3)
+    ),
     "second differences": lambda m, y: y[..., 2:] - 2 * y[..., 1:-1] + y[..., :-2],
     "five points": lambda m, y: -y + (y.roll(1, 2) + y.roll(-1, 2) + y.roll(1, 3) + y.roll(-1, 3)) / 4,
     "a difference of differences": lambda m, y: (d := y[..., 1:] - y[..., :-1])[..., 1:] - d[..., :-1],
@@ -77,6 +83,7 @@ ORDINARY: dict[str, Callable[[Measured, Tensor], Tensor]] = {
     "other parts of a stack": lambda m, y: (
         (parts := windowed(m, torch.cat([y.tanh(), y.tanh() * y.sigmoid()])).split(y.shape[0]))[1] - parts[0].square()
     ),
+    "a value less another's average": lambda m, y: windowed(m, y.tanh()) - y[..., 1:-1, 1:-1].sigmoid(),
     "a layer": lambda m, y: F.conv2d(y * y.tanh(), m.layer.weight.expand(3, 3, 3, 3)) - y[..., 1:-1, 1:-1],
 }
 
