@@ -204,9 +204,9 @@ class _Moments:
     def _piece(self, member: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
         """Of values that are joined, averaged and split again, the one in the place of ``member``; else None."""
         split = member.all_input_nodes[0]
-        joined, averages = self._origin(cast("fx.Node", split.args[0]))
-        is_back = _JOINED.get(base_name(op_name(split))) == base_name(op_name(joined))
-        if not is_back or argument(split, "dim") != argument(joined, "dim"):
+        joins = _JOINED.get(base_name(op_name(split)))
+        joined, averages = self._origin(cast("fx.Node", split.args[0])) if joins is not None else (split, [])
+        if base_name(op_name(joined)) != joins or argument(split, "dim") != argument(joined, "dim"):
             return None, []
         parts = cast("Sequence[fx.Node]", joined.args[0])
         return (parts[cast("int", member.args[1])], averages) if len(parts) == len(tensors(split)) else (None, [])

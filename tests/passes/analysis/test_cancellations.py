@@ -84,6 +84,9 @@ ORDINARY: dict[str, Callable[[Measured, Tensor], Tensor]] = {
         (parts := windowed(m, torch.cat([y.tanh(), y.tanh() * y.sigmoid()])).split(y.shape[0]))[1] - parts[0].square()
     ),
     "a value less another's average": lambda m, y: windowed(m, y.tanh()) - y[..., 1:-1, 1:-1].sigmoid(),
+    "what a list gives": lambda m, y: (
+        windowed(m, y * y.tanh()) - (b := torch.broadcast_tensors(y[..., 1:-1, 1:-1], y[:1, :1, 1:-1, 1:-1]))[0] * b[1]
+    ),
     "a layer": lambda m, y: F.conv2d(y * y.tanh(), m.layer.weight.expand(3, 3, 3, 3)) - y[..., 1:-1, 1:-1],
 }
 
