@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import cast
@@ -142,12 +143,15 @@ class _Moments:
         return {node, *(each for pair in pairs for term in pair for each in term.averages)} if pairs else set()
 
     def beside_average(self, node: fx.Node, averaging: Set[str]) -> set[fx.Node]:
-        """``node`` and the products that average, if it takes a value from its average, or the other way round."""
+        """``node`` and the products that average, if it takes an average from the value itself, or from another one."""
         origins = [self._origin(term) for term in self._terms(node)]
-        plain = {of for of, averages in origins if not averages}
-        products = {n for of, averages in origins if of in plain for n in averages if self._is_product(n)}
-        weights = [self.weight(product) for product in products]
-        return {node, *products} if weights and all(w and str(w.target) in averaging for w in weights) else set()
+        found: set[fx.Node] = set()
+        for (of, one), (other_of, other) in itertools.combinations(origins, 2):
+            products = set(one) ^ set(other)  # both may begin with the same averages
+            weights = [self.weight(product) for product in products]
+            if of is other_of and weights and all(w and str(w.target) in averaging for w in weights):
+                found |= {node, *products}
+        return found
 
     def weight(self, node: fx.Node) -> fx.Node | None:
         """The constant that a product multiplies values by, behind its views; None if there is none."""

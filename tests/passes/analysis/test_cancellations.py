@@ -59,6 +59,8 @@ CANCELLING: dict[str, Callable[[Measured, Tensor], Tensor]] = {
     ),
     "a value less its average": lambda m, y: y - F.conv2d(F.pad(y, (1, 1, 1, 1)), m.window, groups=3),
     "an average less its value": lambda m, y: windowed(m, y) + 1 - y[..., 1:-1, 1:-1],
+    "an average of an average": lambda m, y: (p := F.avg_pool2d(y, 2))[..., 1:-1, 1:-1] - windowed(m, p),
+    "a difference of averages": lambda m, y: windowed(m, y)[..., :-2] - F.conv2d(y, m.edge, groups=3)[..., 2:, :-2],
     "an average by two products": lambda m, y: (
         y - F.conv2d(F.conv2d(y, m.edge, padding=(0, 1), groups=3), m.edge.mT, padding=(1, 0), groups=3)
     ),
