@@ -47,6 +47,23 @@ def made_kernel(model: Compared, p: Tensor, y: Tensor) -> Tensor:
     return (F.conv2d(p, kernel) - F.conv2d(y, kernel)).abs().mean()
 
 
+def pyramid(model: Compared, p: Tensor, y: Tensor) -> Tensor:
+    """A Laplacian pyramid: what a blur takes away, at two resolutions."""
+    loss = torch.zeros(())
+    for _ in range(2):
+        d = p - F.conv2d(F.pad(p, (3, 3, 3, 3), "reflect"), model.window)
+        e = y - F.conv2d(F.pad(y, (3, 3, 3, 3), "reflect"), model.window)
+        loss = loss + (d - e).abs().mean()
+        p, y = F.avg_pool2d(p, 2), F.avg_pool2d(y, 2)
+    return loss
+
+
+def sharpened(model: Compared, p: Tensor, y: Tensor) -> Tensor:
+    """An unsharp mask."""
+    blurred = F.conv2d(p, model.window, padding=3)
+    return ((p + 2 * (p - blurred)) - y)[..., 3:-3, 3:-3].square().mean()
+
+
 def variation(model: Compared, p: Tensor, y: Tensor) -> Tensor:
     down, right = p[..., 1:, :] - p[..., :-1, :], p[..., :, 1:] - p[..., :, :-1]
     return torch.sqrt(down[..., :-1] ** 2 + right[..., :-1, :] ** 2 + 1e-6).sum((1, 2, 3)).mean()
@@ -172,6 +189,8 @@ OF_PICTURES: dict[str, Callable[[Compared, Tensor, Tensor], Tensor]] = {
     "sobel-loss": sobel,
     "gradient-similarity": gradient_similarity,
     "high-pass": made_kernel,
+    "laplacian-pyramid": pyramid,
+    "unsharp-mask": sharpened,
     "total-variation": variation,
     "edge-aware-smoothness": edge_aware,
     "difference-matrix": difference_matrix,
