@@ -29,6 +29,8 @@ __all__ = [
     "warn_of_unmatched_rules",
 ]
 
+_NAMED = 4  # names in a message, before the others are counted
+
 
 def warn_of_unmatched_ranges(amp_model: AmpModule, ranges: Ranges | None, stacklevel: int) -> None:
     """Warn if measured values match no node."""
@@ -61,15 +63,20 @@ def _warn_of_unmatched(
 
 
 def warn_of_other_parameters(model: nn.Module, stacklevel: int) -> None:
-    """Warn of a model without float32 parameters that is no 16-bit model: only float32 values are converted.
+    """Warn of parameters and buffers that are not converted, because only float32 values are.
 
-    Its parameters have both 16-bit dtypes, or are float64.
+    They are float64, or those of a model that has both 16-bit dtypes.
     """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if torch.float64 in dtypes and torch.float32 not in dtypes:
+    held = [*model.named_parameters(), *model.named_buffers()]
+    if wide := [name for name, tensor in held if tensor.dtype == torch.float64]:
+        what, mend = f"the parameters of this {type(model).__name__}", "Convert the model in float32: model.float()."
+        if torch.float32 in dtypes or torch.float64 not in dtypes:
+            more = f" and {len(wide) - _NAMED} more" if len(wide) > _NAMED else ""
+            what = f"{', '.join(wide[:_NAMED])}{more} in this {type(model).__name__}"
+            mend = "Make them float32 if that is exact enough."
         warnings.warn(
-            f"the parameters of this {type(model).__name__} are float64, and only float32 values are converted: what "
-            "they compute stays as it is. Convert the model in float32: model.float().",
+            f"{what} are float64, and only float32 values are converted: what they compute stays as it is. {mend}",
             StateWarning,
             stacklevel=stacklevel,
         )

@@ -42,3 +42,39 @@ def test_a_float64_model_is_warned_of() -> None:
     with pytest.warns(StateWarning, match="the parameters of this Linear are float64") as told:
         autocastfx.enable(model, dtype=LOW)
     assert told[0].filename == __file__
+
+
+class Parts(nn.Module):
+    """Float64 in ``wide`` parts of a float32 model."""
+
+    def __init__(self, wide: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8, dtype=torch.float64 if wide == "buffer" else torch.float32))
+        if wide == "layer":
+            self.last.double()
+        elif wide == "many":
+            self.more = nn.ModuleList(nn.Linear(1, 1) for _ in range(3)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).to(self.last.weight.dtype)) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("wide", "words"),
+    [
+        ("buffer", "scale in this Parts are float64"),
+        ("layer", "last.weight, last.bias in this Parts are float64"),
+        ("many", "more.0.weight, more.0.bias, more.1.weight, more.1.bias and 2 more in this Parts are float64"),
+    ],
+)
+def test_float64_parts_of_a_float32_model_are_named(wide: str, words: str) -> None:
+    model, x = Parts(wide), torch.randn(4, 8)
+    for convert in (lambda: autocastfx.convert(model, (x,), dtype=LOW, check=False), lambda: autocastfx.enable(model)):
+        with pytest.warns(StateWarning, match=f"^{words}, and only float32 values are converted") as told:
+            convert()
+        assert [one.filename for one in told] == [__file__]
+
+
+def test_a_float32_model_is_not_warned_of() -> None:
+    autocastfx.convert(Parts(""), (torch.randn(4, 8),), dtype=LOW, check=False)
