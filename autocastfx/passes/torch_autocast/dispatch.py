@@ -133,7 +133,24 @@ class Dispatch:
         elif to is not None:
             cast = self._cast(to)
             args, kwargs = pytree.tree_map(cast, args), pytree.tree_map(cast, kwargs)
-        return abstract_call(target, args, kwargs)
+        try:
+            return abstract_call(target, args, kwargs)
+        except RuntimeError as error:
+            given = (t for n in node.all_input_nodes for t in pytree.tree_leaves(values[n]) if self.eligible(t))
+            runs_in = {to or t.dtype for t in given}
+            if runs_in <= {torch.float32}:
+                raise  # as in the model
+            raise self._refusal(node, error) from error
+
+    def _refusal(self, node: fx.Node, error: RuntimeError) -> UnsupportedError:
+        op, rule = op_name(node), self.rule(node)
+        line = "no rule names it" if rule is None else f"the rule at {rule.source}" if rule.source else "its rule"
+        said = str(error).partition("\n")[0]
+        return UnsupportedError(
+            f"node {node.name!r} ({op}) cannot run in {str(self.low).removeprefix('torch.')} on {self.device}, as "
+            f"{self.op_list.name} has it ({line}): {said}. Put a list of your own after it that has {op} under deny, "
+            f"or take the list for this device."
+        )
 
     def _cast(self, to: torch.dtype) -> Callable[[Any], Any]:
         return lambda leaf: leaf.to(to) if self.eligible(leaf) else leaf
