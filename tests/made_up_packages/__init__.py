@@ -1,0 +1,1 @@
+"""Modules as those of benchmarks.packages.cases, for its test."""
