@@ -25,7 +25,7 @@ from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from autocastfx.graph.any_size import any_size
 from autocastfx.graph.node import module_path, stack_trace
 from autocastfx.integrations.checked_copies import Backend, converted_copies, plain_copy
-from autocastfx.integrations.dynamo_error import internal_errors_skip, plain_error
+from autocastfx.integrations.dynamo_error import capture_mended, plain_error
 from autocastfx.integrations.graph_break import breaks, is_torchs, left_by_torch, left_since
 from autocastfx.integrations.one_time_messages import one_time_messages
 from autocastfx.integrations.skipped_code import (
@@ -106,7 +106,7 @@ class CompiledCall:
             with ExitStack() as stack:
                 stack.enter_context(self._as_own())
                 stack.enter_context(quiet_logs())
-                stack.enter_context(internal_errors_skip())
+                stack.enter_context(capture_mended())
                 stack.enter_context(one_time_messages())
                 for around in self._around:
                     stack.enter_context(around())

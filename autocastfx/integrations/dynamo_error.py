@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from traceback import StackSummary
-from typing import Any
-from unittest.mock import patch
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,26 +18,48 @@ from autocastfx.errors import AutocastFXError, CaptureError, UnsupportedError
 from autocastfx.integrations.graph_break import is_torchs
 from autocastfx.integrations.skipped_code import CALLER
 
-__all__ = ["internal_errors_skip", "plain_error"]
+__all__ = ["capture_mended", "plain_error"]
 
 _CAUSE = re.compile(r"got \w+\((['\"])(?P<said>.*)\1\)")
 
 
 @contextmanager
-def internal_errors_skip() -> Generator[None]:
-    """Let Dynamo skip the code that it fails at by itself, as it skips what it knows that it cannot capture.
+def capture_mended() -> Generator[None]:
+    """Let Dynamo skip the code that it fails at by itself, and break the graph where it would lose a backward.
 
-    An example is a class whose ``__len__`` raises, from which it makes a guard. Its ``suppress_errors`` would hide our
-    errors, and those of the model, too.
+    An example of the first is a class whose ``__len__`` raises, from which it makes a guard; its ``suppress_errors``
+    would hide our errors, and those of the model, too. The second is an autograd function inside a transform of
+    ``torch.func``: no tensor of the transform requires a gradient, so Dynamo traces through the forward alone.
     """
     from torch._dynamo import convert_frame
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    frames: Any = convert_frame
+    variable: Any = AutogradFunctionVariable
+    before = frames.InternalTorchDynamoError, variable.call_apply
+    frames.InternalTorchDynamoError, variable.call_apply = _mends()
+    try:
+        yield
+    finally:
+        frames.InternalTorchDynamoError, variable.call_apply = before
+
+
+@cache
+def _mends() -> tuple[Any, Any]:
     from torch._dynamo.exc import InternalTorchDynamoError, Unsupported
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    call: Any = AutogradFunctionVariable.call_apply
 
     class Skipped(Unsupported, InternalTorchDynamoError):
         """An error inside Dynamo that makes it skip the code."""
 
-    with patch.object(convert_frame, "InternalTorchDynamoError", Skipped):
-        yield
+    def call_apply(self: Any, *args: Any) -> Any:
+        if cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None:
+            raise Unsupported("an autograd function inside a transform of torch.func, whose backward would be lost")
+        return call(self, *args)
+
+    return Skipped, call_apply
 
 
 def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:

@@ -126,7 +126,10 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
         plain = [one for _, one in leaves if not isinstance(one, torch.Tensor)]
         tensors: dict[str, torch.Tensor | None] = {name: one.detach().clone() for name, one in outputs.items()}
         tensors |= {f"{_BUFFER} {name}": one.detach().clone() for name, one in _buffers(model, call, kinds)}
-        tensors |= {f"{_PARAMETER} {n}": p.detach().clone() for n, p in model.named_parameters() if id(p) in written()}
+        changed_now = written()
+        tensors |= {
+            f"{_PARAMETER} {n}": p.detach().clone() for n, p in model.named_parameters() if id(p) in changed_now
+        }
         arguments_now = [one for one in given if isinstance(one, torch.Tensor)]
         tensors |= {f"{_ARGUMENT} {n}": one.detach().clone() for n, one in enumerate(arguments_now)}
         tensors[_RANDOM] = torch.rand(1, device=next((one.device for one in outputs.values()), None))

@@ -204,3 +204,60 @@ def test_other_backends_and_whole_graphs_are_no_concern() -> None:
         with pytest.raises(torch._dynamo.exc.Unsupported):
             torch.compile(Whole(Steps()), backend=backend, fullgraph=True)(X)
     assert [one for one in seen if one.category is UncapturedGraphWarning] == []
+
+
+class Turned(torch.autograd.Function):
+    """Has a gradient that is not its forward's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -0.5 * gradient
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def row(self, x: Tensor) -> Tensor:
+        return Turned.apply(self.layer(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(self.row)(x)
+
+
+class MappedTwice(Mapped):
+    def row(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(Turned.apply)(self.layer(x)[None])[0]
+
+
+class Drawn(Mapped):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda row: self.row(row).sum()))(x) @ self.layer.weight.mT
+
+
+@pytest.mark.parametrize("kind", [Mapped, MappedTwice, Drawn])
+def test_the_backward_of_a_function_inside_a_transform_is_not_lost(kind: type[Mapped]) -> None:
+    model = kind()
+    exact = copy.deepcopy(model)
+    exact(X).square().sum().backward()
+    autocastfx.enable(model, dtype=LOW, inner="eager")
+    with pytest.warns(UncapturedGraphWarning, match="cannot capture"):
+        model(X)
+    for _ in range(2):
+        model.zero_grad()
+        model(X).square().sum().backward()
+        found, wanted = model.layer.weight.grad, exact.layer.weight.grad
+        assert found is not None
+        assert wanted is not None
+        assert relative_error(found, wanted) < 8 * torch.finfo(LOW).eps
