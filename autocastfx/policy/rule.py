@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autocastfx.errors import Place
+from autocastfx.policy.backtracking import may_backtrack
 
 __all__ = [
     "ANY_REDUCTION",
@@ -166,14 +167,20 @@ def module_pattern(path: str) -> re.Pattern[str]:
     """Compile a glob or ``re:`` expression of module paths. A glob's pattern expects paths with a dot at their end.
 
     Raises:
-        ValueError: the glob or the expression is malformed; the message says why.
+        ValueError: the glob or the expression is malformed, or may take too long; the message says why.
     """
     if path.startswith("re:"):
         try:
-            return re.compile(path[3:])
+            pattern = re.compile(path[3:])
         except re.error as error:
             where = "" if error.pos is None else f" at character {error.pos + 1} of it"
             raise ValueError(f"'{path[3:]}' is no regular expression: {error.msg}{where}") from None
+        if may_backtrack(path[3:]):
+            raise ValueError(
+                f"'{path[3:]}' repeats what matches in several ways, which may take hours for a long path: let each "
+                "repetition end in a character that nothing else in it matches, as in '(\\w+\\.)*', or write a glob"
+            )
+        return pattern
     return re.compile("".join(_segment(name, path) for name in path.split(".")))
 
 
