@@ -43,6 +43,8 @@ from benchmarks import (
     vocabulary,
 )
 from benchmarks.gpu import rows, table
+from benchmarks.packages import table as packages_table
+from benchmarks.packages.row import Row as PackageRow
 from benchmarks.pictures import PICTURES, svg
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -70,6 +72,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
         [step_table.Row(**row) for row in held["rows"]]
     ),
     "compiled-step-cpu.json": lambda held: compiled_step.table([compiled_step.Row(**row) for row in held["rows"]]),
+    "packages-cpu.json": lambda held: packages_table.table([PackageRow(**row) for row in held["rows"]]),
     "reach-cpu.json": lambda held: reach.table([reach.Row(**row) for row in held["rows"]]),
     "tune-cpu.json": lambda held: tune_table.table([tune_table.Row(**row) for row in held["rows"]]),
     "tune-cost-cpu.json": lambda held: tune_cost.table([tune_cost.Row(**row) for row in held["rows"]]),
