@@ -324,7 +324,7 @@ class LossScalingOptimizer(WrappingOptimizer):
                 scale; nothing is loaded.
             ValueError: the groups do not fit this optimizer (raised by torch).
         """
-        if "param_groups" not in state_dict:
+        if "param_groups" not in state_dict and "loss_scale" not in state_dict:
             self.loss_scaler.load_state_dict(state_dict)
             return
         masters = state_dict.get("masters")

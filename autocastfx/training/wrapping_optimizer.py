@@ -39,7 +39,8 @@ class WrappingOptimizer(Optimizer):
         """Set the attributes that ``Optimizer.__init__`` would set, sharing ``optimizer``'s state dict hooks."""
         own = self.__dict__
         own["_optimizer_step_pre_hooks"], own["_optimizer_step_post_hooks"] = OrderedDict(), OrderedDict()
-        own.update({name: getattr(self.optimizer, name) for name in _SHARED})
+        inner = self.optimizer.__dict__  # one that wraps another itself may never have called Optimizer.__init__
+        own.update({name: inner.setdefault(name, OrderedDict()) for name in _SHARED})
 
     def _hooked(self, step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """Call ``step(closure)`` between the wrapper's step hooks, in torch's manner.

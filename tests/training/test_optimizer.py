@@ -722,6 +722,62 @@ def test_hooks_of_state_dicts_are_the_wrapped_ones() -> None:
     assert seen == [optimizer.optimizer]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_hooks_of_both_optimizers_run_once_each(dtype: torch.dtype) -> None:
+    parameter, seen = nn.Parameter(torch.ones(2, dtype=dtype)), list[str]()
+    inner = SGD([parameter], 0.1)
+    dicts = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+
+    def register(who: str, on: Any) -> None:
+        for kind in (*dicts, "step_pre", "step_post"):
+            getattr(on, f"register_{kind}_hook")(lambda *_, kind=kind: seen.append(f"{who} {kind}"))
+
+    register("inner", inner)
+    optimizer = LossScalingOptimizer(inner, DynamicLossScale(2.0**4))
+    register("outer", optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [f"{who} {kind}" for kind in dicts for who in ("inner", "outer")]
+    seen.clear()
+    optimizer.backward(parameter.sum())
+    optimizer.step()
+    assert seen == ["outer step_pre", "inner step_pre", "inner step_post", "outer step_post"]
+
+
+class Lookahead(Optimizer):
+    """Wraps another, as pytorch_optimizer does: without Optimizer.__init__, and with a state dict of its own form."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.state, self.defaults = optimizer.state, optimizer.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def state_dict(self) -> Any:
+        return {"base": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict["base"])
+
+
+def test_an_optimizer_that_wraps_another_without_torchs_init() -> None:
+    parameter, seen = nn.Parameter(torch.ones(2)), list[str]()
+    inner = SGD([parameter], 0.1, momentum=0.9)
+    inner.register_state_dict_pre_hook(lambda *_: seen.append("state dict"))
+    inner.register_step_post_hook(lambda *_: seen.append("step"))
+    optimizer = LossScalingOptimizer(Lookahead(inner), DynamicLossScale(2.0**4))
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.backward(parameter.sum())
+    optimizer.step()
+    assert torch.equal(parameter, torch.full((2,), 0.9))
+    kept = copy.deepcopy(optimizer.state_dict())
+    assert seen == ["before", "step", "state dict"]
+    inner.state[parameter]["momentum_buffer"].zero_()
+    optimizer.load_state_dict(kept)
+    assert inner.state[parameter]["momentum_buffer"].tolist() == [1.0, 1.0]
+
+
 # ---- several optimizers ---------------------------------------------------------------------------------------------
 
 
