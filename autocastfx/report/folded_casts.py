@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autocastfx.report.row import Row
 
-__all__ = ["FoldedCasts", "folded_casts", "is_folded"]
+__all__ = ["FoldedCasts", "folded_casts", "is_folded", "reads_low"]
 
 _HELD = ("parameter", "buffer", "constant", "sub-graph")
 _FOLDED = (*_HELD, "cast", "copy")
@@ -19,6 +19,7 @@ class FoldedCasts:
 
     Attributes:
         words: the casts that it reads, such as ``x, weight → bfloat16``; in brackets those that a node above reads.
+            Then the values that a float32 op reads in 16 bits.
         first: how many casts it reads before all others.
         reads: the values that it reads, without casts.
     """
@@ -46,8 +47,15 @@ def folded_casts(rows: Sequence[Row]) -> dict[str, FoldedCasts]:
         first = sum(cast.cast is not None and cast.name not in seen for cast in casts)
         seen.update(cast.name for cast in casts)
         reads = tuple(_read(known[name], row, known) for name in row.reads)
-        found[row.name] = FoldedCasts("; ".join(f"{', '.join(v)} → {to}" for to, v in groups.items()), first, reads)
+        words = [f"{', '.join(v)} → {to}" for to, v in groups.items()]
+        words += [reads_low(row)] if row.low_reads else []
+        found[row.name] = FoldedCasts("; ".join(words), first, reads)
     return found
+
+
+def reads_low(row: Row) -> str:
+    """Return what a float32 op reads in 16 bits, in words."""
+    return f"reads {', '.join(row.low_reads)} in 16 bits"
 
 
 def _dtype(cast: Row) -> str:

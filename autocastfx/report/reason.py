@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from autocastfx.plan.cause import Why
 from autocastfx.plan.plan import Forced, PlannedNode, Precision
 from autocastfx.plan.proposed_list import proposed_list
+from autocastfx.report.folded_casts import reads_low
 from autocastfx.report.row import Row
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ class Reasons:
         """The reason of a planned node of the graph."""
         if node.placement.run is Precision.CAPTURED:
             return Reason(f"runs as captured: {node.decision.reason}")
-        runs = f"runs {node.placement.in_words}: {node.placement.because.clause}"
+        row = self._rows[node.name]
+        reads = f", and its kernel {reads_low(row)}" if row.low_reads else ""
+        runs = f"runs {node.placement.in_words}: {node.placement.because.clause}{reads}"
         placed, op_list = tuple(self._placed(node)), self._op_list(node)
         return Reason(runs, str(node.decision), placed, self._advice(node), op_list)
 

@@ -35,6 +35,7 @@ class Row:
             if the shape is unknown: in an unpickled graph only parameters, buffers and constants have one.
         attributes: the op's constant arguments, each with its name: ``("dim", "-1")``.
         bytes: the value's bytes for the sizes of the example inputs; 0 where the shape is empty.
+        low_reads: the rows that a float32 op reads in 16 bits, for its kernel computes in float32 inside.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Row:
     shape: str = ""
     bytes: int = 0
     attributes: tuple[tuple[str, str], ...] = ()
+    low_reads: tuple[str, ...] = ()
 
     @property
     def precision(self) -> Precision:

@@ -9,7 +9,7 @@ from autocastfx.plan.cause import Why
 from autocastfx.plan.plan import Decision, Precision
 from autocastfx.report.columns import Column, aligned, wrapped
 from autocastfx.report.counts import counted
-from autocastfx.report.folded_casts import FoldedCasts, folded_casts, is_folded
+from autocastfx.report.folded_casts import FoldedCasts, folded_casts, is_folded, reads_low
 from autocastfx.report.predicted_error import error_cell
 from autocastfx.report.row import Row
 from autocastfx.report.row_filter import selected
@@ -127,7 +127,8 @@ def _full_cells(row: Row, notes: _Notes) -> tuple[str, ...]:
     if row.planned is None:
         return name, row.op, "", "", _shape(row), "", "", "not in the plan"
     place = (row.planned.module or "(root)", row.dtype, _shape(row), row.precisions)
-    return name, row.op, *place, error_cell(row.planned.error), _why(row, notes)
+    why = _why(row, notes) + (f"; {reads_low(row)}" if row.low_reads else "")
+    return name, row.op, *place, error_cell(row.planned.error), why
 
 
 def _name(row: Row) -> str:

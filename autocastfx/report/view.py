@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -13,7 +13,7 @@ from torch import fx, nn
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.node import attributes_of, dtypes, origin, stack_trace, subgraphs, tensors
 from autocastfx.graph.op_name import op_name
-from autocastfx.plan.plan import Plan, PlannedNode
+from autocastfx.plan.plan import Plan, PlannedNode, Precision
 from autocastfx.report.attributes import attributes
 from autocastfx.report.predicted_error import PredictedError
 from autocastfx.report.row import Row
@@ -66,7 +66,7 @@ def view(owner: nn.Module, variant: Variant, words: str) -> View:
     captured = variant.captured
     values = dict(captured_values(captured.graph, captured.attributes)) if captured is not None else {}
     join = _Join(plan, [leaf[1] for leaf in variant.structure.leaves if leaf[0] == "tensor"], values)
-    rows = tuple(_with_removed(tuple(join.rows(owner, variant.graph, variant.code, "")), plan))
+    rows = tuple(_with_removed(_with_low_reads(join.rows(owner, variant.graph, variant.code, ""), plan), plan))
     return View(plan, words, rows, variant.mode, str(variant.structure), str(variant.guard), join.codes)
 
 
@@ -80,7 +80,7 @@ def view_of_graph(module: fx.GraphModule, plan: Plan, words: str) -> View:
     """
     inputs = [next(iter(dtypes(node)), None) for node in module.graph.nodes if node.op == "placeholder"]
     join = _Join(plan, inputs, {})
-    rows = tuple(_with_removed(tuple(join.rows(module, module.graph, module.code, "")), plan))
+    rows = tuple(_with_removed(_with_low_reads(join.rows(module, module.graph, module.code, ""), plan), plan))
     return View(plan, words, rows, codes=join.codes)
 
 
@@ -143,6 +143,18 @@ class _Join:
             return Row(name, "copy", dtype=f"float32 → {copy.dtype}", copy=copy, mark=mark)
         op = planned.op if planned is not None else op_name(node)
         return Row(name, "made" if mark is not None else "op", op, _change(planned), planned=planned, mark=mark)
+
+
+def _with_low_reads(rows: Iterable[Row], plan: Plan) -> list[Row]:
+    found: list[Row] = []
+    dtypes: dict[str, str] = {}
+    for row in rows:
+        dtypes[row.name] = row.dtype.rpartition(" → ")[2]
+        low: tuple[str, ...] = ()
+        if row.precision is Precision.FLOAT32 and row.planned is not None and row.planned.placement.as_stored:
+            low = tuple(name for name in row.reads if dtypes.get(name) == plan.low)
+        found.append(replace(row, low_reads=low))
+    return found
 
 
 def _with_removed(rows: Sequence[Row], plan: Plan) -> Iterator[Row]:

@@ -39,7 +39,8 @@ def explained(what: str) -> list[str]:
 
 def test_what_a_list_says_outright() -> None:
     assert explained("softmax") == [
-        "softmax (softmax) in module (root) runs in float32: its category is deny.",
+        "softmax (softmax) in module (root) runs in float32: its category is deny, "
+        "and its kernel reads linear in 16 bits.",
         "  decided: deny, exponentials, logarithms and what is made of them (op_lists/base.yaml:33:100).",
         "  to change it: write softmax under allow in a list of your own; or set run to low in an edited plan, "
         "convert(plan=...).",
@@ -155,3 +156,26 @@ def test_a_cause_that_was_taken_out_of_the_graph_is_still_named() -> None:
     amp_model.graph.erase_node(exp)
     amp_model.recompile()
     assert "placed: exp (exp) is deny" in autocastfx.explain(amp_model, "add")
+
+
+class Scored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = self.layer(x)
+        return nn.functional.cross_entropy(found, y), found.softmax(-1), x.log_softmax(-1)
+
+
+def test_what_a_float32_op_reads_in_16_bits_is_said_everywhere() -> None:
+    amp_model = autocastfx.convert(Scored(), (torch.ones(4, 16), torch.arange(4)), dtype="bfloat16", check=False)
+    for op in ("cross_entropy_loss", "softmax"):
+        said = autocastfx.explain(amp_model, op)
+        assert "runs in float32: its category is deny, and its kernel reads linear in 16 bits.\n" in said
+    assert "16 bits" not in autocastfx.explain(amp_model, "log_softmax").partition("\n")[0]  # it reads the input
+    for full in (False, True):
+        lines = autocastfx.dump(amp_model, full=full, width=None).splitlines()
+        reading = [line.split()[0] for line in lines if "reads linear in 16 bits" in line]
+        assert reading == ["cross_entropy_loss", "softmax"]
+    assert "its category is deny, and its kernel reads linear in 16 bits" in autocastfx.dump(amp_model, format="html")
