@@ -45,7 +45,7 @@ from autocastfx.report.conversion_warnings import (
     warn_of_unmatched_rules,
 )
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.behaviour import compare_calls, trials_of
+from autocastfx.runtime.behaviour import Difference, compare_calls, trials_of
 from autocastfx.runtime.module_modes import foreseen
 
 __all__ = ["convert", "convert_again", "convert_captured", "refuse_unpredicted", "without_casts"]
@@ -299,14 +299,14 @@ def convert_again(amp_model: AmpModule, op_list: OpList) -> AmpModule | None:
     return convert_captured(amp_model, replace(converter, op_list=converter.op_list.merged(op_list)))
 
 
-def without_casts(amp_model: AmpModule) -> AmpModule | None:
+def without_casts(amp_model: AmpModule, modes: Sequence[bool] | None = None) -> AmpModule | None:
     """Return a model that runs what was captured for ``amp_model`` as it was captured: no cast, nothing recomposed.
 
-    It runs where the captured model is. None where what was captured is not at hand.
+    It runs where the captured model is; with ``modes`` in these alone. None where what was captured is not at hand.
     """
     maker = cast("VariantMaker", amp_model._maker)
     converter = Converter(load_op_list("float32"), maker.converter.facts, maker.converter.low, True, fold="none")
-    return convert_captured(amp_model, converter, keeps_device=False)
+    return convert_captured(amp_model, converter, keeps_device=False, modes=modes)
 
 
 def _may_run(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -330,18 +330,26 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
         CaptureError: the graphs do something else.
     """
     started = time.perf_counter()
-    bare = without_casts(amp_model)
-    if bare is None:
-        return
-    trials = trials_of(arguments, [variant.modes for variant in bare.variants])
-    found = compare_calls(module, bare, trials, seconds=math.inf if spent is None else spent / 4)
-    dropped = f"; not compared: {'; '.join(found.dropped)}" if found.dropped else ""
+    calls, dropped, differing = list[str](), list[str](), list[Difference]()
+    trials = trials_of(arguments, [variant.modes for variant in amp_model.variants])
+    for modes in dict.fromkeys(trial.modes for trial in trials):
+        here = [trial for trial in trials if trial.modes == modes]
+        left = math.inf if spent is None else spent / 4 - (time.perf_counter() - started)
+        if calls and left < 0:
+            dropped += [f"{trial.name}: it would take too long" for trial in here]
+            continue
+        bare = without_casts(amp_model, modes)
+        if bare is None:
+            return
+        found = compare_calls(module, bare, here, seconds=left)
+        calls, dropped, differing = [*calls, *found.calls], [*dropped, *found.dropped], [*differing, *found.differences]
+    missing = f"; not compared: {'; '.join(dropped)}" if dropped else ""
     took = time.perf_counter() - started
-    _LOG.info("compared with the model: %s%s: %.1f s", "; ".join(found.calls) or "nothing", dropped, took)
-    if spent is None and not found.calls:
-        raise CaptureError(f"check=True could compare no call: {'; '.join(found.dropped)}. Give other example inputs.")
-    if found.differences:
-        first, *rest = found.differences
+    _LOG.info("compared with the model: %s%s: %.1f s", "; ".join(calls) or "nothing", missing, took)
+    if spent is None and not calls:
+        raise CaptureError(f"check=True could compare no call: {'; '.join(dropped)}. Give other example inputs.")
+    if differing:
+        first, *rest = differing
         more = f", and {len(rest)} more differences" if rest else ""
         raise CaptureError(
             f"the graph captured of {type(module).__name__} does not do what the model does: {first}{more}. Its code "
@@ -350,13 +358,16 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
         )
 
 
-def convert_captured(amp_model: AmpModule, converter: Converter, *, keeps_device: bool = True) -> AmpModule | None:
+def convert_captured(
+    amp_model: AmpModule, converter: Converter, *, keeps_device: bool = True, modes: Sequence[bool] | None = None
+) -> AmpModule | None:
     """Convert by ``converter`` what was captured for ``amp_model``, as :func:`convert_again` does.
 
-    With ``keeps_device`` it is for the device that ``amp_model`` was converted for, else for that of its parameters.
+    With ``modes`` only for these. With ``keeps_device`` it is for the device that ``amp_model`` was converted for, else
+    for that of its parameters.
     """
     maker = cast("VariantMaker", amp_model._maker)
-    captured = [variant.captured for variant in amp_model.variants]
+    captured = [one.captured for one in amp_model.variants if modes is None or one.modes == modes]
     if maker.model is None or None in captured:
         return None
     again = AmpModule(maker.model, maker.signature, replace(maker, converter=converter))

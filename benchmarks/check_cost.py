@@ -41,7 +41,13 @@ def converted(name: str, *, check: bool | None) -> float:
 
 def _drawn(held: torch.Tensor) -> torch.Tensor:
     """Return numbers of the same sizes, of sequences only the first part."""
-    return torch.randn(held.shape) if held.is_floating_point() else held[:, :LENGTH] if held.ndim == 2 else held
+    return (
+        torch.randn(held.shape)
+        if held.is_floating_point()
+        else held[:, :LENGTH].contiguous()
+        if held.ndim == 2
+        else held
+    )
 
 
 def peak(name: str, *, check: bool | None) -> int:

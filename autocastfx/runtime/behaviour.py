@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -39,6 +39,7 @@ _ARGUMENT, _RANDOM = "argument", "next random number"
 # share of the largest gradient, too.
 _NEAR: Mapping[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-5}
 _OF_LARGEST = 1e-5
+_OF_NUDGE = 8  # the share that other kernels' roundings may have of what a rounding of the arguments does
 
 
 @dataclass(frozen=True)
@@ -237,10 +238,11 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.equal(b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))
 
 
-def differences(original: Behaviour, other: Behaviour, call: str) -> list[Difference]:
+def differences(original: Behaviour, other: Behaviour, call: str, nudged: Behaviour | None = None) -> list[Difference]:
     """Return what ``other`` does otherwise, outputs first.
 
-    Equal is: to the bit, or within what another order of sums makes.
+    Equal is: to the bit, or within what another order of sums makes, or, if that is more, within a few times what
+    ``nudged`` is off: the original with arguments that are off by a rounding.
     """
     if original.structure != other.structure:
         return [Difference("the output's structure", f"is {other.structure}, not {original.structure}", call)]
@@ -249,13 +251,21 @@ def differences(original: Behaviour, other: Behaviour, call: str) -> list[Differ
     found: list[Difference] = []
     others = (name for name in other.tensors if not name.startswith(_BUFFER))
     for name in dict.fromkeys((*original.tensors, *others)):
-        how = _how_apart(original.tensors.get(name), other.tensors.get(name), largest if _GRADIENT in name else 0.0)
+        a, b = original.tensors.get(name), other.tensors.get(name)
+        slack = _OF_LARGEST * largest if _GRADIENT in name else 0.0
+        if nudged is not None and a is not None and (moved := nudged.tensors.get(name)) is not None:
+            slack += _OF_NUDGE * apart(a, moved) * _size(a)
+        how = _how_apart(a, b, slack)
         if how:
             found.append(Difference(name, how, call))
     return found
 
 
-def _how_apart(a: torch.Tensor | None, b: torch.Tensor | None, largest: float) -> str:
+def _size(tensor: torch.Tensor) -> float:
+    return float(tensor.double().norm().nan_to_num(0.0, 0.0, 0.0)) or 1.0
+
+
+def _how_apart(a: torch.Tensor | None, b: torch.Tensor | None, slack: float) -> str:
     """Say how ``b`` differs from ``a``; empty if it does not."""
     if a is None or b is None:
         return "" if a is b else "is there" if a is None else "is missing"
@@ -266,8 +276,8 @@ def _how_apart(a: torch.Tensor | None, b: torch.Tensor | None, largest: float) -
     if not a.is_floating_point():
         return f"differs in {int((a != b).sum())} of {a.numel()} elements"
     near = _NEAR.get(a.dtype, 2 * torch.finfo(a.dtype).eps)
-    far = apart(a, b) * (norm := float(a.double().norm().nan_to_num(0.0, 0.0, 0.0)) or 1.0)
-    return f"differs by {far / norm:.2g} of its norm" if not far <= near * norm + _OF_LARGEST * largest else ""
+    far = apart(a, b) * (norm := _size(a))
+    return f"differs by {far / norm:.2g} of its norm" if not far <= near * norm + slack else ""
 
 
 def apart(reference: torch.Tensor, other: torch.Tensor) -> float:
@@ -372,10 +382,12 @@ def compare_calls(
     found: list[Difference] = []
     calls: list[str] = []
     dropped: list[str] = []
+    took = 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the model, which were or will be seen anyway
         for trial in trials:
-            if calls and time.perf_counter() > ends:
+            began = time.perf_counter()
+            if calls and began + took > ends:
                 dropped.append(f"{trial.name}: it would take too long")
                 continue
             try:
@@ -387,7 +399,10 @@ def compare_calls(
                 dropped.append(f"{trial.name}: the model gives Inf or NaN")
                 continue
             try:
-                here = differences(original, behaviour_of(model, other, trial), trial.name)
+                ours = behaviour_of(model, other, trial)
+                here = differences(original, ours, trial.name)
+                if here:
+                    here = differences(original, ours, trial.name, behaviour_of(model, model, _nudged(trial)))
             except Exception as error:  # what the original did without
                 here = [Difference("the call", f"raises {_said(error)}", trial.name)]
             if here and differences(original, behaviour_of(model, model, trial), ""):
@@ -395,7 +410,22 @@ def compare_calls(
                 continue
             calls.append(trial.name)
             found += here
+            took = time.perf_counter() - began
     return Compared(tuple(found), tuple(calls), tuple(dropped))
+
+
+def _nudged(trial: Trial) -> Trial:
+    """Return the call with each floating-point argument off by an epsilon, up or down."""
+    generator = torch.Generator().manual_seed(1)
+
+    def nudge(leaf: Any) -> Any:
+        if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point()):
+            return leaf
+        signs = torch.randint(0, 2, leaf.shape, generator=generator).to(leaf) * 2 - 1
+        moved = leaf.detach() * (1 + signs * torch.finfo(leaf.dtype).eps)
+        return moved.requires_grad_(leaf.requires_grad)
+
+    return replace(trial, arguments=cast("Arguments", pytree.tree_map(nudge, trial.arguments)))
 
 
 def _said(error: Exception) -> str:

@@ -277,3 +277,37 @@ def test_a_converted_model_is_checked_with_its_original() -> None:
 def test_no_batches_are_an_error() -> None:
     with pytest.raises(autocastfx.CalibrationError, match="there are no batches to check with"):
         autocastfx.check(Net(), [])
+
+
+class QualityIndex(nn.Module):
+    """The universal quality index of two pictures: its own float32 gradient is off by more than 1e-5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Conv2d(1, 1, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        p = self.net(x)
+
+        def total(t: Tensor) -> Tensor:
+            return functional.conv2d(t, torch.ones(1, 1, 5, 5))
+
+        a, b, n = total(p), total(y), 25
+        above = 4 * (n * total(p * y) - a * b) * a * b
+        below = (n * (total(p * p) + total(y * y)) - (a * a + b * b)) * (a * a + b * b)
+        return 1 - (above / (below + 1e-3)).mean()
+
+
+class WindowIndex(QualityIndex):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        p = self.net(x)
+        variance = functional.avg_pool2d(p * p, 4) - functional.avg_pool2d(p, 4).square()
+        return (functional.avg_pool2d(p * y, 4) / (variance + 1e-4)).mean()
+
+
+@pytest.mark.parametrize("kind", [QualityIndex, WindowIndex])
+def test_what_a_rounding_of_the_arguments_does_is_no_difference(kind: type[QualityIndex]) -> None:
+    y = 0.6 + 0.01 * torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    amp_model = autocastfx.convert(kind(), (y + 1e-3 * y.cos(), y), dtype=torch.bfloat16, check=True)
+    assert not autocastfx.check(amp_model, [(y + 1e-3 * y.sin(), y)]).differences
