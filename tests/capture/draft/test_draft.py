@@ -30,6 +30,9 @@ from tests.capture.small_models import DEFERRED, MODELS, made
 from tests.helpers import sampled
 from tests.invariants.pair import distance, roundings, settings_now, snapshot
 
+# A small model has layers of float64, which are told.
+pytestmark = pytest.mark.filterwarnings("ignore:.*are float64, and only float32 values:autocastfx.StateWarning")
+
 LOW = torch.bfloat16
 TRACED = [name for name in MODELS if name not in DEFERRED]
 _CAPTURE_MODES = VariantTable.capture_modes
