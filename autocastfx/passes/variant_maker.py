@@ -29,6 +29,10 @@ _WITHOUT_MODEL = {
 }
 
 
+def _tell_nothing(_: Any) -> None:
+    """Leave what matches nothing unsaid: whoever makes variants tells it."""
+
+
 @dataclass(frozen=True)
 class VariantMaker:
     """Makes variants: from a call, while the caller's model is at hand; or from what was captured, for a device."""
@@ -39,7 +43,7 @@ class VariantMaker:
     leaves: tuple[str, ...]
     device: torch.device | None
     baked: bool
-    tell_unmatched: Callable[[Any], None]  # called with the converted model, if its first call captures
+    tell_unmatched: Callable[[Any], None] = _tell_nothing  # called with the converted model, if its first call captures
     kept_name: str = ""  # of the model's class, once the model is gone
     switched: tuple[tuple[bool, ...], tuple[bool, ...]] | None = None  # what eval() and train() of the model gave, then
 

@@ -346,7 +346,9 @@ def test_graphs_that_could_not_be_converted_have_no_dump(monkeypatch: pytest.Mon
     monkeypatch.setattr("autocastfx.capture.dynamo_graph.aten_graph", fail)
     with pytest.warns(UncapturedGraphWarning):
         model(x)
-    with pytest.raises(VariantError, match="no graph of the enabled model could be converted: RuntimeError: no such"):
+    with pytest.raises(
+        VariantError, match=r"no graph of the enabled model could be converted: .*RuntimeError: no such"
+    ):
         autocastfx.dump(model)
 
 

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 import autocastfx
 from tests.invariants.pair import LOW, Net, Pair, assert_close, net
 
-pytestmark = pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU"),
+    pytest.mark.filterwarnings("ignore:.*are float64, and only float32 values:autocastfx.StateWarning"),
+]
 
 
 @pytest.mark.parametrize("low", LOW)

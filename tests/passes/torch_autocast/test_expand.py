@@ -20,7 +20,10 @@ from autocastfx.passes.torch_autocast.dispatch import Dispatch
 from autocastfx.passes.torch_autocast.expand import expand
 from tests.helpers import Function, op_list, with_low_lstm
 
-pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning"),
+    pytest.mark.filterwarnings("ignore:.*are float64, and only float32 values:autocastfx.StateWarning"),
+]
 
 LIST = """
 placement: follow
