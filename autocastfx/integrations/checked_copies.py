@@ -13,6 +13,7 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 
 from autocastfx.capture.leave_intact import intact
 from autocastfx.errors import CaptureError, UnsupportedError
+from autocastfx.integrations.skipped_code import unwrapped
 from autocastfx.runtime.behaviour import compare_calls, trials_of
 from autocastfx.runtime.module_modes import foreseen
 
@@ -20,7 +21,7 @@ __all__ = ["Backend", "check_capture", "converted_copies", "plain_copy"]
 
 
 class Backend(Protocol):
-    """What converts a model in place."""
+    """A backend of torch.compile that enables models."""
 
     def like(self) -> Backend:
         """Return another one that converts in the same way."""
@@ -64,16 +65,10 @@ def converted_copies(model: nn.Module, *backends: Backend) -> Generator[list[nn.
         finally:
             for reference in list(input_codes.seen):
                 code = reference()
-                if code is not None and any(_backend(one) in backends for one in _debug_get_cache_entry_list(code)):
+                if code is not None and any(
+                    unwrapped(one.backend) in backends for one in _debug_get_cache_entry_list(code)
+                ):
                     reset_code(code)
-
-
-def _backend(entry: Any) -> object:
-    """Return the backend of one of Dynamo's graphs, without what torch.compile wraps it in."""
-    backend = entry.backend
-    while (inner := getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "compiler_fn", None))) is not None:
-        backend = inner
-    return backend
 
 
 def check_capture(model: nn.Module, backend: Backend, arguments: Any) -> None:

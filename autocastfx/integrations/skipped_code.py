@@ -36,6 +36,7 @@ __all__ = [
     "skipped_since",
     "skips",
     "tried",
+    "unwrapped",
     "warn_of_failure",
     "watch",
     "whole",
@@ -169,9 +170,7 @@ def _tell_of_skip(_: object) -> None:
         frame = frame.f_back
     if frame is None or frame.f_locals.get("one_graph"):
         return
-    backend = frame.f_locals["compiler_fn"]
-    while (inner := getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "compiler_fn", None))) is not None:
-        backend = inner
+    backend = unwrapped(frame.f_locals["compiler_fn"])
     if any(is_watched(backend) for is_watched in _WATCHED):
         code = frame.f_locals["code"]
         reason = str(error).partition("\n")[0]
@@ -181,6 +180,13 @@ def _tell_of_skip(_: object) -> None:
             "call it. autocastfx.enable(model) runs it under torch.autocast, in 16 bits."
         )
         warnings.warn(told, UncapturedGraphWarning, stacklevel=2)
+
+
+def unwrapped(backend: Any) -> object:
+    """Return a backend without what torch.compile wraps it in."""
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "compiler_fn", None))) is not None:
+        backend = inner
+    return backend
 
 
 def compiler_is_off() -> str | None:
