@@ -31,7 +31,7 @@ def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.
         held: parameters and buffers by name that replace the model's own.
     """
     modules = list(model.modules())
-    saved = _contents(model)
+    saved = _saved_contents(model)
     numpy: Any = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     try:
@@ -60,7 +60,7 @@ def random_numbers_kept() -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=devices)
 
 
-def _contents(model: nn.Module) -> list[tuple[Any, Any]]:
+def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the objects that a forward can change in place, each with a copy of its content.
 
     These are containers at any depth, the attributes of modules and of the objects that modules hold, and tensors that

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from autocastfx.capture.given_inputs import device_of
-from autocastfx.cli import doctor as machine
 from autocastfx.cli.conversion_options import given_options
+from autocastfx.cli.doctor import examine
 from autocastfx.cli.list_check import rule_uses
 from autocastfx.cli.model_options import converted, given_model
 from autocastfx.cli.model_spec import load_inputs
@@ -118,7 +118,7 @@ def convert_model(options: Namespace) -> int:
 
 def doctor(options: Namespace) -> int:
     """Run ``doctor``."""
-    found = machine.examine()
+    found = examine()
     if options.json:
         return print_json(found)
     print(found)

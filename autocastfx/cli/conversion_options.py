@@ -17,12 +17,12 @@ from autocastfx.errors import ModelSpecError
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.policy.kernel_facts import LEVELS
 
-__all__ = ["add_to", "conversion_arguments", "given_options"]
+__all__ = ["add_conversion_options", "conversion_arguments", "given_options"]
 
 _NAMES = ("device", "fold", "recompose", "calibrate", "plan")
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
+def add_conversion_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser."""
     parser.add_argument("--device", metavar="DEVICE", help="decide for the kernels of this device; the model's")
     parser.add_argument("--fold", choices=tuple(LEVELS), help="where a deny op may take and give 16 bits; exact")

@@ -80,7 +80,7 @@ class FactoryCall:
                 torch.manual_seed(0)
                 return value(*self.args, **self.kwargs)
         except Exception as error:
-            raise CaptureError(f"{self.spec} raised {_said(error)}") from error
+            raise CaptureError(f"{self.spec} raised {_error_text(error)}") from error
 
     def _value(self) -> Any:
         try:
@@ -93,9 +93,9 @@ class FactoryCall:
                     f"{self.spec}: there is no module {error.name!r} here{_nearest_module(error.name)}. It is looked "
                     "for in the current directory and where Python looks."
                 ) from error
-            raise CaptureError(f"importing {self.module} raised {_said(error)}") from error
+            raise CaptureError(f"importing {self.module} raised {_error_text(error)}") from error
         except Exception as error:
-            raise CaptureError(f"importing {self.module} raised {_said(error)}") from error
+            raise CaptureError(f"importing {self.module} raised {_error_text(error)}") from error
         for name in self.path.split("."):
             if not hasattr(value, name):
                 raise ModelSpecError(f"{self.module} has no {self.path!r}{nearest(name, dir(value))}.")
@@ -128,5 +128,5 @@ def _nearest_module(name: str) -> str:
     return hint.replace("'", f"'{around}.", 1) if around else hint
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -10,19 +10,21 @@ from autocastfx.errors import GpuError, ModelSpecError
 from autocastfx.report.lint.gpu import find_gpu, gpus
 from autocastfx.report.lint.lint import lint
 
-__all__ = ["add_to"]
+__all__ = ["add_lint_to"]
 
 
-def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser], model: str) -> None:
+def add_lint_to(
+    add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser], model: str
+) -> None:
     """Add the command with ``add``, the subcommands' ``add_parser``; ``model`` is the help text of MODEL."""
     parser = add("lint", parents=parents, help="sizes that tensor cores would pad, and where time would go on a GPU")
     parser.add_argument("model", metavar="MODEL", help=model)
     names = ", ".join(gpu.name for gpu in gpus())
     parser.add_argument("--gpu", default="A100", metavar="GPU", help=f"{names}; A100 by default. It need not be here")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_lint)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_lint(options: argparse.Namespace) -> int:
     if not options.inputs:
         raise ModelSpecError("lint reads sizes: give --inputs.")
     try:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Generator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from autocastfx.cli import commands, conversion_options, run_script
-from autocastfx.cli import lint as lint_command
-from autocastfx.cli import numerics as numerics_command
-from autocastfx.cli import tune as tune_command
+from autocastfx.cli import commands, numerics
 from autocastfx.cli.completion import complete
+from autocastfx.cli.conversion_options import add_conversion_options
 from autocastfx.cli.interrupt import interrupted, raise_when_interrupted
+from autocastfx.cli.lint import add_lint_to
+from autocastfx.cli.run_script import add_run_to
 from autocastfx.cli.suggesting_parser import suggesting_parser
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import AutocastFXError, EvaluationsError, ModelSpecError, NodeError, OpListError, PlanError
@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     inputs = argparse.ArgumentParser(add_help=False, parents=[given])
     inputs.add_argument("--inputs", nargs="+", action="extend", default=[], metavar="INPUT", help=_INPUTS)
     how = argparse.ArgumentParser(add_help=False)
-    conversion_options.add_to(how)
+    add_conversion_options(how)
     lists = argparse.ArgumentParser(add_help=False)
     lists.add_argument(
         "--op-list", nargs="+", action="extend", metavar="LIST", help="presets or YAML files, of which the later win"
@@ -189,15 +189,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     diff.set_defaults(run=commands.diff)
 
-    numerics_command.add_to(add, [data, inputs, lists], _MODEL)
-    tune_command.add_to(add, [data, given, lists], _MODEL)
+    numerics.add_to(add, [data, inputs, lists], _MODEL)
+    numerics.add_tune_to(add, [data, given, lists], _MODEL)
     convert = add("convert", parents=[common, inputs, lists, how], help="convert a model and save the result")
     convert.add_argument("model", metavar="MODEL", help=_MODEL)
     convert.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="what torch.save writes")
     convert.set_defaults(run=commands.convert_model)
 
-    lint_command.add_to(add, [data, inputs, lists], _MODEL)
-    run_script.add_to(add, common)
+    add_lint_to(add, [data, inputs, lists], _MODEL)
+    add_run_to(add, common)
     doctor = add("doctor", parents=[data], help="versions, devices, and what these cannot run in 16 bits")
     doctor.set_defaults(run=commands.doctor)
     _add_lists(add("lists", help="look at op lists; alone, names the presets"), data, common, dtype, inputs)

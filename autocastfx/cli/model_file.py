@@ -47,7 +47,7 @@ def load_pickled(spec: str, *, trust: bool) -> nn.Module:
         made: Any = torch.load(path, map_location=_place(), weights_only=False)
     except Exception as error:  # whatever the file's own code raises
         raise CaptureError(
-            f"reading {spec} raised {_said(error)}. The code of the model's classes must be importable from here."
+            f"reading {spec} raised {_first_line(error)}. The code of the model's classes must be importable from here."
         ) from error
     if isinstance(made, torch.jit.ScriptModule):
         raise ModelSpecError(f"{spec} holds a TorchScript module, which has no Python code to capture.")
@@ -139,6 +139,6 @@ def _place() -> str | None:
     return None if torch.cuda.is_available() else "cpu"
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

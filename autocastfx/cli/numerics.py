@@ -15,7 +15,7 @@ import torch
 
 from autocastfx.capture.given_inputs import device_of
 from autocastfx.capture.leave_intact import random_numbers_kept
-from autocastfx.cli import conversion_options
+from autocastfx.cli.conversion_options import add_conversion_options, conversion_arguments
 from autocastfx.cli.model_options import converted, given_model
 from autocastfx.cli.model_spec import load_function, load_inputs
 from autocastfx.dtypes import chosen_dtype, dtype_name
@@ -53,12 +53,12 @@ def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argpar
     parser.add_argument("--most", type=int, default=20, metavar="N", help="show as many; 20")
     parser.add_argument("--in-order", action="store_true", help="show the first ones, not the worst")
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write the page of dump, with these numbers")
-    conversion_options.add_to(parser)
+    add_conversion_options(parser)
     parser.set_defaults(run=_compare)
 
     parser = add("check", parents=parents, help="run a model beside its conversion, and say what differs")
     parser.add_argument("model", metavar="MODEL", help=model)
-    conversion_options.add_to(parser)
+    add_conversion_options(parser)
     parser.set_defaults(run=_check_model)
 
     parser = add(
@@ -122,7 +122,7 @@ def _check_model(options: argparse.Namespace) -> int:
     _check(options, "check runs the model")
     model = given_model(options, options.model)
     place = device_of(model)
-    how = conversion_options.conversion_arguments(options, place)
+    how = conversion_arguments(options, place)
     batch = load_inputs(options.inputs, place)
     found = check(model, [batch], dtype=options.dtype, op_list=options.op_list or "default", **how)
     print(found.to_json() if options.json else found)

@@ -23,10 +23,10 @@ from autocastfx.integrations.script_run import ScriptRun
 from autocastfx.policy.kernel_facts import LEVELS
 from autocastfx.policy.op_list import load_op_list
 
-__all__ = ["add_to", "prepare"]
+__all__ = ["add_run_to", "prepare"]
 
 
-def add_to(add: Callable[..., Any], common: argparse.ArgumentParser) -> None:
+def add_run_to(add: Callable[..., Any], common: argparse.ArgumentParser) -> None:
     """Add the command's arguments to the parser."""
     parser = add("run", parents=[common], help="run a script, with each of its models converted at its first call")
     parser.add_argument(
@@ -72,14 +72,14 @@ def prepare(options: Namespace) -> Callable[[], int]:
 
     make()
     if conversion_is_off():
-        return partial(_run, options)
+        return partial(_run_script, options)
     return partial(_run_converted, options, ScriptRun(low, make))
 
 
 def _run_converted(options: Namespace, script_run: ScriptRun) -> int:
     try:
         with script_run.active():
-            return _run(options)
+            return _run_script(options)
     finally:
         report = script_run.report()
         print("\n".join(f"autocastfx: {line}" for line in str(report).splitlines()), file=sys.stderr)
@@ -87,7 +87,7 @@ def _run_converted(options: Namespace, script_run: ScriptRun) -> int:
             write_whole(options.report, report.to_json())
 
 
-def _run(options: Namespace) -> int:
+def _run_script(options: Namespace) -> int:
     """Run the script as ``python SCRIPT ...`` does."""
     folder = os.getcwd() if options.is_module else str(Path(options.script).resolve().parent)
     arguments, path = [options.script, *options.arguments], [folder, *sys.path[1:]]

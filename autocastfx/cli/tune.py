@@ -29,12 +29,14 @@ from autocastfx.plan.plan import Plan
 from autocastfx.plan.sensitivity import OUTPUT, TARGETS, Sensitivity
 from autocastfx.policy.kernel_facts import LEVELS
 
-__all__ = ["add_to"]
+__all__ = ["add_tune_to"]
 
 _FUNCTIONS = {"loss": "a loss", "inputs": "a function of a batch"}
 
 
-def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser], model: str) -> None:
+def add_tune_to(
+    add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser], model: str
+) -> None:
     """Add the command with ``add``, the subcommands' ``add_parser``; ``model`` is the help text of MODEL."""
     parser = add("tune", parents=parents, help="measure what 16 bits cost each op, and write the list that moves least")
     parser.add_argument("model", metavar="MODEL", help=model)
@@ -70,10 +72,10 @@ def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argpar
     parser.add_argument(
         "--sensitivity", type=Path, metavar="FILE", help="keep here what each batch gave, and go on from there"
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_tune)
 
 
-def _run(options: Namespace) -> int:
+def _run_tune(options: Namespace) -> int:
     """Run ``tune``. Returns 0, also if there is nothing to gain: the list is written."""
     budget = _budget(options.budget)
     for name in ("probes", "held_out"):

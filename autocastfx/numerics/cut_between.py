@@ -12,7 +12,7 @@ __all__ = ["cut_between"]
 
 _MOST_TRIED = 16  # ops a round
 _LOWER = (1.0, 0.5, 0.25)  # prices over that of the plan before
-_MOST_CUTS = 96
+_MOST_FURTHER_CUTS = 96
 
 
 def cut_between(plan: Plan, price: float, most: float, cut: Callable[[OpList, float], Plan]) -> Iterator[Plan]:
@@ -33,7 +33,7 @@ def cut_between(plan: Plan, price: float, most: float, cut: Callable[[OpList, fl
         for group in by_share(plan)[:_MOST_TRIED]:
             further = rules.merged(raised(group))
             for lower in _LOWER:
-                if cuts == _MOST_CUTS:
+                if cuts == _MOST_FURTHER_CUTS:
                     break
                 cuts += 1
                 one = cut(further, lower * price)

@@ -11,7 +11,7 @@ from autocastfx.policy.op_list import OpList
 
 __all__ = ["by_share", "filled", "raised"]
 
-_MOST_TRIED = 16
+_MOST_GROUPS = 16
 
 
 def filled(rules: OpList, plan: Plan, most: float, convert: Callable[[OpList], Plan]) -> Iterator[Plan]:
@@ -33,7 +33,7 @@ def filled(rules: OpList, plan: Plan, most: float, convert: Callable[[OpList], P
         for group in by_share(plan):
             if group in tried:
                 continue
-            if len(tried) == _MOST_TRIED:
+            if len(tried) == _MOST_GROUPS:
                 return
             tried.add(group)
             further = rules.merged(raised(group))

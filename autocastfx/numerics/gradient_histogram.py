@@ -17,8 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autocastfx.errors import CalibrationError
 from autocastfx.graph.node import is_cast
-from autocastfx.numerics import histogram_text as report
 from autocastfx.numerics.exponent_counts import NOTHING, Exponents, Margin, Tally, read_all
+from autocastfx.numerics.histogram_text import plot, table
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.gradients import local
 from autocastfx.training.loss_scale import suggest_loss_scale
@@ -114,7 +114,7 @@ class GradientHistogram:
             ValueError: ``loss_scale`` is no power of two.
         """
         scale = self.suggested_loss_scale() if loss_scale is None else loss_scale
-        return report.table(self.activations, self.weights, self.values, scale)
+        return table(self.activations, self.weights, self.values, scale)
 
     def plot(self, path: str | os.PathLike[str], loss_scale: float | None = None) -> None:
         """Write a picture of the histogram without a loss scale and with one. Needs the extra ``plot`` (matplotlib).
@@ -129,7 +129,7 @@ class GradientHistogram:
             ValueError: ``loss_scale`` is no power of two.
         """
         scale = self.suggested_loss_scale() if loss_scale is None else loss_scale
-        report.plot(self.activations, self.weights, scale, path)
+        plot(self.activations, self.weights, scale, path)
 
     def to_json(self) -> str:
         """Everything that was recorded as JSON text, by the names of the attributes."""

@@ -42,21 +42,21 @@ def errors_at(ops: Set[str], amp_model: AmpModule, args: Sequence[Any], kwargs: 
         if step.twin is None or base_name(op_name(step.twin)) not in ops or not (ours and full):
             continue
         exact = full[0].float()
-        found[step.name] = _rms((ours[0].float() - exact)[_counted(exact.abs())])
+        found[step.name] = _rms((ours[0].float() - exact)[_is_counted(exact.abs())])
     return found
 
 
 def least_error(value: torch.Tensor, low: torch.dtype) -> float:
     """Return the least root mean square that rounding ``value`` to ``low`` has, zeros and masks left out."""
     relative = torch.finfo(low).eps / math.sqrt(48)  # just below a power of two
-    return relative * _rms(value[_counted(value.abs())])
+    return relative * _rms(value[_is_counted(value.abs())])
 
 
 def _rms(values: torch.Tensor) -> float:
     return math.sqrt(float(values.square().mean())) if values.numel() else 0.0
 
 
-def _counted(sizes: torch.Tensor) -> torch.Tensor:
+def _is_counted(sizes: torch.Tensor) -> torch.Tensor:
     """True for the values that are neither 0 nor as large as masks are, which may be more than half of all."""
     some = sizes[sizes > 0]
     usual = float(some.kthvalue(len(some) // 4 + 1).values) if len(some) else 0.0

@@ -15,7 +15,7 @@ from typing import Any, cast
 from autocastfx.errors import OpListError
 from autocastfx.files import write_whole
 from autocastfx.graph.op_name import base_name, names_function
-from autocastfx.policy import keywords, list_diff, read_rules, write_list
+from autocastfx.policy import read_rules, write_list
 from autocastfx.policy.data_tree import tree_of
 from autocastfx.policy.list_diff import Change
 from autocastfx.policy.list_key import ListKey, Said, keys_of, later_or_earlier, limited, stacked
@@ -29,15 +29,15 @@ RuleKey = tuple[str, tuple[Condition, ...], str]
 
 
 def _word(category: Category) -> str:
-    return next((word for word, listed_as in read_rules.UNLISTED.items() if listed_as is category), "")
+    return next((word for word, listed_as in read_rules.UNLISTED_CATEGORIES.items() if listed_as is category), "")
 
 
 def _category(unlisted: object) -> Category | None:
     """The category that a list's word for ``unlisted`` means, or that is given itself."""
-    found = read_rules.UNLISTED.get(str(unlisted), unlisted)
-    if found is None or found in read_rules.UNLISTED.values():
+    found = read_rules.UNLISTED_CATEGORIES.get(str(unlisted), unlisted)
+    if found is None or found in read_rules.UNLISTED_CATEGORIES.values():
         return cast("Category | None", found)
-    raise OpListError(f"unlisted is {', '.join(read_rules.UNLISTED)} or None, not {unlisted!r}.")
+    raise OpListError(f"unlisted is {', '.join(read_rules.UNLISTED_CATEGORIES)} or None, not {unlisted!r}.")
 
 
 _UNLISTED = ListKey(
@@ -228,7 +228,7 @@ class OpList:
 
     def diff(self, later: OpList) -> tuple[Change, ...]:
         """Compare with ``later``. Each change prints as ``softmax: deny → allow``; equal lists give none."""
-        return list_diff.changes(self._said(), later._said())
+        return write_list.changes(self._said(), later._said())
 
     def _said(self) -> dict[str, tuple[str, str]]:
         """Return each subject's setting and reason, by subject, for comparing two lists."""
@@ -271,7 +271,7 @@ class OpList:
 _FIELDS = keys_of(OpList)
 _NOTHING = OpList()
 KEYS: Mapping[str, str] = {  # every key of an op list, with its meaning
-    **dict.fromkeys(keywords.CATEGORIES, "a list of entries for the ops of that category"),
+    **dict.fromkeys(read_rules.CATEGORIES, "a list of entries for the ops of that category"),
     **{name: key.meaning for name, key in _FIELDS.items()},
     "extends": _EXTENDS,
 }

@@ -9,8 +9,17 @@ import torch
 
 from autocastfx.graph.op_name import located
 from autocastfx.graph.signature import ArgumentType, argument_types
-from autocastfx.policy import keywords
-from autocastfx.policy.keywords import DEVICES, VALUES
+from autocastfx.policy.keywords import (
+    CATEGORIES,
+    DEMAND_KEYS,
+    DEMANDS,
+    DEVICES,
+    ENTRY_KEYS,
+    MODULE_CATEGORIES,
+    MODULE_KEYS,
+    PLACEMENTS,
+    VALUES,
+)
 from autocastfx.policy.rule import (
     ANY_REDUCTION,
     Category,
@@ -26,8 +35,7 @@ from autocastfx.policy.yaml_tree import Tree, is_known, legal_op_names, nearest
 
 __all__ = [
     "DEVICES",
-    "PLACEMENTS",
-    "UNLISTED",
+    "UNLISTED_CATEGORIES",
     "aliases",
     "demands",
     "keep_args",
@@ -40,12 +48,11 @@ __all__ = [
     "unlisted",
 ]
 
-UNLISTED = {"keep": Category.KEEP, "deny": Category.DENY, "error": Category.BAN}
-PLACEMENTS = tuple(keywords.PLACEMENTS)
-_RULE_KEYS = tuple(keywords.ENTRY_KEYS)
-_MODULE_KEYS = tuple(keywords.MODULE_KEYS)
-_DEMAND_KEYS = tuple(keywords.DEMAND_KEYS)
-_MODULE_WORDS = (*keywords.MODULE_CATEGORIES, *keywords.CATEGORIES)
+UNLISTED_CATEGORIES = {"keep": Category.KEEP, "deny": Category.DENY, "error": Category.BAN}
+_RULE_KEYS = tuple(ENTRY_KEYS)
+_MODULE_KEYS = tuple(MODULE_KEYS)
+_DEMAND_KEYS = tuple(DEMAND_KEYS)
+_MODULE_WORDS = (*MODULE_CATEGORIES, *CATEGORIES)
 
 
 def known(ops: Iterable[Tree]) -> Iterator[Tree]:
@@ -232,13 +239,13 @@ def aliases(tree: Tree) -> dict[str, str]:
 def unlisted(tree: Tree) -> Category | None:
     """Return the category of ops without a rule; None if the list gives none."""
     word = tree.child("unlisted")
-    return None if word.is_missing else UNLISTED[word.one_of(tuple(UNLISTED), "unlisted")]
+    return None if word.is_missing else UNLISTED_CATEGORIES[word.one_of(tuple(UNLISTED_CATEGORIES), "unlisted")]
 
 
 def placement(tree: Tree) -> str | None:
     """Return the method that chooses free precisions; None if the list gives none."""
     word = tree.child("placement")
-    return None if word.is_missing else word.one_of(PLACEMENTS, "placement")
+    return None if word.is_missing else word.one_of(tuple(PLACEMENTS), "placement")
 
 
 def reduction_depth(tree: Tree) -> Iterator[tuple[str, DepthLimit]]:
@@ -271,7 +278,7 @@ def demands(tree: Tree) -> Iterator[Demand]:
         ops, through = entry.child("ops"), entry.child("through")
         if ops.is_missing or not ops.as_strings():
             raise entry.error("this demand names no op: give it 'ops: [...]'")
-        word = "free" if through.is_missing else through.one_of(tuple(keywords.DEMANDS), "through")
+        word = "free" if through.is_missing else through.one_of(tuple(DEMANDS), "through")
         reason = entry.child("reason").as_text(default="")
         makers = entry.child("of").as_strings()
         of = tuple(op.op_name() for op in known(makers))

@@ -12,7 +12,7 @@ from autocastfx.graph.node import settings
 
 __all__ = ["attributes"]
 
-_LONGEST = 80
+_LONGEST_TEXT = 80
 
 
 def attributes(node: fx.Node) -> tuple[tuple[str, str], ...]:
@@ -34,4 +34,4 @@ def _text(held: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"

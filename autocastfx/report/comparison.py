@@ -12,9 +12,10 @@ from autocastfx.plan.json_text import parsed_json
 from autocastfx.plan.plan import Recomposed
 from autocastfx.report.deviation import Deviation
 from autocastfx.report.predicted_error import error_cell
+from autocastfx.report.view import View
 from autocastfx.runtime.variant import Variant
 
-__all__ = ["Beginning", "ComparedNode", "ComparedParameter", "ComparedVariant", "Comparison"]
+__all__ = ["Beginning", "ComparedNode", "ComparedParameter", "ComparedVariant", "Comparison", "compared_variant"]
 
 _FORMAT = 2
 _MOST = 5  # recomposed nodes that the text names
@@ -303,3 +304,27 @@ def _node(data: Mapping[str, Any]) -> ComparedNode:
     gradient = data["gradient"]
     fields: dict[str, Any] = {**_read(data), "gradient": Deviation(**_read(gradient)) if gradient is not None else None}
     return ComparedNode(**fields)
+
+
+def compared_variant(views: Sequence[View], comparison: Comparison) -> int:
+    """Return the position of the variant that was compared.
+
+    Raises:
+        ValueError: the model lacks this variant, or the variant lacks a compared node.
+    """
+    of = comparison.variant
+    key = (of.low, of.mode, of.call, of.sizes)
+    found = next((i for i, v in enumerate(views) if (v.plan.low, v.mode, v.call, v.sizes) == key), None)
+    if found is None:
+        raise ValueError(
+            f"the comparison is of a variant that this model lacks: {of.low}, {of.mode} mode, called with {of.call}, "
+            f"sizes {of.sizes or 'any'}. Give what compare() returned for this model."
+        )
+    names = {row.name for row in views[found].rows}
+    missing = next((node.name for node in comparison.nodes if node.name not in names), None)
+    if missing is not None:
+        raise ValueError(
+            f"the comparison is of another model: this one has no node {missing!r}. Give what compare() returned for "
+            "this model."
+        )
+    return found

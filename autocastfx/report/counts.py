@@ -15,8 +15,10 @@ from autocastfx.report.row import Row
 
 __all__ = ["counted"]
 
-_LEGEND = "modules whose paths differ in numbers alone, and whose counts are equal, are one line: the counts of each"
-_ERROR = (
+_MODULES_LEGEND = (
+    "modules whose paths differ in numbers alone, and whose counts are equal, are one line: the counts of each"
+)
+_ERROR_LEGEND = (
     "error: what the 16 bits of a module's own nodes are predicted to change together; in a line of several, the most"
 )
 _KINDS = ("op", "output")
@@ -50,8 +52,8 @@ def counted(rows: Iterable[Row], casts: Mapping[str, FoldedCasts], width: int | 
         (path, (f"{len(paths):>7}", *numbers, _largest_error(nodes[one] for one in paths)))
         for path, paths, numbers in _alike(by_module, titles)
     ]
-    legend = wrapped(_LEGEND, width, "  ") if any("*" in path for path, _ in modules) else []
-    legend += wrapped(_ERROR, width, "  ") if any(cells[-1] for _, cells in modules) else []
+    legend = wrapped(_MODULES_LEGEND, width, "  ") if any("*" in path for path, _ in modules) else []
+    legend += wrapped(_ERROR_LEGEND, width, "  ") if any(cells[-1] for _, cells in modules) else []
     return [
         _table("op", titles, ops, width),
         [*_table("module", ["modules", *titles, "error"], modules, width), *legend],

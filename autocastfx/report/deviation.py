@@ -56,7 +56,7 @@ class Deviation:
 
 def _parts(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Split both into pieces, because the computation takes several times their memory."""
-    pieces = (_plain(tensor).reshape(-1).split(_PIECE) for tensor in (ours, theirs))
+    pieces = (_strided(tensor).reshape(-1).split(_PIECE) for tensor in (ours, theirs))
     return zip(*pieces, strict=True)
 
 
@@ -76,6 +76,6 @@ def _sums(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return torch.stack([distance.square().sum(), wide.square().sum(), *(c.sum().double() for c in counts)])
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor if tensor.layout is torch.strided else tensor.to_dense()

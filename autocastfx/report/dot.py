@@ -50,7 +50,7 @@ def render_dot(view: View) -> str:
 def _cluster(rows: Sequence[Row], prefix: str, depth: int) -> Iterator[str]:
     indent = "  " * depth
     for row in (r for r in rows if r.name.rpartition("/")[0] == prefix):
-        yield f"{indent}{_text(row.name)} [{_attributes(_look(row))}];"
+        yield f"{indent}{_text(row.name)} [{_dot_attributes(_look(row))}];"
         for inner in row.runs:
             yield f"{indent}subgraph {_text(f'cluster_{inner}')} {{"
             yield f"{indent}  label={_text(f'{inner}, run by {row.name}')};"
@@ -87,7 +87,7 @@ def _edges(row: Row) -> Iterator[str]:
         yield f"{_text(f'{inner}/output')} -> {_text(row.name)} [style=dotted, label={_text('gives')}];"
 
 
-def _attributes(look: Mapping[str, str]) -> str:
+def _dot_attributes(look: Mapping[str, str]) -> str:
     return ", ".join(f"{key}={_text(value)}" for key, value in look.items())
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from autocastfx.files import check_writable, write_whole
 from autocastfx.plan.plan import Plan
-from autocastfx.report.compared import Compared
+from autocastfx.report.comparison import Comparison
 from autocastfx.report.compiled_graph import views_of_enabled
 from autocastfx.report.html import render_html
 from autocastfx.report.model_facts import model_facts
@@ -33,7 +33,7 @@ def dump(
     path: str | os.PathLike[str] | None = None,
     format: str | None = None,
     *,
-    comparison: Compared | None = None,
+    comparison: Comparison | None = None,
     against: Plan | None = None,
     width: int | None = 120,
     full: bool = False,
@@ -89,7 +89,7 @@ def dump(
         format = _SUFFIXES.get(Path(path).suffix.lower(), "text") if path is not None else "text"
     if format not in FORMATS:
         raise ValueError(f"format is {', '.join(map(repr, FORMATS))}, not {format!r}")
-    if comparison is not None and not isinstance(comparison, Compared):
+    if comparison is not None and not isinstance(comparison, Comparison):
         raise TypeError(f"comparison= takes what compare() returned, not a {type(comparison).__name__}")
     if comparison is not None and format != "html":
         raise ValueError(f"comparison= goes into format='html', not {format!r}: leave it away, or print it by itself")
@@ -126,7 +126,7 @@ def dump_text(amp_model: nn.Module, options: TextOptions) -> str:
     return "\n".join(render_text(one, options) for one in views)
 
 
-def _rendered(amp_model: nn.Module, format: str, comparison: Compared | None, against: Plan | None) -> str:
+def _rendered(amp_model: nn.Module, format: str, comparison: Comparison | None, against: Plan | None) -> str:
     views, shown = views_of(amp_model, "dump shows")
     if format == "html":
         return render_html(views, shown, comparison, model_facts(amp_model), against)

@@ -10,7 +10,7 @@ from autocastfx.report.row import Row
 __all__ = ["FoldedCasts", "folded_casts", "is_folded", "reads_low"]
 
 _HELD = ("parameter", "buffer", "constant", "sub-graph")
-_FOLDED = (*_HELD, "cast", "copy")
+_FOLDED_KINDS = (*_HELD, "cast", "copy")
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class FoldedCasts:
 
 def is_folded(row: Row, read: set[str]) -> bool:
     """True for a node that the lines of its readers tell of; ``read`` are the names that any node reads."""
-    return row.kind in _FOLDED and row.name in read
+    return row.kind in _FOLDED_KINDS and row.name in read
 
 
 def folded_casts(rows: Sequence[Row]) -> dict[str, FoldedCasts]:
     """Return what each row reads, by the row's name."""
     known, seen = {row.name: row for row in rows}, set[str]()
     found: dict[str, FoldedCasts] = {}
-    for row in (row for row in rows if row.kind not in _FOLDED):
+    for row in (row for row in rows if row.kind not in _FOLDED_KINDS):
         casts = [known[name] for name in row.reads if known[name].kind in ("cast", "copy")]
         groups: dict[str, list[str]] = {}
         for cast in casts:

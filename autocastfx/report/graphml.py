@@ -21,7 +21,7 @@ def render_graphml(view: View) -> str:
 
     graph: Any = nx.DiGraph(summary="\n".join(summary(view)))
     for row in view.rows:
-        graph.add_node(row.name, **_attributes(row))
+        graph.add_node(row.name, **_graphml_attributes(row))
     for row in view.rows:
         graph.add_edges_from((read, row.name) for read in row.reads)
         graph.add_edges_from((row.name, other.name) for other in view.rows if _runs(row, other))
@@ -33,7 +33,7 @@ def _runs(row: Row, other: Row) -> bool:
     return other.name.rpartition("/")[0] in row.runs if row.runs else False
 
 
-def _attributes(row: Row) -> dict[str, str | int | float]:
+def _graphml_attributes(row: Row) -> dict[str, str | int | float]:
     found: dict[str, str | int | float] = {"kind": row.kind, "op": row.op, "dtype": row.dtype}
     if row.planned is not None:
         decision, placement = row.planned.decision, row.planned.placement

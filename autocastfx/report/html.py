@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from autocastfx.plan.plan import Plan
-from autocastfx.report.compared import Compared
+from autocastfx.report.comparison import Comparison
 from autocastfx.report.model_facts import ModelFacts
 from autocastfx.report.page_data import page_data
 from autocastfx.report.view import View
@@ -52,7 +52,7 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 def render_html(
     views: Sequence[View],
     shown: int,
-    comparison: Compared | None = None,
+    comparison: Comparison | None = None,
     facts: ModelFacts | None = None,
     against: Plan | None = None,
 ) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from autocastfx.plan.plan import Plan
-from autocastfx.report.compared import Compared
+from autocastfx.report.comparison import Comparison
 from autocastfx.report.dump import dump
 
 __all__ = ["Page", "show"]
@@ -37,7 +37,7 @@ class Page:
 
 
 def show(
-    model: nn.Module, *, comparison: Compared | None = None, against: Plan | None = None, height: int = 700
+    model: nn.Module, *, comparison: Comparison | None = None, against: Plan | None = None, height: int = 700
 ) -> Page:
     """Make the page of a converted or enabled model for a notebook: the value of a cell shows it.
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.plan.plan_diff import PlanDiff
-from autocastfx.report.compared import Compared, ComparedValue, Deviation, compared_variant
+from autocastfx.report.comparison import ComparedNode, Comparison, compared_variant
+from autocastfx.report.deviation import Deviation
 from autocastfx.report.model_facts import ModelFacts
 from autocastfx.report.page_changes import changed_nodes, changes_of, compare_plans
 from autocastfx.report.reason import Reasons
@@ -26,7 +27,7 @@ _HELD = ("parameter", "buffer")
 def page_data(
     views: Sequence[View],
     shown: int,
-    comparison: Compared | None = None,
+    comparison: Comparison | None = None,
     facts: ModelFacts | None = None,
     against: Plan | None = None,
 ) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def _add_changes(variant: dict[str, Any], found: PlanDiff) -> None:
             node["before"] = changed[node["name"]]
 
 
-def _variant(view: View, comparison: Compared | None) -> dict[str, Any]:
+def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
     numbers = {node.name: _of_value(node) for node in comparison.nodes} if comparison is not None else {}
     parameters = comparison.parameters if comparison is not None else ()
     rows = [_portable(row) for row in view.rows]
@@ -89,7 +90,7 @@ def _variant(view: View, comparison: Compared | None) -> dict[str, Any]:
     }
 
 
-def _beginning(comparison: Compared) -> dict[str, Any]:
+def _beginning(comparison: Comparison) -> dict[str, Any]:
     begins = comparison.begins
     return _present({"says": begins.says, "node": begins.node, "failing": begins.is_failure})
 
@@ -147,7 +148,7 @@ def _present(data: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value not in ("", None, False, ())}
 
 
-def _of_value(node: ComparedValue) -> dict[str, Any]:
+def _of_value(node: ComparedNode) -> dict[str, Any]:
     return {**_numbers(node), **({"gradient": _numbers(node.gradient)} if node.gradient is not None else {})}
 
 

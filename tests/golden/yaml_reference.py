@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 
 import yaml
 
-from autocastfx.policy import keywords
+from autocastfx.policy import read_rules
 from autocastfx.policy.op_list import KEYS, load_op_list
 from autocastfx.policy.presets import preset_path, presets
-from autocastfx.policy.read_rules import UNLISTED
+from autocastfx.policy.read_rules import UNLISTED_CATEGORIES
 from tests.golden.readme import README
 
 PAGE = README.parent / "docs" / "yaml-reference.md"
@@ -32,41 +32,41 @@ def _lines() -> Iterator[str]:
     yield from _section("Keys of a list", "All keys are optional, but a file has at least one.")
     yield from _table("key", KEYS)
     yield from _section("Categories")
-    yield from _table("category", keywords.CATEGORIES)
+    yield from _table("category", read_rules.CATEGORIES)
     yield from _section(
         "Keys of an entry",
         "An entry under a category is an op, an op with these keys (`op: {…}`), or a group with these "
         "keys (`{ops: […], …}`).",
     )
-    yield from _table("key", keywords.ENTRY_KEYS)
+    yield from _table("key", read_rules.ENTRY_KEYS)
     yield from _section(
         "Values in `when`",
         "The arguments and the types of their values come from the op's schema. `null` stands for `None`, if the "
         "argument may be None. A list argument matches a value if all its members have it.",
     )
-    yield from _table("type in the schema", keywords.VALUES, title="in YAML")
+    yield from _table("type in the schema", read_rules.VALUES, title="in YAML")
     yield from _section("Keys of an entry under `modules`", "`path` and `category` are required.")
-    yield from _table("key", keywords.MODULE_KEYS)
+    yield from _table("key", read_rules.MODULE_KEYS)
     yield ""
     yield "`category` is one of the categories above, or"
     yield ""
-    yield from _table("word", keywords.MODULE_CATEGORIES)
+    yield from _table("word", read_rules.MODULE_CATEGORIES)
     yield from _section("Keys of an entry under `demands`", "`ops` is required.")
-    yield from _table("key", keywords.DEMAND_KEYS)
+    yield from _table("key", read_rules.DEMAND_KEYS)
     yield ""
     yield "`through` is one of"
     yield ""
-    yield from _table("word", keywords.DEMANDS)
+    yield from _table("word", read_rules.DEMANDS)
     yield from _section("Devices")
-    devices = ", ".join(f"`{device}`" for device in keywords.DEVICES)
+    devices = ", ".join(f"`{device}`" for device in read_rules.DEVICES)
     yield f"Device types, not single devices: {devices}, or the name of your own backend."
     yield from _section("`unlisted`")
-    yield from _table("word", keywords.UNLISTED)
+    yield from _table("word", read_rules.UNLISTED)
     yield from _section("`placement`")
-    yield from _table("word", keywords.PLACEMENTS)
+    yield from _table("word", read_rules.PLACEMENTS)
     shipped = "The number of rules in each list, and what it extends. `autocastfx lists show NAME` prints a list."
     yield from _section("The shipped lists", shipped)
-    categories = tuple(keywords.CATEGORIES)
+    categories = tuple(read_rules.CATEGORIES)
     yield f"| list | extends | placement | unlisted | {' | '.join(f'`{c}`' for c in categories)} | `modules` |"
     yield f"|---|---|---|---|{'---|' * (len(categories) + 1)}"
     yield from map(_shipped, presets())
@@ -91,8 +91,8 @@ def _shipped(name: str) -> str:
     data = yaml.safe_load(preset_path(name).read_text(encoding="utf-8"))
     extends = data.get("extends", [])
     extended = ", ".join(f"`{base}`" for base in ([extends] if isinstance(extends, str) else extends)) or "nothing"
-    unlisted = next((word for word, category in UNLISTED.items() if category is op_list.unlisted), "keep")
-    counts = [str(count[category]) for category in keywords.CATEGORIES]
+    unlisted = next((word for word, category in UNLISTED_CATEGORIES.items() if category is op_list.unlisted), "keep")
+    counts = [str(count[category]) for category in read_rules.CATEGORIES]
     cells = (
         f"`{name}`",
         extended,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from autocastfx.errors import OpListError
-from autocastfx.policy import keywords
+from autocastfx.policy import read_rules
 from autocastfx.policy.op_list import KEYS, OpList
-from autocastfx.policy.read_rules import PLACEMENTS, UNLISTED
+from autocastfx.policy.read_rules import UNLISTED_CATEGORIES
 from autocastfx.policy.rule import Category
 from tests.golden.yaml_reference import PAGE, page
 from tests.helpers import with_pinned_torch
@@ -23,14 +23,13 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_the_words_are_those_of_the_parser() -> None:
-    assert tuple(keywords.CATEGORIES) == tuple(str(category) for category in Category)
-    assert tuple(keywords.UNLISTED) == tuple(UNLISTED)
-    assert set(keywords.CATEGORIES) < set(KEYS)
-    assert tuple(keywords.PLACEMENTS) == PLACEMENTS
+    assert tuple(read_rules.CATEGORIES) == tuple(str(category) for category in Category)
+    assert tuple(read_rules.UNLISTED) == tuple(UNLISTED_CATEGORIES)
+    assert set(read_rules.CATEGORIES) < set(KEYS)
 
 
 EXAMPLES: dict[str, dict[str, Any]] = {
-    **{category: {category: ["softmax"]} for category in keywords.CATEGORIES},
+    **{category: {category: ["softmax"]} for category in read_rules.CATEGORIES},
     "modules": {"modules": [{"path": "head", "category": "low"}]},
     "keep_args": {"keep_args": {"batch_norm": "weight"}},
     "set_dtype": {"placement": "follow", "deny": ["softmax"], "set_dtype": ["softmax"]},
@@ -57,10 +56,10 @@ MODULES = {"path": "head", "category": "low", "reason": "measured", "ops": ["lin
 @pytest.mark.parametrize(
     ("words", "entry", "under"),
     [
-        (keywords.ENTRY_KEYS, {"softmax": ENTRIES}, "deny"),
-        (keywords.ENTRY_KEYS, {"ops": ["softmax"], **ENTRIES}, "deny"),
-        (keywords.MODULE_KEYS, MODULES, "modules"),
-        (keywords.DEMAND_KEYS, {"ops": ["div"], **DEMAND}, "demands"),
+        (read_rules.ENTRY_KEYS, {"softmax": ENTRIES}, "deny"),
+        (read_rules.ENTRY_KEYS, {"ops": ["softmax"], **ENTRIES}, "deny"),
+        (read_rules.MODULE_KEYS, MODULES, "modules"),
+        (read_rules.DEMAND_KEYS, {"ops": ["div"], **DEMAND}, "demands"),
     ],
 )
 def test_each_key_of_an_entry_is_taken(words: Mapping[str, str], entry: dict[str, Any], under: str) -> None:
@@ -73,19 +72,19 @@ def test_each_key_of_an_entry_is_taken(words: Mapping[str, str], entry: dict[str
     del body["whne"]
 
 
-@pytest.mark.parametrize("word", [*keywords.MODULE_CATEGORIES, *keywords.CATEGORIES])
+@pytest.mark.parametrize("word", [*read_rules.MODULE_CATEGORIES, *read_rules.CATEGORIES])
 def test_each_category_of_a_module_is_taken(word: str) -> None:
     assert OpList.of({"modules": [{"path": "head", "category": word}]}).modules[0].wanted == word
 
 
-@pytest.mark.parametrize("word", keywords.DEMANDS)
+@pytest.mark.parametrize("word", read_rules.DEMANDS)
 def test_each_way_of_a_demand_is_taken(word: str) -> None:
     lists = OpList.of({"demands": [{"ops": ["sin"], "through": word}]})
     found = lists.demand("sin_")
     assert (found.through if found is not None else "nothing") == word
 
 
-@pytest.mark.parametrize("device", keywords.DEVICES)
+@pytest.mark.parametrize("device", read_rules.DEVICES)
 def test_each_device_is_taken(device: str) -> None:
     (rule,) = OpList.of({"deny": [{"softmax": {"devices": device}}]}).every_rule()
     assert rule.device == device

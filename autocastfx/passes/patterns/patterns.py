@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autocastfx.graph.node import tensors
-from autocastfx.passes.patterns import attention
+from autocastfx.passes.patterns.attention import NUMBERS, arguments, formulas
 from autocastfx.passes.patterns.pattern import Arguments, Found, Pattern
 from autocastfx.runtime.operators.quick_gelu import SLOPE, quick_gelu
 from autocastfx.runtime.operators.rms_norm import rms_norm
@@ -177,10 +177,10 @@ PATTERNS = (
     *(
         Pattern(
             name,
-            attention.formulas(masked=masked),
+            formulas(masked=masked),
             _aten.scaled_dot_product_attention.default,
-            attention.arguments,
-            attention.NUMBERS,
+            arguments,
+            NUMBERS,
             own_layout=True,
             needs_range=masked,
             finite=frozenset(("mask",) if masked else ()),

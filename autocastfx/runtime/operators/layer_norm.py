@@ -128,10 +128,10 @@ def _again(
 
 
 def _widened(x: Tensor, *rest: Any) -> Tensor:
-    return _torchs(x.float(), *rest).to(x.dtype)
+    return _torch_layer_norm(x.float(), *rest).to(x.dtype)
 
 
-def _torchs(*given: Any) -> Tensor:
+def _torch_layer_norm(*given: Any) -> Tensor:
     found: Tensor = aten.layer_norm.default(*given)
     return found
 
@@ -140,11 +140,11 @@ def _parameters(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias in float32. A missing weight becomes ones, or the kernel would keep 16-bit statistics."""
-    given = x.new_ones(normalized_shape, dtype=torch.float32) if weight is None else _wide(weight)
-    return given, bias if bias is None else _wide(bias)
+    given = x.new_ones(normalized_shape, dtype=torch.float32) if weight is None else _widened_parameter(weight)
+    return given, bias if bias is None else _widened_parameter(bias)
 
 
-def _wide(parameter: Tensor) -> Tensor:
+def _widened_parameter(parameter: Tensor) -> Tensor:
     return parameter.float() if parameter.dtype in LOW_DTYPES else parameter
 
 
@@ -170,7 +170,7 @@ def compute_layer_norm(
         A tensor of the shape and dtype of ``x``.
     """
     if x.dtype not in LOW_DTYPES:
-        return _torchs(x, normalized_shape, weight, bias, eps)
+        return _torch_layer_norm(x, normalized_shape, weight, bias, eps)
     given = x, normalized_shape, *_parameters(x, normalized_shape, weight, bias), eps
     if torch._C._are_functorch_transforms_active():  # which cannot take this autograd function
         return _widened(*given)
@@ -180,7 +180,7 @@ def compute_layer_norm(
     return result
 
 
-def _without_autograd(
+def _layer_norm_without_autograd(
     x: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -189,11 +189,11 @@ def _without_autograd(
     cudnn_enable: bool = True,
 ) -> Tensor:
     if x.dtype not in LOW_DTYPES:
-        return _torchs(x, normalized_shape, weight, bias, eps)
+        return _torch_layer_norm(x, normalized_shape, weight, bias, eps)
     return _normed(x, normalized_shape, *_parameters(x, normalized_shape, weight, bias), eps)[0]
 
 
 _LIBRARY.impl("layer_norm", compute_layer_norm, "Autograd")
-_LIBRARY.impl("layer_norm", _without_autograd, "CompositeExplicitAutograd")
+_LIBRARY.impl("layer_norm", _layer_norm_without_autograd, "CompositeExplicitAutograd")
 
 layer_norm = torch.ops.autocastfx.layer_norm.default

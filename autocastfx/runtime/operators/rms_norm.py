@@ -130,7 +130,7 @@ def _has_own_kernel(x: Tensor, weight: Tensor | None) -> bool:
     return x.is_cuda and is_concrete(x) and x.dtype in _DTYPES and weight is not None and weight.dtype == x.dtype
 
 
-def _torchs(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
+def _torch_rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
     found: Tensor = aten.rms_norm(x, normalized_shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
     return found
 
@@ -149,23 +149,23 @@ def _with_autograd(
     if torch._C._are_functorch_transforms_active():  # which cannot take this autograd function
         return _parts(x, _dims(normalized_shape), weight, eps)[0]
     if _has_own_kernel(x, weight):
-        return _torchs(x, normalized_shape, weight, eps)
+        return _torch_rms_norm(x, normalized_shape, weight, eps)
     if _takes_kernels(x, normalized_shape, weight):
         return _InKernels.apply(x, weight, eps)
     return _RMSNorm.apply(x, normalized_shape, weight, eps)
 
 
-def _without_autograd(
+def _rms_norm_without_autograd(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     if _has_own_kernel(x, weight):
-        return _torchs(x, normalized_shape, weight, eps)
+        return _torch_rms_norm(x, normalized_shape, weight, eps)
     if _takes_kernels(x, normalized_shape, weight):
         return _in_kernels(x, weight, eps)[0]
     return _parts(x, _dims(normalized_shape), weight, eps)[0]
 
 
 _LIBRARY.impl("rms_norm", _with_autograd, "Autograd")
-_LIBRARY.impl("rms_norm", _without_autograd, "CompositeExplicitAutograd")
+_LIBRARY.impl("rms_norm", _rms_norm_without_autograd, "CompositeExplicitAutograd")
 
 rms_norm = torch.ops.autocastfx.rms_norm.default
