@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CallRules", "Rule", "TooSlowError"]
+from autocastfx.capture.failure import TooSlowError
+
+__all__ = ["CallRules", "Rule"]
 
 Rule = Callable[..., Any]  # takes the arguments of the call, and gives its result
-
-
-class TooSlowError(Exception):
-    """The capture took longer than allowed."""
 
 
 class CallRules(TorchFunctionMode):

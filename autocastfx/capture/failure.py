@@ -17,10 +17,18 @@ from unittest import mock
 import torch
 from torch import nn
 
-from autocastfx.capture.call_rules import TooSlowError
 from autocastfx.errors import CaptureError
 
-__all__ = ["AgainError", "asks_for_values", "calling_frame", "capture_error", "place", "quiet", "quiet_logs"]
+__all__ = [
+    "AgainError",
+    "TooSlowError",
+    "asks_for_values",
+    "calling_frame",
+    "capture_error",
+    "place",
+    "quiet",
+    "quiet_logs",
+]
 
 _NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
@@ -36,6 +44,10 @@ _REPEATED = (
     *("Unable to find user code", "failed while attempting to run meta", "Graph break from"),
     *("Error while creating guard", "Created at"),
 )
+
+
+class TooSlowError(Exception):
+    """The capture took longer than allowed."""
 
 
 class AgainError(Exception):
