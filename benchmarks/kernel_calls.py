@@ -23,7 +23,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo import core
 from torch.utils import _pytree as pytree
 
-from autocastfx.graph.op_name import base_name, of_function
+from autocastfx.graph.names import base_name, of_function
 
 __all__ = ["KernelCall", "kernel_calls"]
 

@@ -23,8 +23,8 @@ import torch
 from torch import fx
 
 import autocastfx
+from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import origin
-from autocastfx.graph.op_name import of_function, op_name
 from autocastfx.runtime.operators.saturating_cast import saturating_cast
 from benchmarks.machine import moment
 from benchmarks.models import BATCH, MODELS, FullModel

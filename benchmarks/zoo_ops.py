@@ -9,8 +9,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 import autocastfx
+from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import tensors, uses
-from autocastfx.graph.op_name import base_name, op_name
 from benchmarks.zoo_case import ZooModel
 from benchmarks.zoo_measure import FIRST_SIZE
 

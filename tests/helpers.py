@@ -17,8 +17,8 @@ from hypothesis import settings
 from torch import fx, nn
 
 import autocastfx
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes, origin
-from autocastfx.graph.op_name import op_name
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"

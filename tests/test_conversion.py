@@ -21,8 +21,8 @@ from torch import Tensor, fx, nn
 import autocastfx
 from autocastfx import AmpModule, CaptureError, Precision, StateWarning, UnsupportedError
 from autocastfx.conversion import convert_again
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes, origin
-from autocastfx.graph.op_name import op_name
 from autocastfx.passes import pipeline as pipeline_module
 from autocastfx.passes.pipeline import PIPELINE, Converter
 from autocastfx.passes.state import Pass, Policy, State

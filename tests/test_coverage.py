@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autocastfx.graph.op_name import base_name
+from autocastfx.graph.names import base_name
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.policy.presets import preset_path
 from autocastfx.policy.yaml_tree import parse_file

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.graph.op_name import base_name, of_function
+from autocastfx.graph.names import base_name, of_function
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import models, rows, sides, table
 from benchmarks.gpu.plan import CALLS, TIMED, plan

@@ -17,10 +17,9 @@ from torch import fx
 from autocastfx.capture.affine import Affine, Chosen, Known, constant
 from autocastfx.capture.known_values import ANDS, SUMS, known_values, of_operand
 from autocastfx.graph.alias import alias_sets, handed_out, mutated_inputs, seen_by_functions
-from autocastfx.graph.node import argument, draws_random_numbers, set_argument, tensors
-from autocastfx.graph.op_name import op_name
-from autocastfx.graph.scores import read_as_scores
-from autocastfx.graph.sizes import example
+from autocastfx.graph.magnitude import read_as_scores
+from autocastfx.graph.names import op_name
+from autocastfx.graph.node import argument, draws_random_numbers, example, set_argument, tensors
 
 __all__ = ["drop_settled"]
 

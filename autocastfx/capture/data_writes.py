@@ -14,7 +14,7 @@ from autocastfx.capture.data_attribute import data, set_data
 from autocastfx.capture.failure import calling_frame, place
 from autocastfx.errors import CaptureError
 from autocastfx.graph.alias import alias_sets
-from autocastfx.graph.sizes import example
+from autocastfx.graph.node import example
 
 __all__ = ["data_rules", "detach_unwritten"]
 

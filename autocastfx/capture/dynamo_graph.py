@@ -28,8 +28,8 @@ from autocastfx.capture.tensor_hooks import used_before
 from autocastfx.capture.tidy import tidy
 from autocastfx.capture.whole_calls import record_call
 from autocastfx.errors import CaptureError, UnsupportedError
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attribute
-from autocastfx.graph.op_name import op_name
 
 __all__ = ["DynamoGraph", "WholeCall", "aten_graph", "run_as_dynamo"]
 

@@ -37,7 +37,7 @@ from autocastfx.capture.watch_casts import Casts
 from autocastfx.capture.whole_calls import whole_calls
 from autocastfx.errors import CaptureError
 from autocastfx.graph.any_size import any_size
-from autocastfx.graph.op_name import op_name
+from autocastfx.graph.names import op_name
 
 __all__ = ["Captured", "capture"]
 

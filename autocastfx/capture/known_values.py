@@ -12,9 +12,9 @@ from torch import fx
 
 from autocastfx.capture.affine import Affine, Chosen, Known, all_of, broadcast, constant, everywhere, mapped
 from autocastfx.capture.view_places import seen_through
+from autocastfx.graph.alias import is_view_or_copy
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import argument, number, tensors
-from autocastfx.graph.op_name import op_name
-from autocastfx.graph.view_ops import is_view_or_copy
 
 __all__ = ["ANDS", "SUMS", "known_values", "of_operand"]
 

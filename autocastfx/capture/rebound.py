@@ -12,10 +12,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autocastfx.capture.failure import AgainError
 from autocastfx.errors import CaptureError
-from autocastfx.graph.node import draws_random_numbers
-from autocastfx.graph.op_name import op_name
-from autocastfx.graph.reachable import reachable
-from autocastfx.graph.sizes import example
+from autocastfx.graph.alias import reachable
+from autocastfx.graph.names import op_name
+from autocastfx.graph.node import draws_random_numbers, example
 
 __all__ = ["buffers_written_back"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autocastfx.capture.failure import place
-from autocastfx.graph.sizes import example
+from autocastfx.graph.node import example
 
 if TYPE_CHECKING:
     import sympy

@@ -21,7 +21,7 @@ from autocastfx.capture.failure import place
 from autocastfx.capture.plain_value import is_plain
 from autocastfx.capture.whole_calls import record_call
 from autocastfx.errors import CaptureError, UnsupportedError
-from autocastfx.graph.op_name import op_name
+from autocastfx.graph.names import op_name
 
 __all__ = ["HookCall", "tensor_hook_rules", "used_before"]
 

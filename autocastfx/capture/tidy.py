@@ -12,8 +12,8 @@ from torch.fx.node import map_arg
 
 from autocastfx.capture.flatten_transforms import flatten_transforms
 from autocastfx.capture.whole_calls import LEAF, restore_leaves
+from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import all_names, argument, attribute, dtypes, stand_for, subgraphs, value
-from autocastfx.graph.op_name import of_function, op_name
 from autocastfx.graph.walk import values_given
 
 __all__ = ["no_op_source", "tidy"]

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from autocastfx.capture.affine import Affine, Known
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import argument, number, tensors
-from autocastfx.graph.op_name import op_name
 
 __all__ = ["seen_through"]
 

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.patch import patched_here
 from autocastfx.errors import CaptureError
-from autocastfx.graph.op_name import located
+from autocastfx.graph.names import located
 
 __all__ = [
     "CHECKPOINT",

@@ -1,21 +1,86 @@
-"""Find values of a graph that share storage, and the nodes that write into it."""
+"""Find values of a graph that share storage, the nodes that write into it, and what code outside the graph sees."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 
-from autocastfx.graph.node import attributes_of, subgraphs, tensors, uses
-from autocastfx.graph.op_name import op_name
-from autocastfx.graph.reachable import reachable
-from autocastfx.graph.schema import schema
+from autocastfx.graph.names import op_name
+from autocastfx.graph.node import attributes_of, dtypes, schema, subgraphs, tensors, uses, value
 
-__all__ = ["AliasSet", "alias_sets", "aliased", "handed_out", "moves", "mutated_inputs", "seen_by_functions"]
+__all__ = [
+    "AliasSet",
+    "alias_sets",
+    "aliased",
+    "handed_out",
+    "is_opaque",
+    "is_view",
+    "is_view_or_copy",
+    "moves",
+    "moves_each_once",
+    "mutated_inputs",
+    "reachable",
+    "seen_by_functions",
+    "takes_any_layout",
+]
+
+
+# Find nodes that run code outside the graph. Such code may have side effects that no schema declares.
+
+_NAMESPACES = ("aten", "prim", "prims", "autocastfx")
+_PACKAGES = ("torch", "autocastfx", "math", "operator", "_operator", "builtins")
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """True if ``node`` calls a module, a custom operator, an ``autograd.Function``, or a function of a third party.
+
+    Functions of torch and of Python's ``math`` and ``operator`` are not opaque, nor are sub-graphs.
+    """
+    target = node.target
+    if node.op == "call_module":
+        return True
+    if node.op != "call_function" or isinstance(target, HigherOrderOperator):
+        return False
+    if isinstance(target, OpOverload):
+        return target.namespace not in _NAMESPACES
+    if not isinstance(target, _FUNCTIONS) or isinstance(getattr(target, "__self__", None), type):
+        return True
+    module = getattr(target, "__module__", None)
+    return module is not None and module.split(".")[0] not in _PACKAGES
+
+
+# Breadth-first search: all that can be reached from some nodes by steps from each to its neighbours.
+
+T = TypeVar("T", bound=Hashable)
+
+
+def reachable(starts: Iterable[T], neighbours: Callable[[T], Iterable[T]]) -> dict[T, T]:
+    """The ``starts`` and all that they lead to, nearest first, each with the start that leads to it first.
+
+    Args:
+        starts: each leads to itself.
+        neighbours: one step further; called once for each that is reached.
+    """
+    found = {start: start for start in starts}
+    queue = deque(found)
+    while queue:
+        here = queue.popleft()
+        for near in neighbours(here):
+            if near not in found:
+                found[near] = found[here]
+                queue.append(near)
+    return found
+
+
+# Find values of a graph that share storage, and the nodes that write into it.
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -118,3 +183,39 @@ def _writes_or_hands_on(module: fx.GraphModule) -> bool:
 def handed_out(graph: fx.Graph) -> set[fx.Node]:
     """Return the outputs, and the values that they may be views of."""
     return set(reachable(graph.output_node().all_input_nodes, aliased))
+
+
+# Ops that give elements of their input as they are: views, by torch's schemas, and copies.
+
+_COPIES = ("clone", "_to_copy", "_unsafe_view", "repeat", "tile", "type_as")  # their schemas name no shared storage
+_ANY_LAYOUT = ("clone", "contiguous", "flatten", "ravel", "reshape", "reshape_as")  # they copy where they have to
+# They share storage with their input and give other numbers.
+_REINTERPRETS = ("_conj", "_neg_view", "imag", "real", "view_as_complex", "view_as_real")
+_REPEATS = ("as_strided", "broadcast_to", "expand", "expand_as", "repeat", "tile", "unfold")
+
+
+def is_view(node: fx.Node) -> bool:
+    """True for an op whose result shares storage with its input, if need be: ``reshape`` and ``to`` may copy."""
+    if mutated_inputs(node) or op_name(node) in _REINTERPRETS or node.target is torch.ops.aten.view.dtype:
+        return False
+    return any(aliased(node))
+
+
+def is_view_or_copy(node: fx.Node) -> bool:
+    """True for an op that gives elements of its input, in storage of either."""
+    return op_name(node) in _COPIES or is_view(node)
+
+
+def takes_any_layout(node: fx.Node) -> bool:
+    """True for a view or copy that works whatever the strides of its input are."""
+    return op_name(node) in _ANY_LAYOUT
+
+
+def moves_each_once(node: fx.Node) -> bool:
+    """True for a view or copy of one tensor, in its dtype, that shows no element twice.
+
+    Its backward adds nothing up, which 16 bits would do with a larger error than float32.
+    """
+    if not is_view_or_copy(node) or op_name(node) in _REPEATS or not isinstance(value(node), torch.Tensor):
+        return False
+    return all(dtypes(source) == dtypes(node) for source in node.all_input_nodes[:1])

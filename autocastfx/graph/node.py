@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -13,9 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autocastfx.graph.op_name import op_name
-from autocastfx.graph.schema import schema
-from autocastfx.graph.sizes import example_size
+from autocastfx.graph.names import op_name
 
 __all__ = [
     "Origin",
@@ -23,24 +22,109 @@ __all__ = [
     "all_names",
     "dtypes",
     "elements",
+    "example",
+    "example_size",
     "has_float32",
     "is_cast",
     "is_float32",
+    "largest_size",
     "map_uses",
     "module_classes",
     "module_path",
     "number",
     "origin",
     "place_like",
+    "schema",
     "set_argument",
     "set_origin",
     "settings",
+    "settled_size",
     "stack_trace",
     "stand_for",
     "subgraphs",
     "tensors",
+    "unknown_size",
     "uses",
 ]
+
+
+# Operator schemas, read once and cached, because torch makes a schema's Python objects anew at each access.
+
+_NUMBERS = ("Tensor", "number", "float")
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Names of an operator's arguments.
+
+    Attributes:
+        names: all of them, in order.
+        numbers: those that take a tensor or a scalar; no sizes, dimensions or counts.
+        written: those that the operator writes into.
+        shared: those that an output may share storage with.
+    """
+
+    names: tuple[str, ...]
+    numbers: frozenset[str]
+    written: frozenset[str]
+    shared: frozenset[str]
+
+
+@lru_cache(maxsize=4096)
+def schema(op: OpOverload) -> Schema:
+    """Read the schema of ``op``."""
+    said = op._schema
+    arguments = said.arguments
+    aliases = {a.name: a.alias_info for a in arguments if a.alias_info is not None}
+    gives_alias = any(r.alias_info is not None for r in said.returns)
+    return Schema(
+        names=tuple(a.name for a in arguments),
+        numbers=frozenset(a.name for a in arguments if _type(a.type) in _NUMBERS),
+        written=frozenset(name for name, alias in aliases.items() if said.is_mutable and alias.is_write),
+        shared=frozenset(aliases if gives_alias else ()),
+    )
+
+
+def _type(found: object) -> str:
+    return str(found).replace("Optional[", "").rstrip("]")
+
+
+# Turn symbolic sizes into numbers: their values for the example inputs, or their bounds.
+
+
+def example(number: Any) -> Any:
+    """Return the value of ``number`` for the example inputs if it is symbolic; None if it depends on data."""
+    if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return number
+    node = number.node
+    if node.hint is None:  # torch 2.11 has no hint for a symbol that it later found equal to an input's size
+        found = node.expr.xreplace(node.shape_env.backed_var_to_val)
+        return None if found.free_symbols else node.pytype(found)
+    return node.hint
+
+
+def example_size(number: Any) -> Any:
+    """Do as ``example``, but return 1 for a size that depends on data."""
+    found = example(number)
+    return 1 if found is None and isinstance(number, torch.SymInt) else found
+
+
+def largest_size(number: Any) -> float:
+    """Return the magnitude of ``number``, or the upper bound of a symbolic one; infinite if it is unbounded."""
+    if not isinstance(number, torch.SymInt):
+        return abs(float(number))
+    bound = number.node.shape_env.bound_sympy(number.node.expr).upper
+    return float(bound) if bound.is_finite else math.inf
+
+
+def unknown_size(number: Any) -> None:
+    """Return None: a draft's values are stand-ins of one element, whose sizes mean nothing."""
+
+
+def settled_size(number: Any) -> Any:
+    """Return ``number`` itself: what is decided by a symbolic size becomes a condition of the graph's guard."""
+    return number
+
 
 # Keys of ``node.meta``: autocastfx's marks, and capture's abstract value. Only the accessors below use them.
 _ORIGIN = "autocastfx_origin"

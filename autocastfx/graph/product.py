@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from autocastfx.graph.node import argument, tensors, value
-from autocastfx.graph.sizes import example
+from autocastfx.graph.node import argument, example, tensors, value
 
 __all__ = ["KINDS", "Product", "Size", "product"]
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx
 
 from autocastfx.graph.alias import aliased
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import all_names, attributes_of, subgraphs
-from autocastfx.graph.op_name import op_name
 
 __all__ = ["Located", "all_nodes", "converted_inside", "is_converted_inside", "names_stood_for", "values_given", "walk"]
 

@@ -25,7 +25,7 @@ from autocastfx.errors import (
     UnsupportedError,
 )
 from autocastfx.graph.any_size import own_sizes
-from autocastfx.graph.op_name import located
+from autocastfx.graph.names import located
 from autocastfx.integrations.compiled_call import CompiledCall
 from autocastfx.integrations.graph_in_autocast import autocast_as_before, float32_where_it_fails, graph_in_autocast
 from autocastfx.integrations.hook_guards import guard_hooks

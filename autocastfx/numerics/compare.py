@@ -12,8 +12,8 @@ from torch import fx, nn
 
 from autocastfx.capture.call import CallSignature
 from autocastfx.errors import VariantError
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import module_path
-from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.paired_backward import Loss, run_backwards
 from autocastfx.numerics.paired_run import PairedRun, Step, floating, run_side_by_side
 from autocastfx.plan.plan import PlannedNode

@@ -14,8 +14,8 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from autocastfx.dtypes import dtype_name
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_cast, module_path, stack_trace
-from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.advice import because_of, op_list_for
 from autocastfx.numerics.overflow import InputRange, Overflow
 from autocastfx.numerics.paired_run import Step, floating, run_side_by_side

@@ -13,8 +13,8 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.fx.node import map_arg
 
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attribute
-from autocastfx.graph.op_name import op_name
 
 __all__ = ["FlatGraph", "flatten"]
 

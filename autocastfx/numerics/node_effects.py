@@ -15,8 +15,8 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from autocastfx.errors import SensitivityError
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_float32, module_path
-from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.differentiate import NotDifferentiableError
 from autocastfx.numerics.flat_graph import FlatGraph
 from autocastfx.numerics.probe_run import ProbeRun, Project, signs

@@ -10,8 +10,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autocastfx.graph.alias import AliasSet, alias_sets, mutated_inputs
+from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import dtypes
-from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.numerics.flat_graph import FlatGraph
 
 __all__ = ["write_out_of_place"]

@@ -16,8 +16,8 @@ from autocastfx.capture.export import capture
 from autocastfx.capture.given_inputs import batch_of
 from autocastfx.dtypes import LOW_DTYPES, one_low_dtype
 from autocastfx.errors import NodeError
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attribute, is_cast, module_path, origin, stack_trace
-from autocastfx.graph.op_name import op_name
 from autocastfx.numerics.advice import because_of, op_list_for
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
 from autocastfx.numerics.one_graph import Side, random_state, set_random_state

@@ -17,9 +17,8 @@ from torch import fx, nn
 
 from autocastfx.capture.call import Call
 from autocastfx.capture.measure import apart, written_outside
-from autocastfx.graph.alias import AliasSet, alias_sets
+from autocastfx.graph.alias import AliasSet, alias_sets, reachable
 from autocastfx.graph.node import Use
-from autocastfx.graph.reachable import reachable
 from autocastfx.numerics.flat_graph import FlatGraph
 from autocastfx.numerics.segment_run import SegmentRun, Taken
 from autocastfx.numerics.segments import Segment, segments_of

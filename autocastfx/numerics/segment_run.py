@@ -19,8 +19,8 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import Use, is_float32, tensors, uses
-from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.numerics.differentiate import derivable, differentiated, gradients_again
 from autocastfx.numerics.flat_graph import FlatGraph
 from autocastfx.numerics.segments import Segment

@@ -19,7 +19,7 @@ from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert, refuse_unpredicted
 from autocastfx.errors import SensitivityError, UnsupportedError
-from autocastfx.graph.op_name import op_name
+from autocastfx.graph.names import op_name
 from autocastfx.numerics.differentiate import derivable
 from autocastfx.numerics.flat_graph import flatten
 from autocastfx.numerics.loss import Inputs, LossFunction, loss_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.graph.names import base_name, op_name
 from autocastfx.numerics.paired_run import floating, run_side_by_side
 from autocastfx.numerics.replay import Replay
 from autocastfx.numerics.segment_run import Read

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autocastfx.graph.op_name import base_name
+from autocastfx.graph.names import base_name
 from autocastfx.plan.plan import Plan, PlannedNode, Precision
 from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.op_list import OpList

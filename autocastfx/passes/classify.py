@@ -11,18 +11,21 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from autocastfx.dtypes import dtype_name
+from autocastfx.graph.magnitude import takes_mask
+from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import (
     argument,
     constants,
     dtypes,
+    example,
     has_float32,
     is_float32,
+    largest_size,
+    settled_size,
+    unknown_size,
     uses,
 )
-from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.product import Product, Size, product
-from autocastfx.graph.scores import takes_mask
-from autocastfx.graph.sizes import example, largest_size, settled_size, unknown_size
 from autocastfx.passes.analysis.cancellations import cancellations
 from autocastfx.passes.analysis.demands import Demands
 from autocastfx.passes.analysis.distances import distance_products

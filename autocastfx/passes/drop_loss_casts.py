@@ -10,9 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.alias import alias_sets, moves_each_once
 from autocastfx.graph.node import all_names, argument, is_float32, stand_for
-from autocastfx.graph.view_ops import moves_each_once
 from autocastfx.passes.analysis.cross_entropy import is_over_classes
 from autocastfx.passes.patterns.patterns import LOSS_CAST
 from autocastfx.passes.state import Pass, State

@@ -10,8 +10,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autocastfx.graph.alias import alias_sets, handed_out, seen_by_functions
-from autocastfx.graph.node import all_names, draws_random_numbers, is_float32, stand_for, uses
-from autocastfx.graph.schema import schema
+from autocastfx.graph.node import all_names, draws_random_numbers, is_float32, schema, stand_for, uses
 from autocastfx.passes.patterns.patterns import REPEATED
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import Recomposed

@@ -12,8 +12,8 @@ from torch import fx, nn
 from autocastfx.capture.export import Captured
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.graph.magnitude import Magnitude
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import copy_graph, dtypes
-from autocastfx.graph.op_name import op_name
 from autocastfx.graph.walk import converted_inside, values_given
 from autocastfx.passes.analysis.held_values import HeldValues, cast_once
 from autocastfx.passes.analysis.node_errors import NodeErrors

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.alias import alias_sets, is_view, reachable, takes_any_layout
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import (
     all_names,
     has_float32,
@@ -24,9 +25,6 @@ from autocastfx.graph.node import (
     tensors,
     value,
 )
-from autocastfx.graph.op_name import op_name
-from autocastfx.graph.reachable import reachable
-from autocastfx.graph.view_ops import is_view, takes_any_layout
 from autocastfx.passes.analysis.finite import is_made_finite
 from autocastfx.passes.patterns.pattern import Arguments, Pattern
 from autocastfx.passes.patterns.patterns import PATTERNS

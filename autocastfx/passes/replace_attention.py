@@ -17,10 +17,12 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import (
     all_names,
     argument,
     elements,
+    example_size,
     is_float32,
     place_like,
     set_value,
@@ -28,8 +30,6 @@ from autocastfx.graph.node import (
     tensors,
     value,
 )
-from autocastfx.graph.op_name import op_name
-from autocastfx.graph.sizes import example_size
 from autocastfx.passes.patterns.patterns import MATH_ATTENTION, SHORT_ATTENTION
 from autocastfx.passes.state import Pass, Policy, State
 from autocastfx.plan.plan import Recomposed

@@ -12,8 +12,8 @@ from torch import fx
 
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.magnitude import Magnitude
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes
-from autocastfx.graph.op_name import op_name
 from autocastfx.passes.analysis.held_values import HeldValues
 from autocastfx.passes.analysis.masks import Fill
 from autocastfx.passes.analysis.node_errors import NodeErrors

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import fx
 
-from autocastfx.graph.black_box import is_opaque
+from autocastfx.graph.alias import is_opaque
 from autocastfx.graph.node import Origin, origin, set_origin, set_value, tensors
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.cause import Why

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autocastfx.errors import Place, PlanError
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_member, module_path
-from autocastfx.graph.op_name import op_name
 from autocastfx.plan.cause import Cause, Why
 from autocastfx.plan.plan import Decision, Placement, Plan, PlannedNode, Precision
 from autocastfx.policy.rule import Category

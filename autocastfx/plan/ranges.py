@@ -18,8 +18,8 @@ from torch import fx
 from autocastfx.errors import CalibrationError, Source
 from autocastfx.files import read_whole, write_whole
 from autocastfx.graph.magnitude import Magnitude
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import module_path
-from autocastfx.graph.op_name import op_name
 from autocastfx.plan.json_text import parsed_json
 
 __all__ = ["Key", "Range", "Ranges", "key_of", "mode_of"]

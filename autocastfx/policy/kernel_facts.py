@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from torch import fx
 
+from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import uses
-from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.graph.product import KINDS
 from autocastfx.policy.presets import preset_folder
 from autocastfx.policy.yaml_tree import Tree, parse_file

@@ -10,9 +10,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autocastfx.errors import KeyPath, OpListError, Source
+from autocastfx.graph.names import arguments, op_name, overload_name
 from autocastfx.graph.node import enclosing_modules, module_classes
-from autocastfx.graph.op_name import op_name, overload_name
-from autocastfx.graph.signature import arguments
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, Demand, ModuleRule, Rule
 from autocastfx.policy.yaml_tree import nearest

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from autocastfx.errors import OpListError
 from autocastfx.files import write_whole
-from autocastfx.graph.op_name import base_name, names_function
+from autocastfx.graph.names import base_name, names_function
 from autocastfx.policy import read_rules, write_list
 from autocastfx.policy.data_tree import tree_of
 from autocastfx.policy.list_diff import Change

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from autocastfx.graph.op_name import located
-from autocastfx.graph.signature import ArgumentType, argument_types
+from autocastfx.graph.names import ArgumentType, argument_types, located
 from autocastfx.policy.keywords import (
     CATEGORIES,
     DEMAND_KEYS,

@@ -18,8 +18,7 @@ import yaml
 
 from autocastfx.errors import OpListError, Place, Source
 from autocastfx.files import read_whole
-from autocastfx.graph.op_name import canonical, located, of_function
-from autocastfx.graph.signature import argument_types
+from autocastfx.graph.names import argument_types, canonical, located, of_function
 from autocastfx.policy.often_meant import meant, of_python, yaml_advice
 from autocastfx.policy.rule import Scalar
 

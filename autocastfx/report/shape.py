@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autocastfx.graph.node import attributes_of, subgraphs, tensors
-from autocastfx.graph.sizes import example, example_size
+from autocastfx.graph.node import attributes_of, example, example_size, subgraphs, tensors
 from autocastfx.plan.plan import Plan
 
 __all__ = ["Shapes", "bytes_of", "captured_values"]

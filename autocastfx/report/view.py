@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 
 from autocastfx.dtypes import dtype_name
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attributes_of, dtypes, origin, stack_trace, subgraphs, tensors
-from autocastfx.graph.op_name import op_name
 from autocastfx.plan.plan import Plan, PlannedNode, Precision
 from autocastfx.report.attributes import attributes
 from autocastfx.report.predicted_error import PredictedError

@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from autocastfx.dtypes import LOW_DTYPES
-from autocastfx.graph.black_box import is_opaque
+from autocastfx.graph.alias import is_opaque
 from autocastfx.runtime.operators.layer_norm import compute_layer_norm, layer_norm
 from autocastfx.runtime.working_copies import working_copies, working_copy
 

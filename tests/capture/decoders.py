@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from autocastfx import AmpModule
-from autocastfx.graph.op_name import op_name
+from autocastfx.graph.names import op_name
 
 IDS = torch.arange(16).reshape(2, 8)
 WINDOW = 16

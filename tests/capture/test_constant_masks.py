@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import autocastfx
 from autocastfx.graph.alias import seen_by_functions
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import argument
-from autocastfx.graph.op_name import op_name
 from tests.capture.decoders import DECODERS, IDS, WINDOW, shown_attention
 from tests.golden import decoders
 from tests.helpers import Function, relative_error, sampled

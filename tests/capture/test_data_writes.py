@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import autocastfx
 from autocastfx import CaptureError, UnsupportedError
 from autocastfx.capture.data_attribute import data, set_data
-from autocastfx.graph.op_name import op_name
+from autocastfx.graph.names import op_name
 from tests.invariants.pair import LOW, Net, Pair, net
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

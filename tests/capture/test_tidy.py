@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import autocastfx
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import all_names
-from autocastfx.graph.op_name import op_name
 from tests.helpers import Function
 
 X = torch.arange(12.0).view(3, 4)

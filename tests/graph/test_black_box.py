@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autocastfx.capture.whole_calls import AutogradCall
-from autocastfx.graph.black_box import is_opaque
+from autocastfx.graph.alias import is_opaque
 from autocastfx.runtime.operators.saturating_cast import saturating_cast
 from autocastfx.runtime.working_copies import working_copy
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from autocastfx.graph.op_name import base_name, canonical, located, of_function, op_name
+from autocastfx.graph.names import base_name, canonical, located, of_function, op_name
 
 aten = torch.ops.aten
 

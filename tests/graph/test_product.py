@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import autocastfx
-from autocastfx.graph.op_name import op_name
+from autocastfx.graph.names import op_name
+from autocastfx.graph.node import largest_size
 from autocastfx.graph.product import KINDS, Product, product
-from autocastfx.graph.sizes import largest_size
 from autocastfx.plan.plan import Decision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import OpList

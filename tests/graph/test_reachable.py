@@ -6,7 +6,7 @@ import networkx as nx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autocastfx.graph.reachable import reachable
+from autocastfx.graph.alias import reachable
 
 EDGES: dict[str, tuple[str, ...]] = {"a": ("b", "c"), "b": ("d",), "c": ("d", "a"), "e": ("f",), "d": ("f",), "f": ()}
 

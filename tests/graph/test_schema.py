@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._ops import OpOverload
 
-from autocastfx.graph.schema import schema
+from autocastfx.graph.node import schema
 
 aten = torch.ops.aten
 

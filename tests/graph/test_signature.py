@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from autocastfx.graph.signature import argument_types, arguments
+from autocastfx.graph.names import argument_types, arguments
 
 
 def scaled(x: torch.Tensor, factor: float = 2.0, *, mode: str = "a") -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autocastfx.graph.sizes import example, example_size
+from autocastfx.graph.node import example, example_size
 
 ENVIRONMENT = ShapeEnv()
 ROWS, COLUMNS = FakeTensorMode(shape_env=ENVIRONMENT).from_tensor(torch.ones(3, 4)).shape

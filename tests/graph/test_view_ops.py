@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autocastfx.graph.view_ops import is_view, is_view_or_copy, moves_each_once, takes_any_layout
+from autocastfx.graph.alias import is_view, is_view_or_copy, moves_each_once, takes_any_layout
 
 X = torch.arange(24.0).reshape(2, 3, 4)
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 import autocastfx
 from autocastfx import AmpModule, Precision
 from autocastfx.capture.whole_calls import CHECKPOINT
+from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import dtypes, origin
-from autocastfx.graph.op_name import of_function, op_name
 from autocastfx.runtime.operators.saturating_cast import saturating_cast
 from benchmarks.gradient_scale import gradient_distances
 

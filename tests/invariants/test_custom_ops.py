@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from autocastfx import Precision
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes
-from autocastfx.graph.op_name import op_name
 from tests.invariants.pair import Pair, net, placed, twice
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autocastfx import Precision, StateWarning
-from autocastfx.graph.op_name import op_name
+from autocastfx.graph.names import op_name
 from tests.invariants.pair import LOW, Net, Pair, inserted_casts, net, placed
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 import autocastfx
 from autocastfx import AmpModule
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes
-from autocastfx.graph.op_name import op_name
 from tests.helpers import TORCH
 from tests.invariants.pair import LOW, Features, Net, Pair, bump, net
 

@@ -11,10 +11,10 @@ MODULES = (
     *(f"capture/{name}.py" for name in ("affine", "constant_masks", "known_values", "view_places")),
     "graph/alias.py",
     "graph/product.py",
-    "graph/reachable.py",
-    "graph/scores.py",
-    "graph/sizes.py",
-    "graph/view_ops.py",
+    "graph/alias.py",
+    "graph/magnitude.py",
+    "graph/node.py",
+    "graph/alias.py",
     "plan/cause.py",
     *(
         f"training/{name}.py"
@@ -103,10 +103,23 @@ ALSO: dict[str, tuple[str, ...]] = {
     "passes/torch_autocast/follow.py": ("passes/torch_autocast/test_expand.py",),
     "passes/torch_autocast/insert_casts.py": _AUTOCAST,
     "capture": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
-    "graph/alias.py": (*_WRITES, *_DRAFTS, "passes/test_insert_casts.py", "passes/test_replace_attention.py"),
+    "graph/alias.py": (
+        *_WRITES,
+        *_DRAFTS,
+        "passes/test_insert_casts.py",
+        "passes/test_replace_attention.py",
+        "graph/test_view_ops.py",
+        "graph/test_black_box.py",
+        "graph/test_reachable.py",
+    ),
     "graph/product.py": ("passes/test_classify.py",),
-    "graph/scores.py": ("passes/analysis/test_masks.py", "capture/test_constant_masks.py"),
-    "graph/sizes.py": ("graph/test_product.py", "passes/analysis/test_whole_numbers.py"),
+    "graph/magnitude.py": ("passes/analysis/test_masks.py", "capture/test_constant_masks.py"),
+    "graph/node.py": (
+        "graph/test_product.py",
+        "passes/analysis/test_whole_numbers.py",
+        "graph/test_schema.py",
+        "graph/test_sizes.py",
+    ),
     "training": ("training/test_loss_scale.py", *_STEPS, "training/test_replayed_step.py", *_MANY),
     "policy/presets.py": ("policy/test_op_list.py", "presets/test_registrations.py"),
     "policy": _LISTS,
@@ -119,6 +132,8 @@ ALSO: dict[str, tuple[str, ...]] = {
     "numerics/value_counts.py": ("numerics/test_watch.py",),
     "numerics/paired_run.py": ("numerics/test_compare.py", "numerics/test_find_overflow.py"),
     "numerics/paired_backward.py": ("numerics/test_compare.py", "numerics/test_gradient_histogram.py"),
+    "graph/names.py": ("graph/test_op_name.py", "graph/test_signature.py"),
+    "graph/any_size.py": ("graph/test_abstract_values.py",),
 }
 
 

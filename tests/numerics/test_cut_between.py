@@ -107,7 +107,7 @@ def test_a_round_goes_on_with_the_rules_and_the_price_of_the_best_before(search:
 def test_cuts_are_limited(search: PlanSearch, sweep: dict[float, Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     most = limits(sweep)[2]
     for limit in (1000, 5):
-        monkeypatch.setattr(module, "_MOST_CUTS", limit)
+        monkeypatch.setattr(module, "_MOST_FURTHER_CUTS", limit)
         cut, calls = recorded(search._cut)
         list(cut_between(sweep[start(sweep, most)], start(sweep, most), most, cut))
         assert (len(calls) > 5) if limit > 5 else (len(calls) == 5)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import autocastfx
-from autocastfx.graph.op_name import op_name
+from autocastfx.graph.names import op_name
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
 from autocastfx.numerics.out_of_place import write_out_of_place
 from tests.helpers import Function

@@ -14,7 +14,7 @@ import autocastfx
 from autocastfx.graph.node import uses
 from autocastfx.numerics.replay import Replay
 from autocastfx.numerics.segment_run import Read
-from autocastfx.numerics.switches import _counted, errors_at, jumps, least_error
+from autocastfx.numerics.switches import _is_counted, errors_at, jumps, least_error
 from autocastfx.numerics.target_error import TargetError
 from tests.numerics.test_replay import PORTS, captured
 
@@ -171,8 +171,8 @@ def test_jumps_count_where_nothing_before_them_is_rounded() -> None:
 
 def test_zeros_and_masks_do_not_count() -> None:
     values = torch.tensor([0.0, 0.5, 1.0, 20.0, 1e9, 1e9, 3e38, float("inf")])  # more than half of them masks
-    assert _counted(values).tolist() == [False, True, True, True, False, False, False, False]
-    assert not _counted(torch.zeros(3)).any()
+    assert _is_counted(values).tolist() == [False, True, True, True, False, False, False, False]
+    assert not _is_counted(torch.zeros(3)).any()
 
 
 def test_jumps_are_as_many_as_changes_make() -> None:

@@ -13,8 +13,8 @@ from torch import nn
 
 import autocastfx
 from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import origin
-from autocastfx.graph.op_name import op_name
 from autocastfx.runtime.operators.saturating_cast import saturating_cast
 from tests.helpers import Function, examples, listing, relative_error, rewritten, text
 

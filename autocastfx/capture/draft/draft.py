@@ -19,7 +19,7 @@ from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.capture.sources import capturing
 from autocastfx.capture.tidy import no_op_source
 from autocastfx.errors import CaptureError
-from autocastfx.graph.op_name import op_name
+from autocastfx.graph.names import op_name
 
 __all__ = ["capture_symbolically"]
 

@@ -21,8 +21,8 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import set_value, value
-from autocastfx.graph.op_name import op_name
 
 __all__ = ["ANY", "Guess", "StandIns"]
 

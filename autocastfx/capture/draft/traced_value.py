@@ -14,8 +14,8 @@ from torch import fx
 from torch.fx.proxy import TraceError
 
 from autocastfx.capture.draft.guess import Guess
+from autocastfx.graph.names import of_function
 from autocastfx.graph.node import value
-from autocastfx.graph.op_name import of_function
 
 __all__ = ["Value", "is_tensor"]
 

@@ -26,8 +26,8 @@ from autocastfx.capture.draft.guess import ANY, Guess, StandIns
 from autocastfx.capture.draft.overload import overload, reflected
 from autocastfx.capture.draft.traced_value import Sizes, Value, is_tensor
 from autocastfx.capture.watch_casts import follows_dtype
+from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import value
-from autocastfx.graph.op_name import of_function, op_name
 
 __all__ = ["TORCH", "Tracer"]
 

@@ -9,9 +9,9 @@ from typing import cast
 
 from torch import fx
 
+from autocastfx.graph.alias import reachable
+from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import Use, argument, constants, has_float32, is_member, tensors, uses
-from autocastfx.graph.op_name import base_name, op_name
-from autocastfx.graph.reachable import reachable
 from autocastfx.passes.analysis.held_values import HeldValues
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList

@@ -9,8 +9,8 @@ from torch import fx
 
 from autocastfx.errors import Place
 from autocastfx.graph.alias import AliasSet, alias_sets
+from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import Use, argument, has_float32, is_member, uses
-from autocastfx.graph.op_name import base_name, op_name
 from autocastfx.passes.analysis.cancellations import is_size
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.plan.plan import NO_SOURCE, Decision, Forced

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
-from autocastfx.graph.node import argument, has_float32, uses
-from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.graph.alias import reachable
+from autocastfx.graph.names import base_name, op_name
+from autocastfx.graph.node import argument, example, has_float32, uses
 from autocastfx.graph.product import Size, product
-from autocastfx.graph.reachable import reachable
-from autocastfx.graph.sizes import example
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category

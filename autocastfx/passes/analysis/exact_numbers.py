@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from autocastfx.dtypes import dtype_name
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import constants, uses
-from autocastfx.graph.op_name import op_name
 from autocastfx.plan.plan import Decision, Forced
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.rule import Category

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from autocastfx.graph.alias import is_view_or_copy, reachable
 from autocastfx.graph.magnitude import is_here
+from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import constants, has_float32
-from autocastfx.graph.op_name import base_name, op_name
-from autocastfx.graph.reachable import reachable
-from autocastfx.graph.view_ops import is_view_or_copy
 
 __all__ = ["is_made_finite"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from autocastfx.graph.alias import aliased
+from autocastfx.graph.magnitude import takes_mask
+from autocastfx.graph.names import kernel_name
 from autocastfx.graph.node import argument, is_float32, tensors, uses
-from autocastfx.graph.op_name import kernel_name
-from autocastfx.graph.scores import takes_mask
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.plan.plan import Decision, Forced
 from autocastfx.policy.kernel_facts import PARAMETERS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from autocastfx.errors import BannedOpError
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import module_path
-from autocastfx.graph.op_name import op_name
 from autocastfx.plan.plan import NO_SOURCE, UNLISTED, Decision
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule

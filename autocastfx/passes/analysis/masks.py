@@ -9,11 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.alias import alias_sets, is_view, is_view_or_copy, reachable
+from autocastfx.graph.magnitude import filled, read_as_scores, takes_mask
 from autocastfx.graph.node import tensors, uses, value
-from autocastfx.graph.reachable import reachable
-from autocastfx.graph.scores import filled, read_as_scores, takes_mask
-from autocastfx.graph.view_ops import is_view, is_view_or_copy
 
 __all__ = ["Fill", "come_in", "fills", "fits", "is_mask", "seen_as"]
 

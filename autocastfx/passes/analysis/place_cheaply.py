@@ -18,9 +18,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autocastfx.graph.alias import moves
+from autocastfx.graph.alias import moves, reachable
 from autocastfx.graph.node import elements, has_float32, is_float32, is_member, tensors, uses
-from autocastfx.graph.reachable import reachable
 from autocastfx.passes.analysis.bytes_moved import BYTES, CAST
 from autocastfx.passes.analysis.folding import Fold
 from autocastfx.passes.analysis.min_cut import OUTSIDE, Label, Term, cheapest

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from autocastfx.graph.alias import reachable
 from autocastfx.graph.node import has_float32, producer, tensors, uses
-from autocastfx.graph.reachable import reachable
 from autocastfx.passes.analysis.units import Unit, Units
 from autocastfx.plan.cause import Cause, Why
 from autocastfx.plan.plan import Decision, Placement

@@ -10,8 +10,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autocastfx.graph.alias import mutated_inputs
+from autocastfx.graph.names import base_name, kernel_name, op_name
 from autocastfx.graph.node import Use, argument, dtypes, elements, is_float32, tensors, uses
-from autocastfx.graph.op_name import base_name, kernel_name, op_name
 from autocastfx.passes.analysis.cross_entropy import is_over_classes
 from autocastfx.plan.plan import Placement, Precision
 from autocastfx.policy.kernel_facts import PARAMETERS, KernelFacts

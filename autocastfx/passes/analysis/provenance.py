@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.magnitude import read_as_scores, takes_mask
+from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import has_float32, producer, tensors, uses
-from autocastfx.graph.op_name import base_name, op_name
-from autocastfx.graph.scores import read_as_scores, takes_mask
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.passes.analysis.units import Unit, Units
 from autocastfx.policy.rule import Category

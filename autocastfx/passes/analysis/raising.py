@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.failure import quiet_logs
 from autocastfx.dtypes import dtype_name
-from autocastfx.graph.abstract_values import abstract_call, concrete_sizes, dtypes_of, in_dtype_of
+from autocastfx.graph.alias import is_view_or_copy
+from autocastfx.graph.any_size import abstract_call, concrete_sizes, dtypes_of, in_dtype_of
+from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import argument, dtypes, is_member, uses, value
-from autocastfx.graph.op_name import base_name, op_name
-from autocastfx.graph.view_ops import is_view_or_copy
 from autocastfx.passes.analysis.listed import listed, refuse_banned
 from autocastfx.plan.cause import Cause, Why
 from autocastfx.plan.plan import Decision, Forced, Placement, Precision

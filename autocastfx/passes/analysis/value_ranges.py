@@ -11,10 +11,9 @@ from torch import fx
 
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.alias import alias_sets
-from autocastfx.graph.magnitude import Magnitude
+from autocastfx.graph.magnitude import Magnitude, takes_mask
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import Use, has_float32, tensors, uses, value
-from autocastfx.graph.op_name import op_name
-from autocastfx.graph.scores import takes_mask
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
 

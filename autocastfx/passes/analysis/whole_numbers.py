@@ -11,10 +11,9 @@ import torch
 from torch import fx
 
 from autocastfx.graph.alias import alias_sets
-from autocastfx.graph.node import argument, constants, tensors, uses
-from autocastfx.graph.op_name import base_name, op_name
+from autocastfx.graph.names import base_name, op_name
+from autocastfx.graph.node import argument, constants, largest_size, tensors, uses
 from autocastfx.graph.product import Size, product
-from autocastfx.graph.sizes import largest_size
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from autocastfx.graph.node import tensors
-from autocastfx.graph.sizes import example
+from autocastfx.graph.node import example, tensors
 from autocastfx.passes.patterns.pattern import Arguments, Found
 
 __all__ = ["NUMBERS", "arguments", "formulas"]

@@ -13,8 +13,8 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.proxy import GraphAppendingTracer
 
+from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import is_float32
-from autocastfx.graph.op_name import of_function, op_name
 
 __all__ = ["Arguments", "Formula", "Found", "Pattern"]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autocastfx.graph.abstract_values import concrete_sizes, dtypes_of
+from autocastfx.graph.any_size import concrete_sizes, dtypes_of
 from autocastfx.graph.node import tensors, value
 from autocastfx.passes.state import Pass, Policy, State
 from autocastfx.passes.torch_autocast.dispatch import Dispatch, Followed

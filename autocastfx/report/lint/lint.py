@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autocastfx.errors import GpuError, NotCapturedError, UnsupportedError
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attribute, origin
-from autocastfx.graph.op_name import op_name
 from autocastfx.graph.walk import Located, walk
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.report.dump import view_of

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import module_path, uses
-from autocastfx.graph.op_name import op_name
 from autocastfx.graph.walk import Located
 from autocastfx.report.lint.tensor_core_shapes import sizes_of
 

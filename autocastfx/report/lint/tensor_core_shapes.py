@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autocastfx.graph.node import argument, tensors
-from autocastfx.graph.op_name import op_name
-from autocastfx.graph.sizes import example
+from autocastfx.graph.names import op_name
+from autocastfx.graph.node import argument, example, tensors
 from autocastfx.graph.walk import Located
 
 __all__ = ["TILE", "Size", "sizes_of"]

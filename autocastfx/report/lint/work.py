@@ -15,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.graph.alias import aliased, moves
-from autocastfx.graph.node import dtypes, is_member, tensors, uses, value
-from autocastfx.graph.op_name import op_name
-from autocastfx.graph.sizes import example_size
+from autocastfx.graph.names import op_name
+from autocastfx.graph.node import dtypes, example_size, is_member, tensors, uses, value
 
 __all__ = ["Work", "work_of"]
 

@@ -21,8 +21,8 @@ import autocastfx
 from autocastfx import AmpModule, CaptureError, NotCapturedError, Plan, Precision
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.draft.draft import capture_symbolically
+from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import dtypes
-from autocastfx.graph.op_name import of_function, op_name
 from autocastfx.runtime.operators.conditional_cast import cast_if
 from autocastfx.runtime.operators.saturating_cast import saturating_cast
 from autocastfx.runtime.variant_table import VariantTable

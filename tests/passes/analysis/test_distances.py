@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import autocastfx
-from autocastfx.graph.op_name import op_name
+from autocastfx.graph.names import op_name
 from autocastfx.passes.analysis.distances import distance_products
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list

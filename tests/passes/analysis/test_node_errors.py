@@ -14,8 +14,8 @@ from torch import fx
 
 import autocastfx
 from autocastfx import Effect, Placement, Precision, Recomposed
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_float32, stand_for, uses
-from autocastfx.graph.op_name import op_name
 from autocastfx.passes.analysis.bytes_moved import bytes_moved
 from autocastfx.passes.analysis.node_errors import NodeErrors, equal_terms, product_terms
 from autocastfx.passes.analysis.place_cheaply import place_cheaply

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import fx
 
 import autocastfx
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes, has_float32, origin, producer, uses
-from autocastfx.graph.op_name import op_name
 from autocastfx.passes.analysis.bytes_moved import bytes_moved
 from autocastfx.passes.analysis.folding import Fold
 from autocastfx.passes.analysis.place_cheaply import place_cheaply

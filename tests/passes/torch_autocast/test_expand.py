@@ -14,8 +14,8 @@ from torch import nn
 
 import autocastfx
 from autocastfx.capture.export import Captured
+from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes, module_path, tensors
-from autocastfx.graph.op_name import op_name
 from autocastfx.passes.torch_autocast.dispatch import Dispatch
 from autocastfx.passes.torch_autocast.expand import expand
 from tests.helpers import Function, op_list, with_low_lstm

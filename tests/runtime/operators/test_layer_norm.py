@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from autocastfx.graph.op_name import of_function
+from autocastfx.graph.names import of_function
 from autocastfx.runtime.operators import layer_norm as module
 from autocastfx.runtime.operators.layer_norm import layer_norm
 from tests.helpers import relative_error, saved_bytes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autocastfx.graph.op_name import of_function
+from autocastfx.graph.names import of_function
 from autocastfx.runtime.operators.quick_gelu import quick_gelu
 from tests.helpers import saved_bytes
 

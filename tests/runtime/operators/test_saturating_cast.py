@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import autocastfx
-from autocastfx.graph.op_name import of_function
+from autocastfx.graph.names import of_function
 from autocastfx.runtime.operators.saturating_cast import saturating_cast
 from tests.helpers import saved_bytes
 

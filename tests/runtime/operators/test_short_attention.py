@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autocastfx.graph.op_name import of_function
+from autocastfx.graph.names import of_function
 from autocastfx.runtime.operators.short_attention import TOKENS, short_attention
 from tests.helpers import TORCH, relative_error, saved_bytes
 
