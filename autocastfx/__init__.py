@@ -65,10 +65,9 @@ from autocastfx.plan.plan import (
 from autocastfx.plan.plan_diff import Difference, PlanDiff, diff
 from autocastfx.plan.ranges import Range, Ranges
 from autocastfx.plan.sensitivity import Effect, Sensitivity
-from autocastfx.policy.list_diff import Change
-from autocastfx.policy.op_list import OpList, load_op_list
-from autocastfx.policy.presets import presets
+from autocastfx.policy.op_list import OpList, load_op_list, presets
 from autocastfx.policy.rule import Category, ModuleRule, Rule
+from autocastfx.policy.write_list import Change
 from autocastfx.report.comparison import Beginning, ComparedNode, ComparedParameter, ComparedVariant, Comparison
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.deviation import Deviation

@@ -33,8 +33,7 @@ from autocastfx.plan.prices import Prices
 from autocastfx.plan.ranges import Ranges
 from autocastfx.plan.read_plan import read_plan
 from autocastfx.plan.sensitivity import Sensitivity
-from autocastfx.policy.keep_in_float32 import kept_in_float32
-from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.report.compiled_graph import refuse_enabled
 from autocastfx.report.conversion_warnings import (
@@ -89,7 +88,7 @@ def convert(
             ``autocastfx`` says which. A 16-bit model has its own.
         op_list: which op runs in which precision: a preset's name, a YAML path, an ``OpList``, or a sequence of these,
             of which the later win. ``"default"`` is the preset of ``dtype``. Below them are rules for the modules that
-            a transformers model keeps in float32 in this dtype (:mod:`autocastfx.policy.keep_in_float32`).
+            a transformers model keeps in float32 in this dtype (:mod:`autocastfx.policy.kernel_facts`).
         weights: ``"cast"``: parameters stay float32 and are cast in the graph, in each call. ``"cached"``: parameters
             stay float32; the graph reads 16-bit working copies, which are made anew when a parameter has changed (after
             writes into ``parameter.data`` call :meth:`AmpModule.refresh_weights`). Results are the same to the bit.

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from autocastfx.graph.names import base_name
-from autocastfx.policy.op_list import load_op_list
-from autocastfx.policy.presets import preset_path
+from autocastfx.policy.op_list import load_op_list, preset_path
 from autocastfx.policy.yaml_tree import parse_file
 from benchmarks.zoo_hand import HAND
 from benchmarks.zoo_models import ZOO

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autocastfx import Category, presets
-from autocastfx.policy.presets import preset_folder
+from autocastfx.policy.op_list import preset_folder
 from tests.golden.readme import README, blocks, outputs, run, updated
 
 TEXT = README.read_text(encoding="utf-8")

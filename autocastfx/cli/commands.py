@@ -25,8 +25,7 @@ from autocastfx.plan.plan import Plan
 from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.plan.plan_diff import diff as diff_plans
 from autocastfx.plan.select_nodes import select
-from autocastfx.policy.op_list import load_op_list
-from autocastfx.policy.presets import preset_path, preset_title, presets
+from autocastfx.policy.op_list import load_op_list, preset_path, preset_title, presets
 from autocastfx.report.dump import dump as dump_model
 from autocastfx.report.dump import dump_text
 from autocastfx.report.explain import explain as explain_node

@@ -32,8 +32,7 @@ from autocastfx.integrations.hook_guards import guard_hooks
 from autocastfx.integrations.skipped_code import SkippedCode, warn_of_failure, watch
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
-from autocastfx.policy.keep_in_float32 import kept_in_float32
-from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.match import MatchedRules
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph

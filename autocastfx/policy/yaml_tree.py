@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,14 +15,76 @@ from typing import Any
 import torch
 import torch.overrides
 import yaml
+from torch import nn
 
-from autocastfx.errors import OpListError, Place, Source
+from autocastfx.errors import KeyPath, OpListError, Place, Source, shown
 from autocastfx.files import read_whole
 from autocastfx.graph.names import argument_types, canonical, located, of_function
-from autocastfx.policy.often_meant import meant, of_python, yaml_advice
 from autocastfx.policy.rule import Scalar
 
-__all__ = ["Tree", "is_known", "legal_op_names", "nearest", "parse_file"]
+__all__ = ["Tree", "is_known", "legal_op_names", "meant", "nearest", "parse_file", "tree_of"]
+
+
+# Names that people write in lists from habit, with the names that they mean.
+
+_LOW, _WIDE = ("low", "allow"), ("float32", "deny")
+_MEANT: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("fp16", "half"), (*_LOW, "float16")),
+    "bf16": (*_LOW, "bfloat16"),
+    **dict.fromkeys(("float16", "bfloat16", "16", "whitelist", "allowlist"), _LOW),
+    **dict.fromkeys(("fp32", "float", "full", "32"), _WIDE),
+    **dict.fromkeys(("float32", "blacklist", "blocklist", "denylist"), ("deny",)),
+    **dict.fromkeys(("graylist", "greylist"), ("infer",)),
+    **dict.fromkeys(("gpu", "nvidia"), ("cuda",)),
+    **dict.fromkeys(("attention", "sdpa", "flash_attention"), ("scaled_dot_product_attention",)),
+    "batchnorm": ("batch_norm",),
+    "layernorm": ("layer_norm",),
+}
+_SHORT = {"F": "torch.nn.functional", "nn": "torch.nn", "functional": "torch.nn.functional"}
+
+
+def meant(word: str, legal: Collection[str]) -> str | None:
+    """Return the one of ``legal`` that ``word`` is often written for; None if there is none."""
+    return next((one for one in _MEANT.get(word.lower(), ()) if one in legal), None)
+
+
+def of_python(name: str, ops: Collection[str]) -> str | None:
+    """Say what a list writes for a name that Python code has by an import, such as ``F.softmax`` or ``LayerNorm``.
+
+    Args:
+        name: as in the list.
+        ops: the names of ATen ops.
+
+    Returns:
+        What to write; None if the name is no such name.
+    """
+    head, _, last = name.rpartition(".")
+    first = head.partition(".")[0]
+    is_class = isinstance(getattr(nn, last, None), type)
+    if first not in _SHORT and (head or not is_class):
+        return None
+    path = ".".join([_SHORT[first], *name.split(".")[1:]]) if head else f"torch.nn.{name}"
+    op = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", last).lower()
+    as_path = f"{'the module class' if is_class else 'the function'} {path!r}"
+    return f"write the op {op!r}, or {as_path}" if op in ops else f"write {as_path}"
+
+
+def yaml_advice(problem: str, line: str) -> str:
+    """Return what to do about an error of the YAML parser, as a sentence; empty if there is nothing to add.
+
+    Args:
+        problem: the parser's words.
+        line: the line of the file.
+    """
+    if "\\t" in problem:
+        return " Indent by spaces; YAML takes no tabs."
+    if "alias" in problem or "anchor" in problem:
+        pattern = re.search(r"[*&][^\s,}\]]*", line)
+        return f" Put a pattern that begins so in quotes: '{pattern[0]}'." if pattern is not None else ""
+    if "mapping values are not allowed" in problem:
+        return " Put text with a colon in quotes."
+    return ""
+
 
 STANDARD = "tag:yaml.org,2002:"
 _MOST_DIGITS = 1000  # of an integer; Python itself reads a few thousand at most
@@ -330,3 +392,43 @@ def parse_file(path: Path, *, shown: str, shipped: bool = False) -> Tree:
     root = Tree(node, start, shipped)._at(node)
     root.items()
     return root
+
+
+# Turn Python mappings and lists into the same tree as parsed YAML, so that the same checks apply.
+
+_WORDS = {type(None): "null", bool: "bool", int: "int", float: "float"}
+
+
+def tree_of(data: Mapping[str, Any], name: str) -> Tree:
+    """Turn Python data into a tree; messages call it ``name``.
+
+    Raises:
+        OpListError: the data holds a value that YAML cannot express, or is nested too deeply.
+    """
+    start = KeyPath(name)
+    try:
+        root = _node(data, start)
+    except RecursionError:
+        raise OpListError("this is not an op list: it is nested too deeply.", start) from None
+    tree = Tree(root, start)
+    tree.items()
+    return tree
+
+
+def _node(data: Any, place: KeyPath) -> yaml.Node:
+    mark: Any = place
+    if isinstance(data, Mapping):
+        pairs = [(_node(key, place.key(key)), _node(value, place.key(key))) for key, value in data.items()]
+        return yaml.MappingNode(f"{STANDARD}map", pairs, mark)
+    if isinstance(data, (list, tuple)):
+        members = [_node(member, place.index(i)) for i, member in enumerate(data)]
+        return yaml.SequenceNode(f"{STANDARD}seq", members, mark)
+    if isinstance(data, str):
+        return yaml.ScalarNode(f"{STANDARD}str", str.__str__(data), mark)
+    if type(data) not in _WORDS:
+        raise OpListError(f"an op list holds text, numbers, lists and mappings, no {type(data).__name__}", place)
+    try:
+        text = yaml.safe_dump(data).split()[0]
+    except ValueError:  # Python writes integers of 4,300 digits at most
+        raise OpListError(f"an op list takes no {shown(data)}", place) from None
+    return yaml.ScalarNode(f"{STANDARD}{_WORDS[type(data)]}", text, mark)

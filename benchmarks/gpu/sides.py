@@ -18,8 +18,7 @@ from autocastfx.capture.sources import capturing
 from autocastfx.dtypes import dtype_name
 from autocastfx.passes.pipeline import Converter
 from autocastfx.passes.variant_maker import VariantMaker
-from autocastfx.policy.keep_in_float32 import kept_in_float32
-from autocastfx.policy.kernel_facts import load_kernel_facts
+from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from benchmarks.gpu.models import built
 from benchmarks.training import SIDES, Setting, Training, adamw, training_of

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 import yaml
 
 from autocastfx.policy import read_rules
-from autocastfx.policy.op_list import KEYS, load_op_list
-from autocastfx.policy.presets import preset_path, presets
+from autocastfx.policy.op_list import KEYS, load_op_list, preset_path, presets
 from autocastfx.policy.read_rules import UNLISTED_CATEGORIES
 from tests.golden.readme import README
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx import AmpModule, Precision
-from autocastfx.policy.presets import preset_folder
+from autocastfx.policy.op_list import preset_folder
 from tests.helpers import with_pinned_torch
 from tests.invariants.pair import HUGE, LOW, inserted_casts, twice
 

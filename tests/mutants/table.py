@@ -121,7 +121,7 @@ ALSO: dict[str, tuple[str, ...]] = {
         "graph/test_sizes.py",
     ),
     "training": ("training/test_loss_scale.py", *_STEPS, "training/test_replayed_step.py", *_MANY),
-    "policy/presets.py": ("policy/test_op_list.py", "presets/test_registrations.py"),
+    "policy/op_list.py": ("policy/test_op_list.py", "presets/test_registrations.py"),
     "policy": _LISTS,
     "runtime/copy_group.py": ("runtime/test_working_copies.py",),
     "runtime/working_copies.py": ("runtime/test_copy_group.py", "runtime/test_stored_low.py"),
@@ -134,6 +134,9 @@ ALSO: dict[str, tuple[str, ...]] = {
     "numerics/paired_backward.py": ("numerics/test_compare.py", "numerics/test_gradient_histogram.py"),
     "graph/names.py": ("graph/test_op_name.py", "graph/test_signature.py"),
     "graph/any_size.py": ("graph/test_abstract_values.py",),
+    "policy/read_rules.py": ("policy/test_keywords.py",),
+    "policy/kernel_facts.py": ("policy/test_keep_in_float32.py",),
+    "policy/rule.py": ("policy/test_backtracking.py",),
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autocastfx import OpListError
-from autocastfx.policy.backtracking import may_backtrack
+from autocastfx.policy.rule import may_backtrack
 from tests.helpers import op_list
 
 SLOW = [r"(a+)+$", r"(.+\.)*x", r"(a|aa)+x", r"(a?a?)*x", r"(?:(?:x+)*y)?", r"(x+x+)+y", r"(?=(a+)+$)b", r"(?i)(A+a)*b"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.policy.keep_in_float32 import kept_in_float32
+from autocastfx.policy.kernel_facts import kept_in_float32
 
 transformers: Any = pytest.importorskip("transformers")
 

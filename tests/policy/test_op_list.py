@@ -18,7 +18,7 @@ from autocastfx.errors import KeyPath
 from autocastfx.policy import kernel_facts
 from autocastfx.policy import op_list as op_list_module
 from autocastfx.policy.kernel_facts import load_kernel_facts
-from autocastfx.policy.presets import preset_folder, preset_path
+from autocastfx.policy.op_list import preset_folder, preset_path
 from autocastfx.policy.rule import Rule
 from autocastfx.policy.yaml_tree import parse_file
 from tests.helpers import op_list, with_pinned_torch

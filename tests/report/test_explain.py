@@ -11,7 +11,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx.plan.cause import Why
-from autocastfx.policy.presets import preset_folder
+from autocastfx.policy.op_list import preset_folder
 from benchmarks.zoo_models import ZOO
 from tests.helpers import Function
 

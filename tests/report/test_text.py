@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import autocastfx
-from autocastfx.policy.presets import preset_folder
+from autocastfx.policy.op_list import preset_folder
 from tests.golden.models import CASES, comparable, converted, kept
 
 WHY = re.compile(r"(?:allow|deny|infer|clear|promote|keep) \[(\d+)\]")
