@@ -83,8 +83,7 @@ from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.grad_scaler import GradScaler
 from autocastfx.training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
 from autocastfx.training.loss_scaler import LossScaler
-from autocastfx.training.optimizer import LossScalingOptimizer
-from autocastfx.training.step_result import StepResult
+from autocastfx.training.optimizer import LossScalingOptimizer, StepResult
 
 __version__ = "0.1.0"
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from autocastfx.training.tensor_mark import TensorMark
+from autocastfx.training.masters import TensorMark
 
 __all__ = ["CopyGroup", "Filled", "WorkingCopy", "casts_together", "read_copies"]
 

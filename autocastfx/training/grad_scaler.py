@@ -14,12 +14,9 @@ from torch.utils import _pytree as pytree
 from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import LossScaleError, UnsupportedError
 from autocastfx.training import gradients
-from autocastfx.training.agreement import SHARDED, agree
-from autocastfx.training.loss_scale import DynamicLossScale
-from autocastfx.training.optimizer import LossScalingOptimizer
-from autocastfx.training.scale_state import ScaleNumbers
-from autocastfx.training.scaled_change import ScaledChange
-from autocastfx.training.step_result import exhausted
+from autocastfx.training.gradients import SHARDED, agree
+from autocastfx.training.loss_scale import DynamicLossScale, ScaleNumbers
+from autocastfx.training.optimizer import LossScalingOptimizer, ScaledChange, exhausted
 from autocastfx.training.wrapping_optimizer import needs_closure
 
 __all__ = ["GradScaler"]

@@ -7,15 +7,97 @@ gradients; the optimizer divides by the scale in float32 (Micikevicius et al., "
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from autocastfx.errors import LossScaleError
-from autocastfx.training.scale_state import ScaleNumbers, ScaleState
 
-__all__ = ["DynamicLossScale", "LossScale", "NoLossScale", "StaticLossScale", "suggest_loss_scale"]
+__all__ = [
+    "DynamicLossScale",
+    "HostCopy",
+    "LossScale",
+    "NoLossScale",
+    "ScaleNumbers",
+    "ScaleState",
+    "Seen",
+    "StaticLossScale",
+    "is_capturing",
+    "moved",
+    "suggest_loss_scale",
+]
+
+
+# The changing state of a loss scale, as tensors on a device and as numbers in a checkpoint.
+
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+@dataclass
+class ScaleState:
+    """The state of a loss scale: tensors without dimensions on one device, updated in place.
+
+    Attributes:
+        scale: float32; the factor of losses.
+        good_steps: int32; steps without overflow since the scale last changed.
+        spare: int32; overflows until the scale backs off.
+        found: float32; 1 if a step overflowed since a shared scale was last updated, else 0.
+    """
+
+    scale: torch.Tensor
+    good_steps: torch.Tensor
+    spare: torch.Tensor
+    found: torch.Tensor
+
+    def to(self, device: torch.device) -> ScaleState:
+        """Copy the state to ``device``."""
+        return ScaleState(*(held.to(device) for held in (self.scale, self.good_steps, self.spare, self.found)))
+
+    def fill(self, numbers: ScaleNumbers) -> None:
+        """Set the state to ``numbers``."""
+        self.scale.fill_(numbers.scale)
+        self.good_steps.fill_(numbers.good_steps)
+        self.spare.fill_(numbers.spare)
+        self.found.zero_()
+
+
+@dataclass(frozen=True)
+class ScaleNumbers:
+    """The numbers of a ``ScaleState``, as a checkpoint holds them."""
+
+    scale: float
+    good_steps: int
+    spare: int
+
+    @staticmethod
+    def of(saved: Mapping[str, Any], *, spare: int) -> ScaleNumbers:
+        """Read the state dict of a loss scale, or of a ``torch.amp.GradScaler``, which has no ``spare``.
+
+        Raises:
+            LossScaleError: ``saved`` is neither, or a number is out of range.
+        """
+        scale, good_steps = saved.get("scale"), saved.get("good_steps", saved.get("_growth_tracker"))
+        if scale is None or good_steps is None:
+            raise LossScaleError(
+                "a loss scale's state has 'scale' and 'good_steps' (a GradScaler's '_growth_tracker'), this one has "
+                f"{sorted(saved)}: give it what LossScalingOptimizer.state_dict() or GradScaler.state_dict() gave."
+            )
+        if not (isinstance(scale, (int, float)) and _SMALLEST <= scale <= _LARGEST):
+            raise LossScaleError(
+                f"a loss scale is a positive finite number, in float32 too, and the state holds {scale!r}: load the "
+                "state without it."
+            )
+        counts = {"good_steps": good_steps, "spare": saved.get("spare", spare)}
+        for name, count in counts.items():
+            if not isinstance(count, int) or count < 0:
+                raise LossScaleError(
+                    f"{name!r} of a loss scale's state is a whole number of at least 0, not {count!r}: load the state "
+                    "without it."
+                )
+        return ScaleNumbers(float(scale), **counts)
+
 
 _KERNELS: Any = torch  # its stubs leave the fused kernels out
 _LARGEST_FLOAT16 = 65504.0
@@ -249,3 +331,56 @@ def _float32(number: float) -> float:
 def _check_positive(name: str, given: float) -> None:
     if not (isinstance(given, (int, float)) and math.isfinite(given) and given > 0):
         raise ValueError(f"{name} is a positive finite number, not {given!r}")
+
+
+# Move a number between devices, and read it from one without making the host wait.
+
+
+class Seen(NamedTuple):
+    """A number, and its age in calls of ``arrived``."""
+
+    number: float
+    age: int
+
+
+class HostCopy:
+    """Copies a number from a CUDA device to the host in the background."""
+
+    def __init__(self) -> None:
+        self._pinned: torch.Tensor | None = None
+        self.event: torch.cuda.Event | None = None  # of the copy in progress
+        self._age = 0
+
+    def start(self, number: torch.Tensor) -> None:
+        """Start copying ``number`` (float32, no dimensions). Does nothing off CUDA, or while a copy is in progress."""
+        if not number.is_cuda or self.event is not None:
+            return
+        if self._pinned is None:
+            self._pinned = torch.empty((), dtype=torch.float32, pin_memory=True)
+        self._pinned.copy_(number, non_blocking=True)
+        self.event = torch.cuda.Event()
+        self.event.record(torch.cuda.current_stream(number.device))  # by default it is that of the current device
+        self._age = 0
+
+    def arrived(self) -> Seen | None:
+        """Return the number if its copy is complete, else None."""
+        self._age += 1
+        if self.event is None or self._pinned is None or not self.event.query():
+            return None
+        self.event = None
+        return Seen(float(self._pinned.item()), self._age)
+
+    def read(self, number: torch.Tensor) -> Seen:
+        """Return the number as it is now. Waits for the device."""
+        self.event = None
+        return Seen(float(number.item()), 0)
+
+
+def moved(number: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return ``number`` on ``device``. The host waits for a copy to a CPU, which may be read at once."""
+    return number.to(device, non_blocking=device.type != "cpu")
+
+
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """True while work on the device of ``tensor`` is being captured into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -7,14 +7,39 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import LossScaleError
 from autocastfx.training.gradients import local, settled
-from autocastfx.training.tensor_mark import TensorMark
 
-__all__ = ["Masters"]
+__all__ = ["Masters", "TensorMark"]
+
+
+# Detect that a tensor has been written to.
+
+
+class TensorMark:
+    """The memory of a tensor and its version counter, at one moment.
+
+    Writes through ``tensor.data`` (``p.data.copy_(other)``) change no counter and are not detected.
+    """
+
+    __slots__ = ("pointer", "storage", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        held: Any = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
+        self.version, self.pointer = tensor._version, held.data_ptr()
+        self.storage = StorageWeakRef(held.untyped_storage())
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` has neither been written to nor been given other memory (``p.data = other``) since."""
+        held: Any = getattr(tensor, "_local_tensor", tensor)
+        if self.version != tensor._version or self.pointer != held.data_ptr():
+            return False
+        return not self.storage.expired()  # an expired storage's address may have been reused
+
 
 _KERNELS: Any = torch  # its stubs leave the foreach kernels out
 

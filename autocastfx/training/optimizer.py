@@ -2,26 +2,260 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
-from autocastfx.errors import LossScaleError, UnsupportedError
+from autocastfx.errors import LossScaleError, ScaledGradientsWarning, UnsupportedError
 from autocastfx.training import gradients
-from autocastfx.training.agreement import SHARDED, Agreeing, checked
-from autocastfx.training.fused_step import FusedStep
-from autocastfx.training.loss_scale import DynamicLossScale, LossScale
+from autocastfx.training.gradients import SHARDED, Agreeing, agree, checked
+from autocastfx.training.loss_scale import DynamicLossScale, LossScale, is_capturing
 from autocastfx.training.loss_scaler import LossScaler
 from autocastfx.training.masters import Masters
-from autocastfx.training.scaled_change import ScaledChange
-from autocastfx.training.snapshot import Snapshot
-from autocastfx.training.step_result import GradientsOf, StepResult, exhausted, overflowed
-from autocastfx.training.unscaled import Unscaled, unscale_
-from autocastfx.training.wrapping_optimizer import WrappingOptimizer, needs_closure, steps_to_make_state, steps_twice
+from autocastfx.training.wrapping_optimizer import (
+    FusedStep,
+    WrappingOptimizer,
+    needs_closure,
+    steps_to_make_state,
+    steps_twice,
+)
 
-__all__ = ["LossScalingOptimizer"]
+__all__ = ["LossScalingOptimizer", "ScaledChange", "StepResult", "exhausted", "overflowed", "unscale_"]
+
+
+# Divide gradients by the loss scale, and keep the findings until the step.
+
+_ZERO, _ONE = torch.zeros(()), torch.ones(())
+
+
+@dataclass(slots=True)
+class Unscaled:
+    """Findings about unscaled gradients.
+
+    Attributes:
+        found_inf: float32, no dimensions: 1 if a gradient is not finite in any process, else 0.
+        scale: float32, no dimensions; the scale that they were divided by.
+        is_empty: True if no process has a gradient.
+        norm: their norm before clipping; None if they were not clipped by norm.
+    """
+
+    found_inf: torch.Tensor
+    scale: torch.Tensor
+    is_empty: bool = False
+    norm: torch.Tensor | None = None
+
+
+def unscale_(optimizer: Any, groups: list[dict[str, Any]], scaler: LossScaler, process_group: Agreeing) -> Unscaled:
+    """Divide the gradients of ``groups`` by the scale in place. Does nothing if the scale checks no gradients.
+
+    Raises:
+        LossScaleError: the gradients do not have the scale's present value.
+    """
+    if not scaler.rule.is_checked:
+        return Unscaled(_ZERO, _ONE)
+    optimizer.change.warn("call optimizer.clip_grad_norm_, or optimizer.unscale_() before you clip")
+    grads = gradients.present(groups)
+    if grads:
+        scaler.rounds.check(optimizer)
+    scale = scaler.state(grads[0].device if grads else _ZERO.device).scale.clone()
+    found_inf = torch.zeros_like(scale) if grads else torch.full_like(scale, -1)  # less than any found by others
+    gradients.unscale_(grads, scale.reciprocal(), found_inf)
+    agree(found_inf, process_group, groups)
+    if grads:
+        return Unscaled(found_inf, scale)
+    is_empty = bool(found_inf.item() < 0)
+    return Unscaled(found_inf.clamp_(min=0), scale, is_empty)
+
+
+# Save what an optimizer's step changes, so that a failed step can be undone.
+
+
+class Snapshot:
+    """A copy of an optimizer's weights and state. An exception in its ``with`` block restores them."""
+
+    def __init__(self, optimizer: Optimizer, masters: Masters) -> None:
+        masters.follow()
+        self._optimizer, self._masters = optimizer, masters
+        self._weights = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+        self._state = {p: copy.deepcopy(held) for p, held in optimizer.state.items()}
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(
+        self, raised: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if raised is not None:
+            self.restore()
+
+    def restore(self) -> None:
+        """Restore weights, optimizer state, and the 16-bit parameters of masters."""
+        with torch.no_grad():
+            for parameter, weight in self._weights:
+                parameter.copy_(weight)
+        self._masters.publish()
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+
+
+# Notice that gradients are changed while they are still scaled, as when they are clipped too early.
+
+
+class ScaledChange:
+    """Watches one gradient, from the backward pass that adds to it until gradients are unscaled.
+
+    What clips, clips all gradients, so one is enough. A gradient that was replaced is not noticed. Where processes
+    train together none is watched, because they average gradients in place.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._watched = next((p for p in parameters if p.requires_grad and p.is_leaf), None)
+        self._seen: tuple[int, int] | None = None
+        if self._watched is not None:
+            see = weakref.WeakMethod(self._see)
+
+            def note(parameter: torch.Tensor) -> None:
+                alive = see()
+                if alive is not None:
+                    alive(parameter)
+
+            weakref.finalize(self, self._watched.register_post_accumulate_grad_hook(note).remove)
+
+    def _see(self, parameter: torch.Tensor) -> None:
+        self._seen = _version(parameter)
+
+    def warn(self, remedy: str) -> None:
+        """Warn if the gradient was changed in place since it was computed. Call it before gradients are unscaled."""
+        seen, self._seen = self._seen, None
+        if seen is None or self._watched is None or (dist.is_available() and dist.is_initialized()):
+            return
+        now = _version(self._watched)
+        if now is not None and now[0] == seen[0] and now[1] != seen[1]:
+            warnings.warn(
+                "gradients were changed while they were multiplied by the loss scale. If they were clipped, the limit "
+                f"was too small by that factor: {remedy}. If they were divided by a number, all is well.",
+                ScaledGradientsWarning,
+                stacklevel=4,
+            )
+
+
+def _version(parameter: torch.Tensor) -> tuple[int, int] | None:
+    grad = parameter.grad
+    if grad is None or grad.layout is not torch.strided:
+        return None
+    return grad.data_ptr(), grad._version
+
+
+# The result of an optimizer step, read from the device on demand.
+
+
+@dataclass(frozen=True)
+class GradientsOf:
+    """The parameter groups of a step, available while they still hold that step's gradients.
+
+    Attributes:
+        groups: the optimizer's groups.
+        are_still: returns True while the gradients are those of the step.
+    """
+
+    groups: Sequence[dict[str, Any]]
+    are_still: Callable[[], bool]
+
+    def __call__(self) -> Sequence[dict[str, Any]]:
+        """Return the groups.
+
+        Raises:
+            LossScaleError: the step's gradients are gone.
+        """
+        has_any = any(p.grad is not None for group in self.groups for p in group["params"])
+        if not has_any or not self.are_still():
+            raise LossScaleError(
+                "the gradients of that step are gone: read last_step.grad_norm and last_step.culprits before "
+                "zero_grad() and the next loss, or call clip_grad_norm_ before step(), whose norm is kept."
+            )
+        return self.groups
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """The result of a step of ``LossScalingOptimizer``. Only reading a value waits for the device."""
+
+    _unscaled: Unscaled
+    _groups: GradientsOf
+
+    @property  # not cached: the replay of a CUDA graph that holds the step makes them anew
+    def found_inf(self) -> bool:
+        """True if a gradient was not finite in any process; False if the loss scale checks no gradients."""
+        return bool(self._unscaled.found_inf.item())
+
+    @property
+    def skipped(self) -> bool:
+        """True if the step was skipped and changed nothing."""
+        return self.found_inf
+
+    @property
+    def scale(self) -> float:
+        """The factor by which the loss had been multiplied."""
+        return float(self._unscaled.scale.item())
+
+    @cached_property
+    def grad_norm(self) -> float:
+        """The 2-norm of the unscaled gradients; after ``clip_grad_norm_``, the norm that it returned.
+
+        Raises:
+            LossScaleError: the step's gradients are gone.
+        """
+        norm = self._unscaled.norm
+        return float((norm if norm is not None else gradients.norm(self._groups())).item())
+
+    @cached_property
+    def culprits(self) -> tuple[str, ...]:
+        """Names of the parameters of this process whose gradients were not finite.
+
+        Raises:
+            LossScaleError: the step's gradients are gone.
+        """
+        return gradients.culprits(self._groups())
+
+    def __repr__(self) -> str:
+        return f"StepResult(skipped={self.skipped}, scale={self.scale:g})"
+
+
+def exhausted(groups: Sequence[dict[str, Any]], scale: float) -> LossScaleError:
+    """Make the error for a step that overflowed at the smallest scale."""
+    names = gradients.culprits(groups)
+    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    where = f"of {shown}" if names else "of another process's parameters"
+    return LossScaleError(
+        f"the gradients {where} are not finite, and the loss scale is at its floor ({scale:g}) already: scaling is not "
+        "the cause. The step was skipped and no weight changed. Look for Inf or NaN in the data, the loss and these "
+        "parameters, lower the learning rate, or use bfloat16."
+    )
+
+
+def overflowed(found_inf: torch.Tensor) -> bool:
+    """Ask the device whether gradients overflowed: ``found_inf`` is a float32 scalar, above 0 if they did.
+
+    Raises:
+        LossScaleError: a CUDA graph is being captured, which cannot ask.
+    """
+    if is_capturing(found_inf):
+        raise LossScaleError(
+            "whether to skip this step would be decided by the host, which a CUDA graph cannot ask. Use a fused "
+            "optimizer (fused=True), and capture after a step that was not skipped (optimizer.last_step.skipped): the "
+            "optimizer makes its state in the first one."
+        )
+    return bool(found_inf.item())
+
 
 Losses = TypeVar("Losses")
 _OWN = ("loss_scale", "masters")  # keys that a bare optimizer's state dict does not have

@@ -10,8 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocastfx.training import gradients
-from autocastfx.training.host_copy import HostCopy, moved
-from autocastfx.training.loss_scale import DynamicLossScale
+from autocastfx.training.loss_scale import DynamicLossScale, HostCopy, moved
 from autocastfx.training.loss_scaler import LossScaler
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from autocastfx import DynamicLossScale, LossScaleError, LossScaler, NoLossScale, StaticLossScale
-from autocastfx.training.host_copy import HostCopy, Seen
-from autocastfx.training.loss_scale import LossScale
+from autocastfx.training.loss_scale import HostCopy, LossScale, Seen
 
 ZERO, ONE = torch.zeros(()), torch.ones(())
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx import DynamicLossScale, LossScaleError, LossScalingOptimizer
-from autocastfx.training import loss_scaler, step_result
+from autocastfx.training import loss_scaler, optimizer
 from autocastfx.training.loss_scaler import LossScaler
 from tests.training.recorded import Recorded, record
 
@@ -86,7 +86,7 @@ def test_a_capture_that_would_ask_the_host_says_what_to_do(fused: bool, monkeypa
     training.step()
     assert training.optimizer.last_step.skipped is fused
     weights = [p.detach().clone() for p in training.model.parameters()]
-    monkeypatch.setattr(step_result, "is_capturing", lambda _: True)
+    monkeypatch.setattr(optimizer, "is_capturing", lambda _: True)
     with pytest.raises(LossScaleError, match=r"which a CUDA graph cannot ask\. Use a fused optimizer"):
         training.step()
     assert same(list(training.model.parameters()), weights)

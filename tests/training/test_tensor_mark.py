@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autocastfx.training.tensor_mark import TensorMark
+from autocastfx.training.masters import TensorMark
 
 
 def test_a_mark_fits_until_the_tensor_is_written_to() -> None:
