@@ -50,8 +50,8 @@ from autocastfx.numerics.tune import tune
 from autocastfx.numerics.tuned import Tuned
 from autocastfx.numerics.watch import Watch, watch
 from autocastfx.numerics.watched_node import SkippedStep, WatchedNode
-from autocastfx.plan.cause import Cause, Why
 from autocastfx.plan.plan import (
+    Cause,
     Decision,
     Forced,
     Placement,
@@ -61,6 +61,7 @@ from autocastfx.plan.plan import (
     PlannedNode,
     Precision,
     Recomposed,
+    Why,
 )
 from autocastfx.plan.plan_diff import Difference, PlanDiff, diff
 from autocastfx.plan.ranges import Range, Ranges

@@ -28,10 +28,9 @@ from autocastfx.errors import CaptureError, SensitivityError, UnmatchedPlanWarni
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
 from autocastfx.passes.variant_maker import VariantMaker
-from autocastfx.plan.plan import Plan
-from autocastfx.plan.prices import Prices
+from autocastfx.plan.edited_plan import read_plan
+from autocastfx.plan.plan import Plan, Prices
 from autocastfx.plan.ranges import Ranges
-from autocastfx.plan.read_plan import read_plan
 from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list

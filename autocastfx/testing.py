@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autocastfx.plan.plan import PlannedNode, Precision
-from autocastfx.plan.select_nodes import select
+from autocastfx.plan.plan import PlannedNode, Precision, select
 from autocastfx.report.explain import explain
 from autocastfx.runtime.amp_module import AmpModule
 

@@ -20,9 +20,8 @@ from autocastfx.numerics.sensitivity import Measuring, captured_of
 from autocastfx.numerics.target_error import TargetError
 from autocastfx.numerics.tuned import Tuned
 from autocastfx.passes.pipeline import Converter
-from autocastfx.plan.plan import Plan, PlannedNode
-from autocastfx.plan.prices import Prices
-from autocastfx.plan.read_plan import read_plan
+from autocastfx.plan.edited_plan import read_plan
+from autocastfx.plan.plan import Plan, PlannedNode, Prices
 from autocastfx.policy.op_list import load_op_list
 from benchmarks.tune_models import Case
 

@@ -16,7 +16,7 @@ import autocastfx
 from autocastfx import Sensitivity
 from autocastfx.numerics.plan_search import PlanSearch
 from autocastfx.numerics.target_error import TargetError
-from autocastfx.plan.prices import Prices
+from autocastfx.plan.plan import Prices
 from benchmarks import pictures, tune, tune_finds
 from benchmarks.tune_cost import Cost
 from benchmarks.tune_judge import Bench, Judged, measured

@@ -21,10 +21,9 @@ from autocastfx.cli.terminal import for_output
 from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import ModelSpecError, PlanError
 from autocastfx.files import check_writable, read_whole, replacing
-from autocastfx.plan.plan import Plan
+from autocastfx.plan.plan import Plan, select
 from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.plan.plan_diff import diff as diff_plans
-from autocastfx.plan.select_nodes import select
 from autocastfx.policy.op_list import load_op_list, preset_path, preset_title, presets
 from autocastfx.report.dump import dump as dump_model
 from autocastfx.report.dump import dump_text

@@ -16,11 +16,9 @@ from torch.utils import _pytree as pytree
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_cast, module_path, stack_trace
-from autocastfx.numerics.advice import because_of, op_list_for
 from autocastfx.numerics.overflow import InputRange, Overflow
 from autocastfx.numerics.paired_run import Step, floating, run_side_by_side
-from autocastfx.plan.cause import Why
-from autocastfx.plan.plan import PlannedNode
+from autocastfx.plan.plan import PlannedNode, Why, because_of, op_list_for
 from autocastfx.report.source_line import source_line
 from autocastfx.runtime.amp_module import AmpModule
 

@@ -18,10 +18,10 @@ from autocastfx.dtypes import LOW_DTYPES, one_low_dtype
 from autocastfx.errors import NodeError
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attribute, is_cast, module_path, origin, stack_trace
-from autocastfx.numerics.advice import because_of, op_list_for
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
 from autocastfx.numerics.one_graph import Side, random_state, set_random_state
 from autocastfx.numerics.tape import Tape
+from autocastfx.plan.plan import because_of, op_list_for
 from autocastfx.report.source_line import source_line
 from autocastfx.runtime.amp_module import AmpModule, Variant
 

@@ -11,8 +11,7 @@ from autocastfx.graph.node import attribute
 from autocastfx.graph.walk import walk
 from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.overflow import Overflow
-from autocastfx.plan.joint_error import joint_error
-from autocastfx.plan.plan import Plan, PlannedNode, Precision
+from autocastfx.plan.plan import Plan, PlannedNode, Precision, joint_error
 from autocastfx.report.lint.work import work_of
 from autocastfx.runtime.amp_module import AmpModule
 

@@ -22,8 +22,7 @@ from autocastfx.numerics.target_error import TargetError
 from autocastfx.numerics.tuned_rules import rules_for
 from autocastfx.passes.pipeline import Converter
 from autocastfx.passes.variant_maker import VariantMaker
-from autocastfx.plan.plan import Plan
-from autocastfx.plan.prices import Prices
+from autocastfx.plan.plan import Plan, Prices
 from autocastfx.policy.op_list import OpList
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.variant import Variant

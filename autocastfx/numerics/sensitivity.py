@@ -30,7 +30,7 @@ from autocastfx.numerics.replay import Replay
 from autocastfx.numerics.switches import errors_at
 from autocastfx.numerics.target_error import TargetError
 from autocastfx.passes.variant_maker import VariantMaker
-from autocastfx.plan.prices import Prices
+from autocastfx.plan.plan import Prices
 from autocastfx.plan.ranges import mode_of
 from autocastfx.plan.sensitivity import TARGETS, Sensitivity, shared_directions
 from autocastfx.policy.op_list import OpListLike

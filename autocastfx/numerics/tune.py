@@ -22,7 +22,7 @@ from autocastfx.numerics.sensitivity import Measuring, check_choices, check_fits
 from autocastfx.numerics.target_error import TargetError
 from autocastfx.numerics.tuned import Tuned
 from autocastfx.passes.variant_maker import VariantMaker
-from autocastfx.plan.prices import Prices
+from autocastfx.plan.plan import Prices
 from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.op_list import OpList, OpListLike
 from autocastfx.report.conversion_warnings import warn_of_unmatched_effects

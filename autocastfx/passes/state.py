@@ -21,8 +21,7 @@ from autocastfx.passes.analysis.ports import Ports
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.torch_autocast.dispatch import Followed
 from autocastfx.plan.edited_plan import EditedPlan
-from autocastfx.plan.plan import Decision, Placement, Recomposed, Traffic
-from autocastfx.plan.prices import Prices
+from autocastfx.plan.plan import Decision, Placement, Prices, Recomposed, Traffic
 from autocastfx.plan.ranges import Ranges
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher

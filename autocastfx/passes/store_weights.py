@@ -11,8 +11,7 @@ from torch import fx
 from autocastfx.graph.alias import is_opaque
 from autocastfx.graph.node import Origin, origin, set_origin, set_value, tensors
 from autocastfx.passes.state import Pass, State
-from autocastfx.plan.cause import Why
-from autocastfx.plan.plan import Placement
+from autocastfx.plan.plan import Placement, Why
 from autocastfx.runtime.working_copies import ATTRIBUTE, working_copy
 
 __all__ = ["StoreWeights", "read_copies", "store_low"]

@@ -6,20 +6,22 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from fnmatch import fnmatchcase
 from typing import Any
 
 from autocastfx.errors import KeyPath, Place, Source
-from autocastfx.plan.cause import Cause
 from autocastfx.plan.json_text import parsed_json
-from autocastfx.plan.sensitivity import Signature
+from autocastfx.plan.sensitivity import Sensitivity, Signature, added, rms
 from autocastfx.policy.rule import Category
+from autocastfx.policy.yaml_tree import nearest
 
 __all__ = [
     "NO_SOURCE",
     "UNLISTED",
+    "Cause",
     "Decision",
     "Forced",
     "Placement",
@@ -28,10 +30,105 @@ __all__ = [
     "PlannedCopy",
     "PlannedNode",
     "Precision",
+    "Prices",
     "Recomposed",
     "Traffic",
+    "Why",
+    "because_of",
     "check_version",
+    "joint_error",
+    "op_list_for",
+    "proposed_list",
+    "select",
 ]
+
+
+# The cause of a node's placement as a value: a kind, and the nodes that it names.
+
+
+class Why(str, Enum):
+    """The kind of a cause. Its value is the text, with ``{}`` for each node."""
+
+    ALLOW = "allow"
+    DENY = "deny"
+    KEEP = "keep"
+    PROMOTE = "promote"
+    AFTER = "after {}"  # a node that runs in float32
+    UPDATES = "updates {}"  # in plans of earlier versions: a buffer, parameter or input, which stays float32
+    SHARES_STORAGE = "shares storage that stays float32"
+    NO_ALLOW_BEFORE = "no allow op before it"
+    INPUT_IS_FLOAT32 = "an input is float32"
+    FEWEST_BYTES = "fewest bytes moved"
+    FOLDED = "folded"
+    MEASURED = "measured: fewest bytes for its error"
+    VIEW_OF_WEIGHT = "a view of a 16-bit weight"
+    EDITED = "the plan"
+    AS_CAPTURED = "as the model has it"  # of a model that is 16-bit already
+    # TensorFlow's rule, ``placement: simple``.
+    BETWEEN = "between {} and {}"
+    NEXT_TO = "next to {}"
+    NOT_ENCLOSED = "no two allow ops enclose it"
+    ALL_LOW = "all its inputs are low"
+    # Nothing that could be cast.
+    NO_FLOAT32 = "no float32 value"
+    CROSSES_BORDER = "values cross the border of a sub-graph as captured"
+    # torch.autocast's dispatch, ``placement: follow``.
+    INPUTS_CROSS_BORDER = "its inputs cross a border as captured"
+    NO_TENSOR = "gives no tensor"
+    NOTHING_TO_CAST = "no input that is cast"
+    AS_INPUTS = "as its inputs come"
+    FIRST_NOT_CAST = "its first input is not cast"
+    NAMES_DTYPE = "the call names its dtype"
+
+
+# The clause of a sentence, where the value is none.
+_CLAUSES = {
+    **{why: f"its category is {why.value}" for why in (Why.ALLOW, Why.DENY, Why.KEEP, Why.PROMOTE)},
+    Why.AFTER: "it comes after {}, which does",
+    Why.UPDATES: "it updates {}",
+    Why.SHARES_STORAGE: "it shares memory that stays float32",
+    Why.NO_ALLOW_BEFORE: "there is no allow op before it",
+    Why.FEWEST_BYTES: "this moves the fewest bytes",
+    Why.FOLDED: "it is folded: its kernel computes in float32 inside",
+    Why.MEASURED: "this moves the fewest bytes for the error that was measured",
+    Why.VIEW_OF_WEIGHT: "it is a view of a 16-bit weight",
+    Why.EDITED: "the plan given to convert says so",
+    Why.BETWEEN: "it lies between {} and {}",
+    Why.NEXT_TO: "it lies next to {}",
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A kind of cause, with the name of a node for each ``{}`` in its text."""
+
+    why: Why
+    nodes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.why.value.format(*self.nodes)
+
+    @property
+    def clause(self) -> str:
+        """The cause as a clause of a sentence that says how the node runs."""
+        return _CLAUSES.get(self.why, self.why.value).format(*self.nodes)
+
+    def inside(self, prefix: str) -> Cause:
+        """The same cause in a sub-graph, whose nodes have ``prefix`` before their names in a plan."""
+        return Cause(self.why, tuple(prefix + node for node in self.nodes))
+
+    @classmethod
+    def from_text(cls, text: str) -> Cause:
+        """The cause whose text is ``text``.
+
+        Raises:
+            ValueError: no cause has this text.
+        """
+        for why in Why:
+            found = re.fullmatch(r"(\S+)".join(map(re.escape, why.value.split("{}"))), text)
+            if found is not None:
+                return cls(why, found.groups())
+        raise ValueError(f"{text!r} is no cause of a placement")
 
 
 _VERSION = 1  # of the text of a plan: another one for every change that an older reader would misread
@@ -317,3 +414,111 @@ def _copy(data: dict[str, Any]) -> PlannedCopy:
 def _cast(data: dict[str, Any]) -> PlannedCast:
     rest: dict[str, Any] = {**data, "readers": tuple(data["readers"])}
     return PlannedCast(**rest)
+
+
+# Select nodes of a plan by name: a node, an op, a module, or an op inside a module.
+
+
+def select(plan: Plan, what: str) -> tuple[PlannedNode, ...]:
+    """Return the nodes that ``what`` names, in the order of the plan.
+
+    Args:
+        plan: the plan of one graph.
+        what: a node (``softmax_3``), an op (``softmax``), the path of a module (``layers.0.attn``), or an op
+            inside a module (``layers.0.attn.softmax``). Paths may be patterns (``layers.*.attn``).
+
+    Raises:
+        KeyError: nothing has this name; the message suggests the nearest.
+    """
+    named = [node for node in plan.nodes if what in (node.name, node.op)]
+    module, _, op = what.rpartition(".")
+    named = named or [node for node in plan.nodes if node.op == op and _is_inside(node.module, module)]
+    named = named or [node for node in plan.nodes if _is_inside(node.module, what)]
+    if not named:
+        names = {name for node in plan.nodes for name in (node.name, node.op, node.module, f"{node.module}.{node.op}")}
+        raise KeyError(f"no node, op or module of the plan is called {what!r}{nearest(what, names)}")
+    return tuple(named)
+
+
+def _is_inside(module: str, pattern: str) -> bool:
+    parts = module.split(".")
+    return any(fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
+
+
+# Write an op list that changes how nodes run.
+
+
+def proposed_list(nodes: Sequence[PlannedNode], category: str) -> str:
+    """Write YAML that gives nodes the category ``"float32"`` or ``"low"``: by module, at the root by op.
+
+    Returns:
+        The text of an op list, which ends with a newline; empty for no nodes.
+    """
+    if not nodes:
+        return ""
+    ops = list(dict.fromkeys(node.op for node in nodes if not node.module))
+    modules: dict[str, dict[str, None]] = {}
+    for node in (n for n in nodes if n.module):
+        modules.setdefault(node.module, {})[node.op] = None
+    lines = [f"{'deny' if category == 'float32' else 'allow'}: [{', '.join(ops)}]"] if ops else []
+    lines += ["modules:"] if modules else []
+    lines += [
+        f'  - {{path: "{path}", category: {category}, ops: [{", ".join(found)}]}}' for path, found in modules.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+# The predicted error that several nodes of a plan make together.
+
+
+def joint_error(nodes: Iterable[PlannedNode]) -> float | None:
+    """Return the relative error that ``nodes`` make together, as ``Plan.error`` is that of all.
+
+    Their effects are added up, so that they may cancel: it can be less than the error of one of them.
+
+    Returns:
+        None if no node has an effect: nothing was measured, or the plan was read from a text.
+    """
+    effects = [node.effect for node in nodes if node.effect]
+    return rms(added(effects)) if effects else None
+
+
+# The prices by which a placement is chosen, beside the bytes that it moves: of errors, and of products' time.
+
+
+@dataclass(frozen=True)
+class Prices:
+    """A measurement, and what its errors cost.
+
+    Attributes:
+        sensitivity: the effect of each node.
+        per_error: the bytes that a squared relative error of 1 costs; None: the errors are told in plans, and change
+            no placement.
+        bytes_per_flop: the bytes that a device moves in the time by which a float32 product takes longer, for each of
+            its operations.
+    """
+
+    sensitivity: Sensitivity
+    per_error: float | None = None
+    bytes_per_flop: float = 0.0
+
+
+# Advice on a node that 16 bits do not suit: why it runs so, and the op list that changes it.
+
+
+def because_of(entry: PlannedNode | None) -> str:
+    """The reason for a node's precision; ``entry`` is None for a node that the conversion made."""
+    if entry is None:
+        return "the conversion made this node"
+    because = entry.placement.because
+    if because.why in (Why.ALLOW, Why.DENY, Why.KEEP, Why.PROMOTE):
+        return f"its category is {entry.decision}"
+    return f"{because.clause}; its category is {entry.decision}"
+
+
+def op_list_for(entries: Sequence[PlannedNode]) -> str:
+    """An op list, in YAML, by which nodes run in float32; empty where one is made by what no list overrides."""
+    low = [e for e in entries if e.placement.run is Precision.LOW and e.placement.because.why is not Why.FOLDED]
+    if not low or len(low) < sum(e.placement.run is not Precision.FLOAT32 for e in entries):
+        return ""
+    return proposed_list(low, "float32")

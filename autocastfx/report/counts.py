@@ -6,8 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from autocastfx.plan.joint_error import joint_error
-from autocastfx.plan.plan import PlannedNode, Precision
+from autocastfx.plan.plan import PlannedNode, Precision, joint_error
 from autocastfx.report.columns import Column, aligned, wrapped
 from autocastfx.report.folded_casts import FoldedCasts
 from autocastfx.report.predicted_error import error_cell

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from autocastfx.plan.plan import PlannedNode, Recomposed
-from autocastfx.plan.select_nodes import select
+from autocastfx.plan.plan import PlannedNode, Recomposed, select
 from autocastfx.report.dump import views_of
 from autocastfx.report.predicted_error import PredictedError
 from autocastfx.report.reason import Reason, Reasons

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from autocastfx.plan.cause import Why
-from autocastfx.plan.plan import Forced, PlannedNode, Precision
-from autocastfx.plan.proposed_list import proposed_list
+from autocastfx.plan.plan import Forced, PlannedNode, Precision, Why, proposed_list
 from autocastfx.report.folded_casts import reads_low
 from autocastfx.report.row import Row
 

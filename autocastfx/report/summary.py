@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autocastfx.plan.cause import Why
-from autocastfx.plan.plan import Plan, Precision, Traffic
+from autocastfx.plan.plan import Plan, Precision, Traffic, Why
 from autocastfx.report.view import View
 
 __all__ = ["summary"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from autocastfx.plan.cause import Why
-from autocastfx.plan.plan import Decision, Precision
+from autocastfx.plan.plan import Decision, Precision, Why
 from autocastfx.report.columns import Column, aligned, wrapped
 from autocastfx.report.counts import counted
 from autocastfx.report.folded_casts import FoldedCasts, folded_casts, is_folded, reads_low

@@ -15,7 +15,7 @@ MODULES = (
     "graph/magnitude.py",
     "graph/node.py",
     "graph/alias.py",
-    "plan/cause.py",
+    "plan/plan.py",
     *(
         f"training/{name}.py"
         for name in ("agreement", "optimizer", "gradients", "loss_scale", "loss_scaler", "masters")
@@ -139,6 +139,8 @@ ALSO: dict[str, tuple[str, ...]] = {
     "policy/rule.py": ("policy/test_backtracking.py",),
     "training/loss_scale.py": ("training/test_host_copy.py",),
     "training/masters.py": ("training/test_tensor_mark.py",),
+    "plan/plan.py": ("plan/test_cause.py", "plan/test_proposed_list.py"),
+    "plan/edited_plan.py": ("plan/test_read_plan.py",),
 }
 
 

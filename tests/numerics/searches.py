@@ -10,7 +10,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx.numerics.plan_search import PlanSearch
-from autocastfx.plan.prices import Prices
+from autocastfx.plan.plan import Prices
 
 __all__ = ["search_of"]
 

@@ -16,8 +16,7 @@ import autocastfx
 from autocastfx import Forced, OpList, Precision, Why
 from autocastfx.passes import pipeline
 from autocastfx.passes.insert_raises import insert_raises
-from autocastfx.plan.cause import Cause
-from autocastfx.plan.plan import Placement
+from autocastfx.plan.plan import Cause, Placement
 from tests.helpers import heard, listing, text
 
 pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")  # the rules of all functions

@@ -14,8 +14,7 @@ import autocastfx
 from autocastfx.graph.node import Origin, origin, set_origin
 from autocastfx.passes import pipeline
 from autocastfx.passes.state import State
-from autocastfx.plan.cause import Cause, Why
-from autocastfx.plan.plan import Placement, Precision
+from autocastfx.plan.plan import Cause, Placement, Precision, Why
 from tests.helpers import TORCH, Function
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.plan.cause import Cause, Why
+from autocastfx.plan.plan import Cause, Why
 
 PACKAGE = Path(autocastfx.__file__).parent
 

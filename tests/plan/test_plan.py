@@ -14,8 +14,7 @@ from torch import nn
 import autocastfx
 from autocastfx import Category, Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
 from autocastfx.errors import KeyPath, Source
-from autocastfx.plan.cause import Cause, Why
-from autocastfx.plan.plan import Forced, Traffic
+from autocastfx.plan.plan import Cause, Forced, Traffic, Why
 
 TEXT = st.text(max_size=8)
 NAMES = st.from_regex(r"([a-z_]+\d*/)?[a-z_]+\d*", fullmatch=True)

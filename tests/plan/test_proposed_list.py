@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autocastfx
-from autocastfx.plan.proposed_list import proposed_list
+from autocastfx.plan.plan import proposed_list
 from autocastfx.report.dump import view_of
 from autocastfx.report.reason import Reasons
 from tests.golden.models import converted

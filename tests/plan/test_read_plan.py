@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from autocastfx import Category, Plan, PlanError, Precision
 from autocastfx.errors import Source
-from autocastfx.plan.read_plan import read_plan
+from autocastfx.plan.edited_plan import read_plan
 from tests.plan.test_plan import PLANS
 
 NODE = '{"name": "mul", "op": "mul", "placement": {"run": "low"}}'

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.plan.cause import Why
+from autocastfx.plan.plan import Why
 from autocastfx.policy.op_list import preset_folder
 from benchmarks.zoo_models import ZOO
 from tests.helpers import Function

@@ -13,7 +13,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx import Effect
-from autocastfx.plan.joint_error import joint_error
+from autocastfx.plan.plan import joint_error
 from autocastfx.report.dump import view_of
 from autocastfx.report.page_data import page_data
 from tests.browser import Browser, needs_browser

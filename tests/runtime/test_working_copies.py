@@ -30,7 +30,7 @@ from autocastfx import AmpModule, Plan
 from autocastfx.graph.node import origin
 from autocastfx.passes import store_weights
 from autocastfx.passes.analysis import low_reads
-from autocastfx.plan.cause import Why
+from autocastfx.plan.plan import Why
 from autocastfx.runtime import working_copies
 from autocastfx.runtime.copy_group import Filled
 from autocastfx.runtime.working_copies import WorkingCopies, working_copy

@@ -11,8 +11,7 @@ from torch import fx
 from autocastfx.graph.alias import alias_sets, aliased
 from autocastfx.graph.node import is_float32, tensors, uses
 from autocastfx.passes.analysis.ports import Ports
-from autocastfx.plan.cause import Cause, Why
-from autocastfx.plan.plan import Decision, Placement, Precision
+from autocastfx.plan.plan import Cause, Decision, Placement, Precision, Why
 from autocastfx.policy.rule import Category
 
 __all__ = ["LowReads", "lower_views"]

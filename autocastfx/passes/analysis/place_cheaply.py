@@ -25,8 +25,7 @@ from autocastfx.passes.analysis.folding import Fold
 from autocastfx.passes.analysis.min_cut import OUTSIDE, Label, Term, cheapest
 from autocastfx.passes.analysis.provenance import Provenance, decisive
 from autocastfx.passes.analysis.units import Unit, Units
-from autocastfx.plan.cause import Cause, Why
-from autocastfx.plan.plan import Decision, Placement, Precision
+from autocastfx.plan.plan import Cause, Decision, Placement, Precision, Why
 from autocastfx.policy.rule import Category
 
 __all__ = ["place_cheaply"]

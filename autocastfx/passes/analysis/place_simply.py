@@ -13,8 +13,7 @@ from torch import fx
 from autocastfx.graph.alias import reachable
 from autocastfx.graph.node import has_float32, producer, tensors, uses
 from autocastfx.passes.analysis.units import Unit, Units
-from autocastfx.plan.cause import Cause, Why
-from autocastfx.plan.plan import Decision, Placement
+from autocastfx.plan.plan import Cause, Decision, Placement, Why
 from autocastfx.policy.rule import Category
 
 __all__ = ["place_simply"]

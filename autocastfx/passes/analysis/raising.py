@@ -19,8 +19,7 @@ from autocastfx.graph.any_size import abstract_call, concrete_sizes, dtypes_of, 
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import argument, dtypes, is_member, uses, value
 from autocastfx.passes.analysis.listed import listed, refuse_banned
-from autocastfx.plan.cause import Cause, Why
-from autocastfx.plan.plan import Decision, Forced, Placement, Precision
+from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Why
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
 from autocastfx.policy.rule import Category, ModuleRule, Rule

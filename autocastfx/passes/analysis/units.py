@@ -10,8 +10,7 @@ from torch import fx
 from autocastfx.graph.alias import AliasSet, alias_sets
 from autocastfx.graph.node import has_float32, is_member, producer, uses
 from autocastfx.passes.analysis.ports import Ports
-from autocastfx.plan.cause import Cause, Why
-from autocastfx.plan.plan import Decision, Forced, Placement, Precision
+from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Why
 from autocastfx.policy.rule import Category
 
 __all__ = ["FREE", "Unit", "Units", "units_of"]

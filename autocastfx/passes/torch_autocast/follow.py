@@ -12,8 +12,7 @@ from autocastfx.graph.any_size import concrete_sizes, dtypes_of
 from autocastfx.graph.node import tensors, value
 from autocastfx.passes.state import Pass, Policy, State
 from autocastfx.passes.torch_autocast.dispatch import Dispatch, Followed
-from autocastfx.plan.cause import Cause
-from autocastfx.plan.plan import Decision, Placement, Precision
+from autocastfx.plan.plan import Cause, Decision, Placement, Precision
 
 __all__ = ["Follow", "dispatch_of", "follow"]
 

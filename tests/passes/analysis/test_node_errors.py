@@ -21,7 +21,7 @@ from autocastfx.passes.analysis.node_errors import NodeErrors, equal_terms, prod
 from autocastfx.passes.analysis.place_cheaply import place_cheaply
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.passes.analysis.units import units_of
-from autocastfx.plan.cause import Cause, Why
+from autocastfx.plan.plan import Cause, Why
 from autocastfx.plan.sensitivity import OUTPUT, rms
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from benchmarks.tune_models import MODELS
