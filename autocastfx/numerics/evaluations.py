@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autocastfx.errors import EvaluationsError
-from autocastfx.files import read_whole, write_whole
-from autocastfx.plan.json_text import parsed_json
+from autocastfx.files import parsed_json, read_whole, write_whole
 
 __all__ = ["Evaluations"]
 

@@ -23,10 +23,9 @@ from typing import Any, TypeVar
 from torch import fx
 
 from autocastfx.errors import KeyPath, Place, PlanError, Source
-from autocastfx.files import read_whole
+from autocastfx.files import parsed_json, read_whole
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_member, module_path
-from autocastfx.plan.json_text import parsed_json
 from autocastfx.plan.plan import Cause, Decision, Placement, Plan, PlannedNode, Precision, Why, check_version
 from autocastfx.policy.rule import Category
 from autocastfx.policy.yaml_tree import nearest

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from autocastfx.errors import KeyPath, Place, Source
-from autocastfx.plan.json_text import parsed_json
+from autocastfx.files import parsed_json
 from autocastfx.plan.sensitivity import Sensitivity, Signature, added, rms
 from autocastfx.policy.rule import Category
 from autocastfx.policy.yaml_tree import nearest

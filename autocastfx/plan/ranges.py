@@ -16,11 +16,10 @@ import yaml
 from torch import fx
 
 from autocastfx.errors import CalibrationError, Source
-from autocastfx.files import read_whole, write_whole
+from autocastfx.files import parsed_json, read_whole, write_whole
 from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import module_path
-from autocastfx.plan.json_text import parsed_json
 
 __all__ = ["Key", "Range", "Ranges", "key_of", "mode_of"]
 

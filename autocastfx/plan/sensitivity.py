@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from autocastfx.errors import SensitivityError
-from autocastfx.files import read_whole, write_whole
-from autocastfx.plan.json_text import parsed_json
+from autocastfx.files import parsed_json, read_whole, write_whole
 from autocastfx.plan.ranges import MODES, Key
 
 __all__ = ["OUTPUT", "TARGETS", "Effect", "Sensitivity", "Signature", "added", "rms", "shared_directions"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from autocastfx.plan.json_text import parsed_json
+from autocastfx.files import parsed_json
 from autocastfx.plan.plan import Recomposed
 from autocastfx.report.deviation import Deviation
 from autocastfx.report.predicted_error import error_cell

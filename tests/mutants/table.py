@@ -141,6 +141,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "training/masters.py": ("training/test_tensor_mark.py",),
     "plan/plan.py": ("plan/test_cause.py", "plan/test_proposed_list.py"),
     "plan/edited_plan.py": ("plan/test_read_plan.py",),
+    "files.py": ("plan/test_json_text.py",),
 }
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from autocastfx.plan.json_text import parsed_json
+from autocastfx.files import parsed_json
 
 
 def test_what_is_json_is_read() -> None:
