@@ -13,9 +13,8 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from autocastfx.capture.call import Call, CallSignature
+from autocastfx.capture.call import Call, CallSignature, arguments_of, batches_of
 from autocastfx.capture.export import capture
-from autocastfx.capture.given_inputs import arguments_of, batches_of
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.measure import MeasuredGraph, Seen, apart, read_all
 from autocastfx.capture.progress import Progress, counted

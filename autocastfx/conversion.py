@@ -19,10 +19,17 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autocastfx.calibration import first_call, ranges_of
-from autocastfx.capture.call import Call, CallSignature
-from autocastfx.capture.check_arguments import check_arguments, conversion_is_off, refuse_for_low_model
-from autocastfx.capture.given_inputs import device_of, inputs_of, named_device
-from autocastfx.capture.sources import capturing
+from autocastfx.capture.call import (
+    Call,
+    CallSignature,
+    check_arguments,
+    conversion_is_off,
+    device_of,
+    inputs_of,
+    named_device,
+    refuse_for_low_model,
+)
+from autocastfx.capture.thread_state import capturing
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import CaptureError, SensitivityError, UnmatchedPlanWarning, UnsupportedError
 from autocastfx.passes.patterns.patterns import chosen

@@ -5,21 +5,92 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import os
 import pickle
 import re
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.tree_spec import leaf_paths, written
+from autocastfx.dtypes import dtype_name
 from autocastfx.errors import UnsupportedError, shown
+from autocastfx.policy.kernel_facts import LEVELS
 
-__all__ = ["Call", "CallSignature", "CallStructure", "pack_spec", "sized", "unpack_spec"]
+__all__ = [
+    "Call",
+    "CallSignature",
+    "CallStructure",
+    "arguments_of",
+    "batch_of",
+    "batches_of",
+    "check_arguments",
+    "conversion_is_off",
+    "device_of",
+    "inputs_of",
+    "leaf_paths",
+    "named_device",
+    "pack_spec",
+    "refuse_for_low_model",
+    "sized",
+    "unpack_spec",
+    "written",
+]
+
+
+# Read the nesting of arguments from a pytree's spec alone, without constructing the user's objects.
+
+_BRACKETS = {dict: "{}", list: "[]", tuple: "()"}
+
+
+def leaf_paths(spec: pytree.TreeSpec) -> list[tuple[Any, ...]]:
+    """Return the keys, field names and positions that lead to each leaf, in order."""
+    if spec.is_leaf():
+        return [()]
+    steps = _steps(spec)
+    return [(step, *path) for step, child in zip(steps, spec.children(), strict=True) for path in leaf_paths(child)]
+
+
+def written(spec: pytree.TreeSpec, words: Iterable[str]) -> str:
+    """Write the tree in Python's notation, with one of ``words`` for each leaf, in order: ``{a: [1, None]}``."""
+    return _written(spec, iter(words))
+
+
+def _written(spec: pytree.TreeSpec, words: Iterator[str]) -> str:
+    if spec.is_leaf():
+        return next(words)
+    members = [_written(child, words) for child in spec.children()]
+    kind: Any = spec.context if spec.type is namedtuple else spec.type
+    steps = _steps(spec)
+    if kind in (list, tuple):
+        inside = ", ".join(members) + ("," if kind is tuple and len(members) == 1 else "")
+    elif all(isinstance(step, int) for step in steps) and kind is not dict:
+        inside = ", ".join(members)
+    else:
+        sign = ": " if kind is dict else "="
+        inside = ", ".join(f"{step}{sign}{member}" for step, member in zip(steps, members, strict=True))
+    opening, closing = _BRACKETS.get(kind, "()")
+    return f"{'' if kind in _BRACKETS else kind.__name__}{opening}{inside}{closing}"
+
+
+def _steps(spec: pytree.TreeSpec) -> list[Any]:
+    """Return a key, field name or position for each child. Keys are the context, or one of its members."""
+    context: Any = spec.context
+    count = spec.num_children
+    if spec.type is namedtuple:
+        return list(context._fields)
+    parts: list[Any] = [context, *context] if isinstance(context, (list, tuple)) else []
+    fitting = (part for part in parts if isinstance(part, (list, tuple)) and len(part) == count)
+    named = (part for part in fitting if spec.type is dict or all(isinstance(step, str) for step in part))
+    return list(next(named, range(count)))
+
 
 _EMPTY = inspect.Parameter.empty
 # The values that an argument may hold besides tensors. Compilers pass symbols for numbers.
@@ -234,3 +305,167 @@ def _refusal(leaf: Any, path: tuple[Any, ...]) -> str:
         "torch.utils._pytree.register_pytree_node (transformers: for a DynamicCache, "
         "transformers.integrations.executorch.register_dynamic_cache_export_support() does; or use_cache=False)."
     )
+
+
+# Read the inputs of one call as a user gives them, and the device that they and the model are on.
+
+_FROM_NUMPY = "Make a tensor of it: torch.from_numpy(array)."
+_IN_A_TUPLE = "An object that is the model's first argument goes into a tuple: (inputs,)."
+
+
+def inputs_of(positional: Any, keywords: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the positional and the keyword inputs of a call.
+
+    Args:
+        positional: a tensor, a tuple or list of positional inputs, a mapping of keyword inputs, or None.
+        keywords: keyword inputs, or None.
+
+    Raises:
+        TypeError: the inputs are none of these; or both hold keyword inputs.
+    """
+    if isinstance(positional, Mapping):
+        if keywords:
+            raise TypeError(
+                "example_inputs is a dict, which holds keyword inputs, and example_kwargs has others: give one of the "
+                "two. A dict that is the model's first argument goes into a tuple: (inputs,)."
+            )
+        return (), cast("Mapping[str, Any]", positional)
+    if isinstance(positional, torch.Tensor):
+        return (positional,), keywords or {}
+    if positional is not None and not isinstance(positional, (tuple, list)):
+        raise TypeError(
+            "example_inputs is a tensor, a tuple of the positional inputs of one call, or a dict of its keyword "
+            f"inputs, not {type(positional).__name__}. {_FROM_NUMPY if _is_array(positional) else _IN_A_TUPLE}"
+        )
+    return tuple(cast("Sequence[Any]", positional or ())), keywords or {}
+
+
+def batch_of(
+    signature: CallSignature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the positional and keyword inputs of a call; a dict that stands alone holds keyword inputs.
+
+    It does so if the model takes all its keys by name. Else it is the first argument.
+    """
+    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
+        given = cast("Mapping[str, Any]", args[0])
+        if given and signature.takes(given):
+            return (), given
+    return tuple(args), kwargs
+
+
+def batches_of(batches: Iterable[Any]) -> Iterator[Any]:
+    """Return an iterator of the batches that a user gave.
+
+    Raises:
+        TypeError: one batch was given, or nothing that can be iterated.
+    """
+    if isinstance(batches, (torch.Tensor, Mapping)) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches is an iterable of batches, not a {type(batches).__name__}; write [batch] for one")
+    return iter(batches)
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword inputs of the call that a batch is for.
+
+    Args:
+        batch: a tensor; a tuple or list of positional inputs; a mapping of keyword inputs; or a pair of a tuple and a
+            mapping, for both.
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(cast("Mapping[str, Any]", batch))
+    if not isinstance(batch, (tuple, list)):
+        return (batch,), {}
+    parts: tuple[Any, ...] = tuple(cast("Iterable[Any]", batch))
+    if len(parts) == 2 and isinstance(parts[0], (tuple, list)) and isinstance(parts[1], Mapping):
+        return tuple(cast("Iterable[Any]", parts[0])), dict(cast("Mapping[str, Any]", parts[1]))
+    return parts, {}
+
+
+def _is_array(held: object) -> bool:
+    return type(held).__module__ == "numpy"
+
+
+def device_of(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> torch.device:
+    """Return the device of the model's first parameter or buffer, else of the first tensor among the inputs."""
+    held = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((tuple(args), dict(kwargs or {})))]
+    return next((one.device for one in held if isinstance(one, torch.Tensor)), torch.device("cpu"))
+
+
+def named_device(given: torch.device | str | None) -> torch.device | None:
+    """Return the device that a user named; None for None.
+
+    Raises:
+        ValueError: torch knows none of this name.
+    """
+    try:
+        return torch.device(given) if given is not None else None
+    except RuntimeError as error:
+        near = "cuda" if str(given).lower().startswith("gpu") else "cpu"
+        known = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device={given!r} is not a device that torch knows (did you mean {near!r}?): {known}"
+        ) from None
+
+
+# Checks of the arguments of a conversion, before anything is captured.
+
+
+def check_arguments(fold: str, weights: str = "cast", headroom: float = 1.0, *, check: bool | None = None) -> None:
+    """Check arguments of a conversion.
+
+    Raises:
+        ValueError: one has no such value.
+    """
+    if not 1 <= headroom <= sys.float_info.max:
+        raise ValueError(f"headroom is a finite factor of at least 1, not {shown(headroom)}")
+    if check not in (None, True, False):
+        raise ValueError(f"check is None, True or False, not {shown(check)}")
+    choices = {"weights": (weights, ("cast", "cached", "low")), "fold": (fold, tuple(LEVELS))}
+    for name, (given, known) in choices.items():
+        if given not in known:
+            raise ValueError(f"{name} is one of {', '.join(map(repr, known))}, not {given!r}")
+
+
+# Of a model that is 16-bit already.
+_REFUSED = {
+    "dtype": "the conversion has the dtype of the model: leave dtype out, or convert the float32 model",
+    "weights": 'its parameters are stored in 16 bits as they are: leave weights="cast"',
+    "fold": 'what the list denies is raised to float32: leave fold="exact", and name in op_list what is to be raised',
+    "calibrate": "nothing is rounded that was not: name in op_list what is to be float32, or convert the float32 model",
+    "sensitivity": "nothing is rounded that was not: convert the float32 model, for which it was measured",
+    "recompose": "its ops stay those that they are, to the bit: leave recompose out, or convert the float32 model",
+}
+
+
+def refuse_for_low_model(module: nn.Module, own: torch.dtype, **given: Any) -> None:
+    """Refuse arguments of a conversion that mean nothing for a model whose parameters are ``own``, a 16-bit dtype.
+
+    Raises:
+        UnsupportedError: one of them is given.
+    """
+    wanted = {"dtype": own, "weights": "cast", "calibrate": None, "sensitivity": None}
+    for name, value in given.items():
+        if name == "fold":
+            is_fit = value != "kernel"
+        else:
+            is_fit = isinstance(value, bool) if name == "recompose" else value == wanted.get(name, value)
+        if not is_fit:
+            raise UnsupportedError(
+                f"{name} was given, and the parameters of this {type(module).__name__} are {dtype_name(own)} already: "
+                f"{_REFUSED[name]}."
+            )
+
+
+def conversion_is_off() -> bool:
+    """True, and told, if the environment has ``AUTOCASTFX_DISABLE=1``: everything runs in float32, to compare runs.
+
+    Raises:
+        ValueError: the variable has another value than 0 or 1.
+    """
+    said = os.environ.get("AUTOCASTFX_DISABLE", "") or "0"
+    if said not in ("0", "1"):
+        raise ValueError(f"AUTOCASTFX_DISABLE is 0 or 1, not {said!r}")
+    if said == "1":
+        warnings.warn("AUTOCASTFX_DISABLE=1 is set: nothing is converted, and all runs in float32.", stacklevel=3)
+    return said == "1"

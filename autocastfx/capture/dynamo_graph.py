@@ -21,11 +21,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import checkpoint
 
-from autocastfx.capture.constant_masks import drop_settled
-from autocastfx.capture.data_attribute import data
-from autocastfx.capture.flatten_transforms import flatten_transforms
+from autocastfx.capture.masks import drop_settled
+from autocastfx.capture.rewrites import data
 from autocastfx.capture.tensor_hooks import used_before
-from autocastfx.capture.tidy import tidy
+from autocastfx.capture.tidy import flatten_transforms, tidy
 from autocastfx.capture.whole_calls import record_call
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.names import op_name

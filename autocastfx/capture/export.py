@@ -6,40 +6,81 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import fx, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as fx_config
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature, CallStructure
-from autocastfx.capture.call_rules import CallRules
-from autocastfx.capture.constant_masks import drop_settled
-from autocastfx.capture.data_writes import data_rules, detach_unwritten
-from autocastfx.capture.derivatives import DERIVATIVES
 from autocastfx.capture.failure import AgainError, asks_for_values, capture_error, quiet
-from autocastfx.capture.indices import INTEGER_INDICES
 from autocastfx.capture.leave_intact import intact
-from autocastfx.capture.module_hooks import refuse_backward_hooks, unfollowed
-from autocastfx.capture.numbers import CarriedNumbers
-from autocastfx.capture.padding import padding_noted
-from autocastfx.capture.python_bools import COMPARISONS
-from autocastfx.capture.python_state import PythonState, StateGuard, watched_state
-from autocastfx.capture.rebound import buffers_written_back
+from autocastfx.capture.masks import drop_settled
+from autocastfx.capture.python_state import (
+    PythonState,
+    StateGuard,
+    buffers_written_back,
+    refuse_backward_hooks,
+    unfollowed,
+    watched_state,
+)
+from autocastfx.capture.rewrites import (
+    COMPARISONS,
+    CUMULATIVE_NORMS,
+    CallRules,
+    CarriedNumbers,
+    Casts,
+    Rule,
+    data_rules,
+    detach_unwritten,
+    masks_taken_as_given,
+)
 from autocastfx.capture.shape_guard import ShapeGuard, shape_guard
-from autocastfx.capture.sources import capturing
 from autocastfx.capture.tensor_hooks import tensor_hook_rules
+from autocastfx.capture.thread_state import capturing
 from autocastfx.capture.tidy import tidy
-from autocastfx.capture.value_free import CUMULATIVE_NORMS, masks_taken_as_given
-from autocastfx.capture.watch_casts import Casts
-from autocastfx.capture.whole_calls import whole_calls
+from autocastfx.capture.whole_calls import padding_noted, whole_calls
 from autocastfx.errors import CaptureError
 from autocastfx.graph.any_size import any_size
 from autocastfx.graph.names import op_name
 
 __all__ = ["Captured", "capture"]
+
+
+# Refuse at capture what a table cannot be asked for: torch 2.11 looks any dtype up in an abstract one.
+
+
+def _embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if input.dtype not in (torch.int64, torch.int32):
+        raise RuntimeError(f"embedding: 'indices' are int64 or int32, not {input.dtype}")
+    return F.embedding(input, weight, *args, **kwargs)
+
+
+INTEGER_INDICES: Mapping[Any, Rule] = {F.embedding: _embedding}
+
+
+# Refuse derivatives that a model's forward takes itself: a graph captured by torch.export cannot hold them.
+
+
+def _refuse(take: Any, *args: Any, **kwargs: Any) -> Any:
+    if get_proxy_mode() is None:  # inside a call that stays whole
+        return take(*args, **kwargs)
+    raise CaptureError(
+        "the model's forward takes a derivative (torch.autograd.grad, torch.autograd.backward, Tensor.backward, or "
+        "torch.func.grad, vjp, jacrev or hessian), which a graph of torch.export cannot hold. Convert in place, with "
+        "autocastfx.enable, or convert the part whose derivative it takes."
+    )
+
+
+DERIVATIVES: Mapping[Any, Rule] = {
+    take: partial(_refuse, take) for take in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+}
+
 
 # Capture with every size dynamic is slow for a few models (Swin: 41 s against 0.7 s). After this many seconds of thread
 # time it starts again with only the first dimension of each input dynamic.

@@ -7,21 +7,182 @@ import pickle
 import random
 import sys
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import getmro
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.modules import module as of_all_modules
 
+from autocastfx.capture.failure import AgainError
 from autocastfx.capture.leave_intact import same_content
-from autocastfx.capture.module_hooks import derived_by_hooks
-from autocastfx.capture.patch import patched_here
-from autocastfx.capture.plain_value import is_plain, is_same, plain_parts
+from autocastfx.capture.thread_state import patched_here
 from autocastfx.errors import CaptureError, shown
+from autocastfx.graph.alias import reachable
+from autocastfx.graph.names import op_name
+from autocastfx.graph.node import draws_random_numbers, example
 
-__all__ = ["PythonState", "Read", "StateGuard", "watched_state"]
+__all__ = [
+    "PythonState",
+    "Read",
+    "StateGuard",
+    "buffers_written_back",
+    "has_hooks",
+    "is_plain",
+    "is_same",
+    "later_hooks",
+    "later_process_hooks",
+    "names_of",
+    "refuse_backward_hooks",
+    "unfollowed",
+    "unfollowed_names",
+    "watched_state",
+]
+
+
+# Plain values: None, truth values, numbers, text, dtypes and devices, and tuples of them.
+
+_LEAVES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device})
+# Objects whose attributes are not settings of a model: guards do not look into them.
+_OTHERS = (nn.Module, torch.Tensor, torch.Generator, type)
+
+
+def is_plain(value: Any) -> bool:
+    """True for a plain value, and for a tuple of plain values."""
+    return type(value) in _LEAVES or (type(value) is tuple and all(map(is_plain, value)))
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """True if two plain values are interchangeable: 0.0 is not -0.0, True is not 1, and NaN equals NaN."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    if isinstance(a, (float, complex)):
+        return repr(a) == repr(b)
+    return type(a) in _LEAVES and a == b
+
+
+def plain_parts(held: Any) -> dict[str, Any]:
+    """Return an object's plain attributes by name, such as a configuration's fields.
+
+    A list, set or dictionary counts as the tuple of its items, if all are plain; if ``held`` itself is one, its name
+    is ``""``.
+    """
+    whole = _as_tuple(held)
+    if whole is not None:
+        return {"": whole}
+    if isinstance(held, _OTHERS) or callable(held) or not hasattr(held, "__dict__"):
+        return {}
+    parts = ((n, v if is_plain(v) else _as_tuple(v)) for n, v in cast("dict[str, Any]", vars(held)).items())
+    return {name: value for name, value in parts if value is not None or vars(held)[name] is None}
+
+
+def _as_tuple(held: Any) -> tuple[Any, ...] | None:
+    items: Iterable[Any] = ()
+    if type(held) is dict:
+        items = cast("dict[Any, Any]", held).items()
+    elif type(held) in (set, frozenset):
+        items = sorted(held, key=repr)
+    elif type(held) is list:
+        items = cast("list[Any]", held)
+    else:
+        return None
+    found = tuple(items)
+    return found if is_plain(found) else None
+
+
+# The hooks of a model's modules: a graph holds what they do to tensors in forward, and does not call them.
+
+_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+_EVERY = "every module of the process"  # as torch.nn.modules.module.register_module_forward_hook registers them
+# Hooks of these places do nothing that a graph lacks: checks of an exported program, and the outputs of layers that a
+# model of transformers is asked for. What fully_shard puts on a submodule is refused where it matters.
+_NOTHING_LACKS = ("torch.export.", "torch._export.", "transformers.utils.output_capturing", "torch.distributed.")
+# These make a weight from others, which a graph does as well, if they are there when it is captured.
+_WEIGHTS = ("torch.nn.utils.", "torch.nn.modules.lazy")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """True if ``module`` has hooks on its call or on its backward pass."""
+    own = module.__dict__
+    return any(map(own.get, (*_FORWARD, *_BACKWARD)))
+
+
+def later_hooks(module: nn.Module, number: int) -> bool:
+    """True if ``module`` has hooks of this number and more, which torch counts up, and a graph lacks what they do."""
+    return any(at >= number for at, _ in _hooks(vars(module), (*_FORWARD, *_BACKWARD), _NOTHING_LACKS))
+
+
+def later_process_hooks(number: int) -> list[str]:
+    """Name all modules, if hooks of this number and more have been registered for them all."""
+    return _named_of_process((*_FORWARD, *_BACKWARD), number)
+
+
+def unfollowed(module: nn.Module) -> bool:
+    """True if ``module`` has forward hooks that may do more than to compute with tensors."""
+    return any(_hooks(vars(module), _FORWARD, (*_NOTHING_LACKS, *_WEIGHTS)))
+
+
+def unfollowed_names(model: nn.Module) -> list[str]:
+    """Name the modules with forward hooks that may do more than to compute with tensors."""
+    return [*names_of(model, unfollowed), *_named_of_process(_FORWARD)]
+
+
+def derived_by_hooks(module: nn.Module) -> set[str]:
+    """Return the attributes of ``module`` that a hook of torch's makes anew in each call, as a weight norm's weight."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if _is_of(hook, _WEIGHTS)]
+    names = (getattr(hook, name, None) for hook in hooks for name in ("name", "_tensor_name"))
+    return {name for name in names if isinstance(name, str)}
+
+
+def names_of(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
+    """Return the names of the modules in ``model`` for which ``holds`` is true, for messages."""
+    return [repr(name) if name else "the model" for name, module in model.named_modules() if holds(module)]
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Refuse modules with backward hooks, which would not run.
+
+    Raises:
+        CaptureError: a module has one.
+    """
+    names = names_of(model, lambda module: any(_hooks(vars(module), _BACKWARD, _NOTHING_LACKS)))
+    if names := [*names, *_named_of_process(_BACKWARD)]:
+        raise CaptureError(
+            f"backward hooks on {', '.join(names)} would not run: a graph calls no modules, and gradients would be "
+            "those without hooks. Register them on the converted model itself, or convert in place, with "
+            "autocastfx.enable, which keeps all hooks."
+        )
+
+
+def _named_of_process(tables: Iterable[str], number: int = 0) -> list[str]:
+    hooks = _hooks(vars(of_all_modules), [f"_global{table}" for table in tables], _NOTHING_LACKS)
+    return [_EVERY] if any(at >= number for at, _ in hooks) else []
+
+
+def _hooks(owner: Mapping[str, Any], tables: Iterable[str], left_out: tuple[str, ...]) -> Iterator[tuple[int, Any]]:
+    for table in tables:
+        for number, hook in (owner.get(table) or {}).items():
+            if not _is_of(hook, left_out):
+                yield number, hook
+
+
+def _is_of(hook: Any, places: tuple[str, ...]) -> bool:
+    """True if a hook is a function of one of these modules, or an instance of a class of one."""
+    called: Any = hook.func if isinstance(hook, partial) else hook
+    homes = (getattr(called, "__module__", None), *(kind.__module__ for kind in getmro(type(called))))
+    return any(str(home).startswith(places) for home in homes)
+
 
 _BARE = nn.Module()
 # Attributes that every module has: tables, hooks, and the mode, which is part of a variant's key. An RNN's lists of its
@@ -239,3 +400,90 @@ def _is_update(code: CodeType, at: int, name: str) -> bool:
         if not instruction.opname.startswith(_COMPUTES):
             return False
     return False
+
+
+# Capture assignments to buffers in forward (``self.average = …``) as writes into the old tensor.
+
+Table = dict[str, Any]
+
+
+@contextmanager
+def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, None, None]:
+    """Run the code of ``model`` in the block; at the end, write reassigned buffers' new values into the old tensors.
+
+    During the block the code reads a copy of such a buffer, because values read before the assignment, or saved for
+    backward, must not change. The reassigned buffers are known only at the end: then the attempt is made again.
+
+    Args:
+        model: the model, as torch.export runs it.
+        known: names of the buffers found so far; new ones are added.
+
+    Raises:
+        AgainError: new buffers were found.
+        CaptureError: forward reassigns a parameter; or changes a buffer's sizes or dtype, removes it, or creates one
+            from data. A buffer created from sizes alone is allowed: the graph computes it in each call.
+    """
+    before = {path: (table, name, table[name]) for path, table, name in _slots(model)}
+    for path in known:
+        table, name, tensor = before[path]
+        table[name] = tensor.clone()
+    yield
+    after = {path: (table, name, table[name]) for path, table, name in _slots(model)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found: set[str] = set()
+    for path in {**before, **after}:
+        old, new = (slots[path][2] if path in slots else None for slots in (before, after))
+        if old is new:
+            continue
+        if isinstance(old, nn.Parameter) or path in parameters:
+            raise CaptureError(
+                f"forward assigns the parameter {path!r} anew, which a graph cannot hold. Write into it, with "
+                "torch.no_grad(): parameter.copy_(new)."
+            )
+        if old is None or new is None or _kind(old) != _kind(new):
+            if new is not None and _is_table(new):
+                continue
+            raise CaptureError(
+                f"forward replaces the buffer {path!r}: {_said(old)} becomes {_said(new)}, but a graph holds "
+                "buffers of fixed sizes and dtypes. Register it in its final size and write a part of it in each call, "
+                "or pass it in as an argument and return it."
+            )
+        if sum(old is other for _, _, other in before.values()) > 1:
+            raise CaptureError(
+                f"forward assigns the buffer {path!r} anew, which is registered under several names: write into it "
+                "(buffer.copy_(new)), or register it once."
+            )
+        found.add(path)
+    if not found <= known:
+        known |= found
+        raise AgainError
+    for path in known:
+        before[path][2].copy_(after[path][2].detach())
+
+
+def _slots(model: nn.Module) -> Iterator[tuple[str, Table, str]]:
+    """Yield the path, the table and the name of each parameter and buffer."""
+    for prefix, module in model.named_modules():
+        for table in (cast("Table", module._parameters), cast("Table", module._buffers)):
+            yield from ((f"{prefix}.{name}" if prefix else name, table, name) for name in list(table))
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _said(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "none"
+    sizes = [example(size) for size in tensor.shape]
+    return f"{str(tensor.dtype).removeprefix('torch.')} {sizes}"
+
+
+def _is_table(tensor: torch.Tensor) -> bool:
+    """True if a tensor depends on no input, parameter, buffer or random number, except by sizes."""
+    mode = get_proxy_mode()
+    proxy: Any = tensor if mode is None else mode.tracer.unwrap_proxy(tensor)
+    if not isinstance(proxy, fx.Proxy):
+        return False
+    made_of = reachable([proxy.node], lambda n: () if op_name(n).startswith("sym_") else n.all_input_nodes)
+    return not any(n.op == "placeholder" or draws_random_numbers(n) for n in made_of)

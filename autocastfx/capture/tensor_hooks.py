@@ -16,9 +16,9 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from autocastfx.capture.call_rules import Rule
 from autocastfx.capture.failure import place
-from autocastfx.capture.plain_value import is_plain
+from autocastfx.capture.python_state import is_plain
+from autocastfx.capture.rewrites import Rule
 from autocastfx.capture.whole_calls import record_call
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.names import op_name

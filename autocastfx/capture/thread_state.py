@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
+import threading
+import types
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import torch
+from torch.fx import _symbolic_trace, graph_module
 
-__all__ = ["own_thread_state"]
+__all__ = ["capturing", "is_captured_here", "keep_source", "own_thread_state", "patched_here"]
+
 
 _C: Any = torch._C
 _autograd: Any = _C._autograd
@@ -71,3 +79,100 @@ def _take_hooks() -> list[tuple[Any, Any]]:
         found.append(pair)
         _autograd._pop_saved_tensors_default_hooks()
     return found
+
+
+# Patch functions during a capture, for the capturing thread alone.
+
+# Held during a capture. Re-entrant, because the model's own forward may call a converted model.
+CAPTURING = threading.RLock()
+
+
+def is_captured_here() -> bool:
+    """True while this thread captures a model, or checks what it has captured."""
+    return bool(cast("Any", CAPTURING)._is_owned())
+
+
+@contextmanager
+def patched_here(owner: Any, name: str, new: Any) -> Generator[None, None, None]:
+    """While open, ``owner.name`` is ``new`` for the thread that opened it, and unchanged for others.
+
+    Args:
+        owner: a module or a class.
+        name: the attribute's name.
+        new: a function; in a class also a ``classmethod`` or ``staticmethod``.
+    """
+    old = inspect.getattr_static(owner, name)
+    both = _InClass(old, new) if isinstance(owner, type) else _of_module(old, new)
+    with mock.patch.object(owner, name, both):
+        yield
+
+
+@contextmanager
+def tracing_here() -> Generator[None, None, None]:
+    """While open, a trace of torch.fx records what the thread that opened it calls, and nothing that others call.
+
+    torch.fx patches ``nn.Module.__call__`` for the whole process: a module called by another thread meanwhile would be
+    taken for one of the traced model's, or refused.
+    """
+    patcher: Any = cast("Any", _symbolic_trace)._Patcher
+    patch_method = patcher.patch_method
+
+    def patch_here(self: Any, cls: type, name: str, new: Any, deduplicate: bool = True) -> None:
+        patch_method(self, cls, name, _of_module(getattr(cls, name), new), deduplicate)
+
+    with patched_here(patcher, "patch_method", patch_here):
+        yield
+
+
+class _InClass:
+    """A member of a class: ``new`` for the thread that created it, ``old`` for others."""
+
+    def __init__(self, old: Any, new: Any) -> None:
+        self.old, self.new, self.thread = old, new, threading.get_ident()
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return (self.new if threading.get_ident() == self.thread else self.old).__get__(instance, owner)
+
+
+def _of_module(old: Any, new: Any) -> types.FunctionType:
+    thread = threading.get_ident()
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (new if threading.get_ident() == thread else old)(*args, **kwargs)
+
+    return either
+
+
+# Register the source of generated code for tracebacks, for as long as the code exists.
+
+
+def keep_source(function: types.FunctionType, source: str) -> None:
+    """Show ``source`` in tracebacks for the code of ``function``, for as long as that exists."""
+    code = function.__code__
+    linecache.cache[code.co_filename] = (len(source), None, source.splitlines(keepends=True), code.co_filename)
+    weakref.finalize(code, linecache.cache.pop, code.co_filename, None).atexit = False
+
+
+@contextmanager
+def capturing() -> Generator[None, None, None]:
+    """While open, no other thread captures or is traced, and sources of new graph modules live as long as their code.
+
+    torch itself never frees these sources.
+    """
+    module: Any = graph_module
+    run = module._exec_with_source
+
+    def run_and_forget(source: str, namespace: dict[str, Any], *rest: Any) -> None:
+        before = dict(namespace)
+        run(source, namespace, *rest)
+        made = [held for name, held in namespace.items() if held is not before.get(name)]
+        for function in (held for held in made if isinstance(held, types.FunctionType)):
+            weakref.finalize(function.__code__, _forget, function.__code__.co_filename).atexit = False
+
+    with CAPTURING, tracing_here(), patched_here(graph_module, "_exec_with_source", run_and_forget):
+        yield
+
+
+def _forget(filename: str) -> None:
+    linecache.cache.pop(filename, None)
+    cast("Any", graph_module)._loader.eval_cache.pop(filename, None)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autocastfx.capture.given_inputs import device_of
+from autocastfx.capture.call import device_of
 from autocastfx.cli.conversion_options import given_options
 from autocastfx.cli.doctor import examine
 from autocastfx.cli.list_check import rule_uses

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autocastfx.capture.given_inputs import named_device
+from autocastfx.capture.call import named_device
 from autocastfx.cli.factory_call import is_factory_call
 from autocastfx.cli.model_spec import load_batches, load_inputs
 from autocastfx.errors import ModelSpecError

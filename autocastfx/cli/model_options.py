@@ -7,7 +7,7 @@ from argparse import Namespace
 import torch
 from torch import nn
 
-from autocastfx.capture.given_inputs import device_of
+from autocastfx.capture.call import device_of
 from autocastfx.cli.conversion_options import conversion_arguments, given_options
 from autocastfx.cli.model_file import is_model_file, load_pickled, load_weights
 from autocastfx.cli.model_spec import load_inputs, load_model

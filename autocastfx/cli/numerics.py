@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autocastfx.capture.given_inputs import device_of
+from autocastfx.capture.call import device_of
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.cli.conversion_options import add_conversion_options, conversion_arguments
 from autocastfx.cli.model_options import converted, given_model

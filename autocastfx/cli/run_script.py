@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from autocastfx.capture.check_arguments import conversion_is_off
+from autocastfx.capture.call import conversion_is_off
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.files import check_writable, write_whole
 from autocastfx.integrations.compile_backend import UNCAPTURED, CompileBackend

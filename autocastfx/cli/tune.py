@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from autocastfx.capture.given_inputs import arguments_of
+from autocastfx.capture.call import arguments_of
 from autocastfx.capture.progress import counted
 from autocastfx.cli.commands import print_json
 from autocastfx.cli.model_options import given_model

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autocastfx.capture.check_arguments import check_arguments, conversion_is_off
+from autocastfx.capture.call import check_arguments, conversion_is_off
 from autocastfx.capture.progress import stage
 from autocastfx.capture.thread_state import own_thread_state
 from autocastfx.capture.whole_calls import places

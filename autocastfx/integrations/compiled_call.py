@@ -17,9 +17,9 @@ from torch._C._dynamo import eval_frame
 from torch.nn.utils.rnn import pad_packed_sequence
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
+from autocastfx.capture.call import device_of
 from autocastfx.capture.failure import quiet_logs
-from autocastfx.capture.given_inputs import device_of
-from autocastfx.capture.padding import attention_written_out
+from autocastfx.capture.whole_calls import attention_written_out
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from autocastfx.graph.any_size import any_size

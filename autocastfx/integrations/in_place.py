@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autocastfx.capture.check_arguments import refuse_for_low_model
-from autocastfx.capture.given_inputs import arguments_of, device_of
+from autocastfx.capture.call import arguments_of, device_of, refuse_for_low_model
 from autocastfx.dtypes import chosen_dtype, one_low_dtype
 from autocastfx.errors import UnsupportedError
 from autocastfx.integrations.checked_copies import check_capture

@@ -18,7 +18,7 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autocastfx.capture.patch import is_captured_here
+from autocastfx.capture.thread_state import is_captured_here
 from autocastfx.integrations.compile_backend import CompileBackend
 from autocastfx.integrations.compiled_call import CompiledCall
 from autocastfx.integrations.run_report import LeftAlone, RanModel, RunReport, ran_model

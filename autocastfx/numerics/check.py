@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.given_inputs import arguments_of, batches_of, device_of
+from autocastfx.capture.call import arguments_of, batches_of, device_of
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert, without_casts
 from autocastfx.errors import CalibrationError, UncapturedGraphWarning, UnsupportedError

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.given_inputs import arguments_of, batches_of
+from autocastfx.capture.call import arguments_of, batches_of
 from autocastfx.capture.leave_intact import random_numbers_kept
 
 __all__ = ["LogprobGap", "logprob_gap"]

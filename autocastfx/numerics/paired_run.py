@@ -11,9 +11,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import CallSignature
+from autocastfx.capture.call import CallSignature, batch_of
 from autocastfx.capture.export import capture
-from autocastfx.capture.given_inputs import batch_of
 from autocastfx.dtypes import LOW_DTYPES, one_low_dtype
 from autocastfx.errors import NodeError
 from autocastfx.graph.names import op_name

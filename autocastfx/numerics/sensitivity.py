@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import CallSignature
+from autocastfx.capture.call import CallSignature, arguments_of, batches_of
 from autocastfx.capture.export import Captured
-from autocastfx.capture.given_inputs import arguments_of, batches_of
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert, refuse_unpredicted

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.given_inputs import arguments_of
+from autocastfx.capture.call import arguments_of
 from autocastfx.capture.leave_intact import intact, random_numbers_kept
 from autocastfx.errors import SensitivityError
 from autocastfx.numerics.loss import Inputs, LossFunction, loss_of

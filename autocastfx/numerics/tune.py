@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from autocastfx.capture.given_inputs import arguments_of, batches_of
+from autocastfx.capture.call import arguments_of, batches_of
 from autocastfx.capture.progress import Progress, counted, stage
 from autocastfx.conversion import convert, refuse_unpredicted
 from autocastfx.dtypes import low_dtype

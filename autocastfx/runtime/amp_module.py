@@ -15,7 +15,7 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature
-from autocastfx.capture.sources import capturing
+from autocastfx.capture.thread_state import capturing
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError, VariantError
 from autocastfx.plan.plan import Plan
 from autocastfx.runtime.forwarded_attributes import forwarded, set_on_original, signed_forward

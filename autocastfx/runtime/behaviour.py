@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.leave_intact import intact, random_numbers_kept
-from autocastfx.capture.padding import attention_written_out
+from autocastfx.capture.whole_calls import attention_written_out
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = [

@@ -9,7 +9,7 @@ from itertools import chain
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from autocastfx.capture.module_hooks import has_hooks, later_hooks, later_process_hooks, names_of, unfollowed_names
+from autocastfx.capture.python_state import has_hooks, later_hooks, later_process_hooks, names_of, unfollowed_names
 from autocastfx.errors import StateWarning
 
 __all__ = ["HookWatch"]

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from autocastfx.capture.plain_value import is_plain, is_same
+from autocastfx.capture.python_state import is_plain, is_same
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.runtime.forwarded_attributes import set_on_original
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.capture.call import CallSignature, CallStructure, pack_spec, unpack_spec
 from autocastfx.capture.python_state import Read, StateGuard
 from autocastfx.capture.shape_guard import ShapeGuard
-from autocastfx.capture.sources import keep_source
+from autocastfx.capture.thread_state import keep_source
 from autocastfx.errors import VariantError
 from autocastfx.graph.serialize import GraphData, data_of, graph_of
 from autocastfx.plan.plan import Plan

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autocastfx.capture.call import Call, CallSignature
-from autocastfx.capture.sources import capturing
+from autocastfx.capture.thread_state import capturing
 from autocastfx.errors import CaptureError, ManyVariantsWarning, StateWarning, UnsupportedError, VariantError, shown
 from autocastfx.graph.node import uses
 from autocastfx.plan.plan import Precision

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autocastfx import AmpModule
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.export import Captured
-from autocastfx.capture.sources import capturing
+from autocastfx.capture.thread_state import capturing
 from autocastfx.dtypes import dtype_name
 from autocastfx.passes.pipeline import Converter
 from autocastfx.passes.variant_maker import VariantMaker

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx import CaptureError, UnsupportedError
-from autocastfx.capture.data_attribute import data, set_data
+from autocastfx.capture.rewrites import data, set_data
 from autocastfx.graph.names import op_name
 from tests.invariants.pair import LOW, Net, Pair, net
 

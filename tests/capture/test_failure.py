@@ -17,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import autocastfx
 from autocastfx import CaptureError
-from autocastfx.capture.call_rules import TooSlowError
 from autocastfx.capture.failure import capture_error
+from autocastfx.capture.rewrites import TooSlowError
 from tests.helpers import Function
 
 

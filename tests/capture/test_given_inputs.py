@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx.capture.call import CallSignature
-from autocastfx.capture.given_inputs import batch_of, device_of, inputs_of, named_device
+from autocastfx.capture.call import CallSignature, batch_of, device_of, inputs_of, named_device
 
 X, Y = torch.ones(2, 4), torch.zeros(2, 4)
 

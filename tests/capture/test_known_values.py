@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.fx.experimental import _config as fx_config
 
-from autocastfx.capture.affine import Affine, Chosen, Known
-from autocastfx.capture.known_values import known_values
+from autocastfx.capture.masks import Affine, Chosen, Known, known_values
 from autocastfx.graph.node import tensors
 from tests.helpers import Function
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx import CaptureError, StateWarning, VariantError
-from autocastfx.capture.plain_value import is_same
+from autocastfx.capture.python_state import is_same
 from tests.helpers import relative_error
 
 X = torch.randn(3, 8)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.tree_spec import leaf_paths, written
+from autocastfx.capture.call import leaf_paths, written
 
 Pair = namedtuple("Pair", "first second")
 

@@ -142,6 +142,19 @@ ALSO: dict[str, tuple[str, ...]] = {
     "plan/plan.py": ("plan/test_cause.py", "plan/test_proposed_list.py"),
     "plan/edited_plan.py": ("plan/test_read_plan.py",),
     "files.py": ("plan/test_json_text.py",),
+    "capture/rewrites.py": (
+        "capture/test_python_bools.py",
+        "capture/test_value_free.py",
+        "capture/test_data_writes.py",
+        "capture/test_numbers.py",
+    ),
+    "capture/python_state.py": ("capture/test_rebound.py",),
+    "capture/call.py": ("capture/test_tree_spec.py", "capture/test_given_inputs.py"),
+    "capture/masks.py": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
+    "capture/thread_state.py": ("capture/test_patch.py", "capture/test_sources.py"),
+    "capture/draft/tracer.py": ("capture/draft/test_overload.py",),
+    "capture/whole_calls.py": ("capture/test_padding.py",),
+    "capture/tidy.py": ("capture/test_flatten_transforms.py",),
 }
 
 

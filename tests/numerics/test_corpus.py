@@ -214,7 +214,7 @@ def _switch_off(point: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     elif point == "small differences":
         patch.setattr(classify, "cancellations", lambda *_: {})
     elif point == "first values":
-        patch.setattr("autocastfx.capture.constant_masks._widens", lambda zeros, total: False)
+        patch.setattr("autocastfx.capture.masks._widens", lambda zeros, total: False)
     elif point == "squares":
         patch.setattr(Classifier, "_square", lambda self, node, listed: listed)
     elif point == "islands":

@@ -11,12 +11,11 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature, CallStructure
 from autocastfx.capture.draft.guess import Guess, StandIns
-from autocastfx.capture.draft.patch_torch import run_through
-from autocastfx.capture.draft.tracer import Tracer
+from autocastfx.capture.draft.tracer import Tracer, run_through
 from autocastfx.capture.export import Captured
 from autocastfx.capture.leave_intact import intact
 from autocastfx.capture.shape_guard import ShapeGuard
-from autocastfx.capture.sources import capturing
+from autocastfx.capture.thread_state import capturing
 from autocastfx.capture.tidy import no_op_source
 from autocastfx.errors import CaptureError
 from autocastfx.graph.names import op_name

@@ -5,31 +5,226 @@ Sizes that the code reads become nodes. Dtypes and numbers of dimensions come fr
 
 from __future__ import annotations
 
+import dis
+import functools
 import itertools
 import operator
 import sys
 import types
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional
+import torch.utils.checkpoint
 from torch import fx, nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx.node import map_arg
 from torch.fx.proxy import Attribute, TraceError
+from torch.utils import _device as torch_device
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.draft.guess import ANY, Guess, StandIns
-from autocastfx.capture.draft.overload import overload, reflected
-from autocastfx.capture.draft.traced_value import Sizes, Value, is_tensor
-from autocastfx.capture.watch_casts import follows_dtype
+from autocastfx.capture.rewrites import follows_dtype
+from autocastfx.capture.thread_state import patched_here
+from autocastfx.capture.whole_calls import CHECKPOINT, AutogradCall, places, refuse_checkpoint
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import value
 
-__all__ = ["TORCH", "Tracer"]
+__all__ = ["TORCH", "Tracer", "Value", "is_tensor", "overload", "reflected", "run_through"]
+
+
+# Find the ATen operator for a call in a model's Python code, so that drafts read like exported graphs.
+
+_KEYWORDS = {"input": "self", "axis": "dim", "x": "self"}
+_REFLECTED = {
+    operator.sub: "__rsub__",
+    operator.truediv: "__rdiv__",
+    operator.pow: "__rpow__",
+    operator.floordiv: "__rfloordiv__",
+    operator.mod: "__rmod__",
+}
+_SYMMETRIC = (operator.add, operator.mul, operator.and_, operator.or_, operator.xor)
+
+
+def overload(
+    packet: OpOverloadPacket, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]] | None:
+    """Return the overload of ``packet`` that torch chooses for the arguments, and these; None if none fits.
+
+    Args:
+        packet: the operator's overloads.
+        args: nodes with abstract values, and plain values.
+        kwargs: the same by name.
+    """
+    for some_args, some_kwargs in _spellings(packet, args, kwargs):
+        try:
+            given = map_arg((some_args, some_kwargs), value)
+            name = torch._C._jit_resolve_packet(str(packet._qualified_op_name), *given[0], **given[1])
+        except Exception:  # torch raises RuntimeError or TypeError, and whatever a conversion raises
+            continue
+        return getattr(packet, name or "default"), some_args, some_kwargs
+    return None
+
+
+def _spellings(
+    packet: OpOverloadPacket, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    named = {_KEYWORDS.get(name, name): arg for name, arg in kwargs.items()}
+    if "out" in named and named["out"] is None:
+        del named["out"]
+    for spelled in dict.fromkeys((tuple(kwargs), tuple(named))):
+        given = dict(zip(spelled, named.values(), strict=True)) if len(spelled) == len(named) else named
+        yield args, given
+        for name in packet.overloads():
+            yield _lists(getattr(packet, name), args, given)
+        for start in (1, 0):  # x.view(2, 3), torch.zeros(2, 3)
+            if len(args) > start and all(_is_number(arg) for arg in args[start:]):
+                yield (*args[:start], list(args[start:])), given
+
+
+def _is_number(arg: Any) -> bool:
+    return type(arg) is int or (isinstance(arg, fx.Node) and isinstance(value(arg), int))
+
+
+def _lists(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Repeat a single number if the operator takes several, as for the sizes of a square kernel."""
+    arguments: Any = target._schema.arguments
+    counts = {a.name: a.N for a in arguments if "List[int]" in str(a.type)}
+    names = [a.name for a in target._schema.arguments]
+
+    def spelled(name: str, arg: Any) -> Any:
+        return [arg] * (counts[name] or 1) if name in counts and _is_number(arg) else arg
+
+    spread = tuple(spelled(name, arg) for name, arg in zip(names, args, strict=False))
+    return (*spread, *args[len(spread) :]), {name: spelled(name, arg) for name, arg in kwargs.items()}
+
+
+def reflected(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Turn ``2 - x`` into the method of ``x`` that Python calls for it; return other calls unchanged."""
+    if len(args) != 2 or isinstance(args[0], (fx.Proxy, torch.Tensor)):
+        return function, args
+    if function in _SYMMETRIC:
+        return function, (args[1], args[0])
+    if function in _REFLECTED:
+        return getattr(torch.Tensor, _REFLECTED[function]), (args[1], args[0])
+    return function, args
+
+
+# Stand-ins for tensors and sizes in a model's code while it is traced without inputs.
+
+# Properties of tensors, and the operators that compute them.
+_OPERATORS = {"T": "numpy_T", "mT": "mT", "mH": "mH", "H": "matrix_H", "real": "real", "imag": "imag"}
+_IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")
+
+
+class Value(fx.Proxy):
+    """The value of a node: a tensor, a number, or several of these. Its tracer records operations on it."""
+
+    def __init__(self, node: fx.Node, tracer: Any) -> None:
+        super().__init__(node, tracer)
+        self.tracer: Any = tracer
+
+    @property
+    def is_tensor(self) -> bool:
+        """True if this is one tensor."""
+        return isinstance(value(self.node), torch.Tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        tracer = self.tracer
+        if self.is_tensor:
+            if name == "shape":
+                return tracer.sizes(self)
+            if name == "ndim":
+                return tracer.rank(self)
+            if name == "dtype":
+                return tracer.dtype(self)
+            if name == "device":
+                return tracer.device
+            if name in _OPERATORS:
+                return tracer.call(_OPERATORS[name], (self,), {})
+            if name == "layout" or (name.startswith("is_") and not callable(getattr(torch.Tensor, name, None))):
+                return getattr(value(self.node), name)
+        members = tracer.members(self.node)
+        return self[members.index(name)] if name in members else super().__getattr__(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        count = self.tracer.count(self.node)
+        if isinstance(index, slice) and count is not None:
+            return tuple(self[i] for i in range(count)[index])
+        return self.tracer.create_proxy("call_function", operator.getitem, (self, index), {})
+
+    def __setitem__(self, index: Any, new: Any) -> None:
+        self.tracer.assign(self, index, new)
+
+    def __len__(self) -> int:
+        count = self.tracer.count(self.node)
+        if count is None:
+            raise TraceError(f"the length of {self.node.name!r} is not known")
+        return count
+
+    def __iter__(self) -> Iterator[Any]:
+        count = self.tracer.count(self.node)
+        if count is None:
+            count = _unpacked_to(sys._getframe(1))
+        return self.tracer.iter(self) if count is None else iter([self[i] for i in range(count)])
+
+    def __index__(self) -> int:
+        raise TraceError("a value is used as a plain number (a loop over a length, float(x), a list of so many)")
+
+    __float__ = __int__ = __index__
+
+
+class Sizes(Value):
+    """``x.shape`` of a tensor whose number of dimensions is not known."""
+
+    def __init__(self, node: fx.Node, tracer: Any, source: Value) -> None:
+        super().__init__(node, tracer)
+        self.source = source
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, int):
+            raise TraceError(f"the number of dimensions of {self.source.node.name!r} is not known")
+        return self.tracer.emit(torch.ops.aten.sym_size.int, (self.source, index), {})
+
+    def __iter__(self) -> Iterator[Any]:
+        count = _unpacked_to(sys._getframe(1))
+        if count is None:
+            raise TraceError(f"the number of dimensions of {self.source.node.name!r} is not known")
+        self.tracer.stand_ins.pin(self.source.node, Guess(ranks=(count,)))
+        return iter([self[i] for i in range(count)])
+
+
+def is_tensor(leaf: Any) -> bool:
+    """True for a tensor in the model's code, real or traced."""
+    return leaf.is_tensor if isinstance(leaf, Value) else isinstance(leaf, torch.Tensor)
+
+
+def _unpacked_to(frame: types.FrameType) -> int | None:
+    """Return the number of names that the current statement of ``frame`` unpacks a value to; None if it does not."""
+    instruction = next(i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti)
+    return instruction.argval if instruction.opname == "UNPACK_SEQUENCE" else None
+
+
+def _in_place(name: str) -> Callable[[Value, Any], Any]:
+    function = getattr(operator, name)
+
+    def write(self: Value, other: Any) -> Any:
+        if self.is_tensor:  # torch.fx would record a new value, and leave the old one as it was
+            return self.tracer.call(of_function(function) + "_", (self, other), {})
+        return function(self, other)
+
+    return write
+
+
+for _name in _IN_PLACE:
+    setattr(Value, f"__i{_name.rstrip('_')}__", _in_place(_name))
+
 
 TORCH = str(Path(torch.__file__).parent)
 _FX = str(Path(fx.__file__).parent)
@@ -318,3 +513,85 @@ class Tracer(fx.Tracer):
         if own.dtype == target and follows_dtype(self.frame(TORCH, _OURS)):
             return x
         return self.emit(torch.ops.aten.to.dtype, (x, target), {})
+
+
+# Patch torch while a model is traced, so that its Python functions are traced into and some calls stay whole.
+
+# Functions of these modules dispatch to arguments that are not tensors, unless these tests return False.
+_WITH_TESTS = (torch.nn.functional, torch.functional, sys.modules["torch._tensor"])
+_TESTS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_FROM_DATA = ("tensor", "as_tensor", "asarray")
+
+
+@contextmanager
+def run_through(tracer: Tracer, leaves: Sequence[str]) -> Generator[None, None, None]:
+    """While open, ``tracer`` sees the operators inside of torch's Python functions, and each creation of a tensor.
+
+    Calls of other threads are unchanged.
+
+    Args:
+        tracer: the tracer of the model.
+        leaves: dotted paths of Python functions that stay whole, as custom autograd functions do.
+    """
+    with ExitStack() as stack:
+
+        def patch(owner: Any, name: str, new: Any) -> None:
+            stack.enter_context(patched_here(owner, name, new))
+
+        for module in _WITH_TESTS:
+            for name in (n for n in _TESTS if hasattr(module, n)):
+                patch(module, name, _no)
+        for name in (n for n in vars(torch.nn.functional) if n.startswith("_verify_")):  # they compare sizes
+            patch(torch.nn.functional, name, _no)
+        makers = {id(function) for function in torch_device._device_constructors()}
+        for name, function in list(vars(torch).items()):
+            if id(function) in makers:
+                patch(torch, name, _recorded(tracer, function))
+        patch(torch, "is_tensor", is_tensor)
+        patch(torch.autograd.Function, "apply", classmethod(functools.partial(_applied, tracer)))
+        patch(torch.utils.checkpoint, CHECKPOINT, refuse_checkpoint)
+        patch(torch.amp.autocast_mode.autocast, "__enter__", _refuse_autocast)
+        for owner, attribute, function in places(leaves):
+            whole = functools.partial(_whole, tracer, function)
+            patch(owner, attribute, staticmethod(whole) if isinstance(owner, type) else whole)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+def _recorded(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that makes tensors, so that the graph makes them in each call instead of baking one in."""
+    packet: Any = getattr(torch.ops.aten, function.__name__, None)
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        by_torch = sys._getframe(1).f_code.co_filename.startswith(TORCH) and not _has_values(args, kwargs)
+        if by_torch:
+            return function(*args, **kwargs)
+        if packet is None or function.__name__ in _FROM_DATA:
+            return tracer.call("lift_fresh_copy", (tracer.held(function(*args, **kwargs)),), {})
+        return tracer.packet(packet, args, {k: v for k, v in kwargs.items() if k != "requires_grad"})
+
+    return make
+
+
+def _applied(tracer: Tracer, kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    if kind.__module__.split(".")[0] == "torch":
+        raise TraceError(f"{kind.__name__} is not traced")
+    return tracer.emit(AutogradCall(kind), args, kwargs)
+
+
+def _whole(tracer: Tracer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return tracer.emit(function, args, kwargs) if _has_values(args, kwargs) else function(*args, **kwargs)
+
+
+def _no(*_: Any, **__: Any) -> bool:
+    return False
+
+
+def _has_values(*given: Any) -> bool:
+    return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(given))
+
+
+def _refuse_autocast(*_: Any) -> Any:
+    raise TraceError("a region under torch.autocast is not traced")

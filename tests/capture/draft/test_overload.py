@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from autocastfx.capture.draft.overload import overload, reflected
+from autocastfx.capture.draft.tracer import overload, reflected
 from autocastfx.graph.node import set_value
 
 aten = torch.ops.aten
