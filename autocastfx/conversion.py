@@ -51,7 +51,7 @@ from autocastfx.report.conversion_warnings import (
 )
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.behaviour import Difference, compare_calls, trials_of
-from autocastfx.runtime.module_modes import foreseen
+from autocastfx.runtime.module_tree import foreseen
 
 __all__ = ["convert", "convert_again", "convert_captured", "refuse_unpredicted", "without_casts"]
 

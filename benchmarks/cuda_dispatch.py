@@ -21,7 +21,7 @@ from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.passes.torch_autocast.dispatch import asked
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.policy.rule import Category
-from autocastfx.runtime import copy_group
+from autocastfx.runtime import working_copies
 from benchmarks.memory import cuda_dropout
 
 __all__ = ["cuda_autocast", "cuda_operators", "without_autocast"]
@@ -33,7 +33,7 @@ _KEY = DispatchKey.AutocastCUDA
 @contextmanager
 def cuda_operators() -> Iterator[None]:
     """Run attention, softmax, dropout and the casts of gradients on the meta device as on a CUDA device."""
-    together = mock.patch.object(copy_group, "casts_together", return_value=True)
+    together = mock.patch.object(working_copies, "casts_together", return_value=True)
     with together, cuda_dropout(), torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
         for name, compute in (("softmax", aten._softmax), ("log_softmax", aten._log_softmax)):

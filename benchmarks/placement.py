@@ -25,7 +25,7 @@ from torch import fx
 import autocastfx
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import origin
-from autocastfx.runtime.operators.saturating_cast import saturating_cast
+from autocastfx.runtime.operators.casts import saturating_cast
 from benchmarks.machine import moment
 from benchmarks.models import BATCH, MODELS, FullModel
 

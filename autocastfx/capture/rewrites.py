@@ -144,7 +144,7 @@ CUMULATIVE_NORMS: Mapping[Any, Rule] = {F.batch_norm: _batch_norm}
 # ``data`` returns a tensor's values with their own version counter, so that autograd does not see writes into them.
 # ``set_data`` gives a tensor the storage of another; views of the old storage, and values saved for backward, keep
 # it. Both use PyTorch's own attribute, so that a graph does what the model does.
-# :mod:`autocastfx.runtime.operators.rms_norm` says how these operators are made.
+# :mod:`autocastfx.runtime.operators.norms` says how these operators are made.
 
 _LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")
 _LIBRARY.define("data(Tensor(a) self) -> Tensor(a)")

@@ -15,7 +15,7 @@ from autocastfx.capture.leave_intact import intact
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.integrations.skipped_code import unwrapped
 from autocastfx.runtime.behaviour import compare_calls, trials_of
-from autocastfx.runtime.module_modes import foreseen
+from autocastfx.runtime.module_tree import foreseen
 
 __all__ = ["Backend", "check_capture", "converted_copies", "plain_copy"]
 

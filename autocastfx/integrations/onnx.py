@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.errors import MissingExtraError, UnsupportedError
 from autocastfx.integrations.onnx_types import widen
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.forwarded_attributes import signed_forward
+from autocastfx.runtime.module_tree import signed_forward
 from autocastfx.runtime.operators.short_attention import short_attention
 
 if TYPE_CHECKING:

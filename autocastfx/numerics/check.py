@@ -36,7 +36,7 @@ from autocastfx.runtime.behaviour import (
     mode_differences,
     trials_of,
 )
-from autocastfx.runtime.module_modes import foreseen
+from autocastfx.runtime.module_tree import foreseen
 
 __all__ = ["Check", "CheckedValue", "check"]
 

@@ -27,7 +27,7 @@ from autocastfx.passes.analysis.masks import Fill, fits, is_mask, seen_as
 from autocastfx.passes.analysis.ports import Ports
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import Placement, Precision
-from autocastfx.runtime.operators.saturating_cast import saturating_cast
+from autocastfx.runtime.operators.casts import saturating_cast
 
 __all__ = ["InsertCasts", "Rewriter"]
 

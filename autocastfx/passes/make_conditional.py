@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.graph.node import origin, set_value, value
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import Placement, Precision
-from autocastfx.runtime.operators.conditional_cast import cast_if
+from autocastfx.runtime.operators.casts import cast_if
 
 __all__ = ["MakeConditional"]
 

@@ -15,8 +15,7 @@ from autocastfx.passes.analysis.bytes_moved import CAST
 from autocastfx.passes.state import State
 from autocastfx.plan.plan import PlannedCast, PlannedCopy, PlannedNode, Precision
 from autocastfx.plan.sensitivity import Signature, rms
-from autocastfx.runtime.operators.conditional_cast import cast_if
-from autocastfx.runtime.operators.saturating_cast import saturating_cast
+from autocastfx.runtime.operators.casts import cast_if, saturating_cast
 from autocastfx.runtime.working_copies import working_copy
 
 __all__ = ["planned_casts", "planned_copies", "planned_node"]

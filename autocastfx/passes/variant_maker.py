@@ -18,7 +18,7 @@ from autocastfx.errors import CaptureError
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.ranges import mode_of
 from autocastfx.plan.sensitivity import Sensitivity
-from autocastfx.runtime.module_modes import foreseen
+from autocastfx.runtime.module_tree import foreseen
 from autocastfx.runtime.variant import Variant
 
 __all__ = ["VariantMaker"]

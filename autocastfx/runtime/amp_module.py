@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Mapping
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -12,32 +14,110 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 from torch._guards import TracingContext
+from torch.jit._trace import TracerWarning
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature
+from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.capture.thread_state import capturing
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError, VariantError
-from autocastfx.plan.plan import Plan
-from autocastfx.runtime.forwarded_attributes import forwarded, set_on_original, signed_forward
-from autocastfx.runtime.jit_trace import untraced, warn_of_sizes
-from autocastfx.runtime.model_text import model_text
-from autocastfx.runtime.module_modes import OriginalModes, set_modes, switch
+from autocastfx.plan.plan import Plan, Precision
 from autocastfx.runtime.module_tree import (
+    OriginalModes,
     Part,
     class_of_converted,
     forget_original,
+    forwarded,
     mirror,
     read_again,
     refuse_replacing,
     refuse_sharded,
+    set_modes,
+    set_on_original,
+    signed_forward,
+    switch,
 )
-from autocastfx.runtime.observe import Observer, run_observed
 from autocastfx.runtime.stored_low import own_tensors, refuse_gradients, refuse_training, stored_low
 from autocastfx.runtime.variant import Variant
-from autocastfx.runtime.variant_table import Maker, VariantTable, up_to_date
+from autocastfx.runtime.variant_table import Maker, Modes, VariantTable, up_to_date
 from autocastfx.runtime.working_copies import WorkingCopies
 
 __all__ = ["AmpModule", "Variant"]
+
+
+# Write what a converted model is, in two lines.
+
+
+def model_text(table: VariantTable, modes: Modes) -> str:
+    """Return class, dtype, device and the counts of the variant that is shown in ``modes``; what holds without one."""
+    name, variant = f"AmpModule of {table.maker.class_name}", table.active(modes)
+    if variant is None:
+        return f"{name}, captured at its first call"
+    plan, runs = variant.plan, Counter(node.placement.run for node in variant.plan.nodes)
+    counts = ", ".join(f"{runs[p]} {p}" for p in Precision if runs[p])
+    kind = "draft until the first call" if plan.unverified else f"{variant.mode} mode"
+    return (
+        f"{name}: {plan.low} on {plan.device}, op list {plan.op_list}\n"
+        f"  {kind}, 1 of {len(table.shown)} variants: {counts}; {len(plan.casts)} casts"
+    )
+
+
+# Choose a graph while ``torch.jit.trace`` records a call of a converted model.
+
+_C: Any = torch._C
+
+
+@contextmanager
+def untraced() -> Generator[None]:
+    """While open, ``torch.jit.trace`` records nothing, and sizes are numbers."""
+    state = _C._get_tracing_state()
+    _C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        _C._set_tracing_state(state)
+
+
+def warn_of_sizes(guard: ShapeGuard) -> None:
+    """Say for which sizes a trace of one graph holds: no trace captures a further graph."""
+    if guard.conditions:
+        warnings.warn(
+            f"the trace runs the graph for sizes where {guard}, and does not check that.",
+            TracerWarning,
+            stacklevel=2,
+        )
+
+
+# Shows the values of a converted model's calls to observers, node by node.
+
+Observer = Callable[[fx.Node, Any, Sequence[Any]], None]  # a node, the value that it gave, and those that it read
+
+
+def run_observed(graph: fx.Graph, observers: Sequence[Observer], owner: nn.Module, *tensors: Any) -> Any:
+    """Run a variant's ``graph`` as its function does, and call each observer after each node that computes.
+
+    Args:
+        graph: of a variant of ``owner``.
+        observers: may keep the values, but not change them.
+        owner: holds parameters and buffers.
+        *tensors: of the call.
+    """
+    return _Observed(graph, observers, owner).run(*tensors, enable_io_processing=False)
+
+
+class _Observed(fx.Interpreter):
+    def __init__(self, graph: fx.Graph, observers: Sequence[Observer], owner: nn.Module) -> None:
+        super().__init__(owner, graph=graph)
+        self.extra_traceback = False
+        self.observers = observers
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function":
+            read = [self.env[node] for node in n.all_input_nodes]
+            for observe in self.observers:
+                observe(n, result, read)
+        return result
 
 
 class AmpModule(fx.GraphModule):

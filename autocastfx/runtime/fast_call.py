@@ -23,7 +23,7 @@ from torch import fx, nn
 
 from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.graph.alias import is_opaque
-from autocastfx.runtime.operators.layer_norm import compute_layer_norm, layer_norm
+from autocastfx.runtime.operators.norms import compute_layer_norm, layer_norm
 from autocastfx.runtime.working_copies import working_copies, working_copy
 
 __all__ = ["QUICK", "Reads", "add_one", "quick_graph"]

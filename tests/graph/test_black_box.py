@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from autocastfx.capture.whole_calls import AutogradCall
 from autocastfx.graph.alias import is_opaque
-from autocastfx.runtime.operators.saturating_cast import saturating_cast
+from autocastfx.runtime.operators.casts import saturating_cast
 from autocastfx.runtime.working_copies import working_copy
 
 

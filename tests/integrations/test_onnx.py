@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx import AmpModule, MissingExtraError, UnsupportedError
-from autocastfx.runtime.operators.saturating_cast import saturating_cast
+from autocastfx.runtime.operators.casts import saturating_cast
 from benchmarks.zoo_models import ZOO
 from tests.golden.readme import outputs, run
 from tests.helpers import Function, sampled

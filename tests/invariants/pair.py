@@ -23,7 +23,7 @@ from autocastfx import AmpModule, Precision
 from autocastfx.capture.whole_calls import CHECKPOINT
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import dtypes, origin
-from autocastfx.runtime.operators.saturating_cast import saturating_cast
+from autocastfx.runtime.operators.casts import saturating_cast
 from benchmarks.gradient_scale import gradient_distances
 
 LOW = [torch.float16, torch.bfloat16]

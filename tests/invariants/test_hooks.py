@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import autocastfx
 from autocastfx import AmpModule, CaptureError, StateWarning
-from autocastfx.runtime.hook_watch import HookWatch
+from autocastfx.runtime.variant_table import HookWatch
 from tests.helpers import relative_error
 
 LOW = torch.bfloat16

@@ -22,7 +22,7 @@ MODULES = (
     ),
     "policy/*.py",
     "plan/edited_plan.py",
-    "runtime/copy_group.py",
+    "runtime/working_copies.py",
     "runtime/working_copies.py",
     "runtime/variant_table.py",
     "numerics/compare.py",
@@ -123,8 +123,11 @@ ALSO: dict[str, tuple[str, ...]] = {
     "training": ("training/test_loss_scale.py", *_STEPS, "training/test_replayed_step.py", *_MANY),
     "policy/op_list.py": ("policy/test_op_list.py", "presets/test_registrations.py"),
     "policy": _LISTS,
-    "runtime/copy_group.py": ("runtime/test_working_copies.py",),
-    "runtime/working_copies.py": ("runtime/test_copy_group.py", "runtime/test_stored_low.py"),
+    "runtime/working_copies.py": (
+        "runtime/test_working_copies.py",
+        "runtime/test_copy_group.py",
+        "runtime/test_stored_low.py",
+    ),
     "runtime/variant_table.py": _VARIANTS,
     "numerics/compare.py": ("numerics/test_paired_backward.py",),
     "numerics/node_counts.py": ("numerics/test_watch.py",),
@@ -155,6 +158,10 @@ ALSO: dict[str, tuple[str, ...]] = {
     "capture/draft/tracer.py": ("capture/draft/test_overload.py",),
     "capture/whole_calls.py": ("capture/test_padding.py",),
     "capture/tidy.py": ("capture/test_flatten_transforms.py",),
+    "runtime/amp_module.py": ("runtime/test_model_text.py", "runtime/test_observe.py"),
+    "runtime/module_tree.py": ("runtime/test_module_modes.py",),
+    "runtime/operators/casts.py": ("runtime/operators/test_saturating_cast.py",),
+    "runtime/operators/norms.py": ("runtime/operators/test_rms_norm.py", "runtime/operators/test_layer_norm.py"),
 }
 
 

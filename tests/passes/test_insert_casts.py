@@ -15,7 +15,7 @@ import autocastfx
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import origin
-from autocastfx.runtime.operators.saturating_cast import saturating_cast
+from autocastfx.runtime.operators.casts import saturating_cast
 from tests.helpers import Function, examples, listing, relative_error, rewritten, text
 
 LOW = [torch.float16, torch.bfloat16]

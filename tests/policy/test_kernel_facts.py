@@ -17,8 +17,7 @@ from autocastfx.passes.analysis.exact_numbers import forced_by_number
 from autocastfx.passes.analysis.ports import PARAMETERS
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.yaml_tree import is_known
-from autocastfx.runtime.operators.layer_norm import layer_norm
-from autocastfx.runtime.operators.rms_norm import rms_norm
+from autocastfx.runtime.operators.norms import layer_norm, rms_norm
 from benchmarks.kernel_calls import KernelCall, kernel_calls
 from benchmarks.kernel_facts import DTYPES, FACTS, LISTED, differences, in_dtype, rounds_once, ulps, without_kernel
 from tests.helpers import TORCH, Function, is_pinned_torch, relative_error, with_pinned_torch

@@ -32,8 +32,7 @@ from autocastfx.passes import store_weights
 from autocastfx.passes.analysis import low_reads
 from autocastfx.plan.plan import Why
 from autocastfx.runtime import working_copies
-from autocastfx.runtime.copy_group import Filled
-from autocastfx.runtime.working_copies import WorkingCopies, working_copy
+from autocastfx.runtime.working_copies import Filled, WorkingCopies, working_copy
 from tests.golden.models import CNN, EncoderLayer
 from tests.training.recorded import record
 
@@ -657,7 +656,7 @@ def test_gradients_that_are_cast_by_one_kernel_are_the_same(
     found: list[list[Tensor | None]] = []
     amp_model(x)
     for together in (False, True):
-        monkeypatch.setattr("autocastfx.runtime.copy_group.casts_together", lambda grad, held=together: held)
+        monkeypatch.setattr("autocastfx.runtime.working_copies.casts_together", lambda grad, held=together: held)
         copied.clear()
         used, _ = amp_model(x)
         parameters = list(amp_model.parameters())
@@ -683,7 +682,7 @@ class Nothing(torch.autograd.Function):
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_backward_that_brings_no_gradient_leaves_none(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autocastfx.runtime.copy_group.casts_together", lambda _: together)
+    monkeypatch.setattr("autocastfx.runtime.working_copies.casts_together", lambda _: together)
     model = nn.Linear(4, 4)
     copies = WorkingCopies(model).fresh()
     parameters = list(model.parameters())

@@ -16,7 +16,7 @@ from autocastfx.passes.analysis.cross_entropy import is_over_classes
 from autocastfx.plan.plan import Placement, Precision
 from autocastfx.policy.kernel_facts import PARAMETERS, KernelFacts
 from autocastfx.policy.op_list import OpList
-from autocastfx.runtime.operators.layer_norm import layer_norm
+from autocastfx.runtime.operators.norms import layer_norm
 
 __all__ = ["Ports"]
 

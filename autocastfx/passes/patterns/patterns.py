@@ -13,8 +13,8 @@ from torch import fx
 from autocastfx.graph.node import tensors
 from autocastfx.passes.patterns.attention import NUMBERS, arguments, formulas
 from autocastfx.passes.patterns.pattern import Arguments, Found, Pattern
+from autocastfx.runtime.operators.norms import rms_norm
 from autocastfx.runtime.operators.quick_gelu import SLOPE, quick_gelu
-from autocastfx.runtime.operators.rms_norm import rms_norm
 
 __all__ = ["LOSS_CAST", "MATH_ATTENTION", "PATTERNS", "REPEATED", "SHORT_ATTENTION", "chosen"]
 

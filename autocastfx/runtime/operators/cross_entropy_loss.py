@@ -20,7 +20,7 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import UnsupportedError
 from autocastfx.runtime.kernels.chosen import is_chosen
-from autocastfx.runtime.operators.eager import is_concrete
+from autocastfx.runtime.operators.casts import is_concrete
 
 __all__ = ["cross_entropy_loss"]
 

@@ -1,6 +1,6 @@
 """The operator ``autocastfx::quick_gelu``, ``x * sigmoid(1.702 * x)``: computes in float32, saves only its input.
 
-torch has no such operator. :mod:`autocastfx.runtime.operators.rms_norm` says how these operators are made.
+torch has no such operator. :mod:`autocastfx.runtime.operators.norms` says how these operators are made.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autocastfx.runtime.operators.eager import is_concrete
+from autocastfx.runtime.operators.casts import is_concrete
 
 __all__ = ["TOKENS", "recomputed", "short_attention"]
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from autocastfx.policy.kernel_facts import load_kernel_facts
-from autocastfx.runtime.operators.layer_norm import layer_norm
-from autocastfx.runtime.operators.rms_norm import rms_norm
+from autocastfx.runtime.operators.norms import layer_norm, rms_norm
 from benchmarks.gpu.measure import said
 from benchmarks.gpu.sides import DTYPES
 from benchmarks.gpu.stage import Given, Row

@@ -23,8 +23,7 @@ from autocastfx.capture.call import CallSignature
 from autocastfx.capture.draft.draft import capture_symbolically
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import dtypes
-from autocastfx.runtime.operators.conditional_cast import cast_if
-from autocastfx.runtime.operators.saturating_cast import saturating_cast
+from autocastfx.runtime.operators.casts import cast_if, saturating_cast
 from autocastfx.runtime.variant_table import VariantTable
 from tests.capture.small_models import DEFERRED, MODELS, made
 from tests.helpers import sampled

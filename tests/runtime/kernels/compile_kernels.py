@@ -22,7 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from autocastfx.runtime.kernels import cross_entropy, rms_norm
-from autocastfx.runtime.operators.rms_norm import _WIDEST
+from autocastfx.runtime.operators.norms import _WIDEST
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # One for each number of warps, and one whose rows do not lie at multiples of 16 bytes.

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from autocastfx.runtime.operators import cross_entropy_loss as cross_entropy_module
-from autocastfx.runtime.operators import rms_norm as rms_norm_module
+from autocastfx.runtime.operators import norms as rms_norm_module
 from autocastfx.runtime.operators.cross_entropy_loss import cross_entropy_loss
-from autocastfx.runtime.operators.rms_norm import rms_norm
+from autocastfx.runtime.operators.norms import rms_norm
 from tests.helpers import relative_error, saved_bytes
 from tests.runtime.kernels.against_float64 import EPS, drawn
 

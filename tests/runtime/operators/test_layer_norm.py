@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from autocastfx.graph.names import of_function
-from autocastfx.runtime.operators import layer_norm as module
-from autocastfx.runtime.operators.layer_norm import layer_norm
+from autocastfx.runtime.operators import norms as module
+from autocastfx.runtime.operators.norms import layer_norm
 from tests.helpers import relative_error, saved_bytes
 
 EPS = torch.finfo(torch.float32).eps

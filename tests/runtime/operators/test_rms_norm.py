@@ -14,8 +14,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autocastfx.graph.names import of_function
-from autocastfx.runtime.operators import rms_norm as rms_norm_module
-from autocastfx.runtime.operators.rms_norm import rms_norm
+from autocastfx.runtime.operators import norms as rms_norm_module
+from autocastfx.runtime.operators.norms import rms_norm
 from tests.helpers import saved_bytes
 
 EPS = torch.finfo(torch.float32).eps

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 import autocastfx
 from autocastfx.graph.names import of_function
-from autocastfx.runtime.operators.saturating_cast import saturating_cast
+from autocastfx.runtime.operators.casts import saturating_cast
 from tests.helpers import saved_bytes
 
 LOW = [torch.float16, torch.bfloat16]

@@ -1,20 +1,31 @@
-"""The operator ``autocastfx::saturating_cast``: a cast to 16 bits that limits finite values to a bound.
-
-It takes float32, and a bound of at least 8192 that the dtype can represent. Infinities and NaN are kept. Its derivative
-is a cast's, so that backward keeps nothing; under transforms of torch.func it is the derivative of ``clamp``, which is
-0 beyond the bound. :mod:`autocastfx.runtime.operators.rms_norm` says how these operators are made.
-"""
+"""Casts as operators: to 16 bits within a bound, and of a value whose dtype is known only when the graph runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from autocastfx.runtime.operators.eager import is_concrete
+__all__ = ["cast_if", "is_concrete", "saturating_cast"]
 
-__all__ = ["saturating_cast"]
+
+# Tell eager tensors, whose sizes operators may inspect, from tensors that are compiled, exported or traced.
+
+
+def is_concrete(tensor: Tensor) -> bool:
+    """True for an eager tensor, whose sizes may be inspected; false while compiling, exporting or tracing."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    return is_plain and not torch.compiler.is_compiling() and get_proxy_mode() is None
+
+
+# The operator ``autocastfx::saturating_cast``: a cast to 16 bits that limits finite values to a bound.
+#
+# It takes float32, and a bound of at least 8192 that the dtype can represent. Infinities and NaN are kept. Its
+# derivative is a cast's, so that backward keeps nothing; under transforms of torch.func it is the derivative of
+# ``clamp``, which is 0 beyond the bound. :mod:`autocastfx.runtime.operators.norms` says how these operators are
+# made.
 
 # A finite float32 value times this is below 4, which vanishes when added to a bound of 8192 or more and rounded to 16
 # bits; an infinity stays infinite.
@@ -57,3 +68,11 @@ _LIBRARY.impl("saturating_cast", _with_autograd, "Autograd")
 _LIBRARY.impl("saturating_cast", _without_autograd, "CompositeExplicitAutograd")
 
 saturating_cast = torch.ops.autocastfx.saturating_cast.default
+
+
+# Cast a value whose dtype is known only when the graph runs.
+
+
+def cast_if(value: torch.Tensor, source: torch.dtype, target: torch.dtype) -> torch.Tensor:
+    """Cast ``value`` to ``target`` if its dtype is ``source``; else return it unchanged."""
+    return value.to(target) if value.dtype == source else value
