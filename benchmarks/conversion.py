@@ -27,8 +27,7 @@ from autocastfx.capture.export import Captured
 from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.graph.node import tensors
 from autocastfx.passes.analysis.place_cheaply import place_cheaply
-from autocastfx.passes.analysis.ports import Ports
-from autocastfx.passes.analysis.units import units_of
+from autocastfx.passes.analysis.units import Ports, units_of
 from autocastfx.passes.classify import Classifier
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Decision, Placement, Precision

@@ -34,7 +34,7 @@ from autocastfx.numerics.loss import loss_of
 from autocastfx.numerics.plan_search import Found, PlanSearch
 from autocastfx.numerics.sensitivity import captured_of
 from autocastfx.numerics.target_error import TargetError
-from autocastfx.passes.analysis.ports import Ports
+from autocastfx.passes.analysis.units import Ports
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
 from benchmarks.tune_models import Case

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.graph.node import Use, draws_random_numbers, uses
 from autocastfx.numerics.segment_run import Read
-from autocastfx.passes.analysis.ports import Ports
+from autocastfx.passes.analysis.units import Ports
 
 __all__ = ["KernelError", "Replay", "Roundings", "rounding"]
 

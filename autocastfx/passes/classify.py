@@ -26,14 +26,10 @@ from autocastfx.graph.node import (
     uses,
 )
 from autocastfx.graph.product import Product, Size, product
-from autocastfx.passes.analysis.cancellations import cancellations
-from autocastfx.passes.analysis.demands import Demands
-from autocastfx.passes.analysis.distances import distance_products
-from autocastfx.passes.analysis.exact_numbers import forced_by_number
-from autocastfx.passes.analysis.listed import listed, refuse_banned
-from autocastfx.passes.analysis.masks import Fill, come_in, fills, fits
-from autocastfx.passes.analysis.value_ranges import Limit, reach
-from autocastfx.passes.analysis.whole_numbers import WholeNumbers, told_apart
+from autocastfx.passes.analysis.demands import Demands, cancellations
+from autocastfx.passes.analysis.exact_numbers import WholeNumbers, distance_products, forced_by_number, told_apart
+from autocastfx.passes.analysis.raising import listed, refuse_banned
+from autocastfx.passes.analysis.value_ranges import Fill, Limit, come_in, fills, fits, reach
 from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan.plan import NO_SOURCE, Decision, Forced
 from autocastfx.policy.kernel_facts import KernelFacts

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autocastfx.dtypes import dtype_name
-from autocastfx.graph.alias import alias_sets
+from autocastfx.graph.alias import alias_sets, moves_each_once
 from autocastfx.graph.node import (
     Origin,
     Use,
+    all_names,
     argument,
     is_float32,
     map_uses,
+    origin,
     place_like,
     set_argument,
     set_origin,
+    set_value,
+    stand_for,
+    value,
 )
-from autocastfx.passes.analysis.cross_entropy import is_over_classes, read_low
-from autocastfx.passes.analysis.masks import Fill, fits, is_mask, seen_as
-from autocastfx.passes.analysis.ports import Ports
+from autocastfx.passes.analysis.units import Ports, is_over_classes, read_low
+from autocastfx.passes.analysis.value_ranges import Fill, fits, is_mask, seen_as
+from autocastfx.passes.patterns.patterns import LOSS_CAST
 from autocastfx.passes.state import Pass, State
-from autocastfx.plan.plan import Placement, Precision
-from autocastfx.runtime.operators.casts import saturating_cast
+from autocastfx.plan.plan import Placement, Precision, Recomposed
+from autocastfx.policy.rule import Category
+from autocastfx.runtime.operators.casts import cast_if, saturating_cast
 
-__all__ = ["InsertCasts", "Rewriter"]
+__all__ = ["DropLossCasts", "InsertCasts", "MakeConditional", "Rewriter"]
+
 
 _TO = torch.ops.aten.to.dtype
 
@@ -177,4 +186,104 @@ class InsertCasts(Pass):
         policy, found = self.policy, state.classification
         rewriter = Rewriter(policy.low, policy.ports, policy.keep_output_dtype, rounds=policy.fold == "kernel")
         rewriter(state.graph, state.placements, found.wide, state.parameters, found.fills)
+        return state
+
+
+# Takes out the model's own casts to float32 of scores for a cross entropy that is float32 by its list, in place.
+#
+# The list makes that cast in any case, and the operator can do so itself: then no float32 copy of the scores is
+# there.
+
+
+def drop_loss_casts(graph: fx.Graph, category: Callable[[fx.Node], Category | None]) -> tuple[Recomposed, ...]:
+    """Let each such cross entropy read, through what lies between them and only moves values, what the cast read.
+
+    A cast stays that anything else reads, that changes more than the dtype, or that the list bans or keeps; all stay
+    where the list lets the cross entropy run in 16 bits.
+
+    Args:
+        graph: captured, with abstract values.
+        category: of a node, by the list.
+    """
+    losses = [node for node in graph.nodes if is_over_classes(node) and category(node) is Category.DENY]
+    written = alias_sets(graph).keys() if losses else ()
+    found: list[Recomposed] = []
+    for loss in losses:
+        node = argument(loss, "self")
+        while len(node.users) == 1 and node not in written and (_is_plain_cast(node) or moves_each_once(node)):
+            source = node.all_input_nodes[0]
+            if _is_plain_cast(node):
+                if not is_float32(source) or category(node) in (Category.BAN, Category.KEEP):
+                    break
+                found.append(Recomposed(LOSS_CAST, loss.name, (node.name,)))
+                node.replace_all_uses_with(source)
+                stand_for(source, *all_names(node))
+                graph.erase_node(node)
+            node = source
+    return tuple(found)
+
+
+def _is_plain_cast(node: fx.Node) -> bool:
+    is_cast = node.target is torch.ops.aten.to.dtype
+    return is_cast and argument(node, "dtype") == torch.float32 and argument(node, "memory_format") is None
+
+
+class DropLossCasts(Pass):
+    """Drops the model's own casts to float32 before a cross entropy."""
+
+    name = "drop loss casts"
+
+    def __call__(self, state: State) -> State:
+        """The state with what was dropped."""
+        if LOSS_CAST not in self.policy.recompose:
+            return state
+        found = drop_loss_casts(state.graph, self.policy.category)
+        return state.with_recomposed((*state.recomposed, *found)) if found else state
+
+
+# The last step for a graph made without inputs: casts of values whose dtype is not known touch only what they mean.
+
+
+def make_conditional(
+    graph: fx.Graph, placements: Mapping[fx.Node, Placement], guesses: Set[str], low: torch.dtype
+) -> None:
+    """Give the nodes of ``graph`` the dtypes that the plan says, and make a cast of a guessed value conditional.
+
+    Args:
+        graph: rewritten; changed in place.
+        placements: of the captured nodes.
+        guesses: names of the captured nodes that were taken for float32 without being known to be.
+        low: the 16-bit dtype.
+    """
+    for node in graph.nodes:
+        mark, placement = origin(node), placements.get(node)
+        if mark is not None:
+            if isinstance(dtype := node.args[1], torch.dtype):
+                set_value(node, torch.empty(1, dtype=dtype))
+                if mark.value in guesses:  # clamping an integer would make it a float
+                    source = torch.float32 if dtype == low else low
+                    node.target, node.args = cast_if, (node.all_input_nodes[0], source, dtype)
+            else:
+                set_value(node, value(node.all_input_nodes[0]))
+        elif placement is not None and placement.run is Precision.LOW:
+            set_value(node, pytree.tree_map(partial(_narrowed, low), value(node)))
+    for node in reversed(list(graph.nodes)):
+        if origin(node) is not None and not node.users:
+            graph.erase_node(node)
+    graph.lint()
+
+
+def _narrowed(low: torch.dtype, leaf: object) -> object:
+    return leaf.to(low) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
+
+
+class MakeConditional(Pass):
+    """Makes casts of guessed values conditional, in a graph made without inputs."""
+
+    name = "make conditional"
+
+    def __call__(self, state: State) -> State:
+        """The state, its graph changed."""
+        if state.guesses is not None:
+            make_conditional(state.graph, state.placements, state.guesses, self.policy.low)
         return state

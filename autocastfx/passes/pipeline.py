@@ -15,25 +15,20 @@ from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import copy_graph, dtypes
 from autocastfx.graph.walk import converted_inside, values_given
-from autocastfx.passes.analysis.held_values import HeldValues, cast_once
+from autocastfx.passes.analysis.exact_numbers import HeldValues, cast_once
 from autocastfx.passes.analysis.node_errors import NodeErrors
 from autocastfx.passes.classify import Classify
-from autocastfx.passes.drop_loss_casts import DropLossCasts
-from autocastfx.passes.insert_casts import InsertCasts
-from autocastfx.passes.insert_raises import InsertRaises
-from autocastfx.passes.make_conditional import MakeConditional
+from autocastfx.passes.insert_casts import DropLossCasts, InsertCasts, MakeConditional
 from autocastfx.passes.merge_repeated import MergeRepeated
 from autocastfx.passes.place import Place
-from autocastfx.passes.raise_nodes import RaiseNodes
-from autocastfx.passes.recompose import Recompose
+from autocastfx.passes.recompose import Recompose, RecomputeAttention, WriteOutAttention
 from autocastfx.passes.record_plan import planned_casts, planned_copies, planned_node
-from autocastfx.passes.replace_attention import RecomputeAttention, WriteOutAttention
 from autocastfx.passes.state import Pass, Policy, State
 from autocastfx.passes.store_weights import StoreWeights
 from autocastfx.passes.torch_autocast.expand import expand
-from autocastfx.passes.torch_autocast.follow import Follow, dispatch_of
-from autocastfx.passes.torch_autocast.insert_casts import InsertFollowedCasts
+from autocastfx.passes.torch_autocast.insert_casts import Follow, InsertFollowedCasts, dispatch_of
 from autocastfx.passes.verify import Verify
+from autocastfx.passes.widen import InsertRaises, RaiseNodes
 from autocastfx.plan.plan import Plan, PlannedCast, PlannedNode, Recomposed, Traffic
 from autocastfx.plan.ranges import Key, key_of, mode_of
 from autocastfx.plan.sensitivity import Effect, Signature

@@ -14,10 +14,10 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes
-from autocastfx.passes.analysis.held_values import HeldValues
-from autocastfx.passes.analysis.masks import Fill
+from autocastfx.passes.analysis.exact_numbers import HeldValues
 from autocastfx.passes.analysis.node_errors import NodeErrors
-from autocastfx.passes.analysis.ports import Ports
+from autocastfx.passes.analysis.units import Ports
+from autocastfx.passes.analysis.value_ranges import Fill
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.torch_autocast.dispatch import Followed
 from autocastfx.plan.edited_plan import EditedPlan

@@ -15,7 +15,7 @@ from autocastfx.graph.alias import mutated_inputs
 from autocastfx.graph.any_size import abstract_call, concrete_sizes, dtypes_of
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import argument, dtypes, origin, set_value, subgraphs, tensors, uses, value
-from autocastfx.passes.analysis.ports import Ports
+from autocastfx.passes.analysis.units import Ports
 from autocastfx.passes.state import Pass, State
 from autocastfx.passes.torch_autocast.dispatch import Followed
 from autocastfx.plan.plan import Placement, Precision

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from autocastfx import OpList
 from autocastfx.passes import classify
+from autocastfx.passes.analysis.exact_numbers import WholeNumbers
 from autocastfx.passes.analysis.value_ranges import Limit
-from autocastfx.passes.analysis.whole_numbers import WholeNumbers
 from autocastfx.passes.classify import Classifier
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.policy.rule import Category

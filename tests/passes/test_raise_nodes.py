@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autocastfx
 from autocastfx import Forced, OpList, Precision, Why
 from autocastfx.passes import pipeline
-from autocastfx.passes.insert_raises import insert_raises
+from autocastfx.passes.widen import insert_raises
 from autocastfx.plan.plan import Cause, Placement
 from tests.helpers import heard, listing, text
 

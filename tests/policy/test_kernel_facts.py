@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx.passes.analysis.exact_numbers import forced_by_number
-from autocastfx.passes.analysis.ports import PARAMETERS
+from autocastfx.passes.analysis.units import PARAMETERS
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.yaml_tree import is_known
 from autocastfx.runtime.operators.norms import layer_norm, rms_norm

@@ -2,22 +2,248 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import fx
 
 from autocastfx.errors import Place
-from autocastfx.graph.alias import AliasSet, alias_sets
+from autocastfx.graph.alias import AliasSet, alias_sets, reachable
 from autocastfx.graph.names import base_name, op_name
-from autocastfx.graph.node import Use, argument, has_float32, is_member, uses
-from autocastfx.passes.analysis.cancellations import is_size
-from autocastfx.passes.analysis.ports import Ports
+from autocastfx.graph.node import Use, argument, constants, has_float32, is_member, tensors, uses
+from autocastfx.passes.analysis.exact_numbers import HeldValues
+from autocastfx.passes.analysis.units import Ports
 from autocastfx.plan.plan import NO_SOURCE, Decision, Forced
+from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, Demand
 
-__all__ = ["Demands"]
+__all__ = ["Demands", "cancellations"]
+
+
+# Small differences of large values: a variance as E[x²] - E[x]², a stencil, a value less its average.
+
+_SUMS = ("add", "sub", "rsub")
+_SCALES = ("mul", "div", "neg")
+_POWERS = ("pow", "square")
+_AVERAGES = ("mean", "nanmean", "sum", "nansum", "cumsum")
+_POOLS = ("avg_pool", "adaptive_avg_pool")
+_JOINED = {"split": "cat", "split_with_sizes": "cat", "chunk": "cat", "tensor_split": "cat", "unbind": "stack"}
+
+
+def cancellations(graph: fx.Graph, values: HeldValues, op_list: OpList, facts: KernelFacts) -> dict[fx.Node, str]:
+    """The nodes in which large values cancel, and what averages those values, each with the reason.
+
+    Args:
+        graph: captured, with abstract values.
+        values: of constants and parameters: what is trained, whose rows add up to zero, and whose to one.
+        op_list: names the ops that only move values.
+        facts: which ops are products.
+    """
+    moments = _Moments(_fixed(graph, values.trained), op_list, facts)
+    found = {
+        node: f"shifted copies of {of.name} whose weights add up to zero: a difference of neighbours"
+        for node, of in _stencils(graph, op_list)
+    }
+    for node in graph.nodes:
+        name = base_name(op_name(node)) if node.op == "call_function" else ""
+        if name in ("sub", "rsub"):
+            reason = "a difference of an average of products and a product of averages is small beside both"
+            found |= dict.fromkeys(moments.cancelling(node), reason)
+            reason = "a difference of a value and its average is small beside both"
+            found |= dict.fromkeys(moments.beside_average(node, values.averaging), reason)
+        elif (weight := moments.weight(node)) is not None and str(weight.target) in values.balanced:
+            found[node] = f"the weights of {weight.name} add up to zero: a difference of neighbours"
+    return found
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """How often a sum has a value, and the sum of its factors and of their magnitudes."""
+
+    count: int = 0
+    total: float = 0.0
+    size: float = 0.0
+
+    @property
+    def cancels(self) -> bool:
+        """True for a second difference; a first one, of two like 16-bit values, is exact."""
+        return self.count > 2 and abs(self.total) <= 1e-6 * self.size
+
+
+def _stencils(graph: fx.Graph, op_list: OpList) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The sums in which the shifted copies of one value cancel, each with the value."""
+    sums: dict[fx.Node, dict[fx.Node, _Weight]] = {}
+    for node in (n for n in graph.nodes if has_float32(n)):
+        reads = [u.node for u in uses(node) if u.node in sums]
+        factors = _factors(node, len(reads), op_list)
+        held: dict[fx.Node, _Weight] = {} if factors else {node: _Weight(1, 1.0, 1.0)}
+        for read, factor in zip(reads, factors, strict=False):
+            for of, w in sums[read].items():
+                had = held.get(of, _Weight())
+                held[of] = _Weight(had.count + w.count, had.total + w.total * factor, had.size + w.size * abs(factor))
+        if base_name(op_name(node)) in _SUMS:
+            new = (of for of, w in held.items() if w.cancels and not any(_cancels(sums[read], of) for read in reads))
+            yield from ((node, of) for of in new)
+        sums[node] = held
+
+
+def _cancels(held: Mapping[fx.Node, _Weight], of: fx.Node) -> bool:
+    return of in held and held[of].cancels
+
+
+def _factors(node: fx.Node, reads: int, op_list: OpList) -> tuple[float, ...]:
+    """What a node multiplies the values by that it adds up, moves or scales; empty if it does something else."""
+    name = base_name(op_name(node)) if node.op == "call_function" else ""
+    numbers = dict(constants(node))
+    rule = op_list.rule(op_name(node)) if name else None
+    if name in _SUMS and "alpha" not in numbers:
+        return {"add": (1.0, 1.0), "sub": (1.0, -1.0), "rsub": (-1.0, 1.0)}[name][:reads]
+    if reads != 1 or is_member(node):
+        return ()
+    if name in ("mul", "div") and (number := numbers.get("other")):
+        return (number if name == "mul" else 1 / number,)
+    if name == "neg":
+        return (-1.0,)
+    return (1.0,) if rule is not None and rule.category is Category.CLEAR else ()
+
+
+def _fixed(graph: fx.Graph, trained: Set[str]) -> frozenset[fx.Node]:
+    """The values that depend on no input and on nothing that is trained."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            found.update([node] if str(node.target) not in trained else [])
+        elif node.op == "call_function" and not [r for r in node.all_input_nodes if has_float32(r) and r not in found]:
+            found.add(node)
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A term of a sum: a product of values, or an average of one.
+
+    Attributes:
+        of: the values multiplied, as they were before averaging.
+        is_average: the product itself is averaged.
+        averages: all nodes that average on the way.
+    """
+
+    of: frozenset[fx.Node]
+    is_average: bool
+    averages: frozenset[fx.Node]
+
+
+@dataclass(frozen=True)
+class _Moments:
+    fixed: frozenset[fx.Node]
+    op_list: OpList
+    facts: KernelFacts
+
+    def cancelling(self, node: fx.Node) -> set[fx.Node]:
+        """``node`` and what averages its terms, if it takes products of averages from an average of such products."""
+        terms = [term for each in self._terms(node) if (term := self._term(each)) is not None]
+        pairs = [(a, b) for a in terms for b in terms if a is not b and a.is_average and a.of == b.of]
+        return {node, *(each for pair in pairs for term in pair for each in term.averages)} if pairs else set()
+
+    def beside_average(self, node: fx.Node, averaging: Set[str]) -> set[fx.Node]:
+        """``node`` and the products that average, if it takes an average from the value itself, or from another one."""
+        origins = [self._origin(term) for term in self._terms(node)]
+        found: set[fx.Node] = set()
+        for (of, one), (other_of, other) in itertools.combinations(origins, 2):
+            products = set(one) ^ set(other)  # both may begin with the same averages
+            weights = [self.weight(product) for product in products]
+            if of is other_of and weights and all(w and str(w.target) in averaging for w in weights):
+                found |= {node, *products}
+        return found
+
+    def weight(self, node: fx.Node) -> fx.Node | None:
+        """The constant that a product multiplies values by, behind its views; None if there is none."""
+        if node.op != "call_function" or not self._is_product(node):
+            return None
+        held = [u.node for u in uses(node) if u.node in self.fixed and has_float32(u.node) and u.argument != "bias"]
+        if len(held) != 1 or self._read(node) is None:
+            return None
+        value = held[0]
+        while value.op == "call_function" and self._moves(value) and len(value.all_input_nodes) == 1:
+            value = value.all_input_nodes[0]
+        return value if value.op == "get_attr" else None
+
+    def _terms(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The terms of a sum, through further sums."""
+
+        def added(term: fx.Node) -> Iterator[fx.Node]:
+            if base_name(op_name(term)) in _SUMS:
+                yield from (u.node for u in uses(term) if has_float32(u.node))
+
+        yield from (term for term in reachable([node], added) if term is not node)
+
+    def _term(self, value: fx.Node) -> _Term | None:
+        product, averages = self._origin(value)
+        factors = self._factors(product)
+        if not factors:
+            return None
+        origins = [self._origin(factor) for factor in factors]
+        inside = {average for _, found in origins for average in found}
+        return _Term(frozenset(origin for origin, _ in origins), bool(averages), frozenset({*averages, *inside}))
+
+    def _factors(self, node: fx.Node) -> list[fx.Node]:
+        name = base_name(op_name(node)) if node.op == "call_function" else ""
+        reads = [u.node for u in uses(node) if has_float32(u.node) and u.node not in self.fixed]
+        if name in _POWERS:
+            return reads if name == "square" or argument(node, "exponent") == 2 else []
+        return reads if name == "mul" and len(reads) == 2 else []
+
+    def _origin(self, value: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+        """The value that ``value`` is a view, a multiple or an average of, and the nodes that average."""
+        averages: list[fx.Node] = []
+        while True:
+            if is_member(value):
+                read, between = self._piece(value)
+                averages += between
+            else:
+                read = self._read(value)
+                if read is not None and not self._moves(value) and base_name(op_name(value)) not in _SCALES:
+                    averages.append(value)
+            if read is None:
+                return value, averages
+            value = read
+
+    def _piece(self, member: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
+        """Of values that are joined, averaged and split again, the one in the place of ``member``; else None."""
+        split = member.all_input_nodes[0]
+        joins = _JOINED.get(base_name(op_name(split)))
+        joined, averages = self._origin(cast("fx.Node", split.args[0])) if joins is not None else (split, [])
+        if base_name(op_name(joined)) != joins or argument(split, "dim") != argument(joined, "dim"):
+            return None, []
+        parts = cast("Sequence[fx.Node]", joined.args[0])
+        return (parts[cast("int", member.args[1])], averages) if len(parts) == len(tensors(split)) else (None, [])
+
+    def _read(self, node: fx.Node) -> fx.Node | None:
+        """The value of which ``node`` is a linear function that is known; None if it is none."""
+        if node.op != "call_function":
+            return None
+        name = base_name(op_name(node))
+        reads = [
+            u.node for u in uses(node) if has_float32(u.node) and u.node not in self.fixed and not is_size(u, name)
+        ]
+        is_linear = name in (*_SCALES, *_AVERAGES) or name.startswith(_POOLS) or self._is_product(node)
+        return reads[0] if len(reads) == 1 and (is_linear or self._moves(node)) else None
+
+    def _is_product(self, node: fx.Node) -> bool:
+        return self.facts.reduces.get(base_name(op_name(node)), "elements") != "elements"
+
+    def _moves(self, node: fx.Node) -> bool:
+        rule = self.op_list.rule(op_name(node)) if node.op == "call_function" else None
+        return rule is not None and rule.category is Category.CLEAR
+
+
+def is_size(use: Use, name: str) -> bool:
+    """True if the op ``name`` reads but the size, or the dtype, of the value of this use: ``expand_as``."""
+    return name.endswith("_as") and use.argument == "other"
+
 
 _FREE = (Category.INFER, Category.CLEAR, Category.PROMOTE)
 _ANY = (*_FREE, Category.ALLOW)

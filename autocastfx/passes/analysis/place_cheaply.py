@@ -20,10 +20,8 @@ from torch import fx
 
 from autocastfx.graph.alias import moves, reachable
 from autocastfx.graph.node import elements, has_float32, is_float32, is_member, tensors, uses
-from autocastfx.passes.analysis.bytes_moved import BYTES, CAST
-from autocastfx.passes.analysis.folding import Fold
+from autocastfx.passes.analysis.folding import BYTES, CAST, Fold, Provenance, decisive
 from autocastfx.passes.analysis.min_cut import OUTSIDE, Label, Term, cheapest
-from autocastfx.passes.analysis.provenance import Provenance, decisive
 from autocastfx.passes.analysis.units import Unit, Units
 from autocastfx.plan.plan import Cause, Decision, Placement, Precision, Why
 from autocastfx.policy.rule import Category

@@ -14,17 +14,43 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.failure import quiet_logs
 from autocastfx.dtypes import dtype_name
+from autocastfx.errors import BannedOpError
 from autocastfx.graph.alias import is_view_or_copy
 from autocastfx.graph.any_size import abstract_call, concrete_sizes, dtypes_of, in_dtype_of
 from autocastfx.graph.names import base_name, op_name
-from autocastfx.graph.node import argument, dtypes, is_member, uses, value
-from autocastfx.passes.analysis.listed import listed, refuse_banned
-from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Why
+from autocastfx.graph.node import argument, dtypes, is_member, module_path, uses, value
+from autocastfx.plan.plan import NO_SOURCE, UNLISTED, Cause, Decision, Forced, Placement, Precision, Why
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.match import Matcher
+from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 
-__all__ = ["CASTS", "Raiser"]
+__all__ = ["CASTS", "Raiser", "listed", "refuse_banned"]
+
+
+# The decision that an op list alone gives a node, and the error of an op that it bans.
+
+
+def listed(op_list: OpList, rule: Rule | ModuleRule | None) -> Decision:
+    """The decision of ``rule``; of an op without one, as the list says of unlisted ops."""
+    if rule is None:
+        return Decision(op_list.unlisted or Category.KEEP, "in no list", UNLISTED)
+    return Decision(rule.category, rule.reason, rule.source or NO_SOURCE)
+
+
+def refuse_banned(node: fx.Node, decision: Decision) -> None:
+    """Refuse a node that the list bans.
+
+    Raises:
+        BannedOpError: it does.
+    """
+    if decision.category is Category.BAN:
+        raise BannedOpError(
+            f"node {node.name!r} in module {module_path(node) or '(root)'!r} is {op_name(node)}, which "
+            f"{decision.source} bans: {decision.reason or 'no reason given'}. Replace the op in the model, or list it "
+            "in another category."
+        )
+
 
 CASTS = ("to", "_to_copy", "type_as")
 _FOLLOWS = (Category.INFER, Category.CLEAR, Category.PROMOTE)

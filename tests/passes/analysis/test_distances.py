@@ -11,7 +11,7 @@ from torch import Tensor
 
 import autocastfx
 from autocastfx.graph.names import op_name
-from autocastfx.passes.analysis.distances import distance_products
+from autocastfx.passes.analysis.exact_numbers import distance_products
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.policy.rule import Category

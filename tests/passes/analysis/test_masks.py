@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import autocastfx
-from autocastfx.passes.analysis.masks import fills, fits
+from autocastfx.passes.analysis.value_ranges import fills, fits
 from tests.helpers import Function
 
 LEAST = torch.finfo(torch.float32).min

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autocastfx
-from autocastfx.passes.analysis.ports import Ports
-from autocastfx.passes.analysis.provenance import Provenance, decisive
-from autocastfx.passes.analysis.units import units_of
+from autocastfx.passes.analysis.folding import Provenance, decisive
+from autocastfx.passes.analysis.units import Ports, units_of
 from autocastfx.passes.classify import Classifier
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list

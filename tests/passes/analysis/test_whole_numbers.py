@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, fx
 
 import autocastfx
-from autocastfx.passes.analysis.whole_numbers import WholeNumbers, holds_one_number, largest_whole, told_apart
+from autocastfx.passes.analysis.exact_numbers import WholeNumbers, holds_one_number, largest_whole, told_apart
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from tests.helpers import Function

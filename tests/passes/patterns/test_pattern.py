@@ -12,8 +12,15 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autocastfx.graph.node import attributes_of, set_value
-from autocastfx.passes.patterns.pattern import Pattern
-from autocastfx.passes.patterns.patterns import LOSS_CAST, MATH_ATTENTION, PATTERNS, REPEATED, SHORT_ATTENTION, chosen
+from autocastfx.passes.patterns.patterns import (
+    LOSS_CAST,
+    MATH_ATTENTION,
+    PATTERNS,
+    REPEATED,
+    SHORT_ATTENTION,
+    Pattern,
+    chosen,
+)
 from autocastfx.passes.recompose import recompose
 
 OF_ONE = [pattern for pattern in PATTERNS if "attention" not in pattern.name]  # attention has tests of its own

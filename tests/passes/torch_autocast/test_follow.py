@@ -18,8 +18,7 @@ from autocastfx.graph.node import Origin, dtypes, set_origin, value
 from autocastfx.passes.classify import Classifier
 from autocastfx.passes.pipeline import Converter
 from autocastfx.passes.torch_autocast.dispatch import Dispatch, asked
-from autocastfx.passes.torch_autocast.follow import follow
-from autocastfx.passes.torch_autocast.insert_casts import recast
+from autocastfx.passes.torch_autocast.insert_casts import follow, recast
 from autocastfx.passes.verify import verify
 from autocastfx.plan.plan import Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
