@@ -69,17 +69,20 @@ from autocastfx.plan.sensitivity import Effect, Sensitivity
 from autocastfx.policy.op_list import OpList, load_op_list, presets
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 from autocastfx.policy.write_list import Change
-from autocastfx.report.comparison import Beginning, ComparedNode, ComparedParameter, ComparedVariant, Comparison
+from autocastfx.report.comparison import (
+    Beginning,
+    ComparedNode,
+    ComparedParameter,
+    ComparedVariant,
+    Comparison,
+    Deviation,
+)
 from autocastfx.report.compiled_graph import CompiledGraph
-from autocastfx.report.deviation import Deviation
-from autocastfx.report.dump import dump
+from autocastfx.report.dump import Page, dump, show
 from autocastfx.report.explain import explain
-from autocastfx.report.lint.findings import Lint, OpEstimate
-from autocastfx.report.lint.gpu import Gpu
-from autocastfx.report.lint.lint import lint
+from autocastfx.report.lint.lint import Lint, OpEstimate, lint
 from autocastfx.report.lint.odd_size import OddSize
-from autocastfx.report.lint.roofline import Total
-from autocastfx.report.notebook import Page, show
+from autocastfx.report.lint.roofline import Gpu, Total
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.grad_scaler import GradScaler
 from autocastfx.training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale

@@ -52,7 +52,7 @@ from autocastfx import Budget
 from autocastfx.numerics.plan_search import PlanSearch
 from autocastfx.numerics.target_error import TargetError
 from autocastfx.numerics.tune import _prices, tune
-from autocastfx.report.lint.gpu import find_gpu
+from autocastfx.report.lint.roofline import find_gpu
 from benchmarks.store import Store
 from benchmarks.tune_cost import measured_cost
 from benchmarks.tune_judge import Bench, Judged

@@ -28,7 +28,7 @@ from autocastfx.policy.op_list import load_op_list, preset_path, preset_title, p
 from autocastfx.report.dump import dump as dump_model
 from autocastfx.report.dump import dump_text
 from autocastfx.report.explain import explain as explain_node
-from autocastfx.report.text_options import TextOptions
+from autocastfx.report.text import TextOptions
 
 __all__ = [
     "check_list",

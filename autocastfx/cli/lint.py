@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from autocastfx.cli.model_options import converted
 from autocastfx.errors import GpuError, ModelSpecError
-from autocastfx.report.lint.gpu import find_gpu, gpus
 from autocastfx.report.lint.lint import lint
+from autocastfx.report.lint.roofline import find_gpu, gpus
 
 __all__ = ["add_lint_to"]
 

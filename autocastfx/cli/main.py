@@ -22,7 +22,7 @@ from autocastfx.cli.run_script import add_run_to
 from autocastfx.cli.suggesting_parser import suggesting_parser
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import AutocastFXError, EvaluationsError, ModelSpecError, NodeError, OpListError, PlanError
-from autocastfx.report.render import FORMATS
+from autocastfx.report.formats import FORMATS
 
 __all__ = ["main"]
 

@@ -6,7 +6,7 @@ import os
 import shutil
 from typing import TextIO, TypedDict
 
-from autocastfx.report.columns import LEAST_WIDTH
+from autocastfx.report.text import LEAST_WIDTH
 
 __all__ = ["Output", "for_output"]
 

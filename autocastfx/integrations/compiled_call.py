@@ -47,7 +47,7 @@ from autocastfx.integrations.skipped_code import (
 )
 from autocastfx.plan.plan import Precision
 from autocastfx.report.compiled_graph import CompiledGraph
-from autocastfx.report.source_line import source_line
+from autocastfx.report.view import source_line
 
 __all__ = ["CompiledCall"]
 

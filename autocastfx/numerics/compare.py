@@ -17,8 +17,7 @@ from autocastfx.graph.node import module_path
 from autocastfx.numerics.paired_backward import Loss, run_backwards
 from autocastfx.numerics.paired_run import PairedRun, Step, floating, run_side_by_side
 from autocastfx.plan.plan import PlannedNode
-from autocastfx.report.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison
-from autocastfx.report.deviation import Deviation
+from autocastfx.report.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison, Deviation
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["compare"]

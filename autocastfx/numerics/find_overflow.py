@@ -19,7 +19,7 @@ from autocastfx.graph.node import is_cast, module_path, stack_trace
 from autocastfx.numerics.overflow import InputRange, Overflow
 from autocastfx.numerics.paired_run import Step, floating, run_side_by_side
 from autocastfx.plan.plan import PlannedNode, Why, because_of, op_list_for
-from autocastfx.report.source_line import source_line
+from autocastfx.report.view import source_line
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["find_overflow"]

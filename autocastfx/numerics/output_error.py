@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.errors import BisectError
-from autocastfx.report.deviation import Deviation
+from autocastfx.report.comparison import Deviation
 
 __all__ = ["METRICS", "OutputError"]
 

@@ -21,7 +21,7 @@ from autocastfx.numerics.flat_graph import FlatGraph, flatten
 from autocastfx.numerics.one_graph import Side, random_state, set_random_state
 from autocastfx.numerics.tape import Tape
 from autocastfx.plan.plan import because_of, op_list_for
-from autocastfx.report.source_line import source_line
+from autocastfx.report.view import source_line
 from autocastfx.runtime.amp_module import AmpModule, Variant
 
 __all__ = ["PairedRun", "Step", "floating", "run_side_by_side"]

@@ -12,7 +12,7 @@ from autocastfx.graph.walk import walk
 from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.overflow import Overflow
 from autocastfx.plan.plan import Plan, PlannedNode, Precision, joint_error
-from autocastfx.report.lint.work import work_of
+from autocastfx.report.lint.roofline import work_of
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["Place", "places_of", "search_order"]

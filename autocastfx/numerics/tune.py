@@ -26,7 +26,7 @@ from autocastfx.plan.plan import Prices
 from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.op_list import OpList, OpListLike
 from autocastfx.report.conversion_warnings import warn_of_unmatched_effects
-from autocastfx.report.lint.gpu import Gpu, find_gpu
+from autocastfx.report.lint.roofline import Gpu, find_gpu
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["tune"]

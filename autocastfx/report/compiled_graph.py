@@ -10,9 +10,8 @@ from torch import fx, nn
 
 from autocastfx.errors import UnsupportedError, VariantError
 from autocastfx.plan.plan import Plan
-from autocastfx.report.render import render
-from autocastfx.report.source_line import SourceLine
-from autocastfx.report.view import View, view_of_graph
+from autocastfx.report.formats import render
+from autocastfx.report.view import SourceLine, View, view_of_graph
 
 __all__ = ["CompiledGraph", "fold_of", "refuse_enabled", "views_of_enabled"]
 

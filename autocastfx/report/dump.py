@@ -1,9 +1,10 @@
-"""``dump``: render a converted model as text, for people and for tools."""
+"""``dump`` and ``show``: a converted model as text, in a file or as a page."""
 
 from __future__ import annotations
 
+import html
 import os
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import nn
@@ -12,18 +13,16 @@ from autocastfx.files import check_writable, write_whole
 from autocastfx.plan.plan import Plan
 from autocastfx.report.comparison import Comparison
 from autocastfx.report.compiled_graph import views_of_enabled
-from autocastfx.report.html import render_html
-from autocastfx.report.model_facts import model_facts
-from autocastfx.report.predicted_error import PredictedError
-from autocastfx.report.render import FORMATS, render
-from autocastfx.report.row_filter import check_names
-from autocastfx.report.text import render_text
-from autocastfx.report.text_options import TextOptions
-from autocastfx.report.view import View, view
+from autocastfx.report.formats import FORMATS, render
+from autocastfx.report.html import model_facts, render_html
+from autocastfx.report.text import TextOptions, check_names, render_text
+from autocastfx.report.view import PredictedError, View, view
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["dump", "dump_text", "view_of", "views_of"]
+__all__ = ["Page", "dump", "dump_text", "show", "view_of", "views_of"]
 
+
+# ``dump``: render a converted model as text, for people and for tools.
 
 _SUFFIXES = {".dot": "dot", ".gv": "dot", ".graphml": "graphml", ".html": "html", ".json": "json", ".py": "python"}
 
@@ -181,3 +180,45 @@ def _view(amp_model: AmpModule, number: int) -> View:
     shown = replace(view(amp_model, variant, words), model=amp_model._maker.class_name)
     measured = amp_model._maker.sensitivity
     return shown if measured is None else replace(shown, predicted=PredictedError.by(measured, shown.mode))
+
+
+# ``show``: the page of a converted model inside a notebook.
+
+_SANDBOX = "allow-scripts allow-downloads allow-forms"  # the search is a form, and the page forbids to send it
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page that ``dump(model, format="html")`` writes. As the value of a notebook's cell it is shown there.
+
+    Attributes:
+        text: the page's HTML.
+        height: of the frame that a notebook shows it in, in pixels.
+    """
+
+    text: str = field(repr=False)
+    height: int = 700
+
+    def _repr_html_(self) -> str:
+        """The page in a frame that cannot reach the notebook."""
+        return (
+            f'<iframe title="Converted model" sandbox="{_SANDBOX}" allow="clipboard-write" width="100%" '
+            f'height="{self.height}" frameborder="0" srcdoc="{html.escape(self.text)}"></iframe>'
+        )
+
+
+def show(
+    model: nn.Module, *, comparison: Comparison | None = None, against: Plan | None = None, height: int = 700
+) -> Page:
+    """Make the page of a converted or enabled model for a notebook: the value of a cell shows it.
+
+    Args:
+        model: as for :func:`dump`.
+        comparison: as for :func:`dump`.
+        against: as for :func:`dump`.
+        height: of the frame, in pixels.
+
+    Raises:
+        TypeError, ValueError, VariantError: as :func:`dump`.
+    """
+    return Page(dump(model, format="html", comparison=comparison, against=against), height)

@@ -8,9 +8,8 @@ from torch import nn
 
 from autocastfx.plan.plan import PlannedNode, Recomposed, select
 from autocastfx.report.dump import views_of
-from autocastfx.report.predicted_error import PredictedError
 from autocastfx.report.reason import Reason, Reasons
-from autocastfx.report.view import View
+from autocastfx.report.view import PredictedError, View
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = ["explain"]

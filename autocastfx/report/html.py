@@ -6,18 +6,312 @@ import base64
 import hashlib
 import html
 import json
+import math
+import os
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
-from autocastfx.plan.plan import Plan
-from autocastfx.report.comparison import Comparison
-from autocastfx.report.model_facts import ModelFacts
-from autocastfx.report.page_data import page_data
-from autocastfx.report.view import View
+import torch
+from torch import nn
 
-__all__ = ["SCRIPTS", "asset", "render_html"]
+from autocastfx.plan.plan import Plan, PlannedNode, Precision
+from autocastfx.plan.plan_diff import PlanDiff, diff
+from autocastfx.report.comparison import ComparedNode, Comparison, Deviation, compared_variant
+from autocastfx.report.compiled_graph import fold_of
+from autocastfx.report.reason import Reasons
+from autocastfx.report.text import summary
+from autocastfx.report.view import Row, View
+from autocastfx.runtime.amp_module import AmpModule
+
+__all__ = ["SCRIPTS", "asset", "model_facts", "page_data", "render_html"]
+
+
+# The part of the page's data that tells how another plan decides: by node, and for the graph.
+
+
+def compare_plans(against: Plan, plan: Plan) -> PlanDiff:
+    """Compare the plan of a graph with another one.
+
+    Raises:
+        ValueError: no node has the same name in both.
+    """
+    found = diff(against, plan)
+    if plan.nodes and len(found.added) == len(plan.nodes):
+        raise ValueError(
+            "the plan given as against= is of another model or graph: no node of it is in the one shown. Give the plan "
+            "of the same model, converted in another way."
+        )
+    return found
+
+
+def changes_of(found: PlanDiff) -> dict[str, Any]:
+    """Return what differs in words, and the nodes that only the other plan has."""
+    removed = [{"name": n.name, "op": n.op, "module": n.module, "decided": str(n.decision)} for n in found.removed]
+    return {"summary": found.summary, **({"removed": removed} if removed else {})}
+
+
+def changed_nodes(found: PlanDiff) -> dict[str, dict[str, Any]]:
+    """Return what the other plan says of each node that differs, by name; of a node that it lacks, nothing."""
+    changed = {pair.name: {**_said(pair.before), **({"moved": True} if pair.moved else {})} for pair in found.changed}
+    return {**changed, **{node.name: {"added": True} for node in found.added}}
+
+
+def _said(node: PlannedNode) -> dict[str, Any]:
+    run, store = node.placement.run, node.placement.store
+    runs = str(run) if run is store else f"{run}, stored {store}"
+    return {"runs": runs, "because": str(node.placement.because), "decided": str(node.decision)}
+
+
+# Facts about a converted model and its page, for the header of the page.
+
+_DATE = "SOURCE_DATE_EPOCH"  # https://reproducible-builds.org/specs/source-date-epoch
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model as a whole.
+
+    Attributes:
+        name: the class of the original; empty for a converted model that was unpickled, which does not know it.
+        parameters: the number of elements of all parameters, tied ones counted once.
+        fold: the level of folding.
+        date: of now, or of SOURCE_DATE_EPOCH.
+        autocastfx, torch: versions.
+    """
+
+    name: str
+    parameters: int
+    fold: str
+    date: str
+    autocastfx: str
+    torch: str
+
+
+def model_facts(model: nn.Module) -> ModelFacts:
+    """Collect the facts of a converted or enabled model.
+
+    Raises:
+        ValueError: the environment variable SOURCE_DATE_EPOCH is not a number of seconds.
+    """
+    original = model._maker.model if isinstance(model, AmpModule) else model
+    return ModelFacts(
+        name=type(original).__name__ if original is not None else "",
+        parameters=sum(p.numel() for p in model.parameters()),
+        fold=model._maker.fold if isinstance(model, AmpModule) else fold_of(model),
+        date=_date(os.environ.get(_DATE)),
+        autocastfx=version("autocastfx"),
+        torch=str(torch.__version__),
+    )
+
+
+def _date(seconds: str | None) -> str:
+    try:
+        moment = datetime.now(timezone.utc) if not seconds else datetime.fromtimestamp(int(seconds), timezone.utc)
+    except (ValueError, OverflowError, OSError) as error:
+        raise ValueError(
+            f"{_DATE} is {seconds!r}, which is not a number of seconds since 1970: set it to one, or unset it"
+        ) from error
+    return f"{moment:%Y-%m-%d %H:%M} UTC"
+
+
+# The data of the HTML page: the variants of a model, their nodes, and the modules that contain these.
+
+_HELD = ("parameter", "buffer")
+
+
+def page_data(
+    views: Sequence[View],
+    shown: int,
+    comparison: Comparison | None = None,
+    facts: ModelFacts | None = None,
+    against: Plan | None = None,
+) -> dict[str, Any]:
+    """Return the page's data: ``{"format": 1, "shown": …, "model": {…}, "variants": […]}``. Empty fields are left out.
+
+    A variant holds its ``title``, ``summary``, ``low``, ``device``, ``op_list``, ``unlisted`` ops, ``modules`` (the
+    root first, each with its name and the number of its parent), ``nodes``, which refer to each other and to modules by
+    number, the numbers of its ``parameters``' gradients, and where its error begins (``begin``).
+
+    Args:
+        views: all variants.
+        shown: position of the variant to show first if there is no comparison.
+        comparison: a result of ``compare``; the variant compared is shown first, with its numbers.
+        facts: of the model as a whole.
+        against: another plan, whose decisions are told of the variant that is shown first, where they differ.
+
+    Raises:
+        ValueError: no variant is the one that was compared, or it lacks a compared node; or ``against`` is of another
+            model.
+    """
+    shown = shown if comparison is None else compared_variant(views, comparison)
+    variants = [_variant(view, comparison if i == shown else None) for i, view in enumerate(views)]
+    if against is not None:
+        _add_changes(variants[shown], compare_plans(against, views[shown].plan))
+    model = {"model": _present(asdict(facts))} if facts is not None else {}
+    return {"format": 1, "shown": shown, **model, "variants": variants}
+
+
+def _add_changes(variant: dict[str, Any], found: PlanDiff) -> None:
+    variant["changes"], changed = changes_of(found), changed_nodes(found)
+    for node in variant["nodes"]:
+        if node["name"] in changed:
+            node["before"] = changed[node["name"]]
+
+
+def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
+    numbers = {node.name: _of_value(node) for node in comparison.nodes} if comparison is not None else {}
+    parameters = comparison.parameters if comparison is not None else ()
+    rows = [_portable(row) for row in view.rows]
+    reasons, homes = Reasons(rows), _Homes(rows)
+    places = {row.name: i for i, row in enumerate(rows)}
+    nodes = [
+        _present({**_node(row, reasons), **_predicted(row, view), "numerics": numbers.get(row.name)}) for row in rows
+    ]
+    for row, node in zip(rows, nodes, strict=True):
+        node["in"] = homes.of(row)
+        reads = [*row.reads, *(f"{inner}/output" for inner in row.runs)]
+        node["reads"] = [places[read] for read in reads if read in places]
+    return {
+        "title": view.variant,
+        "low": view.plan.low,
+        "device": view.plan.device,
+        "op_list": view.plan.op_list,
+        "summary": summary(view),
+        "unlisted": view.plan.unlisted,
+        "modules": homes.table,
+        "nodes": nodes,
+        **({"parameters": [{"name": one.name, **_numbers(one)} for one in parameters]} if parameters else {}),
+        **({"begin": _beginning(comparison)} if comparison is not None else {}),
+    }
+
+
+def _beginning(comparison: Comparison) -> dict[str, Any]:
+    begins = comparison.begins
+    return _present({"says": begins.says, "node": begins.node, "failing": begins.is_failure})
+
+
+def _portable(row: Row) -> Row:
+    if row.planned is None or row.decision is None:
+        return row
+    return replace(row, planned=replace(row.planned, decision=row.decision))
+
+
+def _node(row: Row, reasons: Reasons) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": row.name, "kind": row.kind, "op": row.op, "dtype": row.dtype, "shade": _shade(row)}
+    data |= {"shape": row.shape, "size": row.bytes or "", "attributes": row.attributes}
+    if row.line is not None:
+        data["line"] = f"{row.line.file}:{row.line.number}"
+        data["code"] = row.line.code
+    if row.planned is not None:
+        decision, reason = row.planned.decision, reasons.of(row.planned)
+        data |= {"module": row.planned.module, "own": row.is_own_cast, "runs": row.precisions, "says": reason.runs}
+        data |= {"because": str(row.planned.placement.because), "category": str(decision.category)}
+        data |= {"reason": decision.reason, "source": str(decision.source)}
+        data |= {"placed": reason.placed, "change": reason.change, "list": reason.op_list}
+    if row.cast is not None:
+        data |= {"of": row.cast.value, "bytes": row.cast.bytes, "saturates": row.cast.saturates, "to": row.cast.dtype}
+    if row.copy is not None:
+        data |= {"of": row.copy.parameter, "to": row.copy.dtype}
+    if row.mark is not None and row.kind == "made":
+        data["says"] = f"made by {row.mark.made_by} ({row.mark.rule}), for {row.mark.value}"
+    return data
+
+
+def _predicted(row: Row, view: View) -> dict[str, Any]:
+    """Return what was measured for a node: the error of its placement, and what is said of it."""
+    if row.planned is None:
+        return {}
+    found: dict[str, Any] = {"predicts": " ".join(view.predicted.sentences(row.planned))}
+    if row.planned.error is not None:
+        found["predicted"] = row.planned.error
+    if row.planned.effect:
+        found["effect"] = [float(f"{number:.3g}") for number in row.planned.effect]
+    return found
+
+
+def _shade(row: Row) -> str:
+    """Return the shade that a node is drawn in: an op's precision, ``other`` or ``mixed``; empty for other nodes."""
+    if row.planned is None:
+        return ""
+    run, store = row.planned.placement.run, row.planned.placement.store
+    if run is Precision.CAPTURED:
+        return "other"
+    return str(run) if run is store else "mixed"
+
+
+def _present(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if value not in ("", None, False, ())}
+
+
+def _of_value(node: ComparedNode) -> dict[str, Any]:
+    return {**_numbers(node), **({"gradient": _numbers(node.gradient)} if node.gradient is not None else {})}
+
+
+def _numbers(found: Deviation) -> dict[str, float | str]:
+    numbers = {name: getattr(found, name) for name in ("error", "overflow", "underflow", "zeros", "nan")}
+    return {name: number if math.isfinite(number) else str(number) for name, number in numbers.items()}
+
+
+class _Homes:
+    """The module of each row. A sub-graph counts as a module inside the one that runs it."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.table: list[dict[str, Any]] = [{"name": "", "around": -1}]
+        self._numbers: dict[tuple[int, str, bool], int] = {}
+        self._around: dict[str, tuple[int, str]] = {"": (0, "")}  # by graph: its number, and the path of its runner
+        self._known: dict[str, int] = {}
+        readers: dict[str, list[Row]] = {}
+        for row in rows:
+            for read in row.reads:
+                readers.setdefault(read, []).append(row)
+        for row in rows:
+            if row.planned is not None or row.kind in ("input", "output", "sub-graph"):
+                self._known[row.name] = home = self._planned(row)
+                for inner in row.runs:
+                    path = row.planned.module if row.planned is not None else ""
+                    self._around[inner] = (self._child(home, inner.rpartition("/")[2], runs=True), path)
+        for row in reversed(rows):  # from readers back to what they read
+            if row.name not in self._known:
+                self._known[row.name] = self._beside(row, readers.get(row.name, ()))
+
+    def of(self, row: Row) -> int:
+        return self._known[row.name]
+
+    def _planned(self, row: Row) -> int:
+        return self._path(row.name.rpartition("/")[0], row.planned.module if row.planned is not None else "")
+
+    def _path(self, graph: str, module: str) -> int:
+        number, runner = self._around.get(graph, (0, ""))
+        inside = module.removeprefix(runner) if runner and f"{module}.".startswith(f"{runner}.") else module
+        for name in filter(None, inside.split(".")):
+            number = self._child(number, name)
+        return number
+
+    def _child(self, around: int, name: str, *, runs: bool = False) -> int:
+        key = (around, name, runs)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.table)
+            self.table.append({"name": name, "around": around, **({"runs": True} if runs else {})})
+        return self._numbers[key]
+
+    def _beside(self, row: Row, readers: Iterable[Row]) -> int:
+        """Return a parameter's own module if that has nodes; else, as for constants and casts, a reader's module."""
+        graph = row.name.rpartition("/")[0]
+        if row.kind in _HELD and not graph:
+            number = 0
+            for name in row.op.split(".")[:-1]:
+                number = self._numbers.get((number, name, False), -1)
+            if number > 0:
+                return number
+        homes = Counter(self._known[reader.name] for reader in readers if reader.kind != "output")
+        return min(homes) if homes else self._around.get(graph, (0, ""))[0]
+
 
 SCRIPTS = (
     "viz-standalone.js",

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autocastfx.plan.plan import Forced, PlannedNode, Precision, Why, proposed_list
-from autocastfx.report.folded_casts import reads_low
-from autocastfx.report.row import Row
+from autocastfx.report.text import reads_low
+from autocastfx.report.view import Row
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -3,20 +3,432 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
-from autocastfx.plan.plan import Decision, Precision, Why
-from autocastfx.report.columns import Column, aligned, wrapped
-from autocastfx.report.counts import counted
-from autocastfx.report.folded_casts import FoldedCasts, folded_casts, is_folded, reads_low
-from autocastfx.report.predicted_error import error_cell
-from autocastfx.report.row import Row
-from autocastfx.report.row_filter import selected
-from autocastfx.report.summary import summary
-from autocastfx.report.text_options import TextOptions
-from autocastfx.report.view import View
+from autocastfx.plan.plan import Decision, Plan, PlannedNode, Precision, Traffic, Why, joint_error
+from autocastfx.policy.rule import Category, ModuleRule, module_pattern
+from autocastfx.policy.yaml_tree import nearest
+from autocastfx.report.view import Row, View, error_cell
 
-__all__ = ["render_text"]
+__all__ = [
+    "LEAST_WIDTH",
+    "TextOptions",
+    "aligned",
+    "check_names",
+    "counted",
+    "reads_low",
+    "render_text",
+    "selected",
+    "shortened",
+    "summary",
+    "wrapped",
+]
+
+
+# Lay out cells in columns that fit a width.
+
+LEAST_WIDTH = 40
+_GAP = "  "
+_LEAST = 3  # one character, the ellipsis, and one character
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column.
+
+    Attributes:
+        title: its heading.
+        paint: the kind of its cells, for colours; empty for none.
+        from_end: too long cells lose their end, not their middle.
+        weight: where columns are cut, a column of weight 2 keeps twice as much as one of weight 1.
+        least: it keeps as much in any case.
+    """
+
+    title: str
+    paint: str = ""
+    from_end: bool = False
+    weight: float = 1
+    least: int = _LEAST
+
+
+def aligned(
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[str]],
+    width: int | None = None,
+    painted: Callable[[str, str], str] = lambda text, _: text,
+) -> list[str]:
+    """Return a line of titles and a line for each row. Columns without any text are left out.
+
+    Args:
+        columns: the columns.
+        rows: their cells. The last cell of a row that has fewer extends over the columns that the row lacks.
+        width: shorten cells until no line is longer; None shortens nothing.
+        painted: adds colours to a cell's text, which it may not change: of the text and the column's ``paint``.
+    """
+    kept = [i for i in range(len(columns)) if any(len(row) > i and row[i] for row in rows)] or [0]
+    table = [[row[i] for i in kept if i < len(row)] for row in rows]
+    shown = [columns[i] for i in kept]
+    whole = [row if len(row) == len(shown) else row[:-1] for row in table]  # the last cell of the others extends
+    natural = [max(len(c.title), *(len(row[i]) for row in whole if len(row) > i), 0) for i, c in enumerate(shown)]
+    widths = natural if width is None else _fitting(natural, shown, width - len(_GAP) * (len(shown) - 1))
+    lines = [_GAP.join(f"{shortened(c.title, w):<{w}}" for c, w in zip(shown, widths, strict=True)).rstrip()]
+    return lines + [_line(row, shown, widths, width, painted) for row in table]
+
+
+def _line(
+    row: Sequence[str],
+    columns: Sequence[Column],
+    widths: Sequence[int],
+    width: int | None,
+    painted: Callable[[str, str], str],
+) -> str:
+    """Return the line of a row, with each cell shortened to its column; the last one may reach to the line's end."""
+    last = max((i for i, cell in enumerate(row) if cell), default=-1)
+    extends = len(row) < len(columns)
+    line, used = "", 0
+    for i, cell in enumerate(row[: last + 1]):
+        room = widths[i] if i < last else len(cell) if width is None else width - used
+        text = shortened(cell, room, from_end=columns[i].from_end or (i == last and extends))
+        line += painted(text, columns[i].paint) + (" " * (widths[i] - len(text)) + _GAP if i < last else "")
+        used += widths[i] + len(_GAP)
+    return line
+
+
+def _fitting(natural: Sequence[int], columns: Sequence[Column], room: int) -> list[int]:
+    """Return widths whose sum is at most ``room``, where that can be: the largest are cut to one level."""
+    for level in range(max(natural), _LEAST, -1):
+        widths = [min(w, max(c.least, int(level * c.weight))) for w, c in zip(natural, columns, strict=True)]
+        if sum(widths) <= room:
+            break
+    else:
+        return [min(width, column.least) for width, column in zip(natural, columns, strict=True)]
+    for i, width in enumerate(natural):  # what the level leaves over goes to the first that are cut
+        extra = min(width - widths[i], room - sum(widths))
+        widths[i] += min(extra, 1)
+    return widths
+
+
+def shortened(text: str, room: int, *, from_end: bool = False) -> str:
+    """Return ``text``, or as much of it as there is ``room`` for, with an ellipsis for what is left out.
+
+    Args:
+        text: one line.
+        room: the most characters, at least 1.
+        from_end: leave out the end, not the middle.
+    """
+    if len(text) <= room:
+        return text
+    tail = 0 if from_end else (room - 1) // 2
+    return f"{text[: room - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def wrapped(text: str, width: int | None, indent: str) -> list[str]:
+    """Return lines of prose of at most ``width`` characters, but for longer words; those after the first indented."""
+    if width is None:
+        return [text]
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+# The casts that each node of a graph reads, in words for the node's own line.
+
+_HELD = ("parameter", "buffer", "constant", "sub-graph")
+_FOLDED_KINDS = (*_HELD, "cast", "copy")
+
+
+@dataclass(frozen=True)
+class FoldedCasts:
+    """The casts of a node, as the node's own line shows them.
+
+    Attributes:
+        words: the casts that it reads, such as ``x, weight → bfloat16``; in brackets those that a node above reads.
+            Then the values that a float32 op reads in 16 bits.
+        first: how many casts it reads before all others.
+        reads: the values that it reads, without casts.
+    """
+
+    words: str
+    first: int
+    reads: tuple[str, ...]
+
+
+def is_folded(row: Row, read: set[str]) -> bool:
+    """True for a node that the lines of its readers tell of; ``read`` are the names that any node reads."""
+    return row.kind in _FOLDED_KINDS and row.name in read
+
+
+def folded_casts(rows: Sequence[Row]) -> dict[str, FoldedCasts]:
+    """Return what each row reads, by the row's name."""
+    known, seen = {row.name: row for row in rows}, set[str]()
+    found: dict[str, FoldedCasts] = {}
+    for row in (row for row in rows if row.kind not in _FOLDED_KINDS):
+        casts = [known[name] for name in row.reads if known[name].kind in ("cast", "copy")]
+        groups: dict[str, list[str]] = {}
+        for cast in casts:
+            name, to = _value(cast, row, known), _dtype(cast)
+            groups.setdefault(to, []).append(f"({name})" if cast.name in seen else name)
+        first = sum(cast.cast is not None and cast.name not in seen for cast in casts)
+        seen.update(cast.name for cast in casts)
+        reads = tuple(_read(known[name], row, known) for name in row.reads)
+        words = [f"{', '.join(v)} → {to}" for to, v in groups.items()]
+        words += [reads_low(row)] if row.low_reads else []
+        found[row.name] = FoldedCasts("; ".join(words), first, reads)
+    return found
+
+
+def reads_low(row: Row) -> str:
+    """Return what a float32 op reads in 16 bits, in words."""
+    return f"reads {', '.join(row.low_reads)} in 16 bits"
+
+
+def _dtype(cast: Row) -> str:
+    if cast.copy is not None:
+        return f"{cast.copy.dtype} (working copy)"
+    return (cast.cast.dtype + (" (saturating)" if cast.cast.saturates else "")) if cast.cast is not None else ""
+
+
+def _value(cast: Row, reader: Row, known: dict[str, Row]) -> str:
+    """The name of the value that is cast: of a parameter the path inside the reader's module."""
+    value = cast.cast.value if cast.cast is not None else cast.copy.parameter if cast.copy is not None else ""
+    held = known.get(value)
+    path = held.op if held is not None and held.kind in _HELD else value.rpartition("/")[2]
+    module = f"{reader.planned.module}." if reader.planned is not None else ""
+    return path.removeprefix(module) if module != "." else path
+
+
+def _read(read: Row, reader: Row, known: dict[str, Row]) -> str:
+    if read.kind in ("cast", "copy"):
+        return f"{_value(read, reader, known)} → {_dtype(read)}"
+    return read.name
+
+
+# Count the nodes and casts of a graph by op and by module.
+
+_MODULES_LEGEND = (
+    "modules whose paths differ in numbers alone, and whose counts are equal, are one line: the counts of each"
+)
+_ERROR_LEGEND = (
+    "error: what the 16 bits of a module's own nodes are predicted to change together; in a line of several, the most"
+)
+_KINDS = ("op", "output")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def counted(rows: Iterable[Row], casts: Mapping[str, FoldedCasts], width: int | None) -> list[list[str]]:
+    """Return the lines of two tables: nodes and casts by op, the most frequent first, and by module, in graph order.
+
+    A cast counts where it is read first; nodes count for the module that they run in, not for those around it.
+
+    Args:
+        rows: the nodes to count.
+        casts: the casts that they read, by the names of rows.
+        width: of a line.
+    """
+    by_op, by_module = dict[str, Counter[str]](), dict[str, Counter[str]]()
+    nodes = dict[str, list[PlannedNode]]()
+    for row in (row for row in rows if row.kind in _KINDS):
+        first = casts[row.name].first if row.name in casts else 0
+        counts = Counter({"nodes": 1, str(row.precision): 1} if row.kind == "op" else {}) + Counter({"casts": first})
+        if counts:
+            module = (row.planned.module if row.planned is not None else "") or "(root)"
+            by_op.setdefault(row.op or row.kind, Counter()).update(counts)
+            by_module.setdefault(module, Counter()).update(counts)
+            nodes.setdefault(module, []).extend([row.planned] if row.planned is not None else [])
+    shown = [str(p) for p in Precision if any(counts[str(p)] for counts in by_op.values())]
+    titles = ["nodes", *shown, "casts"]
+    ops = [(op, _numbers(by_op[op], titles)) for op in sorted(by_op, key=lambda op: (-by_op[op]["nodes"], op))]
+    modules = [
+        (path, (f"{len(paths):>7}", *numbers, _largest_error(nodes[one] for one in paths)))
+        for path, paths, numbers in _alike(by_module, titles)
+    ]
+    legend = wrapped(_MODULES_LEGEND, width, "  ") if any("*" in path for path, _ in modules) else []
+    legend += wrapped(_ERROR_LEGEND, width, "  ") if any(cells[-1] for _, cells in modules) else []
+    return [
+        _table("op", titles, ops, width),
+        [*_table("module", ["modules", *titles, "error"], modules, width), *legend],
+    ]
+
+
+def _table(
+    first: str, titles: Sequence[str], lines: Iterable[tuple[str, tuple[str, ...]]], width: int | None
+) -> list[str]:
+    return aligned([Column(first), *map(Column, titles)], [(name, *numbers) for name, numbers in lines], width)
+
+
+def _numbers(counts: Counter[str], titles: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{counts[title]:>{len(title)}}" for title in titles)
+
+
+def _largest_error(modules: Iterable[Sequence[PlannedNode]]) -> str:
+    errors = [error for nodes in modules if (error := joint_error(nodes)) is not None]
+    return error_cell(max(errors, default=None))
+
+
+def _alike(
+    by_module: Mapping[str, Counter[str]], titles: Sequence[str]
+) -> list[tuple[str, list[str], tuple[str, ...]]]:
+    """Return path, modules and counts of each group of modules that differ in numbers alone."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for path, counts in by_module.items():
+        groups.setdefault((_NUMBER.sub("*", path), _numbers(counts, titles)), []).append(path)
+    return [(pattern if len(paths) > 1 else paths[0], paths, numbers) for (pattern, numbers), paths in groups.items()]
+
+
+# Select the rows that ``only=`` and ``module=`` of ``dump`` name.
+
+_CASTS = "casts"
+_PRECISIONS = tuple(map(str, Precision))
+_CATEGORIES = tuple(map(str, Category))
+
+
+def check_names(rows: Iterable[Row], only: str | None, module: str | None) -> None:
+    """Check that arguments of :func:`selected` name something.
+
+    Args:
+        rows: of all graphs of a model.
+        only: as for :func:`selected`.
+        module: as for :func:`selected`.
+
+    Raises:
+        ValueError: one names nothing; the message suggests the nearest.
+    """
+    planned = [row for row in rows if row.planned is not None]
+    if only is not None:
+        words = (*_PRECISIONS, _CASTS, *_CATEGORIES)
+        ops = {row.op for row in planned}
+        if only not in words and only not in ops:
+            hint = nearest(only, {*words, *ops})
+            raise ValueError(f"only is {', '.join(words)} or an op of the model, not {only!r}{hint}")
+    if module is not None:
+        paths = {path for row in planned for path in _around(row)}
+        try:
+            module_pattern(module)
+        except ValueError as error:
+            raise ValueError(f"module is a path of modules or a pattern of it, not {module!r}: {error}") from error
+        if not any(ModuleRule(module, "keep").covers(path) for path in paths):
+            raise ValueError(f"no module of the model matches {module!r}{nearest(module, paths)}")
+
+
+def selected(rows: Sequence[Row], only: str | None = None, module: str | None = None) -> tuple[Row, ...]:
+    """Return the rows that fit both arguments, in order; all rows without arguments, else those of planned nodes.
+
+    Args:
+        rows: of one graph.
+        only: a precision (``low``, ``float32``), ``casts`` (what reads casts, the output too), a category or an op.
+        module: the path of a module with all inside it, or a pattern as in op lists (``layers.*.attn``, ``re:…``).
+    """
+    if only is None and module is None:
+        return tuple(rows)
+    casts = {row.name for row in rows if row.cast is not None or row.copy is not None}
+    rule = ModuleRule(module, "keep") if module is not None else None
+    return tuple(
+        row
+        for row in rows
+        if (rule is None or (row.planned is not None and any(map(rule.covers, _around(row)))))
+        and (not casts.isdisjoint(row.reads) if only == _CASTS else only in (None, *_words(row)))
+    )
+
+
+def _words(row: Row) -> Iterator[str]:
+    if row.planned is not None:
+        yield row.op
+        yield str(row.precision)
+        if row.precision is not Precision.CAPTURED:  # where nothing is at stake, nothing was decided
+            yield str(row.planned.decision.category)
+
+
+def _around(row: Row) -> Iterator[str]:
+    """The path of the root, of the modules around a node, and of its own."""
+    yield ""
+    if row.planned is not None and row.planned.module:
+        yield from accumulate(row.planned.module.split("."), "{}.{}".format)
+
+
+# Options of the text format of ``dump``.
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Arguments of the text format; the first five are those of :func:`dump`.
+
+    Attributes:
+        width: the most characters of a line; None for as many as it takes.
+        full: a line for every node, not for ops alone.
+        only: show nodes of this precision, category or op alone, or with ``"casts"`` what is cast.
+        module: show nodes in these modules alone.
+        summary: count nodes by op and by module, and list none.
+        colour: colour marks and precisions for a terminal.
+
+    Raises:
+        ValueError: the width is too small.
+    """
+
+    width: int | None = 120
+    full: bool = False
+    only: str | None = None
+    module: str | None = None
+    summary: bool = False
+    colour: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width is not None and self.width < LEAST_WIDTH:
+            raise ValueError(f"width is at least {LEAST_WIDTH} characters, or None for no limit, not {self.width}")
+        if self.full and self.summary:
+            raise ValueError("full=True lists every node and summary=True none: give one of them")
+
+
+# Write the header lines of every rendering.
+
+
+def summary(view: View) -> list[str]:
+    """Return lines with dtype, device, op list, model and variant, and counts of nodes, casts and some ops."""
+    plan = view.plan
+    run = [row.precision for row in view.rows if row.kind == "op"]
+    low, wide, captured = (run.count(p) for p in (Precision.LOW, Precision.FLOAT32, Precision.CAPTURED))
+    given = f", {run.count(Precision.GIVEN)} as given" if Precision.GIVEN in run else ""
+    casts = [row.cast for row in view.rows if row.cast is not None]
+    to_float32, saturating = sum(c.dtype == "float32" for c in casts), sum(c.saturates for c in casts)
+    unlisted = ", ".join(f"{op} ({count})" for op, count in sorted(plan.unlisted.items())) or "none"
+    draft = "unverified: made without inputs, and replaced at the first call, from that call's inputs"
+    counts = sorted(Counter(r.pattern for r in plan.recomposed).items())
+    recomposed = [f"recomposed: {', '.join(f'{name} ({count})' for name, count in counts)}"] if counts else []
+    return [
+        f"autocastfx: {plan.low} on {plan.device}, op list {plan.op_list}",
+        *([f"model: {view.model}"] if view.model else []),
+        *([draft] if plan.unverified else []),
+        f"variant: {view.variant}",
+        f"nodes: {low} low ({plan.low}), {wide} float32{given}, {captured} captured ({_captured(plan)})",
+        f"casts: {len(casts)}, of which {len(casts) - to_float32} to {plan.low} and {to_float32} to float32; "
+        f"{saturating} saturating",
+        *([_copies(plan)] if plan.copies else []),
+        _moved(plan),
+        *([f"predicted error of the {view.predicted.of}: {plan.error_in_words}"] if plan.error is not None else []),
+        f"unlisted ops: {unlisted}",
+        *recomposed,
+        *view.outside,
+    ]
+
+
+def _captured(plan: Plan) -> str:
+    is_low_already = any(node.placement.because.why is Why.AS_CAPTURED for node in plan.nodes)
+    return f"no {plan.low} value, or the model's own cast" if is_low_already else "no float32 value"
+
+
+def _copies(plan: Plan) -> str:
+    count = len({copy.parameter for copy in plan.copies})
+    return f"working copies: of {count} parameters, made anew when a parameter has changed, not in each call"
+
+
+def _moved(plan: Plan) -> str:
+    by_casts = sum(cast.bytes for cast in plan.casts)
+    if plan.traffic == Traffic():  # placement: follow compares no costs
+        return f"bytes moved by casts: {by_casts:,}"
+    moved, simply = plan.traffic.moved, plan.traffic.moved_simply
+    return f"bytes moved: {moved:,}, of which by casts {by_casts:,}; by TensorFlow's rule {simply:,}"
+
 
 _LEGEND = {"+": "made by the conversion", "-": "in the captured graph only", "*": "the model's own cast"}
 _WHY = Column("why", from_end=True, least=10)  # a category and the number of its reason

@@ -2,27 +2,309 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from pathlib import Path, PureWindowsPath
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autocastfx.dtypes import dtype_name
+from autocastfx.errors import Source
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import attributes_of, dtypes, origin, stack_trace, subgraphs, tensors
-from autocastfx.plan.plan import Plan, PlannedNode, Precision
-from autocastfx.report.attributes import attributes
-from autocastfx.report.predicted_error import PredictedError
-from autocastfx.report.row import Row
-from autocastfx.report.shape import Shapes, Values, bytes_of, captured_values
-from autocastfx.report.source_line import source_line
+from autocastfx.graph.node import (
+    Origin,
+    attributes_of,
+    dtypes,
+    example,
+    example_size,
+    origin,
+    settings,
+    stack_trace,
+    subgraphs,
+    tensors,
+)
+from autocastfx.plan.plan import Decision, Forced, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision
+from autocastfx.plan.ranges import Key
+from autocastfx.plan.sensitivity import Effect, Sensitivity
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.working_copies import ATTRIBUTE
 
-__all__ = ["View", "view", "view_of_graph"]
+__all__ = [
+    "PredictedError",
+    "Row",
+    "Shapes",
+    "SourceLine",
+    "View",
+    "attributes",
+    "bytes_of",
+    "error_cell",
+    "source_line",
+    "view",
+    "view_of_graph",
+]
+
+
+# Write the shapes of a graph's values, and count their bytes.
+
+Values = tuple[torch.Tensor, ...]
+_SYMBOL = re.compile(r"\b([a-z]+)\d+\b")
+_AROUND = re.compile(r"^\(([^()]*)\)$")
+_LONGEST = 20  # of an expression; a longer one says less than its value
+
+
+class Shapes:
+    """Writes the shapes of the values of one graph.
+
+    A size that may differ from call to call is a symbol with its size in the example inputs: ``[s0=8, 32]``. Symbols
+    are numbered in the order in which they come, so that they are the same with every version of torch. The verified
+    graph holds sizes of the example inputs alone; symbols come from the values of the captured graph.
+    """
+
+    def __init__(self, plan: Plan, captured: Mapping[str, Values]) -> None:
+        self._captured = captured
+        self._behind = {made.node: made.replaced for made in plan.recomposed}
+        self._behind |= {cast.name: (cast.value,) for cast in plan.casts}
+        self._names: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+
+    def of(self, name: str, values: Values) -> str:
+        """Write ``[s0=8, 32] x 2, [4]`` for a node that gives three tensors; an empty text for none."""
+        shapes = (self._shape(value.shape) for value in self._symbolic(name, values))
+        runs = [(shape, len(list(same))) for shape, same in groupby(shapes)]
+        return ", ".join(shape if count == 1 else f"{shape} x {count}" for shape, count in runs)
+
+    def _symbolic(self, name: str, values: Values) -> Values:
+        """The captured values of the node, or of what it stands for, if they have its sizes; else its own values."""
+        sizes = _sizes(values)
+        for known in (name, *reversed(self._behind.get(name, ()))):
+            if known in self._captured and _sizes(self._captured[known]) == sizes:
+                return self._captured[known]
+        return values
+
+    def _shape(self, sizes: Sequence[Any]) -> str:
+        return f"[{', '.join(self._size(size) for size in sizes)}]"
+
+    def _size(self, size: Any) -> str:
+        if not isinstance(size, torch.SymInt) or size.node.expr.is_number:
+            return str(int(size))
+        said, known = _SYMBOL.sub(self._name, str(size.node.expr)), example(size)
+        said = _AROUND.sub(r"\1", said) if len(said) <= _LONGEST else "…"
+        return said if known is None else f"{said}={known}"
+
+    def _name(self, found: re.Match[str]) -> str:
+        letter = found[1]
+        if found[0] not in self._names:
+            self._names[found[0]] = f"{letter}{self._counts.get(letter, 0)}"
+            self._counts[letter] = self._counts.get(letter, 0) + 1
+        return self._names[found[0]]
+
+
+def captured_values(graph: fx.Graph, attributes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Values]]:
+    """Yield the abstract tensors of each node of a captured graph and its sub-graphs, by the node's name in a plan.
+
+    ``attributes`` holds the sub-graphs by the targets of the ``get_attr`` nodes that read them.
+    """
+    for node in graph.nodes:
+        yield prefix + node.name, tensors(node)
+        for target, part in subgraphs(node, attributes).items():
+            yield from captured_values(part.graph, attributes_of(part, part.graph), f"{prefix}{target}/")
+
+
+def bytes_of(values: Iterable[torch.Tensor]) -> int:
+    """Count the bytes of all elements, for the sizes of the example inputs. A size that depends on data counts as 1."""
+    return sum(math.prod(example_size(size) for size in value.shape) * value.element_size() for value in values)
+
+
+def _sizes(values: Values) -> list[list[Any]]:
+    return [[example_size(size) for size in value.shape] for value in values]
+
+
+# Write the arguments of an op that are no values: dimensions, epsilons, modes.
+
+_LONGEST_TEXT = 80
+
+
+def attributes(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """Return the names of such arguments of a node, with what the call gives: ``("dim", "-1")``.
+
+    A size that another node computes is written by that node's name. Without a schema, the name is a position.
+    """
+    if node.op != "call_function":
+        return ()
+    return tuple((f"argument {name}" if name.isdecimal() else name, _cut(_text(held))) for name, held in settings(node))
+
+
+def _text(held: Any) -> str:
+    if isinstance(held, (list, tuple)):
+        return f"[{', '.join(map(_text, held))}]"
+    if isinstance(held, torch.dtype):
+        return dtype_name(held)
+    return held.name if isinstance(held, fx.Node) else repr(held)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
+
+
+# Say what a measured sensitivity predicts for a node of a plan, and for the plan.
+
+
+@dataclass(frozen=True)
+class PredictedError:
+    """What was measured for a graph.
+
+    Attributes:
+        of: what changes, ``"gradient"`` or ``"output"``; a word for both where the measurement is not at hand.
+        effects: of the nodes of graphs in the mode of this one; empty likewise.
+    """
+
+    of: str = "result"
+    effects: Mapping[Key, Effect] = field(default_factory=dict[Key, Effect])
+
+    @classmethod
+    def by(cls, sensitivity: Sensitivity, mode: str) -> PredictedError:
+        """Take what was measured for a graph in ``mode``; that of a graph in mixed modes counts as training."""
+        return cls(sensitivity.of, sensitivity.effects_in("eval" if mode == "eval" else "train"))
+
+    def sentences(self, node: PlannedNode) -> Iterator[str]:
+        """Yield what the node's precision does, and for one in float32 what 16 bits would do."""
+        is_low = node.placement.run is Precision.LOW
+        if node.error is not None:
+            subject = "16 bits here change" if is_low else "16 bits around it, which round what it passes back, change"
+            yield f"{subject} the {self.of} by {node.error:.1e}."
+        effect = self.effects.get((node.name, node.op, node.module))
+        if not is_low and effect is not None and effect.overflows:
+            yield "In 16 bits a value would overflow."
+        elif not is_low and effect is not None and effect.error:
+            yield f"In 16 bits it would change the {self.of} by {effect.error:.1e}."
+
+
+def error_cell(error: float | None) -> str:
+    """Return a predicted error for a table; empty if there is none."""
+    return "" if error is None else f"{error:.1e}"
+
+
+# Find the source line that made a node in the stack trace that capture recorded.
+
+_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
+_PACKAGES = tuple(f"{path}{os.sep}" for folder in _FOLDERS for path in (folder, folder.resolve()))
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in .*\n(?! *File) *(.*)$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of a model's code.
+
+    Attributes:
+        path: the file's path, as imported.
+        number: the line's number.
+        code: the line's text.
+    """
+
+    path: str
+    number: int
+    code: str
+
+    @property
+    def file(self) -> str:
+        """The names of folder and file, without the rest of the path, which differs from machine to machine."""
+        parts = PureWindowsPath(self.path).parts[-2:]  # splits at both kinds of slash
+        return "/".join(part for part in parts if part != "/" and part != "\\")
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.number}: {self.code}"
+
+
+def source_line(trace: str) -> SourceLine | None:
+    """Return the innermost line outside torch and this package; None if the trace has none."""
+    own = [frame for frame in _FRAME.findall(trace) if not frame[0].startswith(_PACKAGES)]
+    if not own:
+        return None
+    file, number, code = own[-1]
+    return SourceLine(file, int(number), code.strip())
+
+
+# One line of a rendering: a node of a converted graph with all that is known of it.
+
+_CASTS = ("to", "_to_copy", "type_as")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One node.
+
+    Attributes:
+        name: as in the plan: that of a node in a sub-graph is ``subgraph/name``.
+        kind: ``input``, ``parameter``, ``buffer``, ``constant``, ``sub-graph``, ``op``, ``cast`` (by the conversion),
+            ``copy`` (the conversion's read of a working copy), ``made`` (by the conversion, neither), ``removed`` (in
+            the plan, not in the graph) or ``output``.
+        op: op name; of a parameter, buffer, constant or sub-graph its path.
+        dtype: as captured and, where that changed, after an arrow as it is now. Empty where nothing says it.
+        depth: how many graphs are around the node's own.
+        reads: names of the rows that it reads, each once.
+        runs: names of the sub-graphs that it runs, for which there are rows.
+        planned, cast, copy, mark: what the plan and the node itself say, where they say anything.
+        line: of the model's code that made it, where that is known.
+        shape: the value's shape, as in :class:`~autocastfx.report.view.Shapes`. Empty if the value is not a tensor, or
+            if the shape is unknown: in an unpickled graph only parameters, buffers and constants have one.
+        attributes: the op's constant arguments, each with its name: ``("dim", "-1")``.
+        bytes: the value's bytes for the sizes of the example inputs; 0 where the shape is empty.
+        low_reads: the rows that a float32 op reads in 16 bits, for its kernel computes in float32 inside.
+    """
+
+    name: str
+    kind: str
+    op: str = ""
+    dtype: str = ""
+    depth: int = 0
+    reads: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ()
+    planned: PlannedNode | None = None
+    cast: PlannedCast | None = None
+    copy: PlannedCopy | None = None
+    mark: Origin | None = None
+    line: SourceLine | None = None
+    shape: str = ""
+    bytes: int = 0
+    attributes: tuple[tuple[str, str], ...] = ()
+    low_reads: tuple[str, ...] = ()
+
+    @property
+    def precision(self) -> Precision:
+        """The precision that an op runs in; ``captured`` for every other row."""
+        return self.planned.placement.run if self.planned is not None else Precision.CAPTURED
+
+    @property
+    def precisions(self) -> str:
+        """The precision that an op runs in, in words, with that of its storage where it is another."""
+        if self.planned is None:
+            return ""
+        run, store = self.planned.placement.run, self.planned.placement.store
+        return str(run) if run is store else f"{run}, stored {store}"
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision; its source is the same on every machine, for an absolute path is cut to the file's name."""
+        found = self.planned.decision if self.planned is not None else None
+        if found is None or not isinstance(found.source, Source):
+            return found
+        path = PureWindowsPath(found.source.file)  # splits at both kinds of slash
+        return replace(found, source=replace(found.source, file=path.name)) if path.root else found
+
+    @property
+    def is_own_cast(self) -> bool:
+        """True for a cast that the captured model makes itself."""
+        if self.planned is None:
+            return False
+        source = self.planned.decision.source
+        return source == Forced.USER_CAST or (source == Forced.NOT_FLOAT32 and self.op in _CASTS)
+
 
 _MOUNTED = re.compile(r"^_variants_*\.\d+\.")  # where an AmpModule keeps the constants and sub-graphs of a variant
 

@@ -193,6 +193,19 @@ ALSO: dict[str, tuple[str, ...]] = {
     "runtime/operators/casts.py": ("runtime/operators/test_saturating_cast.py",),
     "runtime/operators/norms.py": ("runtime/operators/test_rms_norm.py", "runtime/operators/test_layer_norm.py"),
     "passes/widen.py": ("passes/test_raise_nodes.py",),
+    "report/view.py": (
+        "report/test_shape.py",
+        "report/test_attributes.py",
+        "report/test_predicted_error.py",
+        "report/test_source_line.py",
+    ),
+    "report/formats.py": ("report/test_dot.py", "report/test_graphml.py", "report/test_python.py"),
+    "report/html.py": ("report/test_page_data.py", "report/test_page_changes.py"),
+    "report/comparison.py": ("report/test_deviation.py",),
+    "report/lint/roofline.py": ("report/lint/test_gpu.py", "report/lint/test_work.py"),
+    "report/lint/odd_size.py": ("report/lint/test_tensor_core_shapes.py",),
+    "report/lint/lint.py": ("report/lint/test_findings.py",),
+    "report/dump.py": ("report/test_notebook.py",),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autocastfx import Deviation
-from autocastfx.report import deviation
+from autocastfx.report import comparison
 from tests.helpers import relative_error
 
 
@@ -52,7 +52,7 @@ def test_large_values_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     theirs = torch.randn(7, 5).t()
     ours = theirs.half()
     whole = Deviation.of([ours, ours], [theirs, theirs])
-    monkeypatch.setattr(deviation, "_PIECE", 4)
+    monkeypatch.setattr(comparison, "_PIECE", 4)
     pieces = Deviation.of([ours, ours], [theirs, theirs])
     assert pieces.error == pytest.approx(whole.error, rel=1e-12)
     assert pieces.error == pytest.approx(relative_error(ours, theirs), rel=1e-6)

@@ -7,9 +7,8 @@ import pytest
 
 import autocastfx
 from autocastfx.plan.plan import Plan
-from autocastfx.report.dot import render_dot
-from autocastfx.report.row import Row
-from autocastfx.report.view import View
+from autocastfx.report.formats import render_dot
+from autocastfx.report.view import Row, View
 from tests.golden.models import CASES, converted
 
 TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|->|[{}\[\]=,;]|[\w.]+)')

@@ -13,8 +13,7 @@ from torch import nn
 import autocastfx
 from autocastfx.report.dump import view_of
 from autocastfx.report.html import render_html
-from autocastfx.report.row import Row
-from autocastfx.report.view import View
+from autocastfx.report.view import Row, View
 from tests.browser import Browser, needs_browser
 from tests.golden.models import converted
 from tests.report.shown import Shown, in_its_mode

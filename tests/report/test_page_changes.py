@@ -11,7 +11,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx.report.dump import view_of
-from autocastfx.report.page_data import page_data
+from autocastfx.report.html import page_data
 from tests.browser import Browser, needs_browser
 from tests.golden.models import converted
 from tests.report.shown import Shown

@@ -14,7 +14,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx.report.dump import view_of
-from autocastfx.report.page_data import page_data
+from autocastfx.report.html import page_data
 from autocastfx.report.view import View
 from tests.golden.models import CASES, converted
 

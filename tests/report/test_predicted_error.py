@@ -15,7 +15,7 @@ import autocastfx
 from autocastfx import Effect
 from autocastfx.plan.plan import joint_error
 from autocastfx.report.dump import view_of
-from autocastfx.report.page_data import page_data
+from autocastfx.report.html import page_data
 from tests.browser import Browser, needs_browser
 from tests.report.shown import Shown
 

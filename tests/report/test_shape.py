@@ -11,7 +11,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx.report.dump import view_of, views_of
-from autocastfx.report.row import Row
+from autocastfx.report.view import Row
 from tests.golden.models import CASES, converted
 
 

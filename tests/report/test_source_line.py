@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autocastfx
-from autocastfx.report.source_line import SourceLine, source_line
+from autocastfx.report.view import SourceLine, source_line
 
 TORCH, OWN = Path(torch.__file__).parent, Path(autocastfx.__file__).parent
 

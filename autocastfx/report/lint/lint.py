@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 from autocastfx.errors import GpuError, NotCapturedError, UnsupportedError
 from autocastfx.graph.names import op_name
@@ -10,14 +13,226 @@ from autocastfx.graph.node import attribute, origin
 from autocastfx.graph.walk import Located, walk
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.report.dump import view_of
-from autocastfx.report.lint.findings import Lint, OpEstimate
-from autocastfx.report.lint.gpu import Gpu, find_gpu
-from autocastfx.report.lint.odd_size import odd_sizes
-from autocastfx.report.lint.roofline import bound, total
-from autocastfx.report.lint.work import Work, work_of
+from autocastfx.report.lint.odd_size import OddSize, odd_sizes
+from autocastfx.report.lint.roofline import Gpu, Total, Work, bound, find_gpu, limit, total, work_of
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["lint"]
+__all__ = ["Lint", "OpEstimate", "lint"]
+
+
+# The result of ``lint``, as data and as text.
+
+_MOST = 10
+_MOST_SIZES = 20
+_UNITS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
+LAUNCH = 5e-6  # seconds that starting a kernel takes an eager model, roughly: the host's work, not the GPU's
+_UNSEEN = (
+    "not counted: starting kernels, caches, fusing by a compiler, how near a kernel comes to peak, TF32, FLOP outside "
+    "of products; of cond, scan and loops each graph counts once, and a size that depends on data as 1"
+)
+
+
+@dataclass(frozen=True)
+class OpEstimate:
+    """An op or a cast of the converted graph, with the least time that it can take.
+
+    Attributes:
+        node, op, module: the node's; for a node that the conversion made, ``module`` is ``for`` and a value's name.
+        reads: names of the dtypes that it reads, each once.
+        flops: operations of matrix products and convolutions; 0 for other ops; None if not counted.
+        bytes: bytes read and written.
+        intensity: FLOP per byte.
+        bound: ``"memory"`` or ``"compute"``.
+        seconds: max(FLOP / peak, bytes / bandwidth).
+    """
+
+    node: str
+    op: str
+    module: str
+    reads: tuple[str, ...]
+    flops: int | None
+    bytes: int
+    intensity: float
+    bound: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Lint:
+    """The findings of ``lint``. ``str`` gives them as text.
+
+    Attributes:
+        gpu: the GPU with its peak rates.
+        low: the 16-bit dtype.
+        device: the device type that the plan was made for.
+        variant: a description of the variant.
+        odd_sizes: sizes that tensor cores would have to pad, in graph order.
+        float32_products: names of the matrix products and convolutions that stay in float32.
+        ops: the converted graph's ops that move bytes, in graph order.
+        before: the least time of the captured graph, in float32.
+        after: the least time of the converted graph, casts included.
+    """
+
+    gpu: Gpu
+    low: str
+    device: str
+    variant: str
+    odd_sizes: tuple[OddSize, ...]
+    float32_products: tuple[str, ...]
+    ops: tuple[OpEstimate, ...]
+    before: Total
+    after: Total
+
+    @property
+    def speedup(self) -> float:
+        """The least time of the captured graph over the converted one's; 1 if nothing takes time."""
+        return self.before.seconds / self.after.seconds if self.after.seconds else 1.0
+
+    @property
+    def limit(self) -> float:
+        """The largest speed-up that faster products alone can give, by Amdahl's law."""
+        return limit(self.before.share, math.inf)
+
+    @property
+    def launches(self) -> float:
+        """The seconds that starting the converted graph's kernels takes, roughly: 5 µs each."""
+        return LAUNCH * len(self.ops)
+
+    @property
+    def is_small(self) -> bool:
+        """True if starting the kernels takes longer than they do, so that neither sizes nor dtypes decide."""
+        return self.launches > self.after.seconds
+
+    @property
+    def uncounted(self) -> tuple[str, ...]:
+        """Names of ops whose FLOP are not counted: they are not ATen's, or cannot run on abstract values."""
+        return tuple(op.node for op in self.ops if op.flops is None)
+
+    def to_json(self) -> str:
+        """Write the findings as JSON text; ``limit`` is null if infinite."""
+        limit = self.limit if math.isfinite(self.limit) else None
+        derived = {"speedup": self.speedup, "limit": limit, "uncounted": self.uncounted}
+        derived |= {"launches": self.launches, "is_small": self.is_small}
+        return json.dumps({**asdict(self), **derived}, indent=1, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        gpu = self.gpu
+        yield f"lint: {self.low} on {gpu.name}, variant {self.variant}"
+        yield (
+            f"rates: {gpu.tensor_tflops:g} TFLOP/s in tensor cores, {gpu.float32_tflops:g} in float32, "
+            f"{gpu.bandwidth_gb_s:,g} GB/s ({gpu.source})"
+        )
+        if self.device != "cuda":
+            yield f'the plan was decided for kernels of {self.device}: convert(..., device="cuda") decides for a GPU\'s'
+        if self.is_small:
+            yield (
+                f"small: starting {len(self.ops)} kernels takes about {_time(self.launches)}, they themselves "
+                f"{_time(self.after.seconds)}, so sizes and dtypes decide little here. Convert with inputs as large as "
+                "the real ones; if these are, a CUDA graph or torch.compile helps more."
+            )
+        yield ""
+        yield from self._sizes()
+        yield ""
+        yield from self._times()
+
+    def _sizes(self) -> Iterator[str]:
+        if not any(op.flops and self.low in op.reads for op in self.ops):
+            yield f"sizes: no product is known to run in {self.low}"
+        elif not self.odd_sizes:
+            yield f"sizes: all products in {self.low} have multiples of 8"
+        else:
+            yield f"sizes of products in {self.low} that are no multiple of 8, those of weights first:"
+            rows = list(self._odd_rows())
+            titles = ("size", "is", "padded", "wasted", "given by", "node", "op", "module", "of the time")
+            yield from _table([titles, *rows[:_MOST_SIZES]])
+            if len(rows) > _MOST_SIZES:
+                yield f"and {len(rows) - _MOST_SIZES} more"
+            yield "given by: a weight, which is the model's choice; input: each call's; activation: computed, always so"
+        if self.float32_products:
+            yield f"products that stay in float32, without tensor cores: {_listed(self.float32_products)}"
+
+    def _odd_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield a row per odd size, weights first, then by share of the time; equal sizes share a row."""
+        times = {op.node: op.seconds / self.after.seconds for op in self.ops} if self.after.seconds else {}
+        groups: dict[tuple[str, ...], list[OddSize]] = {}
+        for odd in self.odd_sizes:
+            groups.setdefault((odd.name, odd.operand, str(odd.size), odd.table_of), []).append(odd)
+        shares = {key: sum(times.get(odd.node, 0.0) for odd in odds) for key, odds in groups.items()}
+        for key in sorted(groups, key=lambda key: (key[1] in ("input", "activation"), -shares[key])):
+            yield (*_of_sizes(groups[key]), f"{shares[key]:.1%}")
+
+    def _times(self) -> Iterator[str]:
+        yield "least time of one forward pass, estimated: max(FLOP / peak, bytes / bandwidth) of each op, added up"
+        rows = [_of_total("as captured, float32", self.before), _of_total("as converted", self.after)]
+        yield from _table([("", "all", "products", "share"), *rows])
+        faster = self.before.in_products / self.after.in_products if self.after.in_products else 1.0
+        share = self.before.share
+        yield f"speed-up: {self.speedup:.2f}; of the products alone: {faster:.2f}"
+        most = f"{self.limit:.2f} however fast they became" if math.isfinite(self.limit) else "without limit beyond"
+        yield (
+            f"Amdahl's law, 1 / (1 - share + share / speed-up of the products): {limit(share, faster):.2f} if only the "
+            f"products were faster, and {most}"
+        )
+        yield ""
+        tensor, float32 = (self.gpu.balance(tensor_cores=cores) for cores in (True, False))
+        yield (
+            f"ops that take longest. Below {tensor:.0f} FLOP a byte in {self.low}, {float32:.0f} in float32, memory is "
+            "the bound:"
+        )
+        ranked = sorted(self.ops, key=lambda op: -op.seconds)
+        titles = ("node", "op", "module", "reads", "FLOP", "bytes", "FLOP/byte", "bound", "time")
+        yield from _table([titles, *(_of_op(op) for op in ranked[:_MOST])])
+        if len(ranked) > _MOST:
+            rest = sum(op.seconds for op in ranked[_MOST:])
+            yield f"{len(ranked) - _MOST} more ops and casts: {_time(rest)}"
+        yield _UNSEEN
+        if self.uncounted:
+            yield f"FLOP not known of: {_listed(self.uncounted)}"
+
+
+def _of_sizes(odds: Sequence[OddSize]) -> tuple[str, ...]:
+    first, more = odds[0], f" and {len(odds) - 1} more" if len(odds) > 1 else ""
+    given_by = f"{first.operand}, the table of {first.table_of}" if first.table_of else first.operand
+    numbers = (str(first.size), str(first.padded), f"{first.wasted:.1%}")
+    return first.name, *numbers, given_by, first.node + more, first.op, first.module or "(root)"
+
+
+def _of_op(op: OpEstimate) -> tuple[str, ...]:
+    flops = "?" if op.flops is None else f"{op.flops:,}" if op.flops else "-"
+    intensity = f"{op.intensity:,.3g}" if op.flops else "-"
+    return (
+        op.node,
+        op.op,
+        op.module,
+        ", ".join(op.reads),
+        flops,
+        f"{op.bytes:,}",
+        intensity,
+        op.bound,
+        _time(op.seconds),
+    )
+
+
+def _of_total(what: str, found: Total) -> tuple[str, ...]:
+    return what, _time(found.seconds), _time(found.in_products), f"{found.share:.0%}"
+
+
+def _time(seconds: float) -> str:
+    unit, size = next(((u, s) for u, s in reversed(_UNITS) if seconds >= s), _UNITS[0])
+    return f"{seconds / size:.3g} {unit}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:

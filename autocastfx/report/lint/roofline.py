@@ -2,13 +2,197 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
-from autocastfx.report.lint.gpu import Gpu
-from autocastfx.report.lint.work import Work
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["Bound", "Total", "bound", "limit", "total"]
+from autocastfx.dtypes import LOW_DTYPES, dtype_name
+from autocastfx.errors import GpuError
+from autocastfx.graph.alias import aliased, moves
+from autocastfx.graph.names import op_name
+from autocastfx.graph.node import dtypes, example_size, is_member, tensors, uses, value
+from autocastfx.policy.yaml_tree import Tree, nearest, parse_file
+
+__all__ = ["Bound", "Gpu", "Total", "Work", "bound", "find_gpu", "gpus", "limit", "total", "work_of"]
+
+
+# Peak rates of GPUs: a shipped table, or given by the user.
+
+_RATES = ("tensor_tflops", "float32_tflops", "bandwidth_gb_s")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peak rates of a GPU.
+
+    Attributes:
+        name: its name in reports.
+        tensor_tflops: peak of its tensor cores on 16-bit inputs, without sparsity, in 10^12 operations per second.
+        float32_tflops: peak in float32, in 10^12 operations per second.
+        bandwidth_gb_s: memory bandwidth in 10^9 bytes per second.
+        dtypes: the 16-bit dtypes that its tensor cores take.
+        source: the source of the numbers.
+
+    Raises:
+        GpuError: a rate is not a finite number above 0.
+    """
+
+    name: str
+    tensor_tflops: float
+    float32_tflops: float
+    bandwidth_gb_s: float
+    dtypes: tuple[str, ...] = tuple(map(dtype_name, LOW_DTYPES))
+    source: str = "as given"
+
+    def __post_init__(self) -> None:
+        for rate in _RATES:
+            given = getattr(self, rate)
+            if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
+                raise GpuError(f"{rate} of the GPU {self.name!r} is a finite number above 0, not {given!r}.")
+
+    def peak(self, *, tensor_cores: bool) -> float:
+        """Return operations per second, in tensor cores or in float32."""
+        return 1e12 * (self.tensor_tflops if tensor_cores else self.float32_tflops)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        return 1e9 * self.bandwidth_gb_s
+
+    def balance(self, *, tensor_cores: bool) -> float:
+        """Return the operations per byte above which computing takes longer than moving the bytes."""
+        return self.peak(tensor_cores=tensor_cores) / self.bandwidth
+
+
+@lru_cache(maxsize=1)
+def gpus() -> tuple[Gpu, ...]:
+    """Read the GPUs of the shipped table.
+
+    Raises:
+        OpListError: the file is damaged.
+    """
+    tree = parse_file(Path(__file__).parent / "gpus.yaml", shown="autocastfx/report/lint/gpus.yaml")
+    return tuple(_gpu(name.text, entry) for name, entry in tree.items())
+
+
+def _gpu(name: str, entry: Tree) -> Gpu:
+    entry.check_keys((*_RATES, "dtypes", "source"), what="number of a GPU")
+    tensor, float32, bandwidth = (entry.child(rate).as_number() for rate in _RATES)
+    dtypes = tuple(dtype.text for dtype in entry.child("dtypes").as_strings())
+    return Gpu(name, tensor, float32, bandwidth, dtypes, entry.child("source").text)
+
+
+def find_gpu(name: str) -> Gpu:
+    """Find a GPU of the table by name, ignoring case, spaces and hyphens: ``"rtx4090"`` is ``"RTX 4090"``.
+
+    Raises:
+        GpuError: no GPU has this name; the message suggests the nearest.
+    """
+    known = {_plain(gpu.name): gpu for gpu in gpus()}
+    if _plain(name) not in known:
+        names = [gpu.name for gpu in known.values()]
+        hint = nearest(name.upper(), names)
+        raise GpuError(
+            f"no GPU is known as {name!r}{hint}. Known: {', '.join(names)}; for another give its rates, "
+            "autocastfx.Gpu(name, tensor_tflops, float32_tflops, bandwidth_gb_s)."
+        )
+    return known[_plain(name)]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name.lower())
+
+
+# Count an op's operations, by torch's formulas, and its bytes, by sizes and dtypes.
+
+_LOW = {dtype_name(dtype) for dtype in LOW_DTYPES}
+_GATHERS = ("embedding", "gather", "index", "index_select", "take", "take_along_dim")  # reads only elements returned
+
+
+@dataclass(frozen=True)
+class Work:
+    """The operations and bytes of an op.
+
+    Attributes:
+        flops: multiplications and additions of matrix products and convolutions; 0 for other ops, which bytes bound.
+            None if the op is not ATen's, so that torch has no formula, or cannot run on abstract values.
+        bytes: its inputs read once and its outputs written; 0 for a view, and for an op without tensor outputs.
+        reads: names of the dtypes that it reads, each once; of its outputs if it reads no tensor.
+    """
+
+    flops: int | None
+    bytes: int
+    reads: tuple[str, ...]
+
+    @property
+    def low(self) -> bool:
+        """True if the op reads 16-bit values, which tensor cores take."""
+        return not _LOW.isdisjoint(self.reads)
+
+
+def work_of(node: fx.Node) -> Work:
+    """Count the work of ``node`` for the sizes of the example inputs. A size that depends on data counts as 1."""
+    read = [t for source in node.all_input_nodes for t in tensors(source)]
+    names = tuple(dict.fromkeys(dtype_name(t.dtype) for t in read or tensors(node)))
+    if not _moves(node):
+        return Work(0, 0, names)
+    return Work(_flops(node), _bytes(node, read), names)
+
+
+def _moves(node: fx.Node) -> bool:
+    """True if the node reads and writes elements; false for sizes, and for possible views that change no dtype."""
+    if is_member(node) or not tensors(node):
+        return False
+    return moves(node) or any(set(dtypes(node)) != set(dtypes(read)) for read in aliased(node))
+
+
+def _bytes(node: fx.Node, read: list[torch.Tensor]) -> int:
+    written = sum(map(_size, tensors(node)))
+    if op_name(node) in _GATHERS:
+        read = [t for t in read if not t.is_floating_point()]
+        return 2 * written + sum(map(_size, read))
+    return sum(map(_size, read)) + written
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return math.prod(map(example_size, tensor.shape)) * tensor.itemsize
+
+
+def _flops(node: fx.Node) -> int | None:
+    matrices = [t for use in uses(node) for t in tensors(use.node) if t.is_floating_point() and t.dim() >= 2]
+    if len(matrices) < 2 and isinstance(node.target, OpOverload):
+        return 0
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return None
+    args, kwargs = map_aggregate((node.args, node.kwargs), _meta)
+    try:
+        with torch.no_grad(), torch._C._DisableAutocast(), FlopCounterMode(display=False) as counter:
+            node.target(*args, **kwargs)
+    except Exception:  # the op's sizes depend on data, or it has no abstract kernel
+        return None
+    return counter.get_total_flops()
+
+
+def _meta(leaf: Any) -> Any:
+    """Return an argument as a meta tensor with the sizes of the example inputs; other arguments as numbers."""
+    return pytree.tree_map(_without_storage, value(leaf)) if isinstance(leaf, fx.Node) else example_size(leaf)
+
+
+def _without_storage(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty([example_size(n) for n in leaf.shape], dtype=leaf.dtype, device="meta")
+    return example_size(leaf)
 
 
 @dataclass(frozen=True)

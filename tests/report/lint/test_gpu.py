@@ -7,7 +7,7 @@ import math
 import pytest
 
 from autocastfx.errors import GpuError
-from autocastfx.report.lint.gpu import Gpu, find_gpu, gpus
+from autocastfx.report.lint.roofline import Gpu, find_gpu, gpus
 
 
 @pytest.mark.parametrize(

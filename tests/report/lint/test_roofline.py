@@ -6,9 +6,7 @@ import math
 
 import pytest
 
-from autocastfx.report.lint.gpu import Gpu
-from autocastfx.report.lint.roofline import Bound, Total, bound, limit, total
-from autocastfx.report.lint.work import Work
+from autocastfx.report.lint.roofline import Bound, Gpu, Total, Work, bound, limit, total
 
 GPU = Gpu("mine", tensor_tflops=1, float32_tflops=0.1, bandwidth_gb_s=10)  # 100 and 10 operations a byte
 LOW, WIDE = ("bfloat16",), ("float32",)

@@ -11,7 +11,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx.graph.walk import walk
-from autocastfx.report.lint.tensor_core_shapes import Size, sizes_of
+from autocastfx.report.lint.odd_size import Size, sizes_of
 from tests.helpers import Function
 
 

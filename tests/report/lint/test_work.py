@@ -13,7 +13,7 @@ from torch import nn
 import autocastfx
 from autocastfx.graph.node import attribute
 from autocastfx.graph.walk import walk
-from autocastfx.report.lint.work import Work, work_of
+from autocastfx.report.lint.roofline import Work, work_of
 from tests.helpers import Function
 
 
