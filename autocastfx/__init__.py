@@ -35,21 +35,16 @@ from autocastfx.errors import (
 )
 from autocastfx.integrations.compile_backend import CompileBackend
 from autocastfx.integrations.in_place import backend_of, disable, enable
-from autocastfx.numerics.bisect import Bisection, bisect
-from autocastfx.numerics.budget import Budget, Point
+from autocastfx.numerics.bisect import Bisection, Place, bisect
 from autocastfx.numerics.check import Check, CheckedValue, check
 from autocastfx.numerics.compare import compare
-from autocastfx.numerics.exponent_counts import Exponents, Margin, Shares
-from autocastfx.numerics.find_overflow import find_overflow
-from autocastfx.numerics.gradient_histogram import GradientHistogram, gradient_histogram
+from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
+from autocastfx.numerics.gradient_histogram import Exponents, GradientHistogram, Margin, Shares, gradient_histogram
 from autocastfx.numerics.logprob_gap import LogprobGap, logprob_gap
-from autocastfx.numerics.overflow import InputRange, Overflow
-from autocastfx.numerics.place import Place
+from autocastfx.numerics.plan_search import Budget, Point
 from autocastfx.numerics.sensitivity import sensitivity
-from autocastfx.numerics.tune import tune
-from autocastfx.numerics.tuned import Tuned
-from autocastfx.numerics.watch import Watch, watch
-from autocastfx.numerics.watched_node import SkippedStep, WatchedNode
+from autocastfx.numerics.tune import Tuned, tune
+from autocastfx.numerics.watch import SkippedStep, Watch, WatchedNode, watch
 from autocastfx.plan.plan import (
     Cause,
     Decision,

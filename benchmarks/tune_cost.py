@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autocastfx
 from autocastfx import Sensitivity
-from autocastfx.numerics.loss import loss_of
+from autocastfx.numerics.logprob_gap import loss_of
 from autocastfx.numerics.sensitivity import Measuring
 from benchmarks.store import Store
 from benchmarks.tune_models import Case, gpt2, trained

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.numerics.loss import loss_of
-from autocastfx.numerics.target_error import TargetError
+from autocastfx.numerics.compare import TargetError
+from autocastfx.numerics.logprob_gap import loss_of
 from benchmarks.store import Store
 from benchmarks.tune_models import MODELS, Case
 from benchmarks.tune_training import CHOSEN, STEPS, batches, fresh, inputs_of, rate_at, steps_of, tuned_list

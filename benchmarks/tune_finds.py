@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 import autocastfx
 from autocastfx import Budget, Forced, OpList, Precision
-from autocastfx.numerics.target_error import TargetError
+from autocastfx.numerics.compare import TargetError
 from autocastfx.plan.plan import PlannedNode
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.policy.rule import Category

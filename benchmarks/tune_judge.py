@@ -15,10 +15,10 @@ import autocastfx
 from autocastfx import Forced, OpList, PlanError, Precision, Sensitivity
 from autocastfx.conversion import convert_captured
 from autocastfx.graph.alias import alias_sets
+from autocastfx.numerics.compare import TargetError
 from autocastfx.numerics.plan_search import Found, PlanSearch
 from autocastfx.numerics.sensitivity import Measuring, captured_of
-from autocastfx.numerics.target_error import TargetError
-from autocastfx.numerics.tuned import Tuned
+from autocastfx.numerics.tune import Tuned
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.edited_plan import read_plan
 from autocastfx.plan.plan import Plan, PlannedNode, Prices

@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autocastfx.numerics.loss import loss_of
+from autocastfx.numerics.logprob_gap import loss_of
 from benchmarks.accuracy_tasks import ALPHABET, CharacterGPT, DigitsCNN, DigitsViT, Task
 from benchmarks.losses_tasks import FOLLOWED
 from benchmarks.models import ResNet

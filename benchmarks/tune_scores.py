@@ -28,12 +28,11 @@ from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.measure import apart, written_outside
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.node import uses
-from autocastfx.numerics.budget import Limit, Point
+from autocastfx.numerics.compare import TargetError
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
-from autocastfx.numerics.loss import loss_of
-from autocastfx.numerics.plan_search import Found, PlanSearch
+from autocastfx.numerics.logprob_gap import loss_of
+from autocastfx.numerics.plan_search import Found, Limit, PlanSearch, Point
 from autocastfx.numerics.sensitivity import captured_of
-from autocastfx.numerics.target_error import TargetError
 from autocastfx.passes.analysis.units import Ports
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan

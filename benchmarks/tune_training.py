@@ -39,7 +39,7 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx import OpList
-from autocastfx.numerics.loss import loss_of
+from autocastfx.numerics.logprob_gap import loss_of
 from benchmarks.accuracy_tasks import DigitsViT
 from benchmarks.store import Store
 from benchmarks.tune_models import MODELS, Case, trained

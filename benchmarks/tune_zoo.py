@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx import AutocastFXError
-from autocastfx.numerics.target_error import TargetError
+from autocastfx.numerics.compare import TargetError
 from benchmarks.store import Store
 from benchmarks.zoo_case import ZooModel
 from benchmarks.zoo_measure import FIRST_SIZE

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import autocastfx
 from autocastfx import Sensitivity
+from autocastfx.numerics.compare import TargetError
 from autocastfx.numerics.plan_search import PlanSearch
-from autocastfx.numerics.target_error import TargetError
 from autocastfx.plan.plan import Prices
 from benchmarks import pictures, tune, tune_finds
 from benchmarks.tune_cost import Cost

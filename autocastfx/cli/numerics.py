@@ -21,11 +21,10 @@ from autocastfx.cli.model_spec import load_function, load_inputs
 from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError
 from autocastfx.files import check_writable
-from autocastfx.numerics.bisect import bisect
+from autocastfx.numerics.bisect import METRICS, OutputError, bisect
 from autocastfx.numerics.check import check
 from autocastfx.numerics.compare import compare
 from autocastfx.numerics.find_overflow import find_overflow
-from autocastfx.numerics.output_error import METRICS, OutputError
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.report.dump import dump
 

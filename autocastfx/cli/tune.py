@@ -20,11 +20,10 @@ from autocastfx.cli.model_spec import load_batches, load_function
 from autocastfx.conversion import convert
 from autocastfx.errors import ModelSpecError, SensitivityError
 from autocastfx.files import check_writable
-from autocastfx.numerics.budget import Budget
-from autocastfx.numerics.loss import Inputs, LossFunction
+from autocastfx.numerics.logprob_gap import Inputs, LossFunction
+from autocastfx.numerics.plan_search import Budget
 from autocastfx.numerics.sensitivity import Measuring, check_fits
-from autocastfx.numerics.tune import tune
-from autocastfx.numerics.tuned import Tuned
+from autocastfx.numerics.tune import Tuned, tune
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.sensitivity import OUTPUT, TARGETS, Sensitivity
 from autocastfx.policy.kernel_facts import LEVELS

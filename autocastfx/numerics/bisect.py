@@ -2,25 +2,236 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.conversion import convert, convert_again
-from autocastfx.errors import BisectError, UnmatchedRuleWarning
-from autocastfx.numerics.evaluations import Evaluations
-from autocastfx.numerics.place import Place, places_of, search_order
+from autocastfx.errors import BisectError, EvaluationsError, UnmatchedRuleWarning
+from autocastfx.files import parsed_json, read_whole, write_whole
+from autocastfx.graph.node import attribute
+from autocastfx.graph.walk import walk
+from autocastfx.numerics.find_overflow import Overflow, find_overflow
+from autocastfx.plan.plan import Plan, PlannedNode, Precision, joint_error
 from autocastfx.policy.op_list import OpList, OpListLike
+from autocastfx.report.comparison import Deviation
+from autocastfx.report.lint.roofline import work_of
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["Bisection", "bisect"]
+__all__ = ["METRICS", "Bisection", "OutputError", "Place", "bisect", "places_of", "search_order"]
+
+
+# Places that ``bisect`` can run in float32, and the order in which it searches them.
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """An op inside a module: all its nodes there, which one rule of an op list covers.
+
+    At the root ``module`` is empty; the rule is then one for the op in all modules.
+    """
+
+    module: str
+    op: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.op}" if self.module else self.op
+
+
+def places_of(plan: Plan) -> tuple[Place, ...]:
+    """Return the places whose nodes run in 16 bits, in graph order."""
+    low = (node for node in plan.nodes if node.placement.run is Precision.LOW)
+    return tuple(dict.fromkeys(Place(node.module, node.op) for node in low))
+
+
+def search_order(amp_model: AmpModule, places: Sequence[Place], call: Call | None) -> tuple[Place, ...]:
+    """Return ``places`` in the order of preference among those that mend a metric alike.
+
+    First come those of the node at which a call overflows; then those of larger predicted errors, where the plan has
+    any; then those that move fewer bytes, which float32 doubles; then those that come earlier in the graph.
+
+    Args:
+        amp_model: with these places in 16 bits.
+        places: of its plan.
+        call: positional and keyword arguments; None: no call is looked at.
+
+    Raises:
+        NodeError: a node raises in the call.
+    """
+    found = find_overflow(amp_model, *call[0], **call[1]) if call is not None else None
+    faulty = set(_at_fault(found, amp_model.plan)) if found else set[Place]()
+    errors, moved = _predicted(amp_model.plan), _bytes_moved(amp_model)
+    return tuple(sorted(places, key=lambda p: (p not in faulty, -errors.get(p, 0.0), moved[p])))  # which is stable
+
+
+def _at_fault(found: Overflow, plan: Plan) -> Iterator[Place]:
+    readers = {name for cast in plan.casts if cast.name == found.name for name in cast.readers}
+    for node in plan.nodes:
+        if node.name == found.name or node.name in readers:
+            yield Place(node.module, node.op)
+
+
+def _predicted(plan: Plan) -> dict[Place, float]:
+    """The predicted errors of places; none without a sensitivity."""
+    nodes: dict[Place, list[PlannedNode]] = {}
+    for node in plan.nodes:
+        nodes.setdefault(Place(node.module, node.op), []).append(node)
+    return {place: error for place, found in nodes.items() if (error := joint_error(found)) is not None}
+
+
+def _bytes_moved(amp_model: AmpModule) -> Counter[Place]:
+    """The bytes that the nodes of each place read and write; none for a model that was not captured yet."""
+    found, plan, graph = Counter[Place](), amp_model.plan, amp_model.graph
+    if plan.unverified:
+        return found
+    places = {node.name: Place(node.module, node.op) for node in plan.nodes}
+    held = {str(n.target): attribute(amp_model, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
+    for one in walk(graph, held):
+        if one.name in places:
+            found[places[one.name]] += work_of(one.node).bytes
+    return found
+
+
+# Store the evaluations of a bisection in a file, so that an interrupted search can continue.
+
+_FORMAT = 1
+
+
+@dataclass
+class Evaluations:
+    """The evaluations of a search.
+
+    Attributes:
+        path: the file; None: nothing is stored.
+        search: data that identifies the search.
+        known: the metric, by the places in float32.
+    """
+
+    path: Path | None
+    search: Mapping[str, Any]
+    known: dict[str, float] = field(default_factory=dict[str, float])
+
+    @classmethod
+    def of(cls, path: Path | None, search: Mapping[str, Any]) -> Evaluations:
+        """Read the evaluations in the file, if it exists.
+
+        Raises:
+            EvaluationsError: the file is not of this format, or of another search.
+            OSError: the file cannot be read.
+        """
+        if path is None or not path.exists():
+            return cls(path, search)
+        try:
+            data: dict[str, Any] = parsed_json(read_whole(path))
+            written, known = data["search"], {str(key): float(value) for key, value in data["known"].items()}
+            fits = data["format"] == _FORMAT
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise EvaluationsError(f"{path} holds no evaluations of a search: {error!r}. Give another file.") from None
+        if not fits or written != search:
+            other = [key for key, value in search.items() if not fits or written.get(key) != value]
+            raise EvaluationsError(
+                f"{path} holds the evaluations of another search: its {' and '.join(other)} differ. Give "
+                "another file, or remove this one."
+            )
+        return cls(path, search, known)
+
+    def keep(self, key: str, value: float) -> None:
+        """Add an evaluation, and write all to the file, which is replaced as a whole.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.known[key] = value
+        if self.path is None:
+            return
+        text = json.dumps({"format": _FORMAT, "search": self.search, "known": self.known}, indent=1)
+        write_whole(self.path, text)
+
+
+# Metrics for ``bisect``: the distance of a converted model's output from the float32 model's.
+
+
+def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return Deviation.of([ours], [theirs]).severity
+
+
+def _absolute(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.double() - theirs.double()).abs().max()) if ours.numel() else 0.0
+
+
+METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor], float]] = {"error": _relative, "difference": _absolute}
+
+
+class OutputError:
+    """A metric: the largest distance of a floating-point output tensor from the float32 model's, for one call.
+
+    Buffers, inputs and the state of torch's random numbers are unchanged after each evaluation.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], kind: str = "error", seed: int = 0
+    ) -> None:
+        """Run the float32 ``model``.
+
+        Args:
+            model: the float32 model, in the mode to measure.
+            args: positional inputs of the call.
+            kwargs: keyword inputs of the call.
+            kind: ``"error"``, the distance in the 2-norm relative to the norm of the float32 tensor, infinite if values
+                overflow; or ``"difference"``, the largest difference of an element.
+            seed: seed of the random numbers of each call.
+
+        Raises:
+            BisectError: the output holds no floating-point tensor.
+        """
+        self._args, self._kwargs, self._seed, self._distance = args, kwargs, seed, METRICS[kind]
+        self._expected = self._run(model)
+        if not self._expected:
+            raise BisectError("the model's output holds no floating-point tensor: give a metric of your own.")
+
+    def __call__(self, amp_model: nn.Module) -> float:
+        """Measure the distance of a converted model's output."""
+        found = zip(self._run(amp_model), self._expected, strict=True)
+        distances = [self._distance(ours, theirs) for ours, theirs in found]
+        return max(distances, key=lambda distance: (distance != distance, distance))  # NaN is worst
+
+    def _run(self, model: nn.Module) -> list[torch.Tensor]:
+        with torch.no_grad(), _left_as_it_is(model, self._seed):
+            args, kwargs = pytree.tree_map(_apart, (tuple(self._args), dict(self._kwargs)))
+            output = model(*args, **kwargs)
+        leaves = pytree.tree_leaves(output)
+        return [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def _apart(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+@contextmanager
+def _left_as_it_is(model: nn.Module, seed: int) -> Generator[None]:
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with random_numbers_kept():
+            torch.manual_seed(seed)
+            yield
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
 
 Metric = Callable[[AmpModule], float]
 Report = Callable[[int, int], None]

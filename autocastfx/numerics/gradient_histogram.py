@@ -3,28 +3,348 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autocastfx.errors import CalibrationError
+from autocastfx.errors import CalibrationError, MissingExtraError
 from autocastfx.graph.node import is_cast
-from autocastfx.numerics.exponent_counts import NOTHING, Exponents, Margin, Tally, read_all
-from autocastfx.numerics.histogram_text import plot, table
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.gradients import local
 from autocastfx.training.loss_scale import suggest_loss_scale
 from autocastfx.training.optimizer import LossScalingOptimizer
 
-__all__ = ["GradientHistogram", "gradient_histogram"]
+__all__ = ["Exponents", "GradientHistogram", "Margin", "Shares", "Tally", "gradient_histogram", "plot", "table"]
+
+
+# Count numbers by magnitude, in powers of two.
+
+_BIAS, _BINS = 127, 256  # of float32's exponent
+_ZEROS = _BINS  # the bin of zeros, after those of the exponents
+# In float16 a magnitude below 2**-25 rounds to zero, below 2**-14 it is denormal, and from 2**16 on infinite.
+_SMALLEST, _NORMAL, _END = -25, -14, 16
+
+
+class Shares(NamedTuple):
+    """The shares of nonzero finite numbers that become zero, denormal, normal or infinite in float16.
+
+    They add up to 1; all are 0 if there are no numbers.
+    """
+
+    zero: float
+    denormal: float
+    normal: float
+    infinite: float
+
+
+@dataclass(frozen=True)
+class Margin:
+    """How far numbers are from float16's limits, in powers of two; below 0 they are beyond a limit.
+
+    Attributes:
+        loss_scale: by what the numbers are multiplied.
+        largest, smallest: the exponents of the largest and the smallest number, without the scale; -127 stands for any
+            below -126.
+        to_infinite: by how many powers of two all may grow before the largest becomes infinite.
+        to_denormal, to_zero: by how many they may shrink before the smallest becomes denormal, and zero.
+    """
+
+    loss_scale: float
+    largest: int
+    smallest: int
+    to_infinite: int
+    to_denormal: int
+    to_zero: int
+
+    def __str__(self) -> str:
+        return (
+            f"times 2**{shift_of(self.loss_scale)}: the largest, from 2**{self.largest}, are "
+            f"{_away(self.to_infinite, 'infinity')}; the smallest, from 2**{self.smallest}, are "
+            f"{_away(self.to_denormal, 'denormals')} and {_away(self.to_zero, 'zero')}"
+        )
+
+
+def _away(powers: int, limit: str) -> str:
+    count = f"{abs(powers)} power{'s' if abs(powers) != 1 else ''} of two"
+    return f"{count} away from {limit}" if powers >= 0 else f"{count} into {limit}"
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """Counts of numbers by magnitude.
+
+    Attributes:
+        counts: by exponent ``e``, the number of magnitudes from ``2**e`` up to ``2**(e + 1)``. Those below ``2**-126``
+            are counted at -127.
+        zeros: the number of zeros.
+        non_finite: the number of Inf and NaN.
+        largest: the largest finite magnitude.
+    """
+
+    counts: Mapping[int, int]
+    zeros: int
+    non_finite: int
+    largest: float
+
+    @property
+    def total(self) -> int:
+        """The number of finite numbers other than zero."""
+        return sum(self.counts.values())
+
+    def shares(self, loss_scale: float = 1.0) -> Shares:
+        """Return the shares in float16 of the numbers times ``loss_scale``.
+
+        Raises:
+            ValueError: ``loss_scale`` is not a power of two; numbers are counted by powers of two.
+        """
+        shift, total = shift_of(loss_scale), max(self.total, 1)
+
+        def share(low: float, high: float) -> float:
+            return sum(n for e, n in self.counts.items() if low <= e + shift < high) / total
+
+        return Shares(
+            zero=share(-math.inf, _SMALLEST),
+            denormal=share(_SMALLEST, _NORMAL),
+            normal=share(_NORMAL, _END),
+            infinite=share(_END, math.inf),
+        )
+
+    def margin(self, loss_scale: float = 1.0) -> Margin | None:
+        """Return how far the numbers times ``loss_scale`` are from float16's limits; None if all are zero.
+
+        Raises:
+            ValueError: ``loss_scale`` is not a power of two.
+        """
+        shift = shift_of(loss_scale)
+        if not self.counts:
+            return None
+        largest, smallest = max(self.counts), min(self.counts)
+        low = smallest + shift
+        return Margin(loss_scale, largest, smallest, _END - 1 - largest - shift, low - _NORMAL, low - _SMALLEST)
+
+    def __add__(self, other: Exponents) -> Exponents:
+        exponents = sorted({*self.counts, *other.counts})
+        return Exponents(
+            {e: self.counts.get(e, 0) + other.counts.get(e, 0) for e in exponents},
+            self.zeros + other.zeros,
+            self.non_finite + other.non_finite,
+            max(self.largest, other.largest),
+        )
+
+
+NOTHING = Exponents({}, 0, 0, 0.0)
+
+
+def shift_of(loss_scale: float) -> int:
+    """Return the exponent of ``loss_scale``.
+
+    Raises:
+        ValueError: ``loss_scale`` is not a power of two.
+    """
+    mantissa, exponent = math.frexp(loss_scale) if math.isfinite(loss_scale) else (0.0, 0)
+    if mantissa != 0.5:
+        raise ValueError(
+            f"loss_scale is a power of two here, such as 2.0**16, not {loss_scale!r}: gradients are "
+            "counted by powers of two."
+        )
+    return exponent - 1
+
+
+class Tally:
+    """Counts numbers on their device, in constant memory. Nothing waits for the device until ``read_all``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.counts = torch.zeros(_BINS + 1, dtype=torch.int64, device=device)
+        self.largest = torch.zeros((), dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def add(self, numbers: torch.Tensor, factor: torch.Tensor | None = None) -> None:
+        """Count ``numbers`` (floating, dense) times ``factor`` (float32, no dimensions), in float32."""
+        if not numbers.numel():
+            return
+        wide = numbers.detach().float().abs()
+        if factor is not None:
+            wide = wide * factor
+        exponents = wide.contiguous().view(torch.int32) >> 23
+        zeros = (wide == 0).sum()
+        self.counts[:_BINS] += _counted(exponents)
+        self.counts[0] -= zeros
+        self.counts[_ZEROS] += zeros
+        self.largest.copy_(torch.maximum(self.largest, wide.where(wide.isfinite(), 0.0).amax()))
+
+
+def _counted(exponents: torch.Tensor) -> torch.Tensor:
+    if exponents.is_cuda:  # there bincount waits for the device
+        return torch.histc(exponents, bins=_BINS, min=0, max=_BINS).to(torch.int64)
+    return torch.bincount(exponents.flatten(), minlength=_BINS)
+
+
+def read_all(tallies: list[Tally]) -> list[Exponents]:
+    """Read all counts from their devices, with two reads per device."""
+    found: dict[int, Exponents] = {}
+    for device in dict.fromkeys(t.counts.device for t in tallies):
+        here = [t for t in tallies if t.counts.device == device]
+        counts: list[list[int]] = torch.stack([t.counts for t in here]).tolist()
+        largest: list[float] = torch.stack([t.largest for t in here]).tolist()
+        for tally, row, reached in zip(here, counts, largest, strict=True):
+            found[id(tally)] = Exponents(
+                counts={e - _BIAS: n for e, n in enumerate(row[: _BINS - 1]) if n},
+                zeros=row[_ZEROS],
+                non_finite=row[_BINS - 1],
+                largest=reached,
+            )
+    return [found[id(tally)] for tally in tallies]
+
+
+# Show gradients by magnitude against float16's range, as text and as a picture.
+
+
+@dataclass(frozen=True)
+class _Band:
+    """A range of exponents with the same fate in float16, and its look in the picture."""
+
+    title: str
+    low: float
+    high: float
+    colour: str  # from Okabe and Ito's palette, distinct for colour-blind readers
+    hatch: str
+
+
+_BANDS = (  # in the order of Shares
+    _Band("becomes zero", -math.inf, -25, "#D55E00", "xx"),
+    _Band("denormal", -25, -14, "#E69F00", "//"),
+    _Band("normal", -14, 16, "#0072B2", ""),
+    _Band("becomes infinite", 16, math.inf, "#CC79A7", ".."),
+)
+_ROWS, _WIDTH = 8, 40
+_LEAST = 0.0005  # the smallest share that rounds to 0.1 %
+_EDGES = (-25, -14, 16)
+
+
+def table(activations: Exponents, weights: Exponents, values: Mapping[str, Exponents], loss_scale: float) -> str:
+    """Write shares with and without ``loss_scale``, shares by power of two, and the values that lose most to zero."""
+    lines = [f"{'gradients in float16':<24}{'unscaled':>12}{f'times {_power(loss_scale)}':>14}"]
+    for title, part in (("activation gradients", activations), ("weight gradients", weights)):
+        lines.append(
+            f"{title}: {part.total:,}, largest {part.largest:.3g}; besides {part.zeros:,} zero, "
+            f"{part.non_finite:,} not finite"
+        )
+        for band, plain, scaled in zip(_BANDS, part.shares(), part.shares(loss_scale), strict=True):
+            lines.append(f"  {band.title:<22}{_percent(plain):>12}{_percent(scaled):>14}")
+        lines += _margins(part, loss_scale)
+    lines += ["", f"{'from':<8}{'activations':>12}{'weights':>12}"]
+    for exponent in _seen(activations, weights):
+        shares = [_share(part, exponent) for part in (activations, weights)]
+        bar = "#" * round(_WIDTH * max(shares))
+        lines.append(f"{_power(2.0**exponent):<8}{_percent(shares[0]):>12}{_percent(shares[1]):>12}  {bar}".rstrip())
+    worst = sorted(values, key=lambda name: -values[name].shares().zero)[:_ROWS]
+    lost = [name for name in worst if values[name].shares().zero > 0]
+    if lost:
+        width = max(map(len, lost)) + 2
+        lines += ["", "activation gradients that lose most:"]
+        lines.append(f"  {'value':<{width}}{'zero unscaled':>14}{f'times {_power(loss_scale)}':>14}")
+        for name in lost:
+            plain, scaled = values[name].shares().zero, values[name].shares(loss_scale).zero
+            lines.append(f"  {name:<{width}}{_percent(plain):>14}{_percent(scaled):>14}")
+    return "\n".join(lines) + "\n"
+
+
+def _margins(part: Exponents, loss_scale: float) -> Iterator[str]:
+    """Yield the distances from float16's limits, in powers of two."""
+    plain, scaled = part.margin(), part.margin(loss_scale)
+    if plain is None or scaled is None:
+        return
+    ends = f"from {_power(2.0**plain.smallest)} to {_power(2.0**plain.largest)}"
+    yield f"  powers of two left, {ends}; below 0: beyond the limit"
+    for title, name in (("to infinite", "to_infinite"), ("to denormal", "to_denormal"), ("to zero", "to_zero")):
+        yield f"    {title:<20}{getattr(plain, name):>12}{getattr(scaled, name):>14}"
+
+
+def plot(activations: Exponents, weights: Exponents, loss_scale: float, path: str | os.PathLike[str]) -> None:
+    """Draw both histograms, unscaled on the left and times ``loss_scale`` on the right.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    shift = shift_of(loss_scale)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            "a picture needs matplotlib, which is not installed: pip install 'autocastfx[plot]', or use table()."
+        ) from error
+    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    axes: Any = figure.subplots(2, 2, sharex=True, sharey="row")
+    found = _seen(activations, weights)
+    ends = [-29, 17, *found, *(e + shift for e in found)]
+    span = (min(ends) - 2, max(ends) + 3)
+    for row, (title, part) in zip(
+        axes, (("Activation gradients", activations), ("Weight gradients", weights)), strict=True
+    ):
+        for axis, scale in zip(row, (1.0, loss_scale), strict=True):
+            _draw(axis, part, scale, span)
+        row[0].set_ylabel(f"{title}\n% of those not zero")
+    axes[0][0].set_title("Without a loss scale", fontweight="bold")
+    axes[0][1].set_title(f"Times a loss scale of {_math(shift)}", fontweight="bold")
+    for axis in axes[1]:
+        axis.set_xlabel("Magnitude")
+    figure.suptitle("Gradients by magnitude, and what float16 makes of them")
+    keys = [axes[0][0].bar([0], [0], color=b.colour, hatch=b.hatch, edgecolor="white") for b in _BANDS]
+    figure.legend(keys, [b.title for b in _BANDS], loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _draw(axis: Any, part: Exponents, scale: float, span: tuple[int, int]) -> None:
+    shift, (low, high) = shift_of(scale), span
+    for band, share in zip(_BANDS, part.shares(scale), strict=True):
+        left, right = max(band.low, low), min(band.high, high)
+        axis.axvspan(left, right, color=band.colour, alpha=0.09, linewidth=0)
+        inside = {e + shift: n for e, n in part.counts.items() if band.low <= e + shift < band.high}
+        heights = [100 * n / part.total for n in inside.values()]
+        axis.bar(list(inside), heights, width=1, align="edge", color=band.colour, hatch=band.hatch, edgecolor="white")
+        if band.high != math.inf or share:
+            middle = (left + right) / 2
+            axis.text(middle, 0.97, _percent(share), transform=axis.get_xaxis_transform(), ha="center", va="top")
+    for edge in _EDGES:
+        axis.axvline(edge, color="0.35", linewidth=0.8, linestyle="--")
+    ticks = sorted(
+        {*_EDGES, *(e for e in range(low, high) if e % 8 == 0 and min(abs(e - edge) for edge in _EDGES) > 2)}
+    )
+    axis.set_xticks(ticks, [_math(e) for e in ticks])
+    axis.set_xlim(low, high)
+    axis.margins(y=0.2)
+
+
+def _seen(*parts: Exponents) -> range:
+    """Return the exponents from the first to the last with a share of at least ``_LEAST``."""
+    found = [e for part in parts for e in part.counts if _share(part, e) >= _LEAST]
+    return range(min(found), max(found) + 1)
+
+
+def _share(part: Exponents, exponent: int) -> float:
+    return part.counts.get(exponent, 0) / max(part.total, 1)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share >= _LEAST or not share else "< 0.1 %"
+
+
+def _power(number: float) -> str:
+    return f"2**{shift_of(number)}"
+
+
+def _math(exponent: int) -> str:
+    return f"$2^{{{exponent}}}$"
+
 
 Scale = float | Callable[[], float] | LossScalingOptimizer
 _Record = Callable[[torch.Tensor], None]

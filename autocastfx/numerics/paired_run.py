@@ -2,29 +2,297 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+import heapq
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import CallSignature, batch_of
+from autocastfx.capture.call import Call, CallSignature, batch_of
 from autocastfx.capture.export import capture
+from autocastfx.capture.measure import apart, written_outside
 from autocastfx.dtypes import LOW_DTYPES, one_low_dtype
-from autocastfx.errors import NodeError
+from autocastfx.errors import CalibrationError, NodeError
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attribute, is_cast, module_path, origin, stack_trace
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
-from autocastfx.numerics.one_graph import Side, random_state, set_random_state
-from autocastfx.numerics.tape import Tape
 from autocastfx.plan.plan import because_of, op_list_for
 from autocastfx.report.view import source_line
 from autocastfx.runtime.amp_module import AmpModule, Variant
 
-__all__ = ["PairedRun", "Step", "floating", "run_side_by_side"]
+__all__ = [
+    "Backward",
+    "Gradients",
+    "Loss",
+    "PairedRun",
+    "Side",
+    "Step",
+    "floating",
+    "random_state",
+    "run_backwards",
+    "run_side_by_side",
+    "set_random_state",
+]
+
+
+# Run a backward pass that stops between the nodes of a graph, so that gradients of its values can be read.
+
+_now: Any = cast("Any", torch.autograd)._get_sequence_nr
+
+Edge = tuple[Any, int]  # a function of torch's autograd, and the number of its output
+
+
+@dataclass
+class Tape:
+    """Records autograd's functions for the values of a graph's nodes, by sequence numbers, which only grow.
+
+    Attributes:
+        starts, ends: the sequence numbers before and after a node ran.
+        made: by node, an edge for each of its floating-point values; None for values that require no gradient or that
+            it did not make itself.
+        leaves: edges of the parameters and inputs that require gradients, by name.
+        uses: the sequence number before the first node that reads a leaf; 0 for inputs.
+    """
+
+    starts: dict[fx.Node, int] = field(default_factory=dict[fx.Node, int])
+    ends: dict[fx.Node, int] = field(default_factory=dict[fx.Node, int])
+    made: dict[fx.Node, list[Edge | None]] = field(default_factory=dict[fx.Node, list["Edge | None"]])
+    leaves: dict[str, Edge] = field(default_factory=dict[str, "Edge"])
+    uses: dict[str, int] = field(default_factory=dict[str, int])
+
+    def leaf(self, name: str, leaf: torch.Tensor) -> None:
+        """Record a leaf under the name of a ``get_attr`` target or an input."""
+        self.leaves[name] = edge_of(leaf)
+        self.uses.setdefault(name, 0)
+
+    def start(self, node: fx.Node) -> None:
+        """Record the start of ``node``."""
+        self.starts[node] = now = _now()
+        name = str(node.target)
+        if node.op == "get_attr" and name in self.leaves and not self.uses[name]:
+            self.uses[name] = now
+
+    def end(self, node: fx.Node, value: Any) -> None:
+        """Record the end of ``node`` and its ``value``. Values passed on belong to the node that made them."""
+        found: list[Edge | None] = []
+        for tensor in pytree.tree_leaves(value):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                edge = edge_of(tensor) if tensor.requires_grad else None
+                is_own = edge is not None and not _is_leaf(edge[0]) and edge[0]._sequence_nr() >= self.starts[node]
+                found.append(edge if is_own else None)
+        if any(edge is not None for edge in found):
+            self.made[node] = found
+        self.ends[node] = _now()
+
+    def keep(self, nodes: Iterable[fx.Node]) -> None:
+        """Forget the values of other nodes, whose edges would keep tensors saved for backward alive."""
+        self.made = {node: self.made[node] for node in nodes if node in self.made}
+
+
+def edge_of(tensor: torch.Tensor) -> Edge:
+    """Return a tensor's edge in the present autograd graph."""
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+class Backward:
+    """Runs backwards from one number with a given gradient, step by step.
+
+    Functions run in the order of torch's own engine, latest first, and gradients are added up in the same order. Only
+    gradients that functions still need are kept, and those of leaves.
+    """
+
+    def __init__(self, output: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._waiting: dict[Any, list[torch.Tensor | None]] = {}
+        self._order: list[tuple[int, int, Any]] = []
+        self._owners: dict[Any, list[Any]] = {}  # owners that keep functions written in Python alive
+        self._given = 0
+        self.at: float = float("inf")
+        self._add(edge_of(output), gradient, get_gradient_edge(output).ownership_token)
+
+    @property
+    def pending(self) -> int:
+        """The number of gradients kept now."""
+        return sum(gradient is not None for found in self._waiting.values() for gradient in found)
+
+    def run_to(self, mark: int) -> None:
+        """Run all functions with sequence numbers from ``mark`` on."""
+        self.at = min(self.at, mark)
+        while self._order and -self._order[0][0] >= mark:
+            function = heapq.heappop(self._order)[2]
+            owner = function, self._owners.pop(function, None)
+            for edge, gradient in _apply(function, self._waiting.pop(function)):
+                self._add(edge, gradient, owner)
+
+    def gradient(self, edge: Edge) -> torch.Tensor | None:
+        """Return the gradient of a value, or None. It is complete once the functions of all its readers have run."""
+        found = self._waiting.get(edge[0])
+        return found[edge[1]] if found is not None else None
+
+    def forget(self, edge: Edge) -> None:
+        """Drop the gradient of a leaf."""
+        self._waiting.pop(edge[0], None)
+
+    def _add(self, edge: Edge, gradient: torch.Tensor, owner: Any) -> None:
+        function, output = edge
+        kinds = function._input_metadata
+        if isinstance(function, torch._C._FunctionBase):
+            self._owners.setdefault(function, []).append(owner)
+        if function not in self._waiting:
+            self._waiting[function] = [None] * len(kinds)
+            if not _is_leaf(function):
+                self._given += 1
+                heapq.heappush(self._order, (-function._sequence_nr(), self._given, function))
+        held = self._waiting[function]
+        fitting, before = _fitting(gradient, kinds[output]), held[output]
+        held[output] = fitting if before is None else before + fitting
+
+
+def _is_leaf(function: Any) -> bool:
+    return hasattr(function, "variable")
+
+
+def _fitting(gradient: torch.Tensor, kind: Any) -> torch.Tensor:
+    """Convert ``gradient`` to the shape and dtype of its value, as torch's own engine does."""
+    if gradient.shape != kind.shape:
+        gradient = gradient.sum_to_size(kind.shape)
+    if gradient.is_complex() and not kind.dtype.is_complex:
+        gradient = torch.real(gradient)
+    return gradient.to(device=kind.device, dtype=kind.dtype)
+
+
+def _apply(function: Any, gradients: Sequence[torch.Tensor | None]) -> list[tuple[Edge, torch.Tensor]]:
+    """Run ``function`` and return its results with the edges of its inputs."""
+    edges: list[Edge] = list(function.next_functions)
+    if callable(function):
+        results = function(*gradients)
+        results = results if isinstance(results, tuple) else (results,)
+    else:  # of a torch.autograd.Function, in Python: one result for each argument, tensor or not
+        kinds = function._input_metadata
+        full = [
+            torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device) if given is None else given
+            for given, kind in zip(gradients, kinds, strict=True)
+        ]
+        given = function.apply(*full)
+        given = given if isinstance(given, tuple) else (given,)
+        results = [result for result, needed in zip(given, function.needs_input_grad, strict=False) if needed]
+        edges = [edge for edge in edges if edge[0] is not None]
+    pairs = zip(edges, results, strict=True)
+    return [(edge, found) for edge, found in pairs if edge[0] is not None and found is not None]
+
+
+# Run one of two graphs side by side, node by node, without changing the caller's tensors and random numbers.
+
+
+class Side(fx.Interpreter):
+    """Runs a graph node by node, with its own random numbers, and frees values after their last use.
+
+    Attributes:
+        flat: the graph.
+        ahead: its nodes that have not run yet.
+        tape: records autograd's functions by node, to run backwards; None without gradients.
+    """
+
+    def __init__(self, flat: FlatGraph, call: Call, tape: Tape | None) -> None:
+        super().__init__(nn.Module(), graph=flat.graph)
+        self.extra_traceback = False
+        self.flat, self.ahead = flat, iter(list(flat.graph.nodes))
+        self.tape = tape
+        tensors = {name: one for name, one in flat.held.items() if isinstance(one, torch.Tensor)}
+        written = written_outside(flat.graph, flat.held)
+        buffers = {name for name, one in tensors.items() if not isinstance(one, nn.Parameter)}
+        names = [n.name for n in flat.graph.nodes if n.op == "placeholder"]
+        inputs = dict(zip(names, call.tensors, strict=True))
+        own = apart(tensors, written | buffers)  # batch_norm writes, but its schema does not say so
+        self._held: Mapping[str, Any] = {**flat.held, **self._leaves(tensors, own, frozenset())}
+        self.args_iter = iter({**inputs, **self._leaves(inputs, apart(inputs, written), written)}.values())
+        self._random = random_state()
+
+    @classmethod
+    def of(cls, flat: FlatGraph, call: Call, gradients: bool) -> Side:
+        """Prepare a run; with ``gradients`` it has a tape."""
+        with torch.inference_mode(False):  # backward cannot use tensors made in inference mode
+            return cls(flat, call, Tape() if gradients else None)
+
+    def _leaves(
+        self, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], written: frozenset[str]
+    ) -> dict[str, torch.Tensor]:
+        """Return ``own``; with gradients, also leaves in place of the caller's tensors, which must not get any."""
+        if self.tape is None:
+            return dict(own)
+        found, leaves = dict(own), dict[int, torch.Tensor]()
+        for name, tensor in tensors.items():
+            if tensor.requires_grad:
+                leaf = leaves.setdefault(id(tensor), own.get(name, tensor).detach().requires_grad_())
+                self.tape.leaf(name, leaf)
+                found[name] = leaf.clone() if name in written else leaf  # a leaf cannot be written into
+        return found
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return the value of a ``get_attr`` node: the caller's tensor, a copy of it, or a leaf in its place."""
+        return self._held[str(target)]
+
+    def run_one(self, node: fx.Node) -> Any:
+        """Run ``node`` in the modes of its regions, and return its value."""
+        with ExitStack() as modes:
+            for region in self.flat.regions.get(node, ()):
+                modes.enter_context(region())
+            if self.tape is not None:
+                self.tape.start(node)
+            self.env[node] = self.run_node(node)
+            if self.tape is not None:
+                self.tape.end(node, self.env[node])
+        return self.env[node]
+
+    def release(self, node: fx.Node) -> None:
+        """Free the values that ``node`` was the last to read, and its own value if no node reads it."""
+        for read in (*self.user_to_last_uses.get(node, ()), *(() if node.users else (node,))):
+            self.env.pop(read, None)
+
+    def run_up_to(self, last: fx.Node) -> None:
+        """Run the nodes up to ``last``; the values that ``last`` reads are kept for now."""
+        with self.random():
+            for node in self.ahead:
+                self.run_one(node)
+                if node is last:
+                    return
+                self.release(node)
+
+    def outputs(self) -> Any:
+        """Run the remaining nodes, free all values, and return the graph's output."""
+        with self.random():
+            for node in self.ahead:
+                if node.op != "output":
+                    self.run_one(node)
+                    self.release(node)
+        found = map_arg(self.flat.graph.output_node().args[0], self.env.__getitem__)
+        self.env.clear()
+        return found
+
+    @contextmanager
+    def random(self) -> Generator[None]:
+        """While open, random numbers continue from this graph's last state."""
+        set_random_state(self._random)
+        yield
+        self._random = random_state()
+
+
+def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the state of torch's random numbers on all devices in use."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    """Restore a state that :func:`random_state` returned."""
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
 
 
 @dataclass(frozen=True)
@@ -251,3 +519,122 @@ def _twins(converted: FlatGraph, captured: FlatGraph) -> dict[fx.Node, fx.Node]:
         if place > last and origin(node) is None and op_name(node) == op_name(twin):
             twins[node], last = twin, place
     return twins
+
+
+# Run both graphs of a paired run backwards, and yield each gradient of both as soon as it is complete.
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of a node, parameter or input in both graphs; empty if one graph has none.
+
+    Attributes:
+        name: the node's name in the plan, or the name of a parameter or an input of the call.
+        is_leaf: True for a parameter or an input.
+        low, full: the gradients in the converted graph, and in the captured one.
+    """
+
+    name: str
+    is_leaf: bool
+    low: tuple[torch.Tensor, ...]
+    full: tuple[torch.Tensor, ...]
+
+
+def run_backwards(run: PairedRun, loss: Loss | None, scale: float) -> Generator[Gradients]:
+    """Run both graphs backwards side by side, after all steps of ``run``.
+
+    Args:
+        run: a run of both graphs, with gradients.
+        loss: a function from the model's output to one number; None: the sum of its floating-point tensors, in float32.
+        scale: the loss scale.
+
+    Raises:
+        CalibrationError: the loss does not depend on anything that requires a gradient.
+        ValueError: ``loss`` does not return a single number.
+    """
+    low, full = (_Half(tape, start) for tape, start in zip(run.tapes, _starts(run, loss or _sum, scale), strict=True))
+    leaves = _leaves(low.tape, full.tape)
+    low.tape.keep(run.twins)
+    full.tape.keep(run.twins.values())
+    for node, twin in reversed(list(run.twins.items())):
+        low.run_to(low.tape.ends[node])
+        full.run_to(full.tape.ends[twin])
+        yield from _complete(leaves, low, full)
+        made = (half.tape.made.pop(here, ()) for half, here in ((low, node), (full, twin)))
+        yield _pair(run.names[node], list(zip(*made, strict=False)), low, full)
+    low.run_to(0)
+    full.run_to(0)
+    yield from _complete(leaves, low, full)
+
+
+def _starts(run: PairedRun, loss: Loss, scale: float) -> list[Backward]:
+    found: list[Backward] = []
+    for output in run.outputs():
+        with run.modes():
+            value: Any = loss(output)
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                kind = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                raise ValueError(f"loss gave {kind}: it must turn the model's output into one number, as a tensor.")
+            value = value.float()
+        if not value.requires_grad:
+            raise CalibrationError(
+                "the loss does not depend on anything that requires a gradient: unfreeze a parameter, or call "
+                "requires_grad_() on an input of the call."
+            )
+        found.append(Backward(value, torch.full_like(value, scale)))
+    return found
+
+
+def _sum(output: Any) -> torch.Tensor:
+    return sum((tensor.float().sum() for tensor in floating(output)), torch.zeros(()))
+
+
+@dataclass
+class _Half:
+    """The backward pass of one graph."""
+
+    tape: Tape
+    backward: Backward
+
+    def run_to(self, mark: int) -> None:
+        with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
+            self.backward.run_to(mark)
+
+    def has_passed(self, names: Sequence[str]) -> bool:
+        """True if backward has passed every reader of the leaf with these names."""
+        return self.backward.at <= min((self.tape.uses[name] for name in names if name in self.tape.uses), default=0)
+
+
+def _leaves(low: Tape, full: Tape) -> dict[Edge, list[str]]:
+    """Return the names of the leaves that both graphs have, by their edge in ``low``; tied parameters have several."""
+    found: dict[Edge, list[str]] = {}
+    for name, edge in low.leaves.items():
+        if name in full.leaves:
+            found.setdefault(edge, []).append(name)
+    return found
+
+
+def _complete(leaves: dict[Edge, list[str]], low: _Half, full: _Half) -> Iterator[Gradients]:
+    """Yield the gradients of leaves that are complete, and free them."""
+    for edge, names in list(leaves.items()):
+        if low.has_passed(names) and full.has_passed(names):
+            other = full.tape.leaves[names[0]]
+            pair = _pair(names[0], [(edge, other)], low, full, is_leaf=True)
+            low.backward.forget(edge)
+            full.backward.forget(other)
+            del leaves[edge]
+            yield pair
+
+
+def _pair(
+    name: str, edges: list[tuple[Edge | None, Edge | None]], low: _Half, full: _Half, *, is_leaf: bool = False
+) -> Gradients:
+    pairs = [
+        (low.backward.gradient(ours), full.backward.gradient(theirs))
+        for ours, theirs in edges
+        if ours is not None and theirs is not None
+    ]
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    return Gradients(name, is_leaf, tuple(a for a, _ in known), tuple(b for _, b in known))

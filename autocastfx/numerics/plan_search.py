@@ -4,30 +4,341 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from autocastfx.capture.export import Captured
 from autocastfx.conversion import convert_captured
 from autocastfx.errors import SensitivityError
-from autocastfx.numerics.budget import Limit, Point
-from autocastfx.numerics.cut_between import cut_between
-from autocastfx.numerics.fill_plan import filled
+from autocastfx.graph.names import base_name
+from autocastfx.numerics.compare import TargetError
 from autocastfx.numerics.sensitivity import captured_of
-from autocastfx.numerics.target_error import TargetError
-from autocastfx.numerics.tuned_rules import rules_for
 from autocastfx.passes.pipeline import Converter
 from autocastfx.passes.variant_maker import VariantMaker
-from autocastfx.plan.plan import Plan, Prices
+from autocastfx.plan.plan import Plan, PlannedNode, Precision, Prices
+from autocastfx.plan.sensitivity import Sensitivity, Signature, added
 from autocastfx.policy.op_list import OpList
+from autocastfx.policy.rule import Category
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.variant import Variant
 
-__all__ = ["Found", "PlanSearch"]
+__all__ = [
+    "Budget",
+    "Found",
+    "Limit",
+    "PlanSearch",
+    "Point",
+    "by_share",
+    "cut_between",
+    "filled",
+    "raised",
+    "rules_for",
+]
+
+
+# The cost and the error of a plan, and the limit that a user sets for one of the two.
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan's cost and error.
+
+    Attributes:
+        name: where it comes from: ``"start"``, the list to start from; ``"cut"``; or ``"tuned"``, measured as a list.
+        bytes: moved by ops and casts in a call.
+        predicted: relative error of the target.
+        measured: the same, on batches held out; None if it was not measured.
+    """
+
+    name: str
+    bytes: int
+    predicted: float
+    measured: float | None = None
+
+    @property
+    def error(self) -> float:
+        """The measured error, or else the predicted one."""
+        return self.predicted if self.measured is None else self.measured
+
+    def __str__(self) -> str:
+        measured = "not measured" if self.measured is None else f"measured {self.measured:.2e}"
+        return f"{self.bytes / 1e6:.2f} MB, predicted error {self.predicted:.2e}, {measured}"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit as a user sets it; one of the two.
+
+    Attributes:
+        error: the largest relative error of the target; of the plans within it, the one of fewest bytes is best.
+        bytes: the largest share of the bytes that the list to start from moves; of the plans within it, the one of the
+            least error is best.
+
+    Raises:
+        ValueError: both are given, or none; or it is not above 0.
+    """
+
+    error: float | None = None
+    bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.error, self.bytes) if value is not None]
+        if len(given) != 1 or not given[0] > 0:
+            raise ValueError(f"a budget is an error or a share of bytes, above 0, not {self}")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit of one search.
+
+    Attributes:
+        error: the largest relative error of the target; None if bytes are limited.
+        bytes: the most bytes moved; None if the error is limited.
+    """
+
+    error: float | None = None
+    bytes: float | None = None
+
+    def __str__(self) -> str:
+        return f"an error of {self.error:.2e}" if self.error is not None else f"{(self.bytes or 0) / 1e6:.2f} MB"
+
+    def keeps(self, point: Point) -> bool:
+        """True if a plan is within the limit; by its predicted error if it was not measured."""
+        if self.error is not None:
+            return point.error <= self.error
+        return point.bytes <= (self.bytes or 0)
+
+    def rank(self, point: Point) -> tuple[float, float]:
+        """Return the order among plans within the limit; the least is best."""
+        return (point.bytes, point.error) if self.error is not None else (point.error, point.bytes)
+
+
+# Say a measured placement as rules of an op list: by module path and op, with ``*`` for layers that agree.
+
+Group = tuple[str, str]  # a module path and an op
+_SIDES = {Precision.LOW: "low", Precision.FLOAT32: "float32"}
+_MOST_ROUNDS = 8
+
+
+def rules_for(
+    wanted: Plan, start: Plan, convert: Callable[[OpList], Plan], sensitivity: Sensitivity, name: str = "tuned"
+) -> tuple[OpList, Plan]:
+    """Find rules by which a conversion places what it computes as ``wanted`` does.
+
+    A rule is added for each module and op that is placed otherwise without it. What one rule draws along may need
+    another, so this is repeated until no rule is left to add.
+
+    Args:
+        wanted: the plan to say. Nodes of one module and op run in one precision.
+        start: the plan that follows from the base list alone.
+        convert: gives the plan that follows from rules laid over the base list.
+        sensitivity: for the reasons.
+        name: of the list, in plans.
+
+    Returns:
+        The rules, and the plan that follows from them.
+    """
+    sides = _sides(wanted)
+    chosen: dict[Group, str] = {}
+    rules, plan, views = OpList(name=name), start, _views(wanted)
+    for _ in range(_MOST_ROUNDS):
+        groups = [group for group in _differing(plan, wanted) if group not in chosen and group in sides]
+        missing = [group for group in groups if group not in views]
+        if not missing and not _is_alike(plan, wanted):
+            missing = groups
+        if not missing:
+            break
+        chosen |= {group: sides[group] for group in missing}
+        rules = OpList.of({"modules": list(_written(chosen, sides, _Reasons(wanted, sensitivity)))}, name=name)
+        plan = convert(rules)
+    return rules, plan
+
+
+def _is_alike(plan: Plan, wanted: Plan) -> bool:
+    """True if views alone differ, in a way that costs nothing."""
+    error, other = plan.error or 0.0, wanted.error or 0.0
+    return plan.traffic.moved <= wanted.traffic.moved and error <= 1.01 * other
+
+
+def _views(plan: Plan) -> set[Group]:
+    return {group_of(node) for node in plan.nodes if node.decision.category is Category.CLEAR}
+
+
+def _computes(node: PlannedNode) -> bool:
+    return node.placement.run in _SIDES and node.op != "getitem"
+
+
+def group_of(node: PlannedNode) -> Group:
+    """Return the module and the op by which a rule names a node."""
+    return node.module, base_name(node.op)
+
+
+def _sides(plan: Plan) -> dict[Group, str]:
+    """The precision of each module and op; those that run in both are left out."""
+    found: dict[Group, set[str]] = {}
+    for node in filter(_computes, plan.nodes):
+        found.setdefault(group_of(node), set()).add(_SIDES[node.placement.run])
+    return {group: next(iter(sides)) for group, sides in found.items() if len(sides) == 1}
+
+
+def _differing(plan: Plan, wanted: Plan) -> list[Group]:
+    runs = {node.name: node.placement.run for node in wanted.nodes}
+    differs = (n for n in plan.nodes if _computes(n) and runs.get(n.name, n.placement.run) is not n.placement.run)
+    return list(dict.fromkeys(map(group_of, differs)))
+
+
+@dataclass(frozen=True)
+class _Reasons:
+    plan: Plan
+    sensitivity: Sensitivity
+    by_group: dict[Group, list[PlannedNode]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found: dict[Group, list[PlannedNode]] = {}
+        for node in filter(_computes, self.plan.nodes):
+            found.setdefault(group_of(node), []).append(node)
+        object.__setattr__(self, "by_group", found)
+
+    def __call__(self, groups: Sequence[Group], side: str) -> str:
+        nodes = [node for group in groups for node in self.by_group.get(group, ())]
+        total = f"the {self.sensitivity.of}'s error of {self.plan.error or 0.0:.1e}"
+        if side == "low":
+            error = _together(node.error or 0.0 for node in nodes)
+            return f"tuned: adds {error:.1e} to {total}"
+        names = {effect.name for effect in self.sensitivity.effects}
+        error = _together(self.sensitivity[node.name].error for node in nodes if node.name in names)
+        return f"tuned: in 16 bits it would add {error:.1e} to {total}" if error else "tuned"
+
+
+def _together(errors: Iterable[float]) -> float:
+    return sum(error * error for error in errors) ** 0.5
+
+
+def _written(chosen: Mapping[Group, str], sides: Mapping[Group, str], reasons: _Reasons) -> Iterable[dict[str, Any]]:
+    """The rules as the data of a list: first those for layers that agree, then the others."""
+    families: dict[Group, list[Group]] = {}
+    for module, op in sides:
+        families.setdefault((_layered(module), op), []).append((module, op))
+    rules: dict[tuple[str, str], list[tuple[str, list[Group]]]] = {}
+    for (path, op), members in families.items():
+        asked = [group for group in members if group in chosen]
+        agree = len({sides[group] for group in members}) == 1
+        if not asked:
+            continue
+        if agree and len(asked) > 1:
+            rules.setdefault((path, sides[asked[0]]), []).append((op, members))
+        else:
+            for group in asked:
+                rules.setdefault((group[0], sides[group]), []).append((op, [group]))
+    for (path, side), found in rules.items():
+        reason = reasons([group for _, groups in found for group in groups], side)
+        yield {"path": path or "re:^$", "category": side, "reason": reason, "ops": sorted({op for op, _ in found})}
+
+
+def _layered(path: str) -> str:
+    """The path with ``*`` for numbers: ``h.*.attn`` for ``h.3.attn``."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
+# Spend the bytes that a plan leaves of a limit: run further ops in float32, first those that add most to its error.
+
+_MOST_GROUPS = 16
+
+
+def filled(rules: OpList, plan: Plan, most: float, convert: Callable[[OpList], Plan]) -> Iterator[Plan]:
+    """Yield plans of ever less error, each with one more module's op in float32.
+
+    A minimum cut finds the plans on the convex hull of bytes and error alone, and adds up squared errors as if they
+    were independent. Here an op counts by how much the plan's squared error falls without it, other errors included.
+
+    Args:
+        rules: laid over the base list.
+        plan: the plan that follows from them, with its predicted errors.
+        most: the most bytes that a plan may move.
+        convert: gives the plan that follows from rules laid over the base list.
+    """
+    tried: set[Group] = set()
+    improved = True
+    while improved:
+        improved = False
+        for group in by_share(plan):
+            if group in tried:
+                continue
+            if len(tried) == _MOST_GROUPS:
+                return
+            tried.add(group)
+            further = rules.merged(raised(group))
+            found = convert(further)
+            if found.traffic.moved <= most and (found.error or 0.0) < (plan.error or 0.0):
+                rules, plan, improved = further, found, True
+                yield plan
+                break
+
+
+def by_share(plan: Plan) -> list[Group]:
+    """Return the ops of each module that run in 16 bits, by how much the plan's squared error falls without theirs."""
+    effects: dict[Group, list[Signature]] = {}
+    for node in plan.nodes:
+        if node.effect and node.placement.run is Precision.LOW:
+            effects.setdefault(group_of(node), []).append(node.effect)
+    whole = added(node.effect for node in plan.nodes if node.effect)
+    falls = {group: _fall(added(own), whole) for group, own in effects.items()}
+    return sorted((group for group, fall in falls.items() if fall > 0), key=lambda group: -falls[group])
+
+
+def _fall(own: Signature, whole: Signature) -> float:
+    return sum(one * (2 * total - one) for one, total in zip(own, whole, strict=True))
+
+
+def raised(group: Group) -> OpList:
+    """Return the rule that runs an op of a module in float32."""
+    module, op = group
+    return OpList.of({"modules": [{"path": module or "re:^$", "category": "float32", "ops": [op]}]})
+
+
+# Find plans between those of a minimum cut: run one op more in float32, and cut the rest anew at a lower price.
+
+_MOST_TRIED = 16  # ops a round
+_LOWER = (1.0, 0.5, 0.25)  # prices over that of the plan before
+_MOST_FURTHER_CUTS = 96
+
+
+def cut_between(plan: Plan, price: float, most: float, cut: Callable[[OpList, float], Plan]) -> Iterator[Plan]:
+    """Yield plans within a limit of bytes, each of less error than the one before.
+
+    A minimum cut finds the plans on the convex hull of bytes and squared error alone, and may leave much of a limit
+    unused. With one op more in float32, the cuts of all other ops lie on another hull, and one may be nearer the limit.
+
+    Args:
+        plan: a cut within the limit.
+        price: the price of an error at which it was cut.
+        most: the most bytes that a plan may move.
+        cut: gives the plan of fewest bytes, by rules laid over the base list and a price of an error.
+    """
+    rules, cuts = OpList(), 0
+    while True:
+        found: list[tuple[float, OpList, float, Plan]] = []
+        for group in by_share(plan)[:_MOST_TRIED]:
+            further = rules.merged(raised(group))
+            for lower in _LOWER:
+                if cuts == _MOST_FURTHER_CUTS:
+                    break
+                cuts += 1
+                one = cut(further, lower * price)
+                if one.traffic.moved <= most:
+                    found.append((one.error or 0.0, further, lower * price, one))
+                    break
+        best = min(found, key=lambda each: each[0], default=None)
+        if best is None or best[0] >= (plan.error or 0.0):
+            return
+        _, rules, price, plan = best
+        yield plan
+
 
 _MOST_CUTS = 20
 _MOST_MEASURED = 5

@@ -20,8 +20,7 @@ from autocastfx.capture.measure import apart, written_outside
 from autocastfx.graph.alias import AliasSet, alias_sets, reachable
 from autocastfx.graph.node import Use
 from autocastfx.numerics.flat_graph import FlatGraph
-from autocastfx.numerics.segment_run import SegmentRun, Taken
-from autocastfx.numerics.segments import Segment, segments_of
+from autocastfx.numerics.segments import Segment, SegmentRun, Taken, segments_of
 
 __all__ = ["ProbeRun", "Project", "directions", "signs"]
 

@@ -19,15 +19,12 @@ from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert, refuse_unpredicted
 from autocastfx.errors import SensitivityError, UnsupportedError
 from autocastfx.graph.names import op_name
-from autocastfx.numerics.differentiate import derivable
+from autocastfx.numerics.compare import TargetError
 from autocastfx.numerics.flat_graph import flatten
-from autocastfx.numerics.loss import Inputs, LossFunction, loss_of
-from autocastfx.numerics.node_effects import NodeEffects
-from autocastfx.numerics.out_of_place import write_out_of_place
+from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
+from autocastfx.numerics.node_effects import NodeEffects, Replay, errors_at, write_out_of_place
 from autocastfx.numerics.probe_run import ProbeRun
-from autocastfx.numerics.replay import Replay
-from autocastfx.numerics.switches import errors_at
-from autocastfx.numerics.target_error import TargetError
+from autocastfx.numerics.segments import derivable
 from autocastfx.passes.variant_maker import VariantMaker
 from autocastfx.plan.plan import Prices
 from autocastfx.plan.ranges import mode_of

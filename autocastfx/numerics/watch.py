@@ -4,27 +4,345 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
+from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import LossScaleError, SkippedStepWarning
-from autocastfx.numerics.find_overflow import find_overflow
-from autocastfx.numerics.node_counts import NodeCounts, check_nodes
-from autocastfx.numerics.one_graph import random_state, set_random_state
-from autocastfx.numerics.overflow import Overflow
-from autocastfx.numerics.watched_node import SkippedStep, WatchedNode, report
+from autocastfx.graph.alias import moves
+from autocastfx.graph.node import is_cast, is_member
+from autocastfx.numerics.find_overflow import Overflow, find_overflow
+from autocastfx.numerics.paired_run import floating, random_state, set_random_state
+from autocastfx.plan.plan import Plan, Precision
+from autocastfx.policy.yaml_tree import nearest
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.grad_scaler import GradScaler
 from autocastfx.training.optimizer import LossScalingOptimizer
 
-__all__ = ["Watch", "watch"]
+__all__ = ["SkippedStep", "ValueCounts", "Watch", "WatchedNode", "count_values", "read_counts", "report", "watch"]
+
+
+# Count, on their device, which values of a node overflowed or underflowed, and find the largest magnitude.
+
+# A magnitude's bits, read as an integer, grow with it: Inf follows the finite numbers, and NaN follows Inf.
+_INTEGERS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+@dataclass(frozen=True)
+class ValueCounts:
+    """Counts of the elements of values.
+
+    Attributes:
+        elements: all of them.
+        overflow: those that are Inf or NaN.
+        underflow: see :func:`count_values`.
+        largest: the largest finite magnitude; 0 if there is none.
+    """
+
+    elements: int = 0
+    overflow: int = 0
+    underflow: int = 0
+    largest: float = 0.0
+
+    def __add__(self, other: ValueCounts) -> ValueCounts:
+        return ValueCounts(
+            self.elements + other.elements,
+            self.overflow + other.overflow,
+            self.underflow + other.underflow,
+            max(self.largest, other.largest),
+        )
+
+
+@dataclass(frozen=True)
+class DeviceCounts:
+    """Counts that may still be computed: ``numbers`` is int64 of shape (3,), ``largest`` float32 without dimensions."""
+
+    elements: int
+    numbers: torch.Tensor
+    largest: torch.Tensor
+
+
+@torch.no_grad()
+def count_values(value: torch.Tensor, source: torch.Tensor | None = None) -> DeviceCounts | None:
+    """Count the elements of ``value``; nothing waits for the device.
+
+    With a ``source`` of the same shape, of which ``value`` is a cast, underflow counts the elements that are subnormal
+    or zero in the dtype of ``value`` and not zero in ``source``. Without one, it counts the subnormal elements alone:
+    a zero may be meant.
+
+    Args:
+        value: float16, bfloat16 or float32, of any shape.
+        source: floating point.
+
+    Returns:
+        The counts; None for other dtypes, for layouts that are not strided, and for no elements.
+    """
+    integer = _INTEGERS.get(value.dtype)
+    if integer is None or value.layout is not torch.strided or not value.numel():
+        return None
+    infinite, normal = _edges(value.dtype)
+    bits = value.detach().view(integer) & torch.iinfo(integer).max
+    nonzero = torch.count_nonzero(bits if source is None else source.detach())
+    not_small = torch.count_nonzero(bits >= normal)
+    top = bits.amax()
+    if bits.device.type == "cpu" and int(top) < infinite:  # nothing waits to be asked there, and most values are finite
+        finite = torch.tensor(value.numel())
+    else:
+        are_finite = bits < infinite
+        finite, top = torch.count_nonzero(are_finite), torch.where(are_finite, bits, 0).amax()
+    return DeviceCounts(value.numel(), torch.stack((finite, not_small, nonzero)), top.view(value.dtype).float())
+
+
+@lru_cache
+def _edges(dtype: torch.dtype) -> tuple[int, int]:
+    """The bits of Inf and of the smallest normal number."""
+    info = torch.finfo(dtype)
+    infinite, normal = torch.tensor([torch.inf, info.tiny], dtype=dtype).view(_INTEGERS[dtype]).tolist()
+    return infinite, normal
+
+
+def read_counts(counts: Sequence[DeviceCounts]) -> list[ValueCounts]:
+    """Read the counts, with one transfer from each device."""
+    found: dict[int, ValueCounts] = {}
+    for device in dict.fromkeys(one.numbers.device for one in counts):
+        here = [one for one in counts if one.numbers.device == device]
+        rows = torch.stack([torch.cat([one.numbers, one.largest.view(torch.int32).long()[None]]) for one in here]).cpu()
+        largest = rows[:, 3].int().view(torch.float32).tolist()
+        for one, (finite, normal, nonzero, _), top in zip(here, rows.tolist(), largest, strict=True):
+            found[id(one)] = ValueCounts(one.elements, one.elements - finite, max(nonzero - normal, 0), top)
+    return [found[id(one)] for one in counts]
+
+
+# The rows of a watch, and its report as text.
+
+
+@dataclass(frozen=True)
+class WatchedNode:
+    """The values of a node in all observed calls.
+
+    Attributes:
+        name, op, module: the node's, as in the plan. The op of a cast that the conversion inserted is ``cast``, and its
+            module that of its first reader.
+        dtype: of its values.
+        elements: the number of elements that were counted.
+        overflow: the number that were Inf or NaN.
+        underflow: of a cast, the number that became subnormal or zero in ``dtype`` and were not zero before; of any
+            other node, the number that were subnormal, because a zero may be meant.
+        largest: the largest finite magnitude.
+        first_overflow: the first step at which the node was seen to overflow, in an observed call or when a skipped
+            step was searched; None if it was not.
+    """
+
+    name: str
+    op: str
+    module: str
+    dtype: str
+    elements: int
+    overflow: int
+    underflow: int
+    largest: float
+    first_overflow: int | None
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """A step that the optimizer skipped.
+
+    Attributes:
+        step: its number, from 1.
+        found: the node that overflowed when its batch ran again, with a rule that mends it; None if every value of the
+            forward pass was finite, so that the loss or a gradient overflowed.
+    """
+
+    step: int
+    found: Overflow | None
+
+
+def report(
+    rows: Sequence[WatchedNode], skipped: Sequence[SkippedStep], steps: int, observed: int, every: int, most: int
+) -> str:
+    """Write what a watch has seen.
+
+    Args:
+        rows: of the nodes, in graph order.
+        skipped: in order.
+        steps: the number of steps, the present one included.
+        observed: the number of steps that were observed.
+        every: the distance of observed steps.
+        most: the number of nodes to show.
+    """
+    lines = [f"{steps} steps, {observed} of them observed (1 in {every}), {len(skipped)} skipped"]
+    ranked = sorted(rows, key=lambda row: (row.first_overflow or steps + 1, -row.underflow / row.elements))
+    cells = [("node", "op", "module", "dtype", "elements", "overflow", "underflow", "largest", "first overflow")]
+    cells += [_cells(row) for row in ranked[:most]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells if rows else ():
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if len(ranked) > most:
+        lines.append(f"{len(ranked) - most} more nodes")
+    return "\n".join([*lines, *_of_skipped(skipped)])
+
+
+def _cells(row: WatchedNode) -> tuple[str, ...]:
+    counts = [f"{count:,}" if count else "-" for count in (row.elements, row.overflow, row.underflow)]
+    first = f"step {row.first_overflow}" if row.first_overflow is not None else "-"
+    return row.name, row.op, row.module or "(root)", row.dtype, *counts, f"{row.largest:.4g}", first
+
+
+def _of_skipped(skipped: Sequence[SkippedStep]) -> Iterator[str]:
+    causes: dict[str, list[SkippedStep]] = {}
+    for one in skipped:
+        causes.setdefault(one.found.name if one.found is not None else "", []).append(one)
+    for alike in causes.values():
+        numbers = ", ".join(str(one.step) for one in alike[:5]) + (", ..." if len(alike) > 5 else "")
+        steps = f"step {numbers} was" if len(alike) == 1 else f"{len(alike)} steps ({numbers}) were"
+        yield ""
+        if alike[0].found is None:
+            yield f"{steps} skipped though every value of the forward pass is finite: the loss or a gradient overflowed"
+        else:
+            yield f"{steps} skipped, because"
+            yield str(alike[0].found)
+
+
+# Counts of the values of chosen nodes of a converted model: kept on their device until they are read.
+
+_LOW = {dtype_name(dtype) for dtype in LOW_DTYPES}
+_CAST = "cast"
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A row: the name, op and module of a node."""
+
+    name: str
+    op: str
+    module: str
+
+
+@dataclass
+class _Tally:
+    """The counts of a row so far."""
+
+    dtypes: dict[str, None] = field(default_factory=dict[str, None])
+    counts: ValueCounts = field(default_factory=ValueCounts)
+    first_overflow: int | None = None
+
+
+class NodeCounts:
+    """Counts the values of nodes, by step."""
+
+    def __init__(self, amp_model: AmpModule, nodes: Sequence[str] | None) -> None:
+        """Count nothing yet.
+
+        Args:
+            amp_model: whose nodes will be seen.
+            nodes: names of nodes or ops. None: nodes that run in 16 bits, without views, and casts to 16 bits.
+        """
+        self._model = amp_model
+        self._nodes = None if nodes is None else frozenset(nodes)
+        self._chosen: WeakKeyDictionary[fx.Graph, Mapping[str, _Key]] = WeakKeyDictionary()
+        self._pending: list[tuple[int, _Key, str, DeviceCounts]] = []  # the step, the node, its dtype and its counts
+        self._tallies: dict[_Key, _Tally] = {}
+
+    def see(self, step: int, node: fx.Node, value: Any, read: Sequence[Any]) -> None:
+        """Count the value of a node, if it is one of the chosen. Nothing waits for the device.
+
+        Args:
+            step: the number of the step.
+            node: of a variant's graph.
+            value: what it gave.
+            read: the values that it read.
+        """
+        if node.graph not in self._chosen:
+            variant = next(variant for variant in self._model.variants if variant.graph is node.graph)
+            self._chosen[node.graph] = self._choose(variant.plan, node.graph)
+        key = self._chosen[node.graph].get(node.name)
+        if key is None:
+            return
+        source = read[-1] if key.op == _CAST else None  # a working copy is made of the last value that it reads
+        for tensor in floating(value):
+            if (counts := count_values(tensor, source)) is not None:
+                self._pending.append((step, key, dtype_name(tensor.dtype), counts))
+
+    def _choose(self, plan: Plan, graph: fx.Graph) -> dict[str, _Key]:
+        """The rows of the nodes to count, by name."""
+        keys = {node.name: _Key(node.name, node.op, node.module) for node in plan.nodes}
+        made = (*plan.casts, *plan.copies)
+        keys |= {one.name: _Key(one.name, _CAST, _module_of(one.readers, keys)) for one in made}
+        if self._nodes is not None:
+            return {name: key for name, key in keys.items() if not self._nodes.isdisjoint((name, key.op))}
+        low = {node.name for node in plan.nodes if node.placement.run is Precision.LOW}
+        low |= {one.name for one in made if one.dtype in _LOW}
+        nodes = [node for node in graph.nodes if node.name in low and not is_member(node)]
+        return {node.name: keys[node.name] for node in nodes if is_cast(node) or moves(node)}
+
+    def read(self, before: int | None = None) -> None:
+        """Read the counts from their devices.
+
+        Args:
+            before: do nothing unless there are counts of steps before this one.
+        """
+        if before is not None and (not self._pending or self._pending[-1][0] >= before):
+            return
+        pending, self._pending = self._pending, []
+        for (step, key, dtype, _), counts in zip(pending, read_counts([one[3] for one in pending]), strict=True):
+            tally = self._tallies.setdefault(key, _Tally())
+            tally.dtypes[dtype] = None
+            tally.counts = tally.counts + counts
+            if counts.overflow and tally.first_overflow is None:
+                tally.first_overflow = step
+
+    def note_overflow(self, name: str, step: int) -> None:
+        """Note that the node called ``name`` overflowed at ``step``, the latest, though it was not counted there."""
+        self.read()
+        for tally in (tally for key, tally in self._tallies.items() if key.name == name):
+            tally.first_overflow = tally.first_overflow or step
+
+    def join_steps(self) -> None:
+        """Take all steps up to now for the first."""
+        self.read()
+        for tally in self._tallies.values():
+            tally.first_overflow = tally.first_overflow and 1
+
+    def rows(self) -> tuple[WatchedNode, ...]:
+        """Read the counts, and return those of each node, in graph order."""
+        self.read()
+        return tuple(
+            WatchedNode(
+                **vars(key), dtype=",".join(tally.dtypes), **vars(tally.counts), first_overflow=tally.first_overflow
+            )
+            for key, tally in self._tallies.items()
+        )
+
+
+def _module_of(readers: Sequence[str], keys: Mapping[str, _Key]) -> str:
+    """The module of the first reader of a cast; empty if the model's output is the only one."""
+    return next((keys[name].module for name in readers if name in keys), "")
+
+
+def check_nodes(nodes: Sequence[str], plans: Sequence[Plan]) -> None:
+    """Check that each of ``nodes`` is the name of a node or an op in one of the plans, or ``"cast"``.
+
+    Raises:
+        ValueError: one is not; the message suggests the nearest.
+    """
+    known = {_CAST, *(name for plan in plans for node in plan.nodes for name in (node.name, node.op))}
+    known |= {one.name for plan in plans for one in (*plan.casts, *plan.copies)}
+    for name in nodes:
+        if name not in known:
+            raise ValueError(
+                f"the model has no node and no op called {name!r}{nearest(name, known)}. amp_model.plan.nodes has the "
+                "names of nodes and ops."
+            )
 
 
 _MOST_CALLS = 64  # whose inputs are kept, in a step of more

@@ -29,7 +29,7 @@ MODULES = (
     "numerics/bisect.py",
     "numerics/find_overflow.py",
     "numerics/paired_run.py",
-    "numerics/paired_backward.py",
+    "numerics/paired_run.py",
     *(f"numerics/{name}.py" for name in ("node_counts", "place", "value_counts", "watch")),
 )
 
@@ -159,12 +159,16 @@ ALSO: dict[str, tuple[str, ...]] = {
         "runtime/test_stored_low.py",
     ),
     "runtime/variant_table.py": _VARIANTS,
-    "numerics/compare.py": ("numerics/test_paired_backward.py",),
-    "numerics/node_counts.py": ("numerics/test_watch.py",),
-    "numerics/place.py": ("numerics/test_bisect.py",),
-    "numerics/value_counts.py": ("numerics/test_watch.py",),
-    "numerics/paired_run.py": ("numerics/test_compare.py", "numerics/test_find_overflow.py"),
-    "numerics/paired_backward.py": ("numerics/test_compare.py", "numerics/test_gradient_histogram.py"),
+    "numerics/compare.py": ("numerics/test_paired_backward.py", "numerics/test_target_error.py"),
+    "numerics/watch.py": ("numerics/test_watch.py", "numerics/test_value_counts.py"),
+    "numerics/bisect.py": ("numerics/test_bisect.py", "numerics/test_output_error.py"),
+    "numerics/paired_run.py": (
+        "numerics/test_compare.py",
+        "numerics/test_find_overflow.py",
+        "numerics/test_gradient_histogram.py",
+        "numerics/test_tape.py",
+        "numerics/test_paired_backward.py",
+    ),
     "graph/names.py": ("graph/test_op_name.py", "graph/test_signature.py"),
     "graph/any_size.py": ("graph/test_abstract_values.py",),
     "policy/read_rules.py": ("policy/test_keywords.py",),
@@ -206,6 +210,18 @@ ALSO: dict[str, tuple[str, ...]] = {
     "report/lint/odd_size.py": ("report/lint/test_tensor_core_shapes.py",),
     "report/lint/lint.py": ("report/lint/test_findings.py",),
     "report/dump.py": ("report/test_notebook.py",),
+    "numerics/plan_search.py": (
+        "numerics/test_cut_between.py",
+        "numerics/test_fill_plan.py",
+        "numerics/test_tuned_rules.py",
+    ),
+    "numerics/find_overflow.py": ("numerics/test_overflow.py",),
+    "numerics/gradient_histogram.py": ("numerics/test_exponent_counts.py",),
+    "numerics/node_effects.py": (
+        "numerics/test_out_of_place.py",
+        "numerics/test_switches.py",
+        "numerics/test_replay.py",
+    ),
 }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import autocastfx
 from autocastfx import AmpModule, BisectError, EvaluationsError, OpList, Place, UnsupportedError, bisect
 from autocastfx.numerics import bisect as bisect_module
-from autocastfx.numerics.place import places_of, search_order
+from autocastfx.numerics.bisect import places_of, search_order
 
 LISTED = OpList.of({"allow": ["exp"]}, name="mine")  # lets what needs float32 into 16 bits
 LAYERS = 5

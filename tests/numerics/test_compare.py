@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autocastfx import Comparison, Effect, OpList, Sensitivity, VariantError, compare, convert
-from autocastfx.numerics.one_graph import Side
+from autocastfx.numerics.paired_run import Side
 from tests.helpers import Function, relative_error
 from tests.numerics.faults import ERRORS, Fault, Inside
 

@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autocastfx import OpList, Plan
-from autocastfx.numerics import cut_between as module
-from autocastfx.numerics.cut_between import cut_between
-from autocastfx.numerics.plan_search import PlanSearch
+from autocastfx.numerics import plan_search as module
+from autocastfx.numerics.plan_search import PlanSearch, cut_between
 from tests.numerics.searches import search_of
 
 Cut = Callable[[OpList, float], Plan]

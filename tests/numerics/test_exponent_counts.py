@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autocastfx.numerics.exponent_counts import NOTHING, Exponents, Tally, read_all
+from autocastfx.numerics.gradient_histogram import NOTHING, Exponents, Tally, read_all
 
 CPU = torch.device("cpu")
 

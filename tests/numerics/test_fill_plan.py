@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autocastfx import OpList, Plan, Precision
-from autocastfx.numerics import fill_plan
-from autocastfx.numerics.fill_plan import filled
-from autocastfx.numerics.plan_search import PlanSearch
+from autocastfx.numerics import plan_search
+from autocastfx.numerics.plan_search import PlanSearch, filled
 from autocastfx.plan.sensitivity import added, rms
 from tests.numerics.searches import search_of
 
@@ -62,7 +61,7 @@ def test_each_plan_has_less_error_and_keeps_the_bytes(search: PlanSearch, cheap:
 
 
 def test_no_more_ops_are_tried_than_allowed(search: PlanSearch, cheap: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill_plan, "_MOST_TRIED", 2)
+    monkeypatch.setattr(plan_search, "_MOST_GROUPS", 2)
     tried: list[OpList] = []
 
     def convert(rules: OpList) -> Plan:
@@ -78,7 +77,7 @@ def test_an_op_counts_by_what_the_error_is_without_it(cheap: Plan) -> None:
     effects = {"linear": (3.0, 0.0), "layer_norm": (-3.0, 0.0), "gelu": (0.0, 1.0), "linear_1": (0.0, 0.5)}
     assert effects.keys() <= low(cheap)
     plan = replace(cheap, nodes=tuple(replace(n, effect=effects.get(n.name, ())) for n in cheap.nodes))
-    assert fill_plan.by_share(plan) == [("", "gelu"), ("last", "linear")]
+    assert plan_search.by_share(plan) == [("", "gelu"), ("last", "linear")]
     whole = added(effects.values())
     without = {name: rms(added([whole, tuple(-e for e in effect)])) for name, effect in effects.items()}
     assert without["linear"] > rms(whole) > without["linear_1"] > without["gelu"]

@@ -27,7 +27,7 @@ from autocastfx import (
     convert,
     gradient_histogram,
 )
-from autocastfx.numerics.exponent_counts import NOTHING, Exponents, Margin, Tally, read_all
+from autocastfx.numerics.gradient_histogram import NOTHING, Exponents, Margin, Tally, read_all
 
 LOW = torch.bfloat16
 

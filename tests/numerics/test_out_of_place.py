@@ -11,7 +11,7 @@ from torch import Tensor
 import autocastfx
 from autocastfx.graph.names import op_name
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
-from autocastfx.numerics.out_of_place import write_out_of_place
+from autocastfx.numerics.node_effects import write_out_of_place
 from tests.helpers import Function
 
 X = torch.linspace(-2, 2, 12).view(3, 4)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autocastfx import BisectError, OpList, convert
-from autocastfx.numerics.output_error import OutputError
+from autocastfx.numerics.bisect import OutputError
 from tests.helpers import Function, relative_error
 
 

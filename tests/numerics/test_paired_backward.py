@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autocastfx import AmpModule, CalibrationError, Comparison, OpList, compare, convert
-from autocastfx.numerics import paired_backward
-from autocastfx.numerics.paired_backward import run_backwards
-from autocastfx.numerics.paired_run import run_side_by_side
-from autocastfx.numerics.tape import Backward
+from autocastfx.numerics import paired_run
+from autocastfx.numerics.paired_run import Backward, run_backwards, run_side_by_side
 from tests.helpers import Function, relative_error
 
 EPS = torch.finfo(torch.float16).eps
@@ -193,7 +191,7 @@ def test_memory_shrinks_on_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None
         saved.add(kept)
         return kept
 
-    monkeypatch.setattr(paired_backward.Backward, "run_to", counted)
+    monkeypatch.setattr(paired_run.Backward, "run_to", counted)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
         compare(None, amp_model, x, gradients=True)
     assert max(pending) <= 4, "a value's, a weight's and a bias's, and one on its way"

@@ -13,8 +13,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx import OpList, SensitivityError
-from autocastfx.numerics.budget import Limit, Point
-from autocastfx.numerics.plan_search import Found, PlanSearch, _next, _point
+from autocastfx.numerics.plan_search import Found, Limit, PlanSearch, Point, _next, _point
 from tests.numerics.searches import search_of
 
 PLAN = autocastfx.convert(nn.Linear(4, 4), torch.randn(2, 4), dtype="bfloat16").plan

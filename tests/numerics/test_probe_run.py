@@ -17,8 +17,7 @@ from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.node import Use
 from autocastfx.numerics.flat_graph import flatten
 from autocastfx.numerics.probe_run import ProbeRun, directions
-from autocastfx.numerics.segment_run import Read, Taken
-from autocastfx.numerics.segments import Segment, whole
+from autocastfx.numerics.segments import Read, Segment, Taken, whole
 
 Divide = Callable[[fx.Graph], tuple[Segment, ...]]
 BETWEEN = 4 * torch.finfo(torch.bfloat16).eps  # derivatives pass between segments in bfloat16

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import autocastfx
 from autocastfx.graph.node import uses
-from autocastfx.numerics.replay import Replay, Roundings, rounding, saturated
-from autocastfx.numerics.segment_run import Read
+from autocastfx.numerics.node_effects import Replay, Roundings, rounding, saturated
+from autocastfx.numerics.segments import Read
 from autocastfx.passes.analysis.units import Ports
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from tests.helpers import Function

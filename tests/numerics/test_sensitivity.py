@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import autocastfx
 from autocastfx import Sensitivity, SensitivityError
-from autocastfx.numerics.target_error import TargetError
+from autocastfx.numerics.compare import TargetError
 from autocastfx.plan.sensitivity import added, rms
 
 PROBES = 64  # an error is known within 1/sqrt(2 * 64) = 9 %

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 
 import autocastfx
 from autocastfx.graph.node import uses
-from autocastfx.numerics.replay import Replay
-from autocastfx.numerics.segment_run import Read
-from autocastfx.numerics.switches import _is_counted, errors_at, jumps, least_error
-from autocastfx.numerics.target_error import TargetError
+from autocastfx.numerics.compare import TargetError
+from autocastfx.numerics.node_effects import Replay, _is_counted, errors_at, jumps, least_error
+from autocastfx.numerics.segments import Read
 from tests.numerics.test_replay import PORTS, captured
 
 PROBES = 64

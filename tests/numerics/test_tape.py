@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autocastfx.numerics.tape import Backward, edge_of
+from autocastfx.numerics.paired_run import Backward, edge_of
 
 
 @torch.library.custom_op("tape::scaled", mutates_args=())

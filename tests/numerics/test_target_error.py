@@ -11,7 +11,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx import SensitivityError
-from autocastfx.numerics.target_error import TargetError
+from autocastfx.numerics.compare import TargetError
 
 
 def model() -> nn.Module:

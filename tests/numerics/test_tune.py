@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import autocastfx
 from autocastfx import Budget, Precision, SensitivityError, Tuned
-from autocastfx.numerics.target_error import TargetError
+from autocastfx.numerics.compare import TargetError
 
 
 def bert() -> nn.Module:

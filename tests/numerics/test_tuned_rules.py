@@ -10,7 +10,7 @@ from torch import nn
 import autocastfx
 from autocastfx import Effect, OpList, Placement, Plan, Precision, Sensitivity
 from autocastfx.conversion import convert_again
-from autocastfx.numerics.tuned_rules import rules_for
+from autocastfx.numerics.plan_search import rules_for
 
 
 class Layer(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autocastfx.numerics.value_counts import ValueCounts, count_values, read_counts
+from autocastfx.numerics.watch import ValueCounts, count_values, read_counts
 
 INF, NAN = float("inf"), float("nan")
 

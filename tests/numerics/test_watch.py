@@ -28,7 +28,6 @@ from autocastfx import (
     convert,
     watch,
 )
-from autocastfx.numerics import node_counts
 from autocastfx.numerics import watch as watch_module
 
 LISTED = OpList.of({"allow": ["exp"]}, name="mine")
@@ -255,9 +254,9 @@ def test_an_observed_call_gives_the_same_to_the_bit() -> None:
 
 def test_one_call_in_every_runs_node_by_node_and_counts_are_read_once_in_every() -> None:
     model, reads, seen_by_node = converted(), list[int](), list[bool]()
-    read = node_counts.read_counts
+    read = watch_module.read_counts
     with pytest.MonkeyPatch.context() as patch, watch(model, every=4) as seen:
-        patch.setattr(node_counts, "read_counts", lambda counts: (reads.append(len(counts)), read(counts))[1])
+        patch.setattr(watch_module, "read_counts", lambda counts: (reads.append(len(counts)), read(counts))[1])
         for x in batches(planted=()):
             model.register_forward_pre_hook(lambda *_: seen_by_node.append(bool(model._observers)))
             model(x).sum().backward()
