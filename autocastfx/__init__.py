@@ -33,8 +33,7 @@ from autocastfx.errors import (
     VariantError,
     VerifyError,
 )
-from autocastfx.integrations.compile_backend import CompileBackend
-from autocastfx.integrations.in_place import backend_of, disable, enable
+from autocastfx.integrations.backend import CompileBackend, backend_of, disable, enable
 from autocastfx.numerics.bisect import Bisection, Place, bisect
 from autocastfx.numerics.check import Check, CheckedValue, check
 from autocastfx.numerics.compare import compare

@@ -18,8 +18,8 @@ import torch
 from autocastfx.capture.call import conversion_is_off
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.files import check_writable, write_whole
-from autocastfx.integrations.compile_backend import UNCAPTURED, CompileBackend
-from autocastfx.integrations.script_run import ScriptRun
+from autocastfx.integrations.backend import UNCAPTURED, CompileBackend
+from autocastfx.integrations.script import ScriptRun
 from autocastfx.policy.kernel_facts import LEVELS
 from autocastfx.policy.op_list import load_op_list
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autocastfx.errors import UncapturedGraphWarning
-from autocastfx.integrations.compile_backend import CompileBackend
+from autocastfx.integrations.backend import CompileBackend
 from autocastfx.training.grad_scaler import GradScaler
 
 __all__ = ["AutocastFXPrecision"]

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache, partial
 from types import CodeType, FrameType, MethodType
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction, Function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.errors import UncapturedGraphWarning
-from autocastfx.integrations.custom_backward import backwards_tried
-from autocastfx.integrations.in_float32 import in_float32
 
 __all__ = [
     "InAutocast",
@@ -27,6 +30,7 @@ __all__ = [
     "compiler_is_off",
     "forward_code",
     "holds",
+    "in_float32",
     "is_caller",
     "look_again",
     "modules_of",
@@ -41,6 +45,99 @@ __all__ = [
     "watch",
     "whole",
 ]
+
+
+# Give float32 for 16 bits in what a module returns, whatever it returns it in.
+
+
+def in_float32(returned: Any, low: torch.dtype, given: Any) -> Any:
+    """Return ``returned`` with float32 tensors in the places of those of ``low``.
+
+    An object of a class that pytrees do not know is copied, and its copy holds them; objects inside it stay. So do
+    objects in ``given``, the arguments of the call, such as a cache.
+    """
+
+    @cache  # few models need it
+    def arguments() -> set[int]:
+        return {id(leaf) for leaf in pytree.tree_leaves(given)}
+
+    def widened(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.float() if leaf.dtype == low else leaf
+        if isinstance(leaf, (nn.Module, type)) or id(leaf) in arguments():
+            return leaf
+        items = _widened_values(dict(cast("dict[Any, Any]", leaf)), low) if isinstance(leaf, dict) else {}
+        attributes = _widened_values(_attributes(leaf), low)
+        if not items and not attributes:
+            return leaf
+        twin = copy.copy(leaf)
+        for key, value in items.items():
+            dict.__setitem__(twin, key, value)
+        for name, value in attributes.items():
+            object.__setattr__(twin, name, value)  # a dataclass may be frozen
+        return twin
+
+    return pytree.tree_map(widened, returned)
+
+
+def _attributes(held: Any) -> dict[str, Any]:
+    table: Any = getattr(held, "__dict__", None)
+    if isinstance(table, dict):
+        return dict(cast("dict[str, Any]", table))
+    return {one.name: getattr(held, one.name) for one in fields(held)} if is_dataclass(held) else {}  # with slots
+
+
+def _widened_values(values: Mapping[Any, Any], low: torch.dtype) -> dict[Any, Any]:
+    """Return the values that hold tensors of ``low``, by key, with float32 in their places."""
+    return {
+        key: pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype == low else t, value)
+        for key, value in values.items()
+        if any(isinstance(leaf, torch.Tensor) and leaf.dtype == low for leaf in pytree.tree_leaves(value))
+    }
+
+
+# Try the backward of custom autograd functions under torch.autocast, before a training step runs it.
+
+
+@contextmanager
+def backwards_tried(kind: str) -> Generator[None]:
+    """Let each custom autograd function fail at its call, if its backward would fail.
+
+    torch.autocast hands a function tensors of two dtypes. Its backward runs after the region, where nothing is cast,
+    and then it is too late to run in float32. So it is tried on copies, with gradients of zero. torch's own functions
+    are left out: that of activation checkpointing would run a part of the model again.
+    """
+    original: Any = Function.__dict__["apply"].__func__
+
+    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if not function.__module__.startswith("torch.") and not _cannot_try():
+            copies = pytree.tree_map_only(Tensor, partial(_copy, any_gradient=not torch.is_grad_enabled()), args)
+            with random_numbers_kept(), torch.enable_grad():
+                found = original(function, *copies, **kwargs)
+            _run_backward(found, kind)
+        return original(function, *args, **kwargs)
+
+    with patch.object(Function, "apply", classmethod(apply)):
+        yield
+
+
+def _cannot_try() -> bool:
+    return torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active()
+
+
+def _copy(tensor: Tensor, any_gradient: bool) -> Tensor:
+    needs = tensor.requires_grad or (any_gradient and (tensor.is_floating_point() or tensor.is_complex()))
+    return tensor.detach().clone().requires_grad_(needs)
+
+
+def _run_backward(found: Any, kind: str) -> None:
+    leaves = (leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor))
+    node = next((leaf.grad_fn for leaf in leaves if isinstance(leaf.grad_fn, BackwardCFunction)), None)
+    if node is not None:
+        outputs = cast("Any", node)._input_metadata
+        with torch.autocast(kind, enabled=False), torch.no_grad():
+            node.apply(*(torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in outputs))
+
 
 _RESUMED = "torch_dynamo_resume_in_"  # the rest of a function after a graph break
 # What 16 bits may make fail: torch's errors, those of numpy for bfloat16, and checks of values. Others may be meant.

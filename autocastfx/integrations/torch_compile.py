@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from autocastfx.integrations.compile_backend import CompileBackend
+from autocastfx.integrations.backend import CompileBackend
 from autocastfx.integrations.skipped_code import watch
 
 __all__ = ["compile_graph"]

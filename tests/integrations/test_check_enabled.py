@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autocastfx
 from autocastfx import CaptureError, UncapturedGraphWarning, UnsupportedError
-from autocastfx.integrations.compile_backend import CompileBackend
+from autocastfx.integrations.backend import CompileBackend
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

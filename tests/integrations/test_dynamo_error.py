@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx import BannedOpError, CaptureError, UncapturedGraphWarning
-from autocastfx.integrations.dynamo_error import plain_error
+from autocastfx.integrations.compiled import plain_error
 from tests.helpers import heard, relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 
 from autocastfx import CompileBackend
-from autocastfx.integrations.one_time_messages import one_time_messages
+from autocastfx.integrations.compiled import one_time_messages
 
 # transformers gives all loggers ``warning_once`` and ``info_once``.
 LOGGER: Any = logging.getLogger(__name__)

@@ -222,6 +222,9 @@ ALSO: dict[str, tuple[str, ...]] = {
         "numerics/test_switches.py",
         "numerics/test_replay.py",
     ),
+    "integrations/compiled.py": ("integrations/test_one_time_messages.py", "integrations/test_dynamo_error.py"),
+    "integrations/backend.py": ("integrations/test_compile_backend.py", "integrations/test_in_place.py"),
+    "integrations/script.py": ("integrations/test_script_run.py",),
 }
 
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import cache, lru_cache, wraps
+from inspect import CO_GENERATOR
+from pathlib import Path
+from traceback import FrameSummary, StackSummary
+from types import CodeType, FrameType
+from typing import Any, Protocol, cast
 from unittest.mock import patch
 
 import torch
@@ -17,18 +24,16 @@ from torch._C._dynamo import eval_frame
 from torch.nn.utils.rnn import pad_packed_sequence
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
-from autocastfx.capture.call import device_of
-from autocastfx.capture.failure import quiet_logs
+from autocastfx.capture.call import CallSignature, device_of, sized
+from autocastfx.capture.failure import place, quiet_logs
 from autocastfx.capture.whole_calls import attention_written_out
 from autocastfx.dtypes import dtype_name
-from autocastfx.errors import CaptureError, UncapturedGraphWarning
+from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.any_size import any_size
 from autocastfx.graph.node import module_path, stack_trace
 from autocastfx.integrations.checked_copies import Backend, converted_copies, plain_copy
-from autocastfx.integrations.dynamo_error import capture_mended, plain_error
-from autocastfx.integrations.graph_break import breaks, is_torchs, left_by_torch, left_since
-from autocastfx.integrations.one_time_messages import one_time_messages
 from autocastfx.integrations.skipped_code import (
+    CALLER,
     InAutocast,
     SkippedCode,
     caller,
@@ -40,6 +45,7 @@ from autocastfx.integrations.skipped_code import (
     modules_of,
     no_call,
     now,
+    plain_name,
     skipped_since,
     skips,
     tried,
@@ -49,7 +55,261 @@ from autocastfx.plan.plan import Precision
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.view import source_line
 
-__all__ = ["CompiledCall"]
+__all__ = ["CompiledCall", "breaks", "is_torchs", "one_time_messages", "plain_error"]
+
+
+# Give a message that is given once while Dynamo captures the call, where Dynamo would break the graph for it.
+
+_CACHED = type(lru_cache(lambda: None))
+_LOCK = threading.Lock()
+
+
+@contextmanager
+def one_time_messages() -> Generator[None]:
+    """Let graphs run through ``logger.warning_once(...)`` and methods of loggers like it.
+
+    Such a method has a cache, and runs once for the same arguments: transformers makes them by ``functools.lru_cache``.
+    It is called while the graph is captured, so the message is given as often as it would be. Methods without a cache,
+    arguments that are no constants and results other than None break the graph, as without this.
+    """
+    from torch._dynamo.variables.misc import LoggingLoggerVariable
+
+    loggers: Any = LoggingLoggerVariable
+    with _LOCK:  # the last of all threads and calls in calls gives Dynamo its own method back
+        now = loggers.call_method
+        users, own = getattr(now, "users", 0), getattr(now, "__wrapped__", now)
+        if not users:
+            loggers.call_method = _calling_once(own)
+        loggers.call_method.users = users + 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            loggers.call_method.users -= 1
+            if not loggers.call_method.users:
+                loggers.call_method = own
+
+
+def _calling_once(before: Any) -> Any:
+    """Return a method for Dynamo's loggers, which calls those that run just once where ``before`` breaks the graph."""
+
+    @wraps(before)
+    def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        from torch._dynamo.exc import Unsupported
+        from torch._dynamo.variables import ConstantVariable
+
+        try:
+            return before(self, tx, name, args, kwargs)  # which may be told to leave the message out
+        except Unsupported:
+            method = getattr(self.value, name, None)
+            has_cache = isinstance(getattr(method, "__func__", None), _CACHED)
+            if method is None or not has_cache or not all(c.is_python_constant() for c in (*args, *kwargs.values())):
+                raise
+            named = {key: one.as_python_constant() for key, one in kwargs.items()}
+            if method(*(one.as_python_constant() for one in args), **named) is not None:
+                raise
+            return ConstantVariable.create(None)
+
+    return call_method
+
+
+# Find the code of torch that runs in Python behind a break of Dynamo's graph, uncaptured.
+#
+# Where a graph breaks in a user's function, Dynamo captures what follows. Where it breaks inside a function of torch,
+# the call of that function runs in Python as a whole, with all that it calls: only what is compiled by itself is
+# captured.
+
+_RECURRENT = "RNN, GRU, or LSTM"  # what Dynamo names where it does not capture one
+_DISABLED = "torch.compiler.disable()"  # what it names where it meets a function that a user has excluded
+_TORCH = str(Path(torch.__file__).parent)
+_SWITCH = str(Path(_TORCH, "_dynamo", "eval_frame.py"))  # whose wrappers switch Dynamo off
+_MODULE = cast("Any", nn.Module)._call_impl.__code__.co_filename
+
+
+def breaks() -> int:
+    """Return how often a graph has broken in this process."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    return len(graph_break_reasons)
+
+
+def left_since(count: int, model: nn.Module) -> Iterator[SkippedCode]:
+    """Yield what the breaks in a call of ``model`` since :func:`breaks` was ``count`` leave to Python, uncaptured.
+
+    A module of torch is captured by itself then, through its :func:`caller`. If the graph breaks in it again, the
+    modules in it are, and what it computes besides is left. A function in which the graph broke is left if Dynamo has
+    not looked at it by itself either: it is a generator, or activation checkpointing calls it.
+    """
+    from torch._dynamo.utils import graph_break_reasons
+
+    for one in graph_break_reasons[count:]:
+        stack = [frame for frame in one.user_stack if not _calls_modules(frame.filename)]
+        reason = one.reason.partition("\n")[0]
+        inner = next((i for i, frame in enumerate(stack) if is_torchs(frame.filename)), None)
+        if _DISABLED in reason:
+            # What runs under torch.autocast is excluded, too, and was told of. A model that is, itself, has no stack.
+            if stack and one.user_stack[-1].filename != CALLER:
+                yield replace(_code(stack[-1], "it calls a function under torch.compiler.disable"), is_excluded=True)
+            continue
+        if inner is None:
+            if _RECURRENT in reason:
+                yield _code(stack[-1], reason)
+            elif len(stack) > 1 and not _is_looked_at(stack[1]):
+                yield _code(stack[0], f"the graph breaks in {plain_name(stack[1].name)}, which it calls: {reason}")
+            continue
+        left = _code(stack[inner], reason)
+        holders = modules_of(model, left)
+        is_new = any(module.__dict__.get("_compiled_call_impl") is None for module in holders)
+        if holders and all(type(module).forward is nn.Sequential.forward for module in holders) and not is_new:
+            continue  # it calls its modules, and does nothing besides
+        if inner == 0 or is_new:
+            inside = (part for holder in holders for part in holder.modules())
+            yield replace(left, is_in_parts=not any(isinstance(part, nn.RNNBase) for part in inside))
+        elif not holders:
+            yield _code(stack[inner - 1], f"in {left.name}: {reason}")
+
+
+def _is_looked_at(frame: FrameSummary) -> bool:
+    """True if Dynamo has tried to capture a function by itself, not as part of what calls it."""
+    from torch._dynamo.convert_frame import input_codes
+
+    place, line = (frame.filename, frame.name), frame.lineno or 0
+    codes = (code for one in input_codes.seen if (code := one()) is not None and not code.co_flags & CO_GENERATOR)
+    return any((code.co_filename, code.co_name) == place and _has_line(code, line) for code in codes)
+
+
+def _has_line(code: CodeType, line: int) -> bool:
+    return any(line == one for _, _, one in code.co_lines())
+
+
+def left_by_torch() -> SkippedCode | None:
+    """Return the code that has called a function of torch's that is running, and in which Dynamo captures nothing.
+
+    Activation checkpointing is one, where the graph breaks in what it calls: records name that place alone. The call of
+    a module that a user has excluded is another. None if the function in which Dynamo is switched off is not torch's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    inner = None
+    while frame is not None and frame.f_code.co_filename != _SWITCH:
+        frame, inner = frame.f_back, frame
+    if inner is None or not inner.f_code.co_filename.startswith(_TORCH):
+        return None
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    is_excluded = _calls_modules(inner.f_code.co_filename)
+    reason = f"the graph breaks in what {inner.f_code.co_name} calls"
+    if is_excluded:
+        reason = "it calls a module under torch.compiler.disable"
+    name, file = plain_name(frame.f_code.co_name), frame.f_code.co_filename
+    return SkippedCode(name, file, frame.f_lineno, reason, is_excluded=is_excluded)
+
+
+def _code(frame: FrameSummary, reason: str) -> SkippedCode:
+    return SkippedCode(frame.name, frame.filename, frame.lineno or 0, reason)
+
+
+def is_torchs(file: str) -> bool:
+    """True for files whose functions Dynamo captures only as part of what calls them."""
+    from torch._dynamo.trace_rules import check_file
+
+    return bool(check_file(file).skipped)
+
+
+def _calls_modules(file: str) -> bool:
+    """True for the code between a module's call and its forward."""
+    return file in (_MODULE, CALLER)
+
+
+# Turn Dynamo's errors of a call into ours, which say in a few lines what failed and where, or into skipped code.
+
+_CAUSE = re.compile(r"got \w+\((['\"])(?P<said>.*)\1\)")
+
+
+@contextmanager
+def capture_mended() -> Generator[None]:
+    """Let Dynamo skip the code that it fails at by itself, and break the graph where it would lose a backward.
+
+    An example of the first is a class whose ``__len__`` raises, from which it makes a guard; its ``suppress_errors``
+    would hide our errors, and those of the model, too. The second is an autograd function inside a transform of
+    ``torch.func``: no tensor of the transform requires a gradient, so Dynamo traces through the forward alone.
+    """
+    from torch._dynamo import convert_frame
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    frames: Any = convert_frame
+    variable: Any = AutogradFunctionVariable
+    before = frames.InternalTorchDynamoError, variable.call_apply
+    frames.InternalTorchDynamoError, variable.call_apply = _mends()
+    try:
+        yield
+    finally:
+        frames.InternalTorchDynamoError, variable.call_apply = before
+
+
+@cache
+def _mends() -> tuple[Any, Any]:
+    from torch._dynamo.exc import InternalTorchDynamoError, Unsupported
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    call: Any = AutogradFunctionVariable.call_apply
+
+    class Skipped(Unsupported, InternalTorchDynamoError):
+        """An error inside Dynamo that makes it skip the code."""
+
+    def call_apply(self: Any, *args: Any) -> Any:
+        if cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None:
+            raise Unsupported("an autograd function inside a transform of torch.func, whose backward would be lost")
+        return call(self, *args)
+
+    return Skipped, call_apply
+
+
+def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:
+    """Return the error to raise in the place of one of Dynamo's; None if that should stay.
+
+    Args:
+        error: raised by a call of ``model`` that Dynamo captured.
+        model: the model.
+        args: the arguments of the call by position.
+        kwargs: its keyword arguments.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
+
+    if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, AutocastFXError):
+        return error.inner_exception
+    if not isinstance(error, TorchRuntimeError):
+        return None
+    found = _CAUSE.search(str(error))
+    what = found["said"] if found is not None else str(error).partition("\n")[0]
+    what = what.partition(r"\nException raised from")[0]  # of C++, with its stack
+    at = [
+        f"at {where}" if (where := _innermost(getattr(error, "real_stack", None))) else "",
+        _called(model, args, kwargs),
+    ]
+    said = ", ".join(filter(None, at))
+    return CaptureError(
+        f"{type(model).__name__} fails: {what}\n{said[:1].upper()}{said[1:]}\nCall the model itself with these inputs, "
+        "after autocastfx.disable(model): if that fails too, mend that. If not, please report it."
+    )
+
+
+def _innermost(stack: StackSummary | None) -> str:
+    """Return the innermost line that is not torch's."""
+    own = [one for one in stack or () if one.filename != CALLER and not is_torchs(one.filename)]
+    return place(own[-1].filename, own[-1].lineno or 0) if own else ""
+
+
+def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    try:
+        return f"called with {CallSignature.of(model.forward).bind(args, kwargs)}"
+    except (TypeError, UnsupportedError):  # arguments that have no words, as a cache
+        sizes = [sized(one) for one in args if isinstance(one, torch.Tensor)]
+        return f"called with {', '.join(sizes)}, among others" if sizes else ""
+
+
+# The call of a model that is compiled in place: nothing of it runs in float32 without being told.
 
 
 class _Backend(Backend, Protocol):

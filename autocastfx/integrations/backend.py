@@ -1,18 +1,19 @@
-"""A backend of ``torch.compile`` that converts each of Dynamo's graphs, and hands it on to another backend."""
+"""A backend of ``torch.compile`` that converts its graphs, and ``enable`` and ``disable``, which use it in a model."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
-from autocastfx.capture.call import check_arguments, conversion_is_off
+from autocastfx.capture.call import arguments_of, check_arguments, conversion_is_off, device_of, refuse_for_low_model
 from autocastfx.capture.progress import stage
 from autocastfx.capture.thread_state import own_thread_state
 from autocastfx.capture.whole_calls import places
@@ -26,9 +27,8 @@ from autocastfx.errors import (
 )
 from autocastfx.graph.any_size import own_sizes
 from autocastfx.graph.names import located
-from autocastfx.integrations.compiled_call import CompiledCall
-from autocastfx.integrations.graph_in_autocast import autocast_as_before, float32_where_it_fails, graph_in_autocast
-from autocastfx.integrations.hook_guards import guard_hooks
+from autocastfx.integrations.checked_copies import check_capture
+from autocastfx.integrations.compiled import CompiledCall
 from autocastfx.integrations.skipped_code import SkippedCode, warn_of_failure, watch
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
@@ -36,9 +36,112 @@ from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.match import MatchedRules
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph
-from autocastfx.report.conversion_warnings import match_graph
+from autocastfx.report.conversion_warnings import match_graph, warn_of_other_parameters
+from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["UNCAPTURED", "CompileBackend"]
+__all__ = ["UNCAPTURED", "CompileBackend", "backend_of", "disable", "enable"]
+
+
+# Have a graph of Dynamo's captured again once a module in it gets its first hook, which torch does not see to.
+
+
+class _Restore:
+    """Undoes what :func:`guard_hooks` has set, at the end of a compilation."""
+
+    def __init__(self) -> None:
+        self.is_due = False
+
+    def __call__(self, _: object) -> None:
+        from torch._dynamo import config
+
+        if self.is_due:
+            config.skip_nnmodule_hook_guards, self.is_due = True, False
+
+
+_RESTORE = _Restore()
+
+
+def guard_hooks() -> None:
+    """Let the guards of the graph that is being compiled hold for modules without hooks, until they get one.
+
+    A backend calls this: Dynamo makes the guards after the backend has returned. By default it makes none for modules
+    without hooks, and hooks that they get later never run.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.callback import callback_handler
+
+    if config.skip_nnmodule_hook_guards:
+        config.skip_nnmodule_hook_guards, _RESTORE.is_due = False, True
+        if _RESTORE not in callback_handler.end_callbacks:  # torch._dynamo.reset() drops all
+            callback_handler.register_end_callback(_RESTORE)
+
+
+# Run a graph of Dynamo's that cannot be converted under torch.autocast, or in float32 where that fails.
+
+_LEVELS: Any = cast("Any", torch._C)._functorch
+
+
+def graph_in_autocast(module: fx.GraphModule, kind: str, low: torch.dtype) -> fx.GraphModule:
+    """Return a copy of ``module`` whose nodes run in a region of torch.autocast."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    region: fx.Node | None = None
+    for node in module.graph.nodes:
+        if region is None and node.op not in ("placeholder", "get_attr"):
+            region = graph.call_function(torch.amp.autocast_mode._enter_autocast, (kind, low, True, None))
+        if node.op == "output":
+            graph.call_function(torch.amp.autocast_mode._exit_autocast, (region,))
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(module, graph)
+
+
+@contextmanager
+def autocast_as_before(kind: str) -> Generator[None]:
+    """Leave the regions of torch.autocast, and those of torch.func, that what fails inside has entered by itself."""
+    depth, levels = _depth(), _LEVELS.get_dynamic_layer_stack_depth()
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    try:
+        yield
+    except RuntimeError:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+        while _depth() > depth:
+            torch.autocast_decrement_nesting()
+        _LEVELS.pop_dynamic_layer_stack_and_undo_to_depth(levels)
+        if not depth:
+            torch.clear_autocast_cache()
+        raise
+
+
+def _depth() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def float32_where_it_fails(run: Callable[..., Any], exact: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """Return a call of ``run`` under torch.autocast, and of ``exact`` from its first failure on."""
+    is_float32 = False
+
+    def call(*inputs: Any) -> Any:
+        nonlocal is_float32
+        failure: RuntimeError | None = None
+        if not is_float32:
+            try:
+                with autocast_as_before(kind):
+                    return run(*inputs)
+            except RuntimeError as error:
+                failure = error
+        with torch.autocast(kind, enabled=False):
+            found = exact(*inputs)
+        if failure is not None:
+            is_float32 = True
+            warn_of_failure("the graph", failure)
+        return found
+
+    return call
+
+
+# A backend of ``torch.compile`` that converts each of Dynamo's graphs, and hands it on to another backend.
 
 # torch's attention layers in evaluation, as one operator.
 _FUSED = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
@@ -331,3 +434,81 @@ def _warn_of_fused_layers(graph: CompiledGraph) -> None:
             UncapturedGraphWarning,
             stacklevel=3,
         )
+
+
+# ``enable`` and ``disable``: convert a model that stays the object it is.
+
+
+def enable(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | str | None = None,
+    inner: Any = "eager",
+    check: Any = None,
+    **arguments: Any,
+) -> nn.Module:
+    """Convert ``model`` in place: its calls run partly in 16 bits from now on, and all else of it stays.
+
+    Class, modules, hooks, parameters, ``state_dict`` and methods such as ``generate`` and ``save_pretrained`` are the
+    model's own. Dynamo captures it at its calls, and again when what its code reads has changed: a module, a hook, an
+    adapter, an attribute, ``training``. A module in it that is called by itself is converted, too; so
+    ``model.forward(...)`` converts the modules one by one. Copies of the model are not enabled.
+
+    Args:
+        model: the model, or a part of one.
+        dtype: as in :func:`convert`; the model is where it should run. A 16-bit model is converted as there.
+        inner: as in :class:`CompileBackend`, but by default ``"eager"``, which needs no compiler.
+        check: the inputs of a call, as a batch of :func:`calibrate`. What is captured for it, without casts, must do
+            what the model does, as in ``convert(check=True)``; that is tried on copies, before the model is enabled.
+        arguments: of :class:`CompileBackend`, such as ``op_list``.
+
+    Returns:
+        The same model.
+
+    Raises:
+        CaptureError: ``check`` found a difference.
+        UnsupportedError: the model is enabled already, compiled by ``torch.compile``, or what ``convert`` returned; or
+            it is 16-bit, and was given another dtype, ``fold="kernel"``, or names to recompose.
+        OpListError: a list is wrong.
+        ValueError: an argument has no such choice.
+    """
+    name = type(model).__name__
+    if isinstance(model, AmpModule):
+        raise UnsupportedError("the model is converted already: enable the original.")
+    if backend_of(model) is not None:
+        raise UnsupportedError(
+            f"this {name} is enabled already: call disable first, to enable it with other arguments."
+        )
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise UnsupportedError(
+            f"this {name} is compiled already: enable it instead, with inner= the backend that it was compiled by."
+        )
+    warn_of_other_parameters(model, stacklevel=3)
+    follows = load_op_list(arguments.get("op_list", "default")).placement == "follow"  # it casts 16-bit values, too
+    own = None if follows else one_low_dtype(p.dtype for p in model.parameters())
+    low = chosen_dtype(own if dtype is None else dtype, device_of(model))
+    if own is not None:
+        named = {name: arguments[name] for name in ("fold", "recompose") if name in arguments}
+        refuse_for_low_model(model, own, dtype=low, **named)
+    backend = CompileBackend(dtype=low, inner=inner, **arguments)
+    if check is not None:
+        check_capture(model, backend, arguments_of(check))
+    return backend.compile(model)
+
+
+def disable(model: nn.Module) -> nn.Module:
+    """Undo :func:`enable`: the model's calls run its own code again. A model that is not enabled stays as it is.
+
+    Returns:
+        The same model.
+    """
+    if isinstance(call := model.__dict__.get("_compiled_call_impl"), CompiledCall):
+        call.undo()
+    return model
+
+
+def backend_of(model: nn.Module) -> CompileBackend | None:
+    """Return what converts an enabled model, with its graphs and their plans; None if the model is not enabled."""
+    call = model.__dict__.get("_compiled_call_impl")
+    backend = call.backend if isinstance(call, CompiledCall) else None
+    return backend if isinstance(backend, CompileBackend) else None
