@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import os
+import platform
+import runpy
+import shutil
 import sys
+import warnings
 from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypedDict
+from unittest.mock import patch
 
 import torch
+from torch import nn
 
-from autocastfx.capture.call import device_of
-from autocastfx.cli.conversion_options import given_options
-from autocastfx.cli.doctor import examine
-from autocastfx.cli.list_check import rule_uses
-from autocastfx.cli.model_options import converted, given_model
-from autocastfx.cli.model_spec import load_inputs
-from autocastfx.cli.terminal import for_output
-from autocastfx.dtypes import chosen_dtype, dtype_name
-from autocastfx.errors import ModelSpecError, PlanError
-from autocastfx.files import check_writable, read_whole, replacing
+from autocastfx.capture.call import conversion_is_off, device_of
+from autocastfx.cli.model import converted, given_model, given_options, load_inputs
+from autocastfx.conversion import convert
+from autocastfx.dtypes import LOW_DTYPES, chosen_dtype, dtype_name
+from autocastfx.errors import ModelSpecError, PlanError, Source, UnmatchedRuleWarning
+from autocastfx.files import check_writable, read_whole, replacing, write_whole
+from autocastfx.integrations.backend import UNCAPTURED, CompileBackend
+from autocastfx.integrations.script import ScriptRun
 from autocastfx.plan.plan import Plan, select
 from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.plan.plan_diff import diff as diff_plans
-from autocastfx.policy.op_list import load_op_list, preset_path, preset_title, presets
+from autocastfx.policy.kernel_facts import LEVELS, KernelFacts, load_kernel_facts
+from autocastfx.policy.op_list import OpList, load_op_list, preset_path, preset_title, presets
+from autocastfx.policy.rule import Category, ModuleRule, Rule
 from autocastfx.report.dump import dump as dump_model
 from autocastfx.report.dump import dump_text
 from autocastfx.report.explain import explain as explain_node
-from autocastfx.report.text import TextOptions
+from autocastfx.report.text import LEAST_WIDTH, TextOptions
 
 __all__ = [
+    "Output",
+    "add_run_to",
     "check_list",
     "convert_model",
     "diff",
@@ -40,9 +54,257 @@ __all__ = [
     "explain",
     "list_path",
     "list_presets",
+    "prepare",
     "print_json",
     "show_list",
 ]
+
+
+# The width and the colours of what a command prints.
+
+
+class Output(TypedDict):
+    """Arguments of ``TextOptions`` that belong to where the text goes."""
+
+    width: int | None
+    colour: bool
+
+
+def for_output(width: int | None, stream: TextIO) -> Output:
+    """Return the width and whether to colour.
+
+    Args:
+        width: that was asked for; 0 for no limit, None for the terminal's. Where there is none nothing is shortened.
+        stream: where the text goes. Colours are for terminals alone, not for those with ``TERM=dumb`` or ``NO_COLOR``.
+    """
+    is_terminal = stream.isatty()
+    if width is None:
+        width = max(shutil.get_terminal_size().columns, LEAST_WIDTH) if is_terminal else None
+    colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return {"width": width or None, "colour": colour}
+
+
+# Check the rules of an op list against a model: list the nodes that each decides, and rules that match none.
+
+_MOST = 6
+
+
+@dataclass(frozen=True)
+class RuleUse:
+    """A rule and the nodes that it decides.
+
+    Attributes:
+        source: the rule's place.
+        subject: the ops or modules that it covers.
+        category: its category.
+        nodes: names of the nodes that it decides, in all captured variants.
+        unmatched: a sentence that it matches no node; empty if it matches some, decided by it or by other rules.
+    """
+
+    source: str
+    subject: str
+    category: str
+    nodes: tuple[str, ...]
+    unmatched: str = ""
+
+    def __str__(self) -> str:
+        if self.unmatched:
+            return self.unmatched
+        names = ", ".join(self.nodes[:_MOST]) + (f" and {len(self.nodes) - _MOST} more" if self.nodes[_MOST:] else "")
+        what = f"decides {len(self.nodes)}: {names}" if self.nodes else "matches only nodes that something else decides"
+        return f"{self.source}: {self.subject} ({self.category}) {what}"
+
+
+def rule_uses(
+    op_list: OpList, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[RuleUse, ...]:
+    """Convert ``model`` and report on each of the list's own rules, without shipped rules and other device types.
+
+    Raises:
+        AutocastFXError: the model cannot be converted with this list.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UnmatchedRuleWarning)
+        plans = [v.plan for v in convert(model, args, kwargs, dtype=dtype, op_list=op_list).variants]
+    for other in (w for w in caught if not issubclass(w.category, UnmatchedRuleWarning)):
+        warnings.warn(other.message, other.category, stacklevel=2)
+    said = [str(w.message) for w in caught if issubclass(w.category, UnmatchedRuleWarning)]
+    own = [r for r in op_list.every_rule() if not r.shipped and r.device in ("", plans[0].device)]
+    decided = {
+        source: tuple(dict.fromkeys(n.name for p in plans for n in p.nodes if n.decision.source == source))
+        for source in dict.fromkeys(rule.source for rule in own)
+    }
+    return tuple(_use(rule, decided[rule.source], said) for rule in sorted(own, key=_order))
+
+
+def _use(rule: Rule | ModuleRule, nodes: tuple[str, ...], said: list[str]) -> RuleUse:
+    category = rule.wanted if isinstance(rule, ModuleRule) else str(rule.category)
+    unmatched = "" if nodes else next((text for text in said if text.startswith(f"{rule.source}: ")), "")
+    return RuleUse(str(rule.source), rule.subject, category, nodes, unmatched)
+
+
+def _order(rule: Rule | ModuleRule) -> tuple[str, int, int]:
+    place = rule.source
+    return (place.file, place.line, place.column) if isinstance(place, Source) else (str(place), 0, 0)
+
+
+# Examine this machine for mixed precision: versions, devices, and ops without a 16-bit kernel.
+
+_PACKAGES = ("autocastfx", "networkx", "pyyaml")
+_MAY_BE_LOW = (Category.ALLOW, Category.INFER, Category.CLEAR, Category.PROMOTE)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings about this machine. ``str`` gives them as text.
+
+    Attributes:
+        versions: versions of Python and packages, by name.
+        devices: type and name of each device that torch can use.
+        no_kernel: per device type and 16-bit dtype, the ops that the default list allows in 16 bits but, by the kernel
+            facts, the device cannot run so. Conversions keep them in float32.
+        unmeasured: device types of this machine that the kernel facts do not cover.
+    """
+
+    versions: Mapping[str, str]
+    devices: tuple[tuple[str, str], ...]
+    no_kernel: Mapping[str, Mapping[str, tuple[str, ...]]]
+    unmeasured: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield from (f"{name}: {found}" for name, found in self.versions.items())
+        yield from (f"device {kind}: {name}" for kind, name in self.devices)
+        for kind, by_dtype in self.no_kernel.items():
+            for dtype, ops in by_dtype.items():
+                yield f"on {kind} these run in float32, for want of a {dtype} kernel: {', '.join(ops) or 'none known'}"
+        for kind in self.unmeasured:
+            yield f"on {kind} no missing kernels are known"
+
+
+def examine() -> Diagnosis:
+    """Examine this machine, without running anything on its devices.
+
+    Raises:
+        OpListError: a shipped file is damaged.
+    """
+    low = [dtype_name(dtype) for dtype in LOW_DTYPES]
+    facts, devices = load_kernel_facts(), tuple(_devices())
+    kinds = tuple(dict.fromkeys(kind for kind, _ in devices))
+    known = tuple(kind for kind in kinds if any(device == kind for device, _ in facts.no_kernel))
+    return Diagnosis(
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{name: _version(name) for name in _PACKAGES},
+        },
+        devices=devices,
+        no_kernel={kind: {dtype: _missing(facts, kind, dtype) for dtype in low} for kind in known},
+        unmeasured=tuple(kind for kind in kinds if kind not in known),
+    )
+
+
+def _missing(facts: KernelFacts, kind: str, dtype: str) -> tuple[str, ...]:
+    op_list = load_op_list("default", default=dtype)
+    rules = {op: op_list.rule(op, kind) for op in facts.no_kernel.get((kind, dtype), frozenset[str]())}
+    return tuple(sorted(op for op, rule in rules.items() if rule is not None and rule.category in _MAY_BE_LOW))
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    yield "cpu", f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        yield "cuda", f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
+    for index in range(torch.xpu.device_count()):
+        yield "xpu", torch.xpu.get_device_name(index)
+    if torch.backends.mps.is_available():
+        yield "mps", platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed as a package"
+
+
+# ``autocastfx run``: run a script whose models are converted at their first calls.
+
+
+def add_run_to(add: Callable[..., Any], common: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to the parser."""
+    parser = add("run", parents=[common], help="run a script, with each of its models converted at its first call")
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(map(dtype_name, LOW_DTYPES)),
+        default="bfloat16",
+        help="the 16-bit dtype; float16 needs a GradScaler in the script",
+    )
+    parser.add_argument(
+        "--op-list", action="append", metavar="LIST", help="a preset or a YAML file; given again, the later wins"
+    )
+    parser.add_argument("--fold", choices=tuple(LEVELS), default="exact")
+    parser.add_argument("--inner", default="eager", help="the backend of torch.compile that compiles the result")
+    parser.add_argument("--uncaptured", choices=UNCAPTURED, default="autocast")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write what became of each model, as JSON")
+    parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    parser.set_defaults(run=prepare)
+
+
+def prepare(options: Namespace) -> Callable[[], int]:
+    """Check the arguments of ``run SCRIPT …`` before the script runs, and return what runs it.
+
+    What the script raises, and its exit code, are as without this command.
+
+    Raises:
+        OpListError: a list is wrong.
+        OSError: there is no such script, or the report cannot be written.
+        UnsupportedError: a list names Python functions.
+    """
+    if not (options.is_module or Path(options.script).is_file()):
+        raise FileNotFoundError(f"there is no script {options.script}; a module takes -m")
+    if options.report is not None:
+        check_writable(options.report)
+    low: torch.dtype = getattr(torch, options.dtype)
+    lists = load_op_list(options.op_list or "default", default=options.dtype)
+
+    def make() -> CompileBackend:
+        return CompileBackend(
+            dtype=low, op_list=lists, fold=options.fold, inner=options.inner, uncaptured=options.uncaptured
+        )
+
+    make()
+    if conversion_is_off():
+        return partial(_run_script, options)
+    return partial(_run_converted, options, ScriptRun(low, make))
+
+
+def _run_converted(options: Namespace, script_run: ScriptRun) -> int:
+    try:
+        with script_run.active():
+            return _run_script(options)
+    finally:
+        report = script_run.report()
+        print("\n".join(f"autocastfx: {line}" for line in str(report).splitlines()), file=sys.stderr)
+        if options.report is not None:
+            write_whole(options.report, report.to_json())
+
+
+def _run_script(options: Namespace) -> int:
+    """Run the script as ``python SCRIPT ...`` does."""
+    folder = os.getcwd() if options.is_module else str(Path(options.script).resolve().parent)
+    arguments, path = [options.script, *options.arguments], [folder, *sys.path[1:]]
+    with patch.object(sys, "argv", arguments), patch.object(sys, "path", path):
+        if options.is_module:
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(options.script, run_name="__main__")
+    return 0
+
 
 _LISTED = "float16"  # the list that "default" stands for where neither --dtype nor a model says
 

@@ -12,19 +12,92 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NoReturn
 
 from autocastfx.cli import commands, numerics
-from autocastfx.cli.completion import complete
-from autocastfx.cli.conversion_options import add_conversion_options
+from autocastfx.cli.commands import add_run_to
 from autocastfx.cli.interrupt import interrupted, raise_when_interrupted
-from autocastfx.cli.lint import add_lint_to
-from autocastfx.cli.run_script import add_run_to
-from autocastfx.cli.suggesting_parser import suggesting_parser
+from autocastfx.cli.model import add_conversion_options, converted
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
-from autocastfx.errors import AutocastFXError, EvaluationsError, ModelSpecError, NodeError, OpListError, PlanError
+from autocastfx.errors import (
+    AutocastFXError,
+    EvaluationsError,
+    GpuError,
+    ModelSpecError,
+    NodeError,
+    OpListError,
+    PlanError,
+)
+from autocastfx.policy.yaml_tree import nearest
 from autocastfx.report.formats import FORMATS
+from autocastfx.report.lint.lint import lint
+from autocastfx.report.lint.roofline import find_gpu, gpus
 
-__all__ = ["main"]
+__all__ = ["complete", "main"]
+
+
+# An argument parser that says in two lines what is wrong, and what was meant by an unknown command or choice.
+
+
+def suggesting_parser(**arguments: Any) -> argparse.ArgumentParser:
+    """Make a parser, with arguments as for ``argparse.ArgumentParser``, whose subcommands' parsers suggest too."""
+    return _SuggestingParser(**arguments)
+
+
+class _SuggestingParser(argparse.ArgumentParser):
+    """Names the nearest command or choice, as argparse does from Python 3.14 on if asked to."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = nearest(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from error
+
+    def error(self, message: str) -> NoReturn:
+        """End with code 2 and the message, without the usage, which takes ten lines."""
+        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help shows all arguments.\n")
+
+
+# Let a shell complete the command line, if argcomplete is installed.
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that asks for completions, and end the process; do nothing otherwise."""
+    if "_ARGCOMPLETE" not in os.environ:
+        return
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    argcomplete.autocomplete(parser)
+
+
+# The command ``autocastfx lint``: its arguments, and its run to an exit code.
+
+
+def add_lint_to(
+    add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser], model: str
+) -> None:
+    """Add the command with ``add``, the subcommands' ``add_parser``; ``model`` is the help text of MODEL."""
+    parser = add("lint", parents=parents, help="sizes that tensor cores would pad, and where time would go on a GPU")
+    parser.add_argument("model", metavar="MODEL", help=model)
+    names = ", ".join(gpu.name for gpu in gpus())
+    parser.add_argument("--gpu", default="A100", metavar="GPU", help=f"{names}; A100 by default. It need not be here")
+    parser.set_defaults(run=_run_lint)
+
+
+def _run_lint(options: argparse.Namespace) -> int:
+    if not options.inputs:
+        raise ModelSpecError("lint reads sizes: give --inputs.")
+    try:
+        find_gpu(options.gpu)  # before work that may take minutes
+        found = lint(converted(options, options.op_list or "default", device="cuda"), options.gpu)
+    except GpuError as error:
+        raise ModelSpecError(str(error)) from error
+    print(found.to_json() if options.json else found)
+    return 0
+
 
 _CODES = (
     "exit codes: 0 good; 1 the answer is no (a list is wrong, plans or lists differ, values overflow); 2 usage; 3 the "

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from autocastfx.cli.factory_call import FactoryCall, is_factory_call
+from autocastfx.cli.model import FactoryCall, is_factory_call
 from autocastfx.errors import ModelSpecError
 
 FORM = "a model is package.module:factory"

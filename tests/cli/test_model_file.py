@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.cli.model_file import is_model_file, load_pickled, load_weights
+from autocastfx.cli.model import is_model_file, load_pickled, load_weights
 from autocastfx.errors import CaptureError, ModelSpecError
 from tests.cli.run_command import run
 

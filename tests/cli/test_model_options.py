@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autocastfx.cli.model_options import converted, device_of, given_model
+from autocastfx.cli.model import converted, device_of, given_model
 from autocastfx.errors import NotCapturedError
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autocastfx.cli.model_spec import load_function, load_inputs, load_model
+from autocastfx.cli.model import load_function, load_inputs, load_model
 from autocastfx.errors import ModelSpecError
 
 CPU = torch.device("cpu")

@@ -225,6 +225,15 @@ ALSO: dict[str, tuple[str, ...]] = {
     "integrations/compiled.py": ("integrations/test_one_time_messages.py", "integrations/test_dynamo_error.py"),
     "integrations/backend.py": ("integrations/test_compile_backend.py", "integrations/test_in_place.py"),
     "integrations/script.py": ("integrations/test_script_run.py",),
+    "cli/model.py": (
+        "cli/test_factory_call.py",
+        "cli/test_model_spec.py",
+        "cli/test_model_file.py",
+        "cli/test_model_options.py",
+    ),
+    "cli/main.py": ("cli/test_completion.py", "cli/test_lint.py"),
+    "cli/commands.py": ("cli/test_terminal.py",),
+    "cli/numerics.py": ("cli/test_tune.py",),
 }
 
 

@@ -1,0 +1,556 @@
+"""Load the model, the weights and the inputs that a command's arguments name, and convert it as its options say."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import pkgutil
+import re
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from autocastfx.capture.call import device_of, named_device
+from autocastfx.capture.leave_intact import random_numbers_kept
+from autocastfx.conversion import convert
+from autocastfx.dtypes import chosen_dtype, dtype_name
+from autocastfx.errors import CaptureError, ModelSpecError, NotCapturedError
+from autocastfx.passes.patterns.patterns import chosen
+from autocastfx.policy.kernel_facts import LEVELS
+from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
+from autocastfx.policy.yaml_tree import nearest
+from autocastfx.runtime.amp_module import AmpModule
+
+__all__ = [
+    "FactoryCall",
+    "add_conversion_options",
+    "conversion_arguments",
+    "converted",
+    "given_model",
+    "given_options",
+    "is_factory_call",
+    "is_model_file",
+    "load_batches",
+    "load_function",
+    "load_inputs",
+    "load_model",
+    "load_pickled",
+    "load_weights",
+]
+
+
+# Import what ``package.module:name`` names, and call it with the literal arguments that may follow.
+
+_FORM = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)(\(.*\))?", re.DOTALL)
+
+
+def is_factory_call(spec: str) -> bool:
+    """True for ``package.module:name`` and ``package.module:name(…)``."""
+    return _FORM.fullmatch(spec) is not None
+
+
+@dataclass(frozen=True)
+class FactoryCall:
+    """A ``package.module:name``, with or without arguments in brackets.
+
+    Attributes:
+        spec: its text.
+        module, path: where it is found.
+        args, kwargs: literals; nothing in them is evaluated as code.
+        has_arguments: False without brackets.
+    """
+
+    spec: str
+    module: str
+    path: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    has_arguments: bool = False
+
+    @classmethod
+    def of(cls, spec: str, form: str) -> FactoryCall:
+        """Read a text.
+
+        Args:
+            spec: the text.
+            form: what it should be, for the error.
+
+        Raises:
+            ModelSpecError: it is no such text, or an argument is no literal.
+        """
+        found = _FORM.fullmatch(spec)
+        if found is None:
+            raise ModelSpecError(f"cannot read {spec!r}: {form}.")
+        args, kwargs = _literals(spec, found[3]) if found[3] is not None else ((), {})
+        return cls(spec, found[1], found[2], args, kwargs, found[3] is not None)
+
+    def result(self) -> Any:
+        """Import the module and call what it holds, each with seed 0. A model that stands there ready is not called.
+
+        Raises:
+            ModelSpecError: there is no such module or name, or it cannot be called.
+            CaptureError: the module or the call raises.
+        """
+        value = self._value()
+        if isinstance(value, nn.Module) and not self.has_arguments:
+            return value
+        if isinstance(value, nn.Module):
+            raise ModelSpecError(f"{self.module}:{self.path} is a model itself: leave the arguments out.")
+        if not callable(value):
+            raise ModelSpecError(f"{self.spec} is a {type(value).__name__}: name a model, or something to call.")
+        try:
+            with random_numbers_kept():
+                torch.manual_seed(0)
+                return value(*self.args, **self.kwargs)
+        except Exception as error:
+            raise CaptureError(f"{self.spec} raised {_error_text(error)}") from error
+
+    def _value(self) -> Any:
+        try:
+            with random_numbers_kept():
+                torch.manual_seed(0)
+                value: Any = importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{self.module}.".startswith(f"{error.name}."):
+                raise ModelSpecError(
+                    f"{self.spec}: there is no module {error.name!r} here{_nearest_module(error.name)}. It is looked "
+                    "for in the current directory and where Python looks."
+                ) from error
+            raise CaptureError(f"importing {self.module} raised {_error_text(error)}") from error
+        except Exception as error:
+            raise CaptureError(f"importing {self.module} raised {_error_text(error)}") from error
+        for name in self.path.split("."):
+            if not hasattr(value, name):
+                raise ModelSpecError(f"{self.module} has no {self.path!r}{nearest(name, dir(value))}.")
+            value = getattr(value, name)
+        return value
+
+
+def _literals(spec: str, brackets: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    try:
+        call = ast.parse(f"f{brackets}", mode="eval").body
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+            raise ValueError("it is not a single call")
+        named = [(word.arg, ast.literal_eval(word.value)) for word in call.keywords]
+        kwargs = {name: value for name, value in named if name is not None}
+        if len(kwargs) < len(named):
+            raise ValueError("** holds no names")
+        return tuple(ast.literal_eval(one) for one in call.args), kwargs
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ModelSpecError(
+            f"cannot read the arguments in {spec!r}: they are literals, as in module:factory(2, name='tiny', "
+            "sizes=[3, 4]); nothing is evaluated."
+        ) from error
+
+
+def _nearest_module(name: str) -> str:
+    """Suggest a module beside the one that is missing."""
+    around, _, last = name.rpartition(".")
+    paths = getattr(importlib.import_module(around), "__path__", []) if around else None
+    hint = nearest(last, (found.name for found in pkgutil.iter_modules(paths)))
+    return hint.replace("'", f"'{around}.", 1) if around else hint
+
+
+def _error_text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+# Load models and inputs that a command line names as ``package.module:factory``, or inputs as dtypes and sizes.
+
+_SHAPE = re.compile(
+    r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>[a-z]\w*)\[(?P<sizes>\s*|\s*\d+\s*(?:,\s*\d+\s*)*)\](?:<(?P<below>\d+))?"
+)
+_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+_OTHERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_DTYPES = {dtype_name(dtype): dtype for dtype in (*_FLOATING, *_OTHERS)}
+_FORMS = "'x=float32[8,3,224,224]' (by keyword), 'float32[8,3]' (by position) or 'package.module:factory'"
+
+
+def load_model(spec: str) -> nn.Module:
+    """Import the module of ``package.module:factory``, or of ``package.module:factory(2, name="tiny")``, for a model.
+
+    The factory is called with seed 0; a model that stands there ready is taken as it is.
+
+    Raises:
+        ModelSpecError: there is no such module or factory, or it does not return an ``nn.Module``.
+        CaptureError: the module or the factory raises.
+    """
+    made = FactoryCall.of(spec, "a model is package.module:factory").result()
+    if not isinstance(made, nn.Module):
+        raise ModelSpecError(f"{spec} gave a {type(made).__name__}: the factory of a model returns an nn.Module.")
+    return made
+
+
+def load_function(spec: str, what: str) -> Callable[..., Any]:
+    """Call the factory of ``package.module:factory`` for a function.
+
+    Args:
+        spec: as for a model.
+        what: the function's kind in messages, such as ``"a metric"``.
+
+    Raises:
+        ModelSpecError: there is no such module or factory, or its result cannot be called.
+        CaptureError: the module or the factory raises.
+    """
+    made = FactoryCall.of(spec, f"{what} is package.module:factory").result()
+    if not callable(made):
+        raise ModelSpecError(f"{spec} gave a {type(made).__name__}: the factory of {what} returns a function.")
+    return made
+
+
+def load_inputs(specs: Sequence[str], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Make the positional and keyword inputs of a call.
+
+    Args:
+        specs: one ``package.module:factory`` that returns a tuple, a dict (keyword inputs) or a tensor; or for each
+            input its dtype and sizes: ``float32[8,3]``, or ``x=float32[8,3]`` for a keyword input. Floating inputs are
+            normally distributed, integers and booleans zero; ``int64[8,128]<1000`` is random from 0 to 999. Seeds are
+            fixed.
+        device: the device of inputs given by their sizes.
+
+    Raises:
+        ModelSpecError: a text has neither form, or a factory returns something else.
+        CaptureError: a factory raises.
+    """
+    if len(specs) == 1 and is_factory_call(specs[0]):
+        made = FactoryCall.of(specs[0], f"inputs are {_FORMS}").result()
+        if isinstance(made, dict):
+            return (), {str(name): value for name, value in made.items()}
+        if isinstance(made, torch.Tensor):
+            return (made,), {}
+        if not isinstance(made, tuple):
+            raise ModelSpecError(f"{specs[0]} gave a {type(made).__name__}: inputs are a tuple, a dict or a tensor.")
+        return made, {}
+    args, kwargs = list[Any](), dict[str, Any]()
+    generator = torch.Generator().manual_seed(0)
+    for spec in specs:
+        found = _SHAPE.fullmatch(spec)
+        if found is None:
+            alone = "; a factory gives all inputs and stands alone" if is_factory_call(spec) else ""
+            raise ModelSpecError(f"cannot read the input {spec!r}: it is {_FORMS}{alone}.")
+        tensor, name = _tensor(found, generator).to(device), found["name"]
+        if name is None:
+            args.append(tensor)
+        elif name in kwargs:
+            raise ModelSpecError(f"the input {name!r} is given twice.")
+        else:
+            kwargs[name] = tensor
+    return tuple(args), kwargs
+
+
+def load_batches(spec: str) -> list[Any]:
+    """Call the factory of ``package.module:factory`` for batches: the inputs of one call, or an iterable of such.
+
+    Raises:
+        ModelSpecError: there is no such module or factory, or it returns something else.
+        CaptureError: the module or the factory raises.
+    """
+    made = FactoryCall.of(spec, f"batches are {_FORMS}").result()
+    if isinstance(made, (tuple, dict, torch.Tensor)):
+        return [made]
+    if not isinstance(made, Iterable):
+        raise ModelSpecError(
+            f"{spec} gave a {type(made).__name__}: batches are an iterable of tuples, dicts or tensors, or one."
+        )
+    return list(cast("Iterable[Any]", made))
+
+
+def _tensor(spec: re.Match[str], generator: torch.Generator) -> torch.Tensor:
+    dtype, below = _DTYPES.get(spec["dtype"]), spec["below"]
+    if dtype is None:
+        hint = nearest(spec["dtype"], _DTYPES)
+        raise ModelSpecError(
+            f"the input {spec[0]!r}: {spec['dtype']!r} is no dtype{hint}. Known: {', '.join(_DTYPES)}."
+        )
+    sizes = [int(size) for size in spec["sizes"].split(",") if size.strip()]
+    if below is None:
+        return (
+            torch.randn(sizes, generator=generator, dtype=dtype)
+            if dtype in _FLOATING
+            else torch.zeros(sizes, dtype=dtype)
+        )
+    if dtype in _FLOATING or dtype is torch.bool:
+        raise ModelSpecError(f"the input {spec[0]!r}: a bound such as <1000 is for integers.")
+    if not 0 < int(below) <= torch.iinfo(dtype).max:
+        raise ModelSpecError(f"the input {spec[0]!r}: the bound is from 1 to {torch.iinfo(dtype).max}.")
+    return torch.randint(int(below), sizes, generator=generator, dtype=dtype)
+
+
+# Load models and weights from files of ``torch.save``. A whole model's file can run any code; weights cannot.
+
+_SUFFIXES = (".pt", ".pth")
+_MOST = 3
+
+
+def is_model_file(spec: str) -> bool:
+    """True if a MODEL is a file rather than ``package.module:factory``."""
+    parts = spec.split(":")
+    is_factory = len(parts) == 2 and all(name.isidentifier() for part in parts for name in part.split("."))
+    return spec.lower().endswith(_SUFFIXES) and not is_factory
+
+
+def load_pickled(spec: str, *, trust: bool) -> nn.Module:
+    """Load a whole model from a file.
+
+    Args:
+        spec: path of the file.
+        trust: True if the user accepts that reading the file can run any code.
+
+    Raises:
+        ModelSpecError: ``trust`` is false, the file does not exist, or holds no ``nn.Module``.
+        CaptureError: reading it raises, for example because the code of its classes is missing.
+    """
+    path = Path(spec)
+    _check_is_file(path, "model")
+    if not trust:
+        raise ModelSpecError(
+            f"{spec} is a file of a whole model, and reading one runs whatever the file says. If you know where it "
+            "comes from, add --trust; else name package.module:factory, with --weights FILE, which runs nothing."
+        )
+    try:
+        made: Any = torch.load(path, map_location=_place(), weights_only=False)
+    except Exception as error:  # whatever the file's own code raises
+        raise CaptureError(
+            f"reading {spec} raised {_first_line(error)}. The code of the model's classes must be importable from here."
+        ) from error
+    if isinstance(made, torch.jit.ScriptModule):
+        raise ModelSpecError(f"{spec} holds a TorchScript module, which has no Python code to capture.")
+    if not isinstance(made, nn.Module):
+        way = "; a state_dict is given by --weights" if isinstance(made, Mapping) else ""
+        raise ModelSpecError(f"{spec} holds a {type(made).__name__}, not an nn.Module{way}.")
+    return made
+
+
+def load_weights(model: nn.Module, spec: str, path: Path) -> None:
+    """Load a complete state_dict into ``model``, without running code from the file.
+
+    Args:
+        model: the model to load into.
+        spec: the model's name in messages.
+        path: the file.
+
+    Raises:
+        ModelSpecError: the file cannot be read, holds anything but tensors by name, or does not fit the model.
+    """
+    _check_is_file(path, "weights")
+    try:
+        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's own message advises to run the file's code
+        raise ModelSpecError(
+            f"{path} holds more than tensors, or is no file of torch.save ({type(error).__name__}). --weights takes a "
+            "state_dict and runs nothing, with --trust or without: save model.state_dict() by itself."
+        ) from error
+    _check_fits(_state_dict(found, path), model.state_dict(), path, spec)
+    model.load_state_dict(found, strict=True)
+
+
+def _state_dict(found: Any, path: Path) -> Mapping[str, torch.Tensor]:
+    if not isinstance(found, Mapping):
+        raise ModelSpecError(f"{path} holds a {type(found).__name__}: --weights takes a state_dict, tensors by name.")
+    other = next((name for name, value in found.items() if not isinstance(value, torch.Tensor)), None)
+    if other is not None:
+        inner = next((name for name, value in found.items() if _is_state_dict(value)), None)
+        way = f" One seems to be under {inner!r}: save it by itself." if inner is not None else ""
+        kind = type(found[other]).__name__
+        raise ModelSpecError(
+            f"{path}: {other!r} is a {kind}, and --weights takes a state_dict alone, tensors by name.{way}"
+        )
+    return found
+
+
+def _is_state_dict(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(v, torch.Tensor) for v in value.values())
+
+
+def _check_fits(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], path: Path, spec: str) -> None:
+    missing, unknown = [n for n in wanted if n not in found], [n for n in found if n not in wanted]
+    shapes = [
+        f"{name} is {list(found[name].shape)}, here {list(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if name in found and found[name].shape != tensor.shape
+    ]
+    hint = nearest(unknown[0], missing) if unknown else ""
+    prefix = next((p for p in _prefixes(unknown) if all(n.removeprefix(p) in wanted for n in unknown)), "")
+    hint = f" (all begin with {prefix!r}: save the state_dict of the model inside)" if prefix else hint
+    problems = [
+        f"it lacks {_listed(missing)}" if missing else "",
+        f"the model has no {_listed(unknown)}{hint}" if unknown else "",
+        f"other sizes: {_listed(shapes)}" if shapes else "",
+    ]
+    if any(problems):
+        raise ModelSpecError(f"the weights {path} do not fit {spec}: {'; '.join(p for p in problems if p)}.")
+
+
+def _prefixes(names: Iterable[str]) -> list[str]:
+    """Return the prefixes of the first name, up to each of its dots."""
+    parts = next(iter(names), "").split(".")[:-1]
+    return [".".join(parts[:n]) + "." for n in range(1, len(parts) + 1)]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+
+
+def _check_is_file(path: Path, what: str) -> None:
+    if path.is_dir():
+        raise ModelSpecError(f"cannot read the {what} {path}: it is a folder.")
+    if not path.is_file():
+        raise ModelSpecError(f"cannot read the {what} {path}: no such file.")
+
+
+def _place() -> str | None:
+    """Return the ``map_location`` for a whole model: the CPU if there is no GPU, else as saved."""
+    return None if torch.cuda.is_available() else "cpu"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+
+
+# Options of the command line that are arguments of ``convert``.
+
+_NAMES = ("device", "fold", "recompose", "calibrate", "plan")
+
+
+def add_conversion_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to a parser."""
+    parser.add_argument("--device", metavar="DEVICE", help="decide for the kernels of this device; the model's")
+    parser.add_argument("--fold", choices=tuple(LEVELS), help="where a deny op may take and give 16 bits; exact")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--recompose", nargs="+", metavar="NAME", help="use these patterns alone, of all of convert's")
+    which.add_argument(
+        "--no-recompose", dest="recompose", action="store_false", default=None, help="replace nothing by one operator"
+    )
+    parser.add_argument(
+        "--calibrate",
+        nargs="+",
+        metavar="INPUTS",
+        help="measure how large values are: on batches, each as --inputs (a factory may give a list of them); or a "
+        "file of ranges",
+    )
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="an edited plan of dump --format json")
+
+
+def given_options(options: Namespace) -> list[str]:
+    """Return the options of these that were given, as they are written."""
+    given = [name for name in _NAMES if getattr(options, name, None) is not None]
+    return ["--no-recompose" if getattr(options, name) is False else f"--{name}" for name in given]
+
+
+def conversion_arguments(options: Namespace, device: torch.device) -> dict[str, Any]:
+    """Return keyword arguments for ``convert``; those that were not given are left out.
+
+    Args:
+        options: parsed arguments; a command may lack these.
+        device: where the model is.
+
+    Raises:
+        ModelSpecError: one cannot be used.
+        CaptureError: a factory of batches raises.
+    """
+    given = {name: getattr(options, name, None) for name in _NAMES}
+    found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if "device" in found:
+        try:
+            named_device(found["device"])
+        except ValueError as error:
+            raise ModelSpecError(f"--{error}.") from None
+    if found.get("recompose"):
+        try:
+            chosen(found["recompose"])
+        except ValueError as error:
+            raise ModelSpecError(f"--{error}.") from error
+    if "calibrate" in found:
+        found["calibrate"] = _calibration(found["calibrate"], device)
+    return found
+
+
+def _calibration(specs: Sequence[str], device: torch.device) -> Any:
+    """Return the path of a file of ranges, or batches."""
+    if len(specs) == 1 and not is_factory_call(specs[0]) and "[" not in specs[0]:
+        if not Path(specs[0]).is_file():
+            raise ModelSpecError(
+                f"--calibrate {specs[0]}: there is no such file of ranges, and it is no form of inputs."
+            )
+        return specs[0]
+    if all(map(is_factory_call, specs)):
+        return [batch for spec in specs for batch in load_batches(spec)]
+    return [load_inputs(specs, device)]
+
+
+# Load and convert the model that a command's arguments name.
+
+
+def given_model(options: Namespace, spec: str) -> nn.Module:
+    """Load the model that ``spec`` names, with the weights of ``--weights``, in the mode of ``--mode``.
+
+    Raises:
+        ModelSpecError: there is no such model, it is a file and ``--trust`` is not given, or the weights do not fit.
+        CaptureError: the model's own code raises.
+    """
+    model = load_pickled(spec, trust=options.trust) if is_model_file(spec) else load_model(spec)
+    if options.weights is not None and not isinstance(model, AmpModule):
+        load_weights(model, spec, options.weights)
+    return model if options.mode is None else model.train(options.mode == "train")
+
+
+def converted(
+    options: Namespace, op_list: OpListLike, model: nn.Module | None = None, device: str | None = None
+) -> AmpModule:
+    """Convert ``model`` (by default ``options.model``) as the arguments say; a draft without inputs and batches.
+
+    A file of a converted model is taken as it is. ``device`` is the device type to decide for, by default that of
+    ``--device`` or the model's.
+
+    Raises:
+        AutocastFXError: the model or the inputs cannot be loaded, or the model cannot be converted.
+    """
+    model = given_model(options, options.model) if model is None else model
+    if isinstance(model, AmpModule):
+        _check_converted(options, model, device)
+        return model
+    place = device_of(model)
+    how = conversion_arguments(options, place)
+    if device is not None:
+        how["device"] = device
+    dtype = chosen_dtype(options.dtype, torch.device(how.get("device") or place))
+    lists: OpList = load_op_list(op_list, default=dtype_name(dtype))
+    if not options.inputs:
+        draft = convert(model, dtype=dtype, op_list=lists, **how)
+        try:
+            _ = draft.plan
+        except NotCapturedError as error:
+            raise NotCapturedError(f"{error} Here that is --inputs.") from error
+        return draft
+    args, kwargs = load_inputs(options.inputs, place)
+    return convert(model, args, kwargs, dtype=dtype, op_list=lists, **how)
+
+
+def _check_converted(options: Namespace, model: AmpModule, device: str | None) -> None:
+    """Refuse options that would convert a model which is converted already.
+
+    Raises:
+        ModelSpecError: there are such.
+    """
+    if device is not None:
+        raise ModelSpecError(
+            "the file holds a converted model, which was decided for its own device: give the original."
+        )
+    low = model.plan.low
+    names = [f"--{name.replace('_', '-')}" for name in ("inputs", "op_list", "weights") if getattr(options, name, None)]
+    given = [
+        *names,
+        *given_options(options),
+        *([f"--dtype {options.dtype}"] if options.dtype not in (None, low) else []),
+    ]
+    if given:
+        raise ModelSpecError(
+            f"the file holds a model that is converted already, to {low}: leave {', '.join(given)} out."
+        )
