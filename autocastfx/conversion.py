@@ -29,12 +29,11 @@ from autocastfx.capture.call import (
     named_device,
     refuse_for_low_model,
 )
-from autocastfx.capture.thread_state import capturing
+from autocastfx.capture.leave_intact import capturing
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import CaptureError, SensitivityError, UnmatchedPlanWarning, UnsupportedError
 from autocastfx.passes.patterns.patterns import chosen
-from autocastfx.passes.pipeline import Converter
-from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.passes.pipeline import Converter, VariantMaker
 from autocastfx.plan.edited_plan import read_plan
 from autocastfx.plan.plan import Plan, Prices
 from autocastfx.plan.ranges import Ranges

@@ -22,8 +22,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import checkpoint
 
 from autocastfx.capture.masks import drop_settled
-from autocastfx.capture.rewrites import data
-from autocastfx.capture.tensor_hooks import used_before
+from autocastfx.capture.rewrites import data, used_before
 from autocastfx.capture.tidy import flatten_transforms, tidy
 from autocastfx.capture.whole_calls import record_call
 from autocastfx.errors import CaptureError, UnsupportedError

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature, CallStructure
 from autocastfx.capture.failure import AgainError, asks_for_values, capture_error, quiet
-from autocastfx.capture.leave_intact import intact
+from autocastfx.capture.leave_intact import capturing, intact
 from autocastfx.capture.masks import drop_settled
 from autocastfx.capture.python_state import (
     PythonState,
@@ -39,10 +39,9 @@ from autocastfx.capture.rewrites import (
     data_rules,
     detach_unwritten,
     masks_taken_as_given,
+    tensor_hook_rules,
 )
 from autocastfx.capture.shape_guard import ShapeGuard, shape_guard
-from autocastfx.capture.tensor_hooks import tensor_hook_rules
-from autocastfx.capture.thread_state import capturing
 from autocastfx.capture.tidy import tidy
 from autocastfx.capture.whole_calls import padding_noted, whole_calls
 from autocastfx.errors import CaptureError

@@ -1,19 +1,199 @@
-"""Restore the caller's module after a capture."""
+"""Keep what capture and conversion execute apart from the caller: its thread state in torch, and its module."""
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import random
 import sys
+import threading
 import types
+import weakref
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.fx import _symbolic_trace, graph_module
 
-__all__ = ["intact", "random_numbers_kept", "same_content"]
+__all__ = [
+    "capturing",
+    "intact",
+    "is_captured_here",
+    "keep_source",
+    "own_thread_state",
+    "patched_here",
+    "random_numbers_kept",
+    "same_content",
+]
+
+
+# Keep what capture and conversion execute apart from the caller's thread state in torch.
+
+_C: Any = torch._C
+_autograd: Any = _C._autograd
+_functorch: Any = _C._functorch
+
+
+@contextmanager
+def own_thread_state() -> Generator[None, None, None]:
+    """Trace and run graphs without the caller's hooks on saved tensors; afterwards torch's thread state is as before.
+
+    Activation checkpointing has such hooks, and counts what is saved; others copy each tensor, which a traced one does
+    not allow. A graph may hold the halves of what Python pairs: it opens a level of ``torch.func``, forbids such hooks,
+    or switches gradients, and closes or switches back in a later node, which an error, or a run of some nodes alone,
+    never reaches.
+    """
+    hooks, forbidden = _take_hooks(), _autograd._saved_tensors_hooks_get_disabled_error_message()
+    _autograd._saved_tensors_hooks_enable()
+    depth: int = _functorch.get_dynamic_layer_stack_depth()
+    restored = [(switch, read()) for read, switch in _SWITCHES]
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    keys = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
+    try:
+        with _C._ForceDispatchKeyGuard(*keys):  # an error inside a transform leaves keys of its level
+            yield
+    finally:
+        while _functorch.get_dynamic_layer_stack_depth() > depth:  # torch 2.11's own loop fails below the first level
+            _CLOSE[_functorch.peek_interpreter_stack().key().name]()
+        for switch, value in restored:
+            switch(value)
+        for kind, is_on, dtype in autocast:
+            torch.set_autocast_enabled(kind, is_on)
+            torch.set_autocast_dtype(kind, dtype)
+        _autograd._saved_tensors_hooks_enable()
+        for pair in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(*pair)
+        if forbidden is not None:
+            _autograd._saved_tensors_hooks_disable(forbidden, False)
+
+
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (_C.is_grad_enabled, _C._set_grad_enabled),
+    (_C._is_fwd_grad_enabled, _C._set_fwd_grad_enabled),
+    (_C.is_autocast_cache_enabled, _C.set_autocast_cache_enabled),
+    (_functorch.get_inplace_requires_grad_allowed, _functorch.set_inplace_requires_grad_allowed),
+)
+
+
+_CLOSE: Mapping[str, Callable[[], object]] = {
+    "Vmap": _functorch._vmap_decrement_nesting,
+    "Grad": _functorch._grad_decrement_nesting,
+    "Jvp": _functorch._jvp_decrement_nesting,
+    "Functionalize": _functorch._func_decrement_nesting,
+}
+
+
+def _take_hooks() -> list[tuple[Any, Any]]:
+    """Take the thread's hooks on saved tensors away, and return them, the innermost first."""
+    found: list[tuple[Any, Any]] = []
+    while (pair := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        found.append(pair)
+        _autograd._pop_saved_tensors_default_hooks()
+    return found
+
+
+# Patch functions during a capture, for the capturing thread alone.
+
+# Held during a capture. Re-entrant, because the model's own forward may call a converted model.
+CAPTURING = threading.RLock()
+
+
+def is_captured_here() -> bool:
+    """True while this thread captures a model, or checks what it has captured."""
+    return bool(cast("Any", CAPTURING)._is_owned())
+
+
+@contextmanager
+def patched_here(owner: Any, name: str, new: Any) -> Generator[None, None, None]:
+    """While open, ``owner.name`` is ``new`` for the thread that opened it, and unchanged for others.
+
+    Args:
+        owner: a module or a class.
+        name: the attribute's name.
+        new: a function; in a class also a ``classmethod`` or ``staticmethod``.
+    """
+    old = inspect.getattr_static(owner, name)
+    both = _InClass(old, new) if isinstance(owner, type) else _of_module(old, new)
+    with mock.patch.object(owner, name, both):
+        yield
+
+
+@contextmanager
+def tracing_here() -> Generator[None, None, None]:
+    """While open, a trace of torch.fx records what the thread that opened it calls, and nothing that others call.
+
+    torch.fx patches ``nn.Module.__call__`` for the whole process: a module called by another thread meanwhile would be
+    taken for one of the traced model's, or refused.
+    """
+    patcher: Any = cast("Any", _symbolic_trace)._Patcher
+    patch_method = patcher.patch_method
+
+    def patch_here(self: Any, cls: type, name: str, new: Any, deduplicate: bool = True) -> None:
+        patch_method(self, cls, name, _of_module(getattr(cls, name), new), deduplicate)
+
+    with patched_here(patcher, "patch_method", patch_here):
+        yield
+
+
+class _InClass:
+    """A member of a class: ``new`` for the thread that created it, ``old`` for others."""
+
+    def __init__(self, old: Any, new: Any) -> None:
+        self.old, self.new, self.thread = old, new, threading.get_ident()
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return (self.new if threading.get_ident() == self.thread else self.old).__get__(instance, owner)
+
+
+def _of_module(old: Any, new: Any) -> types.FunctionType:
+    thread = threading.get_ident()
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (new if threading.get_ident() == thread else old)(*args, **kwargs)
+
+    return either
+
+
+# Register the source of generated code for tracebacks, for as long as the code exists.
+
+
+def keep_source(function: types.FunctionType, source: str) -> None:
+    """Show ``source`` in tracebacks for the code of ``function``, for as long as that exists."""
+    code = function.__code__
+    linecache.cache[code.co_filename] = (len(source), None, source.splitlines(keepends=True), code.co_filename)
+    weakref.finalize(code, linecache.cache.pop, code.co_filename, None).atexit = False
+
+
+@contextmanager
+def capturing() -> Generator[None, None, None]:
+    """While open, no other thread captures or is traced, and sources of new graph modules live as long as their code.
+
+    torch itself never frees these sources.
+    """
+    module: Any = graph_module
+    run = module._exec_with_source
+
+    def run_and_forget(source: str, namespace: dict[str, Any], *rest: Any) -> None:
+        before = dict(namespace)
+        run(source, namespace, *rest)
+        made = [held for name, held in namespace.items() if held is not before.get(name)]
+        for function in (held for held in made if isinstance(held, types.FunctionType)):
+            weakref.finalize(function.__code__, _forget, function.__code__.co_filename).atexit = False
+
+    with CAPTURING, tracing_here(), patched_here(graph_module, "_exec_with_source", run_and_forget):
+        yield
+
+
+def _forget(filename: str) -> None:
+    linecache.cache.pop(filename, None)
+    cast("Any", graph_module)._loader.eval_cache.pop(filename, None)
+
+
+# Restore the caller's module after a capture.
 
 _NO_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType)
 

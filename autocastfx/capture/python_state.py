@@ -21,8 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import module as of_all_modules
 
 from autocastfx.capture.failure import AgainError
-from autocastfx.capture.leave_intact import same_content
-from autocastfx.capture.thread_state import patched_here
+from autocastfx.capture.leave_intact import patched_here, same_content
 from autocastfx.errors import CaptureError, shown
 from autocastfx.graph.alias import reachable
 from autocastfx.graph.names import op_name

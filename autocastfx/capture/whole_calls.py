@@ -19,7 +19,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.thread_state import patched_here
+from autocastfx.capture.leave_intact import patched_here
 from autocastfx.errors import CaptureError
 from autocastfx.graph.names import located
 

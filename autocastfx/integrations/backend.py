@@ -14,8 +14,8 @@ import torch
 from torch import fx, nn
 
 from autocastfx.capture.call import arguments_of, check_arguments, conversion_is_off, device_of, refuse_for_low_model
+from autocastfx.capture.leave_intact import own_thread_state
 from autocastfx.capture.progress import stage
-from autocastfx.capture.thread_state import own_thread_state
 from autocastfx.capture.whole_calls import places
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import (
@@ -33,8 +33,7 @@ from autocastfx.integrations.skipped_code import SkippedCode, warn_of_failure, w
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
-from autocastfx.policy.match import MatchedRules
-from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
+from autocastfx.policy.op_list import MatchedRules, OpList, OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.conversion_warnings import match_graph, warn_of_other_parameters
 from autocastfx.runtime.amp_module import AmpModule

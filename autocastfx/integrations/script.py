@@ -20,7 +20,7 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autocastfx.capture.thread_state import is_captured_here
+from autocastfx.capture.leave_intact import is_captured_here
 from autocastfx.integrations.backend import CompileBackend
 from autocastfx.integrations.compiled import CompiledCall
 from autocastfx.report.compiled_graph import CompiledGraph

@@ -21,7 +21,7 @@ from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert, without_casts
 from autocastfx.errors import CalibrationError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
-from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.passes.pipeline import VariantMaker
 from autocastfx.policy.op_list import OpListLike
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.behaviour import (

@@ -18,8 +18,7 @@ from autocastfx.errors import SensitivityError
 from autocastfx.graph.names import base_name
 from autocastfx.numerics.compare import TargetError
 from autocastfx.numerics.sensitivity import captured_of
-from autocastfx.passes.pipeline import Converter
-from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.passes.pipeline import Converter, VariantMaker
 from autocastfx.plan.plan import Plan, PlannedNode, Precision, Prices
 from autocastfx.plan.sensitivity import Sensitivity, Signature, added
 from autocastfx.policy.op_list import OpList

@@ -25,7 +25,7 @@ from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.numerics.node_effects import NodeEffects, Replay, errors_at, write_out_of_place
 from autocastfx.numerics.probe_run import ProbeRun
 from autocastfx.numerics.segments import derivable
-from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.passes.pipeline import VariantMaker
 from autocastfx.plan.plan import Prices
 from autocastfx.plan.ranges import mode_of
 from autocastfx.plan.sensitivity import TARGETS, Sensitivity, shared_directions

@@ -21,7 +21,7 @@ from autocastfx.numerics.compare import TargetError
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction
 from autocastfx.numerics.plan_search import Budget, Limit, PlanSearch, Point
 from autocastfx.numerics.sensitivity import Measuring, check_choices, check_fits
-from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.passes.pipeline import VariantMaker
 from autocastfx.plan.plan import Plan, Prices
 from autocastfx.plan.sensitivity import Sensitivity, added, rms
 from autocastfx.policy.op_list import OpList, OpListLike

@@ -28,13 +28,11 @@ from autocastfx.graph.node import (
 from autocastfx.graph.product import Product, Size, product
 from autocastfx.passes.analysis.demands import Demands, cancellations
 from autocastfx.passes.analysis.exact_numbers import WholeNumbers, distance_products, forced_by_number, told_apart
-from autocastfx.passes.analysis.raising import listed, refuse_banned
 from autocastfx.passes.analysis.value_ranges import Fill, Limit, come_in, fills, fits, reach
 from autocastfx.passes.state import Classification, Pass, State
-from autocastfx.plan.plan import NO_SOURCE, Decision, Forced
+from autocastfx.plan.plan import NO_SOURCE, Decision, Forced, decision_by_list, refuse_banned
 from autocastfx.policy.kernel_facts import KernelFacts
-from autocastfx.policy.match import Matcher
-from autocastfx.policy.op_list import OpList
+from autocastfx.policy.op_list import Matcher, OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 
 __all__ = ["Classifier", "Classify"]
@@ -189,7 +187,7 @@ class Classifier:
         return made and any(largest < abs(number) < math.inf for _, number in constants(node))
 
     def _listed(self, rule: Rule | ModuleRule | None) -> Decision:
-        return listed(self.op_list, rule)
+        return decision_by_list(self.op_list, rule)
 
     @property
     def _low_name(self) -> str:

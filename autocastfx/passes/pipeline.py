@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autocastfx.capture.export import Captured
+from autocastfx.capture.call import Call, CallSignature
+from autocastfx.capture.draft.draft import capture_symbolically
+from autocastfx.capture.export import Captured, capture
+from autocastfx.capture.leave_intact import own_thread_state
+from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
+from autocastfx.errors import CaptureError
 from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import copy_graph, dtypes
@@ -19,9 +24,8 @@ from autocastfx.passes.analysis.exact_numbers import HeldValues, cast_once
 from autocastfx.passes.analysis.node_errors import NodeErrors
 from autocastfx.passes.classify import Classify
 from autocastfx.passes.insert_casts import DropLossCasts, InsertCasts, MakeConditional
-from autocastfx.passes.merge_repeated import MergeRepeated
 from autocastfx.passes.place import Place
-from autocastfx.passes.recompose import Recompose, RecomputeAttention, WriteOutAttention
+from autocastfx.passes.recompose import MergeRepeated, Recompose, RecomputeAttention, WriteOutAttention
 from autocastfx.passes.record_plan import planned_casts, planned_copies, planned_node
 from autocastfx.passes.state import Pass, Policy, State
 from autocastfx.passes.store_weights import StoreWeights
@@ -31,10 +35,12 @@ from autocastfx.passes.verify import Verify
 from autocastfx.passes.widen import InsertRaises, RaiseNodes
 from autocastfx.plan.plan import Plan, PlannedCast, PlannedNode, Recomposed, Traffic
 from autocastfx.plan.ranges import Key, key_of, mode_of
-from autocastfx.plan.sensitivity import Effect, Signature
+from autocastfx.plan.sensitivity import Effect, Sensitivity, Signature
+from autocastfx.runtime.module_tree import foreseen
 from autocastfx.runtime.variant import Variant
 
-__all__ = ["FOLLOW_PIPELINE", "PIPELINE", "RAISE_PIPELINE", "ConvertedGraph", "Converter"]
+__all__ = ["FOLLOW_PIPELINE", "PIPELINE", "RAISE_PIPELINE", "ConvertedGraph", "Converter", "VariantMaker"]
+
 
 PIPELINE: tuple[type[Pass], ...] = (
     *(Recompose, WriteOutAttention, RecomputeAttention, MergeRepeated, DropLossCasts),
@@ -235,3 +241,99 @@ def _converted(
 
 def _prefixed(found: Recomposed, prefix: str) -> Recomposed:
     return Recomposed(found.pattern, prefix + found.node, tuple(prefix + name for name in found.replaced))
+
+
+# Makes the variants of a converted model, by capture and conversion.
+
+_WITHOUT_MODEL = {
+    False: "the original model is not at hand",
+    True: 'weights="low" keeps no original: convert it again, in evaluation, with the inputs of this call',
+}
+
+
+def _tell_nothing(_: Any) -> None:
+    """Leave what matches nothing unsaid: whoever makes variants tells it."""
+
+
+@dataclass(frozen=True)
+class VariantMaker:
+    """Makes variants: from a call, while the caller's model is at hand; or from what was captured, for a device."""
+
+    converter: Converter
+    model: nn.Module | None
+    signature: CallSignature
+    leaves: tuple[str, ...]
+    device: torch.device | None
+    baked: bool
+    tell_unmatched: Callable[[Any], None] = _tell_nothing  # called with the converted model, if its first call captures
+    kept_name: str = ""  # of the model's class, once the model is gone
+    switched: tuple[tuple[bool, ...], tuple[bool, ...]] | None = None  # what eval() and train() of the model gave, then
+
+    @property
+    def class_name(self) -> str:
+        """The name of the model's class."""
+        return type(self.model).__name__ if self.model is not None else self.kept_name
+
+    @property
+    def weights(self) -> str:
+        """The conversion's choice of where 16-bit weights come from."""
+        return self.converter.weights
+
+    @property
+    def fold(self) -> str:
+        """The conversion's level of folding."""
+        return self.converter.fold
+
+    @property
+    def sensitivity(self) -> Sensitivity | None:
+        """The measurement by which plans predict their errors."""
+        return self.converter.prices.sensitivity if self.converter.prices is not None else None
+
+    def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant:
+        """Capture the model as it runs ``call`` in ``modes``, and convert the graph.
+
+        Raises:
+            CaptureError: the model is not at hand, or cannot be captured.
+        """
+        if self.model is None:
+            raise CaptureError(_WITHOUT_MODEL[self.weights == "low"])
+        with own_thread_state():
+            with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode"):
+                found = capture(
+                    self.model,
+                    self.signature,
+                    call,
+                    training=modes,
+                    held=held,
+                    leaves=self.leaves,
+                    sizes=sizes,
+                    follows=self.converter.op_list.placement == "follow",
+                )
+            return self.rebuild(found, held, self.device or found.device)
+
+    def draft(self, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> Variant:
+        """Capture the model without inputs, and convert the graph.
+
+        Raises:
+            CaptureError: the model is not at hand, or its code cannot be traced.
+        """
+        if self.model is None:
+            raise CaptureError("the original model is not at hand")
+        if self.converter.op_list.placement == "follow":
+            raise CaptureError("an op list that follows torch.autocast's dispatch needs the inputs' dtypes and sizes")
+        if self.converter.raises:
+            raise CaptureError("what a 16-bit model has in float32 shows in the dtypes of a call's values")
+        found = capture_symbolically(self.model, self.signature, training=modes, held=held, leaves=self.leaves)
+        return self.rebuild(found, held, self.device or found.device)
+
+    def rebuild(self, captured: Captured, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant:
+        """Convert what was captured, for ``device``."""
+        with stage(f"converting {len(captured.graph.nodes)} nodes for {device.type}"):
+            return self.converter(captured, held, device)
+
+    def without_model(self) -> VariantMaker:
+        """A maker that can convert what was captured, but capture nothing more."""
+        if self.model is None:
+            return self
+        modes = (foreseen(self.model, training=False).modes, foreseen(self.model, training=True).modes)
+        return replace(self, model=None, kept_name=self.class_name, switched=modes)

@@ -9,10 +9,9 @@ from torch import fx
 
 from autocastfx.graph.alias import reachable
 from autocastfx.graph.node import has_float32, producer, tensors, uses
-from autocastfx.passes.analysis.folding import Folding, LowReads, bytes_moved, lower_views
 from autocastfx.passes.analysis.min_cut import Term
 from autocastfx.passes.analysis.node_errors import equal_terms, product_terms
-from autocastfx.passes.analysis.place_cheaply import place_cheaply
+from autocastfx.passes.analysis.place_cheaply import Folding, LowReads, bytes_moved, lower_views, place_cheaply
 from autocastfx.passes.analysis.units import Unit, Units, units_of
 from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Traffic, Why

@@ -8,38 +8,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
-from autocastfx.graph.alias import alias_sets, is_view, is_view_or_copy, reachable, takes_any_layout
+from autocastfx.graph.alias import (
+    alias_sets,
+    handed_out,
+    is_view,
+    is_view_or_copy,
+    reachable,
+    seen_by_functions,
+    takes_any_layout,
+)
 from autocastfx.graph.magnitude import is_here
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import (
     all_names,
     argument,
     constants,
+    draws_random_numbers,
     elements,
     example_size,
     has_float32,
     is_float32,
     module_classes,
     place_like,
+    schema,
     set_value,
     stand_for,
     tensors,
+    uses,
     value,
 )
-from autocastfx.passes.patterns.patterns import MATH_ATTENTION, PATTERNS, SHORT_ATTENTION, Arguments, Pattern
+from autocastfx.passes.patterns.patterns import MATH_ATTENTION, PATTERNS, REPEATED, SHORT_ATTENTION, Arguments, Pattern
 from autocastfx.passes.state import Pass, Policy, State
 from autocastfx.plan.plan import Recomposed
 from autocastfx.policy.rule import Category
 from autocastfx.runtime.operators.short_attention import TOKENS, short_attention
 
-__all__ = ["Recompose", "RecomputeAttention", "WriteOutAttention", "recompose"]
+__all__ = ["MergeRepeated", "Recompose", "RecomputeAttention", "WriteOutAttention", "recompose"]
 
 
 # Tell which values hold finite numbers alone, whatever the inputs.
@@ -365,3 +377,83 @@ def _rounds_parts(policy: Policy, state: State) -> bool:
     rules = {op: policy.op_list.rule(op, policy.device) for op in _PARTS}
     categories = {op: policy.op_list.unlisted if rule is None else rule.category for op, rule in rules.items()}
     return categories["matmul"] is Category.ALLOW and not {Category.BAN, Category.KEEP} & {*categories.values()}
+
+
+# Merges, in place, float32 values that a model computes twice: T5 makes the same mask in each layer.
+
+_STATISTICS = ("running_mean", "running_var")  # norms that take them write to them, which their schemas do not say
+
+
+def merge_repeated(
+    graph: fx.Graph,
+    attributes: Mapping[str, Any],
+    rule: Callable[[fx.Node], object],
+    recomposed: Sequence[Recomposed] = (),
+) -> tuple[Recomposed, ...]:
+    """Let the readers of each repeated float32 value read the first of its kind, and erase the others.
+
+    Repeated is a call of the same operator of torch's with the same arguments. Not one that is random, that keeps or
+    reads running statistics, that shares storage which is written to or may be, or reads such, or that is handed out.
+
+    Args:
+        graph: captured, with abstract values.
+        attributes: the values of its ``get_attr`` nodes, parameters and buffers apart.
+        rule: that decides a node; where it differs, the results may.
+        recomposed: what was so far.
+
+    Returns:
+        ``recomposed``, and what was merged.
+    """
+    changing = alias_sets(graph).keys() | seen_by_functions(graph, attributes) | _statistics(graph)
+    outputs = handed_out(graph)
+    first: dict[tuple[object, str], fx.Node] = {}
+    found: dict[fx.Node, list[str]] = {}
+    for node in list(graph.nodes):
+        if _is_pure(node) and node not in outputs and changing.isdisjoint((node, *node.all_input_nodes)):
+            call = f"{node.args} {node.kwargs}"  # as text, in which 1, 1.0 and True differ, and 0.0 and -0.0
+            kept = first.setdefault((node.target, call), node)
+            if kept is not node and rule(kept) == rule(node):
+                node.replace_all_uses_with(kept)
+                stand_for(kept, *all_names(node))
+                graph.erase_node(node)
+                found.setdefault(kept, []).append(node.name)
+    kept_for = {name: kept.name for kept, names in found.items() for name in names}
+    before = (replace(one, node=kept_for.get(one.node, one.node)) for one in recomposed)
+    return (*before, *(Recomposed(REPEATED, kept.name, tuple(names)) for kept, names in found.items()))
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """True if ``node`` gives the same float32 value whenever it is called with the same numbers."""
+    op = node.target
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or not is_float32(node):
+        return False
+    return not (draws_random_numbers(node) or op._schema.is_mutable or _keeps_statistics(node))
+
+
+def _statistics(graph: fx.Graph) -> set[fx.Node]:
+    """Return the running statistics of norms, and all values made of these by other ops."""
+    norms = [node for node in graph.nodes if _keeps_statistics(node)]
+    found = {use.node for norm in norms for use in uses(norm) if use.argument in _STATISTICS}
+    names = {node.target for node in found if node.op == "get_attr"}
+    for node in graph.nodes:
+        is_kept = node.op == "get_attr" and node.target in names
+        if is_kept or (not _keeps_statistics(node) and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _keeps_statistics(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and not set(_STATISTICS).isdisjoint(schema(node.target).names)
+
+
+class MergeRepeated(Pass):
+    """Merges float32 values that the model computes twice."""
+
+    name = "merge repeated"
+
+    def __call__(self, state: State) -> State:
+        """The state with what was merged."""
+        if REPEATED not in self.policy.recompose:
+            return state
+        found = merge_repeated(state.graph, state.attributes, self.policy.matcher, state.recomposed)
+        return state.with_recomposed(found) if len(found) > len(state.recomposed) else state

@@ -11,7 +11,7 @@ from torch import fx
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import dtypes, elements, module_path, origin
-from autocastfx.passes.analysis.folding import CAST
+from autocastfx.passes.analysis.place_cheaply import CAST
 from autocastfx.passes.state import State
 from autocastfx.plan.plan import PlannedCast, PlannedCopy, PlannedNode, Precision
 from autocastfx.plan.sensitivity import Signature, rms

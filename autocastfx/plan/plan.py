@@ -12,10 +12,15 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
 
-from autocastfx.errors import KeyPath, Place, Source
+from torch import fx
+
+from autocastfx.errors import BannedOpError, KeyPath, Place, Source
 from autocastfx.files import parsed_json
+from autocastfx.graph.names import op_name
+from autocastfx.graph.node import module_path
 from autocastfx.plan.sensitivity import Sensitivity, Signature, added, rms
-from autocastfx.policy.rule import Category
+from autocastfx.policy.op_list import OpList
+from autocastfx.policy.rule import Category, ModuleRule, Rule
 from autocastfx.policy.yaml_tree import nearest
 
 __all__ = [
@@ -36,9 +41,11 @@ __all__ = [
     "Why",
     "because_of",
     "check_version",
+    "decision_by_list",
     "joint_error",
     "op_list_for",
     "proposed_list",
+    "refuse_banned",
     "select",
 ]
 
@@ -522,3 +529,27 @@ def op_list_for(entries: Sequence[PlannedNode]) -> str:
     if not low or len(low) < sum(e.placement.run is not Precision.FLOAT32 for e in entries):
         return ""
     return proposed_list(low, "float32")
+
+
+# The decision that an op list alone gives a node, and the error of an op that it bans.
+
+
+def decision_by_list(op_list: OpList, rule: Rule | ModuleRule | None) -> Decision:
+    """The decision of ``rule``; of an op without one, as the list says of unlisted ops."""
+    if rule is None:
+        return Decision(op_list.unlisted or Category.KEEP, "in no list", UNLISTED)
+    return Decision(rule.category, rule.reason, rule.source or NO_SOURCE)
+
+
+def refuse_banned(node: fx.Node, decision: Decision) -> None:
+    """Refuse a node that the list bans.
+
+    Raises:
+        BannedOpError: it does.
+    """
+    if decision.category is Category.BAN:
+        raise BannedOpError(
+            f"node {node.name!r} in module {module_path(node) or '(root)'!r} is {op_name(node)}, which "
+            f"{decision.source} bans: {decision.reason or 'no reason given'}. Replace the op in the model, or list it "
+            "in another category."
+        )

@@ -16,8 +16,7 @@ from autocastfx.plan.plan import Plan, Precision
 from autocastfx.plan.ranges import Range, Ranges
 from autocastfx.plan.sensitivity import Effect, Sensitivity
 from autocastfx.policy.kernel_facts import KernelFacts
-from autocastfx.policy.match import MatchedRules
-from autocastfx.policy.op_list import OpList
+from autocastfx.policy.op_list import MatchedRules, OpList
 from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = [

@@ -18,8 +18,8 @@ from torch.jit._trace import TracerWarning
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature
+from autocastfx.capture.leave_intact import capturing
 from autocastfx.capture.shape_guard import ShapeGuard
-from autocastfx.capture.thread_state import capturing
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError, VariantError
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.runtime.module_tree import (

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from autocastfx.capture.call import Call, CallSignature
+from autocastfx.capture.leave_intact import capturing
 from autocastfx.capture.python_state import has_hooks, later_hooks, later_process_hooks, names_of, unfollowed_names
-from autocastfx.capture.thread_state import capturing
 from autocastfx.errors import CaptureError, ManyVariantsWarning, StateWarning, UnsupportedError, VariantError, shown
 from autocastfx.graph.node import uses
 from autocastfx.plan.plan import Precision

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from autocastfx import AmpModule
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.export import Captured
-from autocastfx.capture.thread_state import capturing
+from autocastfx.capture.leave_intact import capturing
 from autocastfx.dtypes import dtype_name
-from autocastfx.passes.pipeline import Converter
-from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.passes.pipeline import Converter, VariantMaker
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from benchmarks.gpu.models import built

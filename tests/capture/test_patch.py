@@ -13,7 +13,7 @@ from torch.utils import checkpoint
 
 import autocastfx
 from autocastfx import CaptureError
-from autocastfx.capture.thread_state import patched_here
+from autocastfx.capture.leave_intact import patched_here
 from autocastfx.capture.whole_calls import CHECKPOINT, whole_calls
 from tests.capture.test_call import Scaled
 from tests.invariants.pair import settings_now

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autocastfx
 from autocastfx import AmpModule, convert
-from autocastfx.capture.thread_state import own_thread_state
+from autocastfx.capture.leave_intact import own_thread_state
 from tests.helpers import relative_error
 from tests.thread_state import thread_state
 

@@ -51,6 +51,8 @@ ALSO: dict[str, tuple[str, ...]] = {
         "runtime/test_stored_low.py",
         "plan/test_edited_plan.py",
         "test_calibration.py",
+        "capture/test_export.py",
+        *_VARIANTS,
     ),
     "passes/place.py": (
         *_PLACING,
@@ -64,16 +66,19 @@ ALSO: dict[str, tuple[str, ...]] = {
         "passes/patterns/test_attention.py",
         "runtime/operators/test_short_attention.py",
         "passes/test_replace_attention.py",
+        "passes/test_merge_repeated.py",
     ),
     "passes/record_plan.py": ("plan/test_plan.py", "report/test_dump.py", *_AUTOCAST[:1], *_LOW_WEIGHTS),
     "passes/store_weights.py": (*_LOW_WEIGHTS, "invariants/test_tying.py"),
-    "passes/variant_maker.py": ("capture/test_export.py", *_DRAFTS, *_VARIANTS),
     "passes/verify.py": ("passes/torch_autocast/test_follow.py", "invariants/test_mutation.py"),
-    "passes/analysis/folding.py": (
+    "passes/analysis/place_cheaply.py": (
         *_PLACING,
         "passes/analysis/test_place_cheaply.py",
         *_LOW_WEIGHTS,
         "passes/analysis/test_provenance.py",
+        "passes/analysis/test_place_simply.py",
+        "invariants/test_islands.py",
+        "passes/analysis/test_folding.py",
     ),
     "passes/analysis/demands.py": ("passes/analysis/test_cancellations.py",),
     "passes/analysis/units.py": (
@@ -101,7 +106,6 @@ ALSO: dict[str, tuple[str, ...]] = {
         "passes/analysis/test_masks.py",
     ),
     "passes/analysis/min_cut.py": ("passes/analysis/test_place_cheaply.py",),
-    "passes/analysis/place_cheaply.py": ("passes/analysis/test_place_simply.py", "invariants/test_islands.py"),
     "passes/state.py": ("passes/test_recompose.py", "passes/test_replace_attention.py", "test_calibration.py", _OTHERS),
     "passes/patterns/patterns.py": (
         "passes/patterns/test_pattern.py",
@@ -135,7 +139,11 @@ ALSO: dict[str, tuple[str, ...]] = {
         "graph/test_sizes.py",
     ),
     "training": ("training/test_loss_scale.py", *_STEPS, "training/test_replayed_step.py", *_MANY),
-    "policy/op_list.py": ("policy/test_op_list.py", "presets/test_registrations.py"),
+    "policy/op_list.py": (
+        "policy/test_op_list.py",
+        "presets/test_registrations.py",
+        "policy/test_match.py",
+    ),
     "policy": _LISTS,
     "runtime/working_copies.py": (
         "runtime/test_working_copies.py",
@@ -168,11 +176,12 @@ ALSO: dict[str, tuple[str, ...]] = {
         "capture/test_value_free.py",
         "capture/test_data_writes.py",
         "capture/test_numbers.py",
+        "capture/test_tensor_hooks.py",
     ),
     "capture/python_state.py": ("capture/test_rebound.py",),
     "capture/call.py": ("capture/test_tree_spec.py", "capture/test_given_inputs.py"),
     "capture/masks.py": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
-    "capture/thread_state.py": ("capture/test_patch.py", "capture/test_sources.py"),
+    "capture/leave_intact.py": ("capture/test_patch.py", "capture/test_sources.py", "capture/test_thread_state.py"),
     "capture/draft/tracer.py": ("capture/draft/test_overload.py",),
     "capture/whole_calls.py": ("capture/test_padding.py",),
     "capture/tidy.py": ("capture/test_flatten_transforms.py",),
@@ -218,6 +227,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "cli/main.py": ("cli/test_completion.py", "cli/test_lint.py"),
     "cli/commands.py": ("cli/test_terminal.py",),
     "cli/numerics.py": ("cli/test_tune.py",),
+    "runtime/variant.py": ("runtime/test_fast_call.py",),
 }
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 import autocastfx
 from autocastfx import CaptureError
 from autocastfx.capture.export import Captured
-from autocastfx.passes import variant_maker
+from autocastfx.passes import pipeline
 from tests.helpers import heard
 
 aten: Any = torch.ops.aten
@@ -135,7 +135,7 @@ FAULTS: dict[str, Callable[[fx.Graph], None]] = {
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[fx.Graph], None]], None]:
     """Edit each captured graph."""
-    own = variant_maker.capture
+    own = pipeline.capture
 
     def plant(edit: Callable[[fx.Graph], None]) -> None:
         def capture(*args: Any, **kwargs: Any) -> Captured:
@@ -144,7 +144,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[fx.Graph], N
             found.graph.lint()
             return replace(found)
 
-        monkeypatch.setattr(variant_maker, "capture", capture)
+        monkeypatch.setattr(pipeline, "capture", capture)
 
     return plant
 

@@ -15,7 +15,7 @@ import autocastfx
 from autocastfx.errors import BannedOpError
 from autocastfx.numerics.sensitivity import captured_of
 from autocastfx.passes.insert_casts import InsertCasts
-from autocastfx.passes.variant_maker import VariantMaker
+from autocastfx.passes.pipeline import VariantMaker
 from autocastfx.plan.plan import Plan
 from autocastfx.policy.op_list import OpList
 

@@ -17,8 +17,7 @@ from torch import fx
 import autocastfx
 from autocastfx import OpList, OpListError
 from autocastfx.graph.walk import all_nodes
-from autocastfx.policy.match import MatchedRules, Matcher
-from autocastfx.policy.op_list import load_op_list
+from autocastfx.policy.op_list import MatchedRules, Matcher, load_op_list
 from tests.helpers import Function, op_list
 
 

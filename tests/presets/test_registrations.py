@@ -8,7 +8,7 @@ from torch import fx
 
 import autocastfx
 from autocastfx import Category, OpList
-from autocastfx.policy.match import Matcher
+from autocastfx.policy.op_list import Matcher
 from tests.helpers import with_pinned_torch
 
 KEYS = {"torch_autocast_cpu": "AutocastCPU", "torch_autocast_cuda": "AutocastCUDA"}

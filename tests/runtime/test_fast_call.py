@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autocastfx
-from autocastfx.runtime.fast_call import QUICK, Reads, add_one, quick_graph
+from autocastfx.runtime.variant import QUICK, Reads, add_one, quick_graph
 
 
 def some(*sizes: int) -> Tensor:

@@ -13,9 +13,8 @@ from autocastfx.capture.call import CallSignature, CallStructure
 from autocastfx.capture.draft.guess import Guess, StandIns
 from autocastfx.capture.draft.tracer import Tracer, run_through
 from autocastfx.capture.export import Captured
-from autocastfx.capture.leave_intact import intact
+from autocastfx.capture.leave_intact import capturing, intact
 from autocastfx.capture.shape_guard import ShapeGuard
-from autocastfx.capture.thread_state import capturing
 from autocastfx.capture.tidy import no_op_source
 from autocastfx.errors import CaptureError
 from autocastfx.graph.names import op_name

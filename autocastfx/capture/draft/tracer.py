@@ -30,8 +30,8 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.draft.guess import ANY, Guess, StandIns
+from autocastfx.capture.leave_intact import patched_here
 from autocastfx.capture.rewrites import follows_dtype
-from autocastfx.capture.thread_state import patched_here
 from autocastfx.capture.whole_calls import CHECKPOINT, AutogradCall, places, refuse_checkpoint
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import value

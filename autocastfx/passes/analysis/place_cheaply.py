@@ -16,17 +16,318 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
-from autocastfx.graph.alias import moves, reachable
-from autocastfx.graph.node import elements, has_float32, is_float32, is_member, tensors, uses
-from autocastfx.passes.analysis.folding import BYTES, CAST, Fold, Provenance, decisive
+from autocastfx.graph.alias import alias_sets, aliased, moves, reachable
+from autocastfx.graph.magnitude import read_as_scores, takes_mask
+from autocastfx.graph.names import base_name, kernel_name, op_name
+from autocastfx.graph.node import Use, argument, elements, has_float32, is_float32, is_member, producer, tensors, uses
 from autocastfx.passes.analysis.min_cut import OUTSIDE, Label, Term, cheapest
-from autocastfx.passes.analysis.units import Unit, Units
-from autocastfx.plan.plan import Cause, Decision, Placement, Precision, Why
+from autocastfx.passes.analysis.units import Ports, Unit, Units
+from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Why
+from autocastfx.policy.kernel_facts import PARAMETERS
 from autocastfx.policy.rule import Category
 
-__all__ = ["place_cheaply"]
+__all__ = [
+    "BYTES",
+    "CAST",
+    "Fold",
+    "Folding",
+    "LowReads",
+    "Provenance",
+    "bytes_moved",
+    "decisive",
+    "lower_views",
+    "place_cheaply",
+]
+
+
+# Folding: which nodes may yet take and give 16 bits where their list asks for float32. Pure.
+#
+# A ``deny`` node may, whose kernel computes in float32 inside; and a ``promote`` node that only joins values (a class
+# token to activations, say): where all its readers are low, it rounds what they would round.
+
+
+@dataclass(frozen=True)
+class Fold:
+    """The conditions on a node's neighbours under which it folds, beside that all its readers are low.
+
+    Attributes:
+        reads: the values that must be low for it to be low. Not what the model holds: a norm that takes no float32
+            parameters reads them in 16 bits.
+        taints: whether the node, where it is float32 after all, draws what follows it to float32. Not where its result
+            may be rounded anyway.
+    """
+
+    reads: tuple[fx.Node, ...]
+    taints: bool = True
+
+
+@dataclass(frozen=True)
+class Folding:
+    """The rules of one conversion.
+
+    Attributes:
+        ports: which inputs share a node's precision, and the facts: which ops fold.
+        level: ``"none"``, ``"exact"`` or ``"kernel"``.
+        low: name of the 16-bit dtype.
+    """
+
+    ports: Ports
+    level: str
+    low: str
+
+    def __call__(
+        self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision], wide: frozenset[fx.Node]
+    ) -> dict[fx.Node, Fold]:
+        """The folds of ``graph``.
+
+        Args:
+            graph: captured, with abstract values.
+            decisions: one for every computing node.
+            wide: values that hold finite numbers beyond the low dtype's range.
+        """
+        found: dict[fx.Node, Fold] = {}
+        for node in reversed(graph.nodes):
+            category = decisions[node].category if node in decisions else None
+            if category is Category.PROMOTE and self.level == "kernel" and self._joins_what_came_in(node):
+                found[node] = Fold((), taints=False)
+            elif category is Category.DENY:
+                reads = self._reads(node, decisions[node], wide, found)
+                if reads:
+                    found[node] = Fold(reads, taints=self._may_fold(node, "exact"))
+        return found
+
+    def _reads(
+        self, node: fx.Node, decision: Decision, wide: frozenset[fx.Node], later: Mapping[fx.Node, Fold]
+    ) -> tuple[fx.Node, ...]:
+        """Return the values that ``node`` must read in 16 bits to fold; none if it does not fold."""
+        given = (u for u in uses(node) if not self.ports.stays_float32(node, u))
+        asked = tuple(u for u in given if is_float32(u.node) and any(t.ndim for t in tensors(u.node)))
+        if decision.source == Forced.WIDE and self.level == "kernel":
+            masks = [u for u in asked if u.node in wide]
+            is_masked = all(takes_mask(node, u) for u in masks) and all(reader in later for reader in node.users)
+            return tuple(u.node for u in asked if u not in masks) if is_masked else ()
+        if isinstance(decision.source, Forced) or argument(node, "dtype") is not None:  # the call asks for float32
+            return ()
+        return tuple(u.node for u in asked if u.node.op != "get_attr") if self._may_fold(node, self.level) else ()
+
+    def _may_fold(self, node: fx.Node, level: str) -> bool:
+        facts, name = self.ports.facts, self.ports.kernel(node)
+        if name in facts.folds_with_parameters and not any(u.argument in PARAMETERS for u in uses(node)):
+            return False
+        return facts.may_fold(name, self.low, self.ports.device, level)
+
+    def _joins_what_came_in(self, node: fx.Node) -> bool:
+        """True if ``node`` joins a parameter, an input of the graph, or a view of one: float32 in any case."""
+        joins = kernel_name(node) in self.ports.facts.joins
+        return joins and any(_came_in(u.node) for u in uses(node) if is_float32(u.node))
+
+
+def _came_in(value: fx.Node) -> bool:
+    return value.op in ("placeholder", "get_attr") or any(_came_in(source) for source in aliased(value))
+
+
+# Where the values of a graph come from: a parameter, outside of the model, or an op that computes in 16 bits.
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Float32 values by where they come from.
+
+    Attributes:
+        parameters: parameters and views of them. Weights are trained to be rounded; torch.autocast casts them too.
+        outside: inputs, buffers, constants, what is made from no float32 value (``arange``, a cast from integers), and
+            all that free ops compute with one of these: positions, states, accumulators. The rows that an embedding
+            picks out of a parameter are not among them, nor are scores to which a mask was added.
+        sizes_known: false for a graph made without inputs.
+    """
+
+    parameters: frozenset[fx.Node]
+    outside: frozenset[fx.Node]
+    sizes_known: bool = True
+
+    def read_by(self, unit: Unit, units: Units) -> Iterator[fx.Node]:
+        """The float32 operands that make a unit float32."""
+        return (read for node in unit.nodes for read in decisive(node, units.ports, self.outside))
+
+    @classmethod
+    def of(cls, graph: fx.Graph, units: Units, parameters: frozenset[str], *, sizes_known: bool = True) -> Provenance:
+        """The provenance of each float32 value of ``graph``.
+
+        Args:
+            graph: captured, with abstract values.
+            units: of the same graph; a storage that is written into has one provenance.
+            parameters: ``get_attr`` targets.
+            sizes_known: false for a graph made without inputs, whose values are stand-ins of one element.
+        """
+        written = alias_sets(graph).keys()
+        held: set[fx.Node] = set()
+        outside: set[fx.Node] = set()
+        for node in graph.nodes:
+            if not has_float32(node):
+                continue
+            unit = units.of.get(producer(node))
+            if unit is None:
+                (held if node.op == "get_attr" and str(node.target) in parameters else outside).add(node)
+                continue
+            reads = list(decisive(node, units.ports, outside))
+            if unit.category is Category.CLEAR and reads and held.issuperset(reads):
+                held.add(node)
+            elif unit.category is Category.KEEP:
+                outside.update([node] if not reads or not held.issuperset(reads) else [])
+            elif unit.is_free and not outside.isdisjoint(reads) and not _adds_mask(node, outside, written):
+                outside.add(node)
+        return cls(frozenset(held), frozenset(outside), sizes_known)
+
+
+def _adds_mask(node: fx.Node, outside: Set[fx.Node], written: Set[fx.Node]) -> bool:
+    """True if ``node`` adds what comes from outside to scores that a softmax alone reads."""
+    others = [u for u in uses(node) if u.node not in outside and has_float32(u.node)]
+    masks = [u for u in uses(node) if u.node in outside]
+    is_mask = bool(others) and all(takes_mask(node, u) for u in masks)
+    return is_mask and bool(node.users) and bool(read_as_scores(node, written))
+
+
+def decisive(node: fx.Node, ports: Ports, outside: Set[fx.Node]) -> Iterator[fx.Node]:
+    """The float32 operands that make ``node`` float32 by torch's promotion: those with dimensions.
+
+    A single number widens nothing, but one that comes from ``outside`` and is added: 80 metres and a correction have no
+    digits for the correction in 16 bits.
+    """
+    made_by = producer(node)
+    is_sum = ports.facts.whole_numbers.get(base_name(op_name(made_by))) == "added"
+    for use in uses(made_by):
+        if has_float32(use.node) and not ports.stays_float32(made_by, use):
+            is_number = not any(t.ndim for t in tensors(use.node) if t.dtype == torch.float32)
+            if not is_number or (is_sum and use.node in outside):
+                yield use.node
+
+
+# The values that are read in 16 bits alone, and the views of weights that may be made so.
+
+
+@dataclass(frozen=True)
+class LowReads:
+    """Finds the values that are read low only, by given placements."""
+
+    placements: Mapping[fx.Node, Placement]
+    ports: Ports
+
+    def all_of(self, value: fx.Node) -> bool:
+        """True if ``value`` is read, and every reader casts it to 16 bits."""
+        return bool(value.users) and all(self._reads(reader, value) for reader in value.users)
+
+    def _reads(self, reader: fx.Node, value: fx.Node) -> bool:
+        placement = self.placements.get(reader)
+        if placement is None or placement.run is not Precision.LOW:
+            return False
+        read = [use for use in uses(reader) if use.node is value]
+        return not any(u.argument in placement.as_stored or self.ports.stays_float32(reader, u) for u in read)
+
+
+def lower_views(
+    graph: fx.Graph,
+    decisions: Mapping[fx.Node, Decision],
+    placements: Mapping[fx.Node, Placement],
+    parameters: frozenset[str],
+    ports: Ports,
+) -> dict[fx.Node, Placement]:
+    """``placements`` with the float32 views of parameters that only low ops read made low, where that changes no bit.
+
+    The cast before them is then one of the parameter itself. A view shows each element at most once, so that its
+    backward adds nothing up in 16 bits; and it is read either by low ops alone, or by one further such view alone, so
+    that all gradients meet where they did.
+    """
+    storages, found = alias_sets(graph, ports.written), dict(placements)
+    views: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_view(node, parameters, views) and node not in storages and decisions[node].category is Category.CLEAR:
+            views.add(node)
+    reads, lowered = LowReads(placements, ports), set[fx.Node]()
+    for node in (n for n in reversed(list(graph.nodes)) if n in views):
+        was = placements[node]
+        follows = len(node.users) == 1 and next(iter(node.users)) in lowered
+        if (was.run, was.store) == (Precision.FLOAT32, Precision.FLOAT32) and (follows or reads.all_of(node)):
+            found[node] = Placement(Precision.LOW, Precision.LOW, Cause(Why.VIEW_OF_WEIGHT))
+            lowered.add(node)
+    return found
+
+
+def _is_view(node: fx.Node, parameters: frozenset[str], views: set[fx.Node]) -> bool:
+    if node.op != "call_function" or len(node.all_input_nodes) != 1 or not is_float32(node):
+        return False
+    (source,) = node.all_input_nodes
+    of_weight = source in views or (source.op == "get_attr" and source.target in parameters)
+    return of_weight and source in aliased(node) and all(_is_injective(t) for t in tensors(node))
+
+
+def _is_injective(view: torch.Tensor) -> bool:
+    """True if no two elements of ``view`` share memory."""
+    reach = 0
+    for stride, size in sorted((s, n) for n, s in zip(view.shape, view.stride(), strict=True) if n > 1):
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True
+
+
+# The cost of a placement: bytes of float32 values, and of their 16-bit versions, that ops read and write.
+
+BYTES = {Precision.LOW: 2, Precision.FLOAT32: 4}
+CAST = sum(BYTES.values())  # one is read, the other written
+
+
+def bytes_moved(
+    graph: fx.Graph,
+    placements: Mapping[fx.Node, Placement],
+    units: Units,
+    *,
+    keep_output_dtype: bool = True,
+    weights: frozenset[fx.Node] = frozenset(),
+) -> int:
+    """Bytes read and written by the computing nodes of ``graph`` and the casts that ``placements`` need.
+
+    Values that are not float32 as captured are left out, as no placement changes them; so are casts of ``weights`` to
+    16 bits. Sizes are those of the example inputs.
+    """
+
+    def stored(value: fx.Node) -> Precision:
+        return placements[value].store if value in placements else Precision.FLOAT32
+
+    casts: dict[tuple[fx.Node, Precision, fx.Node | None], int] = {}
+    moved = 0
+    for node in graph.nodes:
+        computes = node in placements and placements[node].run is not Precision.CAPTURED and not is_member(node)
+        if not computes and node.op != "output":
+            continue
+        counts = computes and moves(node)
+        for use in (u for u in uses(node) if is_float32(u.node)):
+            read_in = _read_in(node, use, placements.get(node), units, keep_output_dtype) or stored(use.node)
+            is_weight = read_in is Precision.LOW and use.node in weights
+            if read_in is not stored(use.node) and not is_weight:
+                reader = node if use.node in units.storages else None  # what is mutated is cast anew for each reader
+                casts[use.node, read_in, reader] = CAST * elements(use.node)
+            if counts:
+                moved += BYTES[read_in] * elements(use.node)
+        if counts:
+            placement = placements[node]
+            moved += BYTES[placement.store] * elements(node)
+            moved += CAST * elements(node) if placement.run is not placement.store else 0
+    return moved + sum(casts.values())
+
+
+def _read_in(
+    node: fx.Node, use: Use, placement: Placement | None, units: Units, keep_output_dtype: bool
+) -> Precision | None:
+    """The precision that ``node`` reads a value in; None for: as it is stored."""
+    if placement is None:
+        return Precision.FLOAT32 if keep_output_dtype else None
+    if use.argument in placement.as_stored:
+        return None
+    return Precision.FLOAT32 if units.ports.stays_float32(node, use) else placement.run
+
 
 _EXTRA = BYTES[Precision.FLOAT32] - BYTES[Precision.LOW]
 

@@ -14,42 +14,25 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.failure import quiet_logs
 from autocastfx.dtypes import dtype_name
-from autocastfx.errors import BannedOpError
 from autocastfx.graph.alias import is_view_or_copy
 from autocastfx.graph.any_size import abstract_call, concrete_sizes, dtypes_of, in_dtype_of
 from autocastfx.graph.names import base_name, op_name
-from autocastfx.graph.node import argument, dtypes, is_member, module_path, uses, value
-from autocastfx.plan.plan import NO_SOURCE, UNLISTED, Cause, Decision, Forced, Placement, Precision, Why
+from autocastfx.graph.node import argument, dtypes, is_member, uses, value
+from autocastfx.plan.plan import (
+    Cause,
+    Decision,
+    Forced,
+    Placement,
+    Precision,
+    Why,
+    decision_by_list,
+    refuse_banned,
+)
 from autocastfx.policy.kernel_facts import KernelFacts
-from autocastfx.policy.match import Matcher
-from autocastfx.policy.op_list import OpList
+from autocastfx.policy.op_list import Matcher
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 
-__all__ = ["CASTS", "Raiser", "listed", "refuse_banned"]
-
-
-# The decision that an op list alone gives a node, and the error of an op that it bans.
-
-
-def listed(op_list: OpList, rule: Rule | ModuleRule | None) -> Decision:
-    """The decision of ``rule``; of an op without one, as the list says of unlisted ops."""
-    if rule is None:
-        return Decision(op_list.unlisted or Category.KEEP, "in no list", UNLISTED)
-    return Decision(rule.category, rule.reason, rule.source or NO_SOURCE)
-
-
-def refuse_banned(node: fx.Node, decision: Decision) -> None:
-    """Refuse a node that the list bans.
-
-    Raises:
-        BannedOpError: it does.
-    """
-    if decision.category is Category.BAN:
-        raise BannedOpError(
-            f"node {node.name!r} in module {module_path(node) or '(root)'!r} is {op_name(node)}, which "
-            f"{decision.source} bans: {decision.reason or 'no reason given'}. Replace the op in the model, or list it "
-            "in another category."
-        )
+__all__ = ["CASTS", "Raiser"]
 
 
 CASTS = ("to", "_to_copy", "type_as")
@@ -99,7 +82,7 @@ class Raiser:
         if isinstance(node.target, HigherOrderOperator):
             return Decision(Category.KEEP, "values cross the border of a sub-graph as captured", Forced.SUB_GRAPH)
         rule = self.matcher(node)
-        found = listed(self.matcher.op_list, rule)
+        found = decision_by_list(self.matcher.op_list, rule)
         refuse_banned(node, found)
         if not any(self.low in dtypes(one) for one in (node, *node.all_input_nodes)):
             return Decision(Category.KEEP, f"no {dtype_name(self.low)} value", Forced.NOT_FLOAT32)
@@ -108,13 +91,13 @@ class Raiser:
             return Decision(Category.KEEP, "the model's own cast", Forced.USER_CAST)
         if isinstance(rule, Rule) and rule.shipped and (other := self.facts.stands_for(node)) is not None:
             square = self.matcher.op_list.rule(other, self.matcher.device)
-            found = found if square is None else listed(self.matcher.op_list, square)
+            found = found if square is None else decision_by_list(self.matcher.op_list, square)
         if not is_cast and (named := argument(node, "dtype")) is not None:
             return Decision(Category.KEEP, f"the call names dtype={str(named).removeprefix('torch.')}", Forced.DTYPE)
         if found.category is not Category.DENY:
             return found
         if isinstance(rule, ModuleRule) and not is_cast and self._is_exact(node, rule):
-            return listed(self.matcher.op_list, self.matcher.own(node))
+            return decision_by_list(self.matcher.op_list, self.matcher.own(node))
         if node in fixed or (is_cast and any(read in fixed for read in node.all_input_nodes)):
             return Decision(Category.KEEP, "shares memory that is written into", Forced.STAYS_LOW)
         return found

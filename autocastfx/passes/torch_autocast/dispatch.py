@@ -17,8 +17,7 @@ from autocastfx.graph.any_size import abstract_call, in_dtype_of
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import argument, tensors
 from autocastfx.plan.plan import Placement, Precision, Why
-from autocastfx.policy.match import Matcher
-from autocastfx.policy.op_list import OpList
+from autocastfx.policy.op_list import Matcher, OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 
 __all__ = ["Dispatch", "Followed", "asked"]

@@ -16,9 +16,8 @@ import autocastfx
 from autocastfx import Effect, Placement, Precision, Recomposed
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_float32, stand_for, uses
-from autocastfx.passes.analysis.folding import bytes_moved
 from autocastfx.passes.analysis.node_errors import NodeErrors, equal_terms, product_terms
-from autocastfx.passes.analysis.place_cheaply import place_cheaply
+from autocastfx.passes.analysis.place_cheaply import bytes_moved, place_cheaply
 from autocastfx.passes.analysis.units import Ports, units_of
 from autocastfx.plan.plan import Cause, Why
 from autocastfx.plan.sensitivity import OUTPUT, rms

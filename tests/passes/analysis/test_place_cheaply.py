@@ -17,8 +17,7 @@ from torch import fx
 import autocastfx
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes, has_float32, origin, producer, uses
-from autocastfx.passes.analysis.folding import Fold, bytes_moved
-from autocastfx.passes.analysis.place_cheaply import place_cheaply
+from autocastfx.passes.analysis.place_cheaply import Fold, bytes_moved, place_cheaply
 from autocastfx.passes.analysis.units import FREE, Ports, Unit, Units, units_of
 from autocastfx.passes.insert_casts import Rewriter
 from autocastfx.passes.verify import verify

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autocastfx
-from autocastfx.passes.analysis.folding import Provenance, decisive
+from autocastfx.passes.analysis.place_cheaply import Provenance, decisive
 from autocastfx.passes.analysis.units import Ports, units_of
 from autocastfx.passes.classify import Classifier
 from autocastfx.policy.kernel_facts import load_kernel_facts
