@@ -23,12 +23,11 @@ from autocastfx.graph.walk import converted_inside, values_given
 from autocastfx.passes.analysis.exact_numbers import HeldValues, cast_once
 from autocastfx.passes.analysis.node_errors import NodeErrors
 from autocastfx.passes.classify import Classify
-from autocastfx.passes.insert_casts import DropLossCasts, InsertCasts, MakeConditional
+from autocastfx.passes.insert_casts import DropLossCasts, InsertCasts, MakeConditional, StoreWeights
 from autocastfx.passes.place import Place
 from autocastfx.passes.recompose import MergeRepeated, Recompose, RecomputeAttention, WriteOutAttention
 from autocastfx.passes.record_plan import planned_casts, planned_copies, planned_node
 from autocastfx.passes.state import Pass, Policy, State
-from autocastfx.passes.store_weights import StoreWeights
 from autocastfx.passes.torch_autocast.expand import expand
 from autocastfx.passes.torch_autocast.insert_casts import Follow, InsertFollowedCasts, dispatch_of
 from autocastfx.passes.verify import Verify

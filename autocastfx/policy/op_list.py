@@ -21,8 +21,9 @@ from autocastfx.files import write_whole
 from autocastfx.graph.names import arguments, base_name, names_function, op_name, overload_name
 from autocastfx.graph.node import enclosing_modules, module_classes
 from autocastfx.policy import read_rules, write_list
+from autocastfx.policy.read_rules import ListKey, Said, keys_of, later_or_earlier, limited, stacked
 from autocastfx.policy.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
-from autocastfx.policy.write_list import Change, ListKey, Said, keys_of, later_or_earlier, limited, stacked
+from autocastfx.policy.write_list import Change
 from autocastfx.policy.yaml_tree import Tree, nearest, parse_file, tree_of
 
 __all__ = [

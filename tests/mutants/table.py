@@ -44,6 +44,8 @@ ALSO: dict[str, tuple[str, ...]] = {
         *_PLACING,
         *_DRAFTS,
         "passes/test_drop_loss_casts.py",
+        *_LOW_WEIGHTS,
+        "invariants/test_tying.py",
     ),
     "passes/pipeline.py": (
         _OTHERS,
@@ -69,7 +71,6 @@ ALSO: dict[str, tuple[str, ...]] = {
         "passes/test_merge_repeated.py",
     ),
     "passes/record_plan.py": ("plan/test_plan.py", "report/test_dump.py", *_AUTOCAST[:1], *_LOW_WEIGHTS),
-    "passes/store_weights.py": (*_LOW_WEIGHTS, "invariants/test_tying.py"),
     "passes/verify.py": ("passes/torch_autocast/test_follow.py", "invariants/test_mutation.py"),
     "passes/analysis/place_cheaply.py": (
         *_PLACING,
@@ -139,11 +140,7 @@ ALSO: dict[str, tuple[str, ...]] = {
         "graph/test_sizes.py",
     ),
     "training": ("training/test_loss_scale.py", *_STEPS, "training/test_replayed_step.py", *_MANY),
-    "policy/op_list.py": (
-        "policy/test_op_list.py",
-        "presets/test_registrations.py",
-        "policy/test_match.py",
-    ),
+    "policy/op_list.py": ("policy/test_op_list.py", "presets/test_registrations.py", "policy/test_match.py"),
     "policy": _LISTS,
     "runtime/working_copies.py": (
         "runtime/test_working_copies.py",

@@ -28,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 import autocastfx
 from autocastfx import AmpModule, Plan
 from autocastfx.graph.node import origin
-from autocastfx.passes import store_weights
+from autocastfx.passes import insert_casts
 from autocastfx.passes.analysis import place_cheaply
 from autocastfx.plan.plan import Why
 from autocastfx.runtime import working_copies
@@ -831,7 +831,7 @@ def test_every_read_of_a_copy_is_marked_and_a_second_run_changes_nothing() -> No
     assert {origin(n).made_by for n in reads} == {"store_weights"}  # pyright: ignore[reportOptionalMemberAccess]
     assert len({n.args[0] for n in reads}) == 1  # the copies are looked at once
     before = str(cached.graph)
-    store_weights.read_copies(cached.graph, frozenset(cached._held()), {})
+    insert_casts.read_copies(cached.graph, frozenset(cached._held()), {})
     assert str(cached.graph) == before
 
 
