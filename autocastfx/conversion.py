@@ -40,7 +40,6 @@ from autocastfx.plan.ranges import Ranges
 from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
-from autocastfx.report.compiled_graph import refuse_enabled
 from autocastfx.report.conversion_warnings import (
     warn_of_other_parameters,
     warn_of_slow_kernels,
@@ -152,7 +151,7 @@ def convert(
     check_arguments(fold, weights, headroom, check=check)
     started = time.perf_counter()
     module, target = _as_module(model), named_device(device)
-    refuse_enabled(module)
+    _refuse_enabled(module)
     warn_of_other_parameters(module, stacklevel=3)
     args, kwargs = inputs_of(example_inputs, example_kwargs)
     is_given = example_inputs is not None or example_kwargs is not None
@@ -381,6 +380,22 @@ def convert_captured(
             target = maker.device if keeps_device else None
             again._mounted.add(converter(found, held, target or found.device))
     return again
+
+
+def _refuse_enabled(model: nn.Module) -> None:
+    """Refuse a model that is enabled, or holds what is: capture would go through the calls that convert it.
+
+    Raises:
+        UnsupportedError: it is.
+    """
+    for name, module in model.named_modules():
+        call = module.__dict__.get("_compiled_call_impl")
+        if str(getattr(getattr(call, "__func__", type(call)), "__module__", "")).startswith("autocastfx.integrations"):
+            raise UnsupportedError(
+                f"{f'the module {name}' if name else f'this {type(module).__name__}'} is enabled: its calls are "
+                "converted already. Call autocastfx.disable first, with the model that was enabled, or convert a "
+                "copy.deepcopy of it."
+            )
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -45,8 +45,8 @@ from autocastfx.capture.shape_guard import ShapeGuard, shape_guard
 from autocastfx.capture.tidy import tidy
 from autocastfx.capture.whole_calls import padding_noted, whole_calls
 from autocastfx.errors import CaptureError
-from autocastfx.graph.any_size import any_size
 from autocastfx.graph.names import op_name
+from autocastfx.graph.sizes import any_size
 
 __all__ = ["Captured", "capture"]
 

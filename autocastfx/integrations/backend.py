@@ -25,8 +25,8 @@ from autocastfx.errors import (
     UnmatchedRuleWarning,
     UnsupportedError,
 )
-from autocastfx.graph.any_size import own_sizes
 from autocastfx.graph.names import located
+from autocastfx.graph.sizes import own_sizes
 from autocastfx.integrations.checked_copies import check_capture
 from autocastfx.integrations.compiled import CompiledCall
 from autocastfx.integrations.skipped_code import SkippedCode, warn_of_failure, watch

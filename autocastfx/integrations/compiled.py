@@ -29,8 +29,8 @@ from autocastfx.capture.failure import place, quiet_logs
 from autocastfx.capture.whole_calls import attention_written_out
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
-from autocastfx.graph.any_size import any_size
 from autocastfx.graph.node import module_path, stack_trace
+from autocastfx.graph.sizes import any_size
 from autocastfx.integrations.checked_copies import Backend, converted_copies, plain_copy
 from autocastfx.integrations.skipped_code import (
     CALLER,

@@ -25,7 +25,7 @@ from autocastfx.graph.node import (
     unknown_size,
     uses,
 )
-from autocastfx.graph.product import Product, Size, product
+from autocastfx.graph.sizes import Product, Size, product
 from autocastfx.passes.analysis.demands import Demands, cancellations
 from autocastfx.passes.analysis.exact_numbers import WholeNumbers, distance_products, forced_by_number, told_apart
 from autocastfx.passes.analysis.value_ranges import Fill, Limit, come_in, fills, fits, reach

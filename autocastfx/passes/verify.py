@@ -12,9 +12,9 @@ from torch.fx.node import map_arg
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import VerifyError
 from autocastfx.graph.alias import mutated_inputs
-from autocastfx.graph.any_size import abstract_call, concrete_sizes, dtypes_of
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import argument, dtypes, origin, set_value, subgraphs, tensors, uses, value
+from autocastfx.graph.sizes import abstract_call, concrete_sizes, dtypes_of
 from autocastfx.passes.analysis.units import Ports
 from autocastfx.passes.state import Pass, State
 from autocastfx.passes.torch_autocast.dispatch import Followed

@@ -15,7 +15,7 @@ from torch import fx, nn
 from autocastfx.errors import KeyPath
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import uses
-from autocastfx.graph.product import KINDS
+from autocastfx.graph.sizes import KINDS
 from autocastfx.policy.op_list import OpList, preset_folder
 from autocastfx.policy.rule import ModuleRule
 from autocastfx.policy.yaml_tree import Tree, parse_file

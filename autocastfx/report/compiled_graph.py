@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from autocastfx.errors import UnsupportedError, VariantError
+from autocastfx.errors import VariantError
 from autocastfx.plan.plan import Plan
 from autocastfx.report.formats import render
 from autocastfx.report.view import SourceLine, View, view_of_graph
 
-__all__ = ["CompiledGraph", "fold_of", "refuse_enabled", "views_of_enabled"]
+__all__ = ["CompiledGraph", "fold_of", "views_of_enabled"]
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,6 @@ def fold_of(model: object) -> str:
 def _backend_of(model: object) -> Any:
     call = model.__dict__.get("_compiled_call_impl") if isinstance(model, nn.Module) else None
     return getattr(call, "backend", None)
-
-
-def refuse_enabled(model: nn.Module) -> None:
-    """Refuse a model that is enabled, or holds what is: capture would go through the calls that convert it.
-
-    Raises:
-        UnsupportedError: it is.
-    """
-    for name, module in model.named_modules():
-        call = module.__dict__.get("_compiled_call_impl")
-        if str(getattr(getattr(call, "__func__", type(call)), "__module__", "")).startswith("autocastfx.integrations"):
-            raise UnsupportedError(
-                f"{f'the module {name}' if name else f'this {type(module).__name__}'} is enabled: its calls are "
-                "converted already. Call autocastfx.disable first, with the model that was enabled, or convert a "
-                "copy.deepcopy of it."
-            )
 
 
 def views_of_enabled(model: nn.Module) -> list[View] | None:

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autocastfx.graph.any_size import concrete_sizes
+from autocastfx.graph.sizes import concrete_sizes
 
 
 def test_a_value_that_lives_no_longer_is_not_taken_for_a_later_one() -> None:

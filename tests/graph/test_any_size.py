@@ -17,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import autocastfx
-from autocastfx.graph.any_size import RECURRENT, any_size, own_sizes
 from autocastfx.graph.node import tensors
+from autocastfx.graph.sizes import RECURRENT, any_size, own_sizes
 from tests.helpers import Function, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")

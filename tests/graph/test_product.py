@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import autocastfx
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import largest_size
-from autocastfx.graph.product import KINDS, Product, product
+from autocastfx.graph.sizes import KINDS, Product, product
 from autocastfx.plan.plan import Decision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import OpList

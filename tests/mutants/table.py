@@ -131,7 +131,12 @@ ALSO: dict[str, tuple[str, ...]] = {
         "graph/test_black_box.py",
         "graph/test_reachable.py",
     ),
-    "graph/product.py": ("passes/test_classify.py",),
+    "graph/sizes.py": (
+        "passes/test_classify.py",
+        "graph/test_abstract_values.py",
+        "graph/test_any_size.py",
+        "graph/test_product.py",
+    ),
     "graph/magnitude.py": ("passes/analysis/test_masks.py", "capture/test_constant_masks.py"),
     "graph/node.py": (
         "graph/test_product.py",
@@ -159,7 +164,6 @@ ALSO: dict[str, tuple[str, ...]] = {
         "numerics/test_paired_backward.py",
     ),
     "graph/names.py": ("graph/test_op_name.py", "graph/test_signature.py"),
-    "graph/any_size.py": ("graph/test_abstract_values.py",),
     "policy/read_rules.py": ("policy/test_keywords.py",),
     "policy/kernel_facts.py": ("policy/test_keep_in_float32.py",),
     "policy/rule.py": ("policy/test_backtracking.py",),

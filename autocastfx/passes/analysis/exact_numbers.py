@@ -16,7 +16,7 @@ from autocastfx.graph.alias import alias_sets, reachable
 from autocastfx.graph.magnitude import Magnitude, is_here, magnitude
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import argument, constants, example, has_float32, largest_size, tensors, uses
-from autocastfx.graph.product import Size, product
+from autocastfx.graph.sizes import Size, product
 from autocastfx.plan.plan import Decision, Forced
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList

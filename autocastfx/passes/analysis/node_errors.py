@@ -9,7 +9,7 @@ from torch import fx
 
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import all_names, elements, example, is_float32, module_path, producer, uses
-from autocastfx.graph.product import product
+from autocastfx.graph.sizes import product
 from autocastfx.passes.analysis.min_cut import OUTSIDE, Term
 from autocastfx.passes.analysis.units import Unit, Units
 from autocastfx.plan.plan import Placement, Precision, Recomposed

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from autocastfx.capture.failure import quiet_logs
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.alias import is_view_or_copy
-from autocastfx.graph.any_size import abstract_call, concrete_sizes, dtypes_of, in_dtype_of
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import argument, dtypes, is_member, uses, value
+from autocastfx.graph.sizes import abstract_call, concrete_sizes, dtypes_of, in_dtype_of
 from autocastfx.plan.plan import (
     Cause,
     Decision,

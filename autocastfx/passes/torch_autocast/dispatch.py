@@ -13,9 +13,9 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.errors import UnsupportedError
-from autocastfx.graph.any_size import abstract_call, in_dtype_of
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import argument, tensors
+from autocastfx.graph.sizes import abstract_call, in_dtype_of
 from autocastfx.plan.plan import Placement, Precision, Why
 from autocastfx.policy.op_list import Matcher, OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule

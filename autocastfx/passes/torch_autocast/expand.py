@@ -20,9 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from autocastfx.graph.any_size import concrete_sizes, in_dtype_of
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import place_like, set_value, value
+from autocastfx.graph.sizes import concrete_sizes, in_dtype_of
 from autocastfx.passes.torch_autocast.dispatch import Dispatch
 from autocastfx.policy.rule import Category
 

@@ -11,8 +11,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autocastfx.dtypes import dtype_name
-from autocastfx.graph.any_size import concrete_sizes, dtypes_of
 from autocastfx.graph.node import Origin, Use, map_uses, place_like, set_origin, tensors, uses, value
+from autocastfx.graph.sizes import concrete_sizes, dtypes_of
 from autocastfx.passes.state import Pass, Policy, State
 from autocastfx.passes.torch_autocast.dispatch import Dispatch, Followed, asked
 from autocastfx.plan.plan import Cause, Decision, Placement, Precision

@@ -12,9 +12,9 @@ from torch import fx, nn
 
 import autocastfx
 from autocastfx.capture.export import Captured
-from autocastfx.graph.any_size import dtypes_of
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import Origin, dtypes, set_origin, value
+from autocastfx.graph.sizes import dtypes_of
 from autocastfx.passes.classify import Classifier
 from autocastfx.passes.pipeline import Converter
 from autocastfx.passes.torch_autocast.dispatch import Dispatch, asked
