@@ -13,7 +13,8 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "autocastfx"
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "autocastfx"
 # From low to high. A part imports parts of lower layers alone; parts of one layer do not know each other.
 LAYERS = (
     ("dtypes", "errors", "files"),
@@ -153,6 +154,40 @@ def test_what_takes_long_to_import_is_imported_by_who_needs_it(module: str) -> N
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     assert "autocastfx.errors" in ran.stdout.split()
     assert not {"torch._dynamo", "torch.export._trace", "sympy", "networkx"} & {*ran.stdout.split()}
+
+
+FILES_ENTERED = """
+import os, sys
+import torch
+from torch import nn
+import autocastfx
+package, entered = os.path.dirname(autocastfx.__file__) + os.sep, set()
+def note(frame, event, argument):
+    entered.update([frame.f_code.co_filename] if frame.f_code.co_filename.startswith(package) else [])
+def count(call, *given):
+    entered.clear(); sys.setprofile(note)
+    try:
+        result = call(*given)
+    finally:
+        sys.setprofile(None)
+    print(len(entered), *sorted(name.removeprefix(package) for name in entered))
+    return result
+model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)), torch.randn(4, 8)
+amp_model = count(autocastfx.convert, model, (x,))
+amp_model(x)
+count(amp_model, x)
+"""
+
+
+def test_a_reader_of_convert_opens_few_files() -> None:
+    """A conversion enters at most 50 files of the package, its check included, and a further call at most 8."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FILES_ENTERED], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    conversion, call = (line.split() for line in ran.stdout.splitlines())
+    assert int(conversion[0]) <= 50, conversion
+    assert int(call[0]) <= 8, call
+    assert "conversion.py" in conversion
 
 
 if __name__ == "__main__":
