@@ -136,7 +136,20 @@ def test_a_gradient_that_all_as_one_would_hide_is_silent(monkeypatch: pytest.Mon
     _changing(monkeypatch, "0.first.bias", lambda g: g * 3)
     row = _row(_case(), "convert")
     assert row.verdict == "silent"
-    assert row.reason.startswith("gradient 0.first.bias: distance ")
+    assert row.reason.startswith("gradient first.bias: distance ")
+
+
+def test_a_gradient_of_one_number_is_judged_by_all_draws() -> None:
+    exact, near, far = ({"0.w": torch.tensor([value])} for value in (1e-3, 1.001e-3, 2e-3))
+    ran = [judge._Ran(torch.ones(1), gradients) for gradients in (exact, near, far)]
+    unlucky = judge._Sides(ran[2], ran[1], ran[0])
+    assert judge._each([unlucky], torch.bfloat16).reason.startswith("gradient w: distance ")
+    ones, off = (
+        judge._Ran(torch.ones(1), {"0.w": torch.ones(1)}),
+        judge._Ran(torch.ones(1), {"0.w": torch.ones(1) * 1.01}),
+    )
+    assert judge._each([unlucky, *[judge._Sides(off, off, ones)] * 4], torch.bfloat16).reason == ""
+    assert judge._each([unlucky] * 5, torch.bfloat16).reason
 
 
 def test_a_missing_gradient_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:

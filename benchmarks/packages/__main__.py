@@ -15,9 +15,9 @@ Verdicts:
 - ``ok``: right, and nothing was said. ``warned``: right, and this package gave a warning. ``refused``: an error of this
   package.
 - ``silent``: outputs or gradients, each as one vector, are farther from float32's than 1.2 times torch.autocast's and
-  two epsilons, for the median of five draws of the inputs; or the gradient of one parameter is farther than ten times
-  and eight epsilons; or nothing runs in 16 bits without a word; or ``check`` finds a difference. Where torch.autocast
-  fails, it is taken to be two epsilons away.
+  two epsilons, for the median of five draws of the inputs; or the gradient of one parameter, in all steps of these
+  draws, is farther than ten times and eight epsilons; or nothing runs in 16 bits without a word; or ``check`` finds a
+  difference. Where torch.autocast fails, it is taken to be two epsilons away.
 - ``foreign``: an error of another program. ``not run``: float32 itself does not run here.
 """
 

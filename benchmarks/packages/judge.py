@@ -7,7 +7,7 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ BATCHES = 2  # of check
 _RATE = 1e-3
 _SCALE = 2.0**10  # of a float16 loss, on all sides
 _TIMES, _EPSILONS = 1.2, 2  # allowed: so many times torch.autocast's distance, and so many epsilons
-_EACH_TIMES, _EACH_EPSILONS = 10, 8  # of the gradient of one parameter, which few draws decide
+_EACH_TIMES, _EACH_EPSILONS = 10, 8  # of the gradient of one parameter, which few numbers decide
 _LONG = 300
 # What a path on this machine begins with.
 _PLACE = re.compile(rf"\S*/site-packages/|{re.escape(str(Path(__file__).resolve().parents[2]))}/")
@@ -101,14 +101,13 @@ def _check(case: Case, dtype: torch.dtype) -> tuple[Distance | None, str, str]:
     return nearest, "warned" if is_assumed else "silent", _short(str(found))
 
 
-def _beside(case: Case, dtype: torch.dtype, way: str) -> tuple[Distance, str, str]:
-    """Judge by the first draw of the inputs, or where that is too far, by the median of five: choices may flip."""
-    first = _drawn(case, dtype, way, 0)
-    if not first.reason:
-        return first.nearest, "", ""
-    found = sorted((first, *(_drawn(case, dtype, way, draw) for draw in range(1, DRAWS))), key=lambda one: one.ratio)
-    median = found[DRAWS // 2]
-    return median.nearest, "silent" if median.reason else "", median.reason
+@dataclass(frozen=True)
+class _Sides:
+    """One draw of the inputs: this package, torch.autocast (None where it fails), and float32."""
+
+    ours: _Ran
+    theirs: _Ran | None
+    exact: _Ran
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,23 @@ class _Compared:
     reason: str
 
 
-def _drawn(case: Case, dtype: torch.dtype, way: str, draw: int) -> _Compared:
+def _beside(case: Case, dtype: torch.dtype, way: str) -> tuple[Distance, str, str]:
+    """Judge by the first draw of the inputs, or where that is too far, by five.
+
+    Of outputs, and gradients as one, it is the median draw, for choices may flip; of each parameter all draws are one
+    vector, for the gradient of a single number may nearly cancel in one.
+    """
+    first = _drawn(case, dtype, way, 0)
+    found = _whole(first, dtype), _each([first], dtype)
+    if any(one.reason for one in found):
+        draws = [first, *(_drawn(case, dtype, way, draw) for draw in range(1, DRAWS))]
+        by_ratio = sorted((_whole(draw, dtype) for draw in draws), key=lambda one: one.ratio)
+        found = by_ratio[DRAWS // 2], _each(draws, dtype)
+    wrong = next((one for one in found if one.reason), None)
+    return (wrong or found[0]).nearest, "silent" if wrong else "", wrong.reason if wrong else ""
+
+
+def _drawn(case: Case, dtype: torch.dtype, way: str, draw: int) -> _Sides:
     build = case.build
     if way.startswith("checkpointed") and case.checkpointed is not None:
         build = case.checkpointed
@@ -144,7 +159,7 @@ def _drawn(case: Case, dtype: torch.dtype, way: str, draw: int) -> _Compared:
             ours = run(case, autocastfx.enable(model, dtype=dtype), dtype)
         finally:
             autocastfx.disable(model)  # packages share modules among models
-    return _compared(ours, theirs, exact, dtype)
+    return _Sides(ours, theirs, exact)
 
 
 def _by_hand(
@@ -192,31 +207,68 @@ def _by_package(
     return _Ran(torch.zeros(0), {name: value.detach() - before[name] for name, value in model.named_parameters()})
 
 
-def _compared(ours: _Ran, theirs: _Ran | None, exact: _Ran, dtype: torch.dtype) -> _Compared:
-    eps, names = torch.finfo(dtype).eps, exact.gradients.keys()
-    if names != ours.gradients.keys():
-        differ = ", ".join(sorted(names ^ ours.gradients.keys())[:3])
-        return _Compared(Distance("gradients", math.inf, 0.0), math.inf, f"only one side has a gradient of {differ}")
-    assumed, note = ASSUMED_EPS * eps, "; torch.autocast fails" if theirs is None else ""
-    if theirs is not None and names != theirs.gradients.keys():
-        theirs, note = None, "; torch.autocast gives other gradients"
-    whole = [
+def _whole(sides: _Sides, dtype: torch.dtype) -> _Compared:
+    """Compare the outputs, and all gradients as one."""
+    ours, exact, eps = sides.ours, sides.exact, torch.finfo(dtype).eps
+    if reason := _one_sided(sides):
+        return _Compared(Distance("gradients", math.inf, 0.0), math.inf, reason)
+    names = exact.gradients.keys()
+    theirs, note = _comparable(sides)
+    assumed, most = ASSUMED_EPS * eps, _EPSILONS * eps
+    found = [
         Distance(name, distance(mine, right), assumed if theirs is None else distance(other, right))
         for name, mine, other, right in (
             ("outputs", ours.outputs, (theirs or exact).outputs, exact.outputs),
             ("gradients", *(_vector(ran, names) for ran in (ours, theirs or exact, exact))),
         )
     ]
-    mine = gradient_distances(ours.gradients, exact.gradients)
-    others = dict.fromkeys(names, assumed) if theirs is None else gradient_distances(theirs.gradients, exact.gradients)
-    each = worst([Distance(f"gradient {n}", mine[n], others[n]) for n in names], _EACH_TIMES, _EACH_EPSILONS * eps)
-    nearest = worst(whole, _TIMES, _EPSILONS * eps)
-    for found, times, most in ((nearest, _TIMES, _EPSILONS * eps), (each, _EACH_TIMES, _EACH_EPSILONS * eps)):
-        if found.fails(times, most):
-            return _Compared(found, found.ours / found.bound(times, most), found.said(times, most) + note)
-    if all(one.ours == 0 for one in whole) and any(one.autocast > 0 for one in whole) and theirs is not None:
+    nearest = worst(found, _TIMES, most)
+    reason = nearest.said(_TIMES, most) + note if nearest.fails(_TIMES, most) else ""
+    if not reason and all(one.ours == 0 for one in found) and any(one.autocast > 0 for one in found) and theirs:
         return _Compared(nearest, math.inf, "nothing ran in 16 bits, and nobody said so")
-    return _Compared(nearest, nearest.ours / nearest.bound(_TIMES, _EPSILONS * eps), "")
+    return _Compared(nearest, nearest.ours / nearest.bound(_TIMES, most), reason)
+
+
+def _each(draws: Sequence[_Sides], dtype: torch.dtype) -> _Compared:
+    """Compare the gradient of each parameter, in all steps of all draws."""
+    if reason := next(filter(None, map(_one_sided, draws)), ""):
+        return _Compared(Distance("gradients", math.inf, 0.0), math.inf, reason)
+    eps, notes = torch.finfo(dtype).eps, [_comparable(draw) for draw in draws]
+    ours, exact = (_by_parameter(runs) for runs in ([d.ours for d in draws], [d.exact for d in draws]))
+    compared = [theirs for theirs, _ in notes if theirs is not None]
+    others = dict.fromkeys(exact, ASSUMED_EPS * eps)
+    if len(compared) == len(draws):
+        others = gradient_distances(_by_parameter(compared), exact)
+    mine, most = gradient_distances(ours, exact), _EACH_EPSILONS * eps
+    nearest = worst([Distance(f"gradient {n}", mine[n], others[n]) for n in exact], _EACH_TIMES, most)
+    note = next((note for _, note in notes if note), "")
+    reason = nearest.said(_EACH_TIMES, most) + note if nearest.fails(_EACH_TIMES, most) else ""
+    return _Compared(nearest, nearest.ours / nearest.bound(_EACH_TIMES, most), reason)
+
+
+def _one_sided(sides: _Sides) -> str:
+    """Say which gradients only float32 or only this package has; empty if none."""
+    differ = sorted(sides.exact.gradients.keys() ^ sides.ours.gradients.keys())
+    return f"only one side has a gradient of {', '.join(differ[:3])}" if differ else ""
+
+
+def _comparable(sides: _Sides) -> tuple[_Ran | None, str]:
+    """Return torch.autocast's side, or None and why there is none to compare with."""
+    if sides.theirs is None:
+        return None, "; torch.autocast fails"
+    if sides.theirs.gradients.keys() != sides.exact.gradients.keys():
+        return None, "; torch.autocast gives other gradients"
+    return sides.theirs, ""
+
+
+def _by_parameter(runs: Sequence[_Ran]) -> dict[str, Tensor]:
+    """Return for each parameter its gradients in all steps of all runs, as one vector."""
+    found: dict[str, list[Tensor]] = {}
+    for ran in runs:
+        for name, gradient in ran.gradients.items():
+            step, _, parameter = name.partition(".")
+            found.setdefault(parameter if step.isdigit() else name, []).append(gradient.flatten())
+    return {name: torch.cat(held) for name, held in found.items()}
 
 
 def _vector(ran: _Ran, names: Iterable[str]) -> Tensor:
