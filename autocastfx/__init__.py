@@ -1,176 +1,71 @@
-"""Mixed precision for PyTorch as a graph rewrite: every cast is a node, every decision has a reason."""
+"""Mixed precision for PyTorch as a graph rewrite: every cast is a node, every decision has a reason.
+
+A name is imported when it is first asked for. Errors and warnings are in :mod:`autocastfx.errors`.
+"""
 
 # ruff: noqa: E402
 from autocastfx.cli.interrupt import end_when_interrupted
 
 end_when_interrupted()  # before the other imports, which take seconds
 
-from autocastfx.calibration import calibrate
-from autocastfx.conversion import convert
-from autocastfx.errors import (
-    AutocastFXError,
-    BannedOpError,
-    BisectError,
-    CalibrationError,
-    CaptureError,
-    EvaluationsError,
-    GpuError,
-    LossScaleError,
-    ManyVariantsWarning,
-    MissingExtraError,
-    NodeError,
-    NotCapturedError,
-    OpListError,
-    PlanError,
-    ScaledGradientsWarning,
-    SensitivityError,
-    SkippedStepWarning,
-    StateWarning,
-    UncapturedGraphWarning,
-    UnmatchedPlanWarning,
-    UnmatchedRuleWarning,
-    UnsupportedError,
-    VariantError,
-    VerifyError,
-)
-from autocastfx.integrations.backend import CompileBackend, backend_of, disable, enable
-from autocastfx.numerics.bisect import Bisection, Place, bisect
-from autocastfx.numerics.check import Check, CheckedValue, check
-from autocastfx.numerics.compare import compare
-from autocastfx.numerics.find_overflow import InputRange, Overflow, find_overflow
-from autocastfx.numerics.gradient_histogram import Exponents, GradientHistogram, Margin, Shares, gradient_histogram
-from autocastfx.numerics.logprob_gap import LogprobGap, logprob_gap
-from autocastfx.numerics.plan_search import Budget, Point
-from autocastfx.numerics.sensitivity import sensitivity
-from autocastfx.numerics.tune import Tuned, tune
-from autocastfx.numerics.watch import SkippedStep, Watch, WatchedNode, watch
-from autocastfx.plan.plan import (
-    Cause,
-    Decision,
-    Forced,
-    Placement,
-    Plan,
-    PlannedCast,
-    PlannedCopy,
-    PlannedNode,
-    Precision,
-    Recomposed,
-    Why,
-)
-from autocastfx.plan.plan_diff import Difference, PlanDiff, diff
-from autocastfx.plan.ranges import Range, Ranges
-from autocastfx.plan.sensitivity import Effect, Sensitivity
-from autocastfx.policy.op_list import OpList, load_op_list, presets
-from autocastfx.policy.rule import Category, ModuleRule, Rule
-from autocastfx.policy.write_list import Change
-from autocastfx.report.comparison import (
-    Beginning,
-    ComparedNode,
-    ComparedParameter,
-    ComparedVariant,
-    Comparison,
-    Deviation,
-)
-from autocastfx.report.compiled_graph import CompiledGraph
-from autocastfx.report.dump import Page, dump, show
-from autocastfx.report.explain import explain
-from autocastfx.report.lint.lint import Lint, OpEstimate, lint
-from autocastfx.report.lint.odd_size import OddSize
-from autocastfx.report.lint.roofline import Gpu, Total
-from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.training.grad_scaler import GradScaler
-from autocastfx.training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
-from autocastfx.training.loss_scaler import LossScaler
-from autocastfx.training.optimizer import LossScalingOptimizer, StepResult
+import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# What saved graphs call by name is there as soon as the package is.
+for _name in ("casts", "cross_entropy_loss", "norms", "quick_gelu", "short_attention"):
+    import_module(f"autocastfx.runtime.operators.{_name}")
+import_module("autocastfx.capture.rewrites")
+
+if TYPE_CHECKING:
+    from autocastfx.calibration import calibrate
+    from autocastfx.conversion import convert
+    from autocastfx.integrations.backend import CompileBackend, backend_of, disable, enable
+    from autocastfx.numerics.bisect import bisect
+    from autocastfx.numerics.check import check
+    from autocastfx.numerics.compare import compare
+    from autocastfx.numerics.find_overflow import find_overflow
+    from autocastfx.numerics.gradient_histogram import gradient_histogram
+    from autocastfx.numerics.logprob_gap import logprob_gap
+    from autocastfx.numerics.plan_search import Budget
+    from autocastfx.numerics.sensitivity import sensitivity
+    from autocastfx.numerics.tune import tune
+    from autocastfx.numerics.watch import watch
+    from autocastfx.plan.plan import Plan
+    from autocastfx.plan.plan_diff import diff
+    from autocastfx.plan.ranges import Ranges
+    from autocastfx.plan.sensitivity import Sensitivity
+    from autocastfx.policy.op_list import OpList, load_op_list, presets
+    from autocastfx.report.comparison import Comparison
+    from autocastfx.report.dump import dump, show
+    from autocastfx.report.explain import explain
+    from autocastfx.report.lint.lint import lint
+    from autocastfx.report.lint.roofline import Gpu
+    from autocastfx.runtime.amp_module import AmpModule
+    from autocastfx.training.grad_scaler import GradScaler
+    from autocastfx.training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, suggest_loss_scale
+    from autocastfx.training.loss_scaler import LossScaler
+    from autocastfx.training.optimizer import LossScalingOptimizer, StepResult
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AmpModule",
-    "AutocastFXError",
-    "BannedOpError",
-    "Beginning",
-    "BisectError",
-    "Bisection",
     "Budget",
-    "CalibrationError",
-    "CaptureError",
-    "Category",
-    "Cause",
-    "Change",
-    "Check",
-    "CheckedValue",
-    "ComparedNode",
-    "ComparedParameter",
-    "ComparedVariant",
     "Comparison",
     "CompileBackend",
-    "CompiledGraph",
-    "Decision",
-    "Deviation",
-    "Difference",
     "DynamicLossScale",
-    "Effect",
-    "EvaluationsError",
-    "Exponents",
-    "Forced",
     "Gpu",
-    "GpuError",
     "GradScaler",
-    "GradientHistogram",
-    "InputRange",
-    "Lint",
-    "LogprobGap",
-    "LossScaleError",
     "LossScaler",
     "LossScalingOptimizer",
-    "ManyVariantsWarning",
-    "Margin",
-    "MissingExtraError",
-    "ModuleRule",
     "NoLossScale",
-    "NodeError",
-    "NotCapturedError",
-    "OddSize",
-    "OpEstimate",
     "OpList",
-    "OpListError",
-    "Overflow",
-    "Page",
-    "Place",
-    "Placement",
     "Plan",
-    "PlanDiff",
-    "PlanError",
-    "PlannedCast",
-    "PlannedCopy",
-    "PlannedNode",
-    "Point",
-    "Precision",
-    "Range",
     "Ranges",
-    "Recomposed",
-    "Rule",
-    "ScaledGradientsWarning",
     "Sensitivity",
-    "SensitivityError",
-    "Shares",
-    "SkippedStep",
-    "SkippedStepWarning",
-    "StateWarning",
     "StaticLossScale",
     "StepResult",
-    "Total",
-    "Tuned",
-    "UncapturedGraphWarning",
-    "UnmatchedPlanWarning",
-    "UnmatchedRuleWarning",
-    "UnsupportedError",
-    "VariantError",
-    "VerifyError",
-    "Watch",
-    "WatchedNode",
-    "Why",
     "__version__",
     "backend_of",
     "bisect",
@@ -195,3 +90,81 @@ __all__ = [
     "tune",
     "watch",
 ]
+
+# The modules that have the names above.
+_HOMES = {
+    "calibration": "calibrate",
+    "conversion": "convert",
+    "integrations.backend": "CompileBackend backend_of disable enable",
+    "numerics.bisect": "bisect",
+    "numerics.check": "check",
+    "numerics.compare": "compare",
+    "numerics.find_overflow": "find_overflow",
+    "numerics.gradient_histogram": "gradient_histogram",
+    "numerics.logprob_gap": "logprob_gap",
+    "numerics.plan_search": "Budget",
+    "numerics.sensitivity": "sensitivity",
+    "numerics.tune": "tune",
+    "numerics.watch": "watch",
+    "plan.plan": "Plan",
+    "plan.plan_diff": "diff",
+    "plan.ranges": "Ranges",
+    "plan.sensitivity": "Sensitivity",
+    "policy.op_list": "OpList load_op_list presets",
+    "report.comparison": "Comparison",
+    "report.dump": "dump show",
+    "report.explain": "explain",
+    "report.lint.lint": "lint",
+    "report.lint.roofline": "Gpu",
+    "runtime.amp_module": "AmpModule",
+    "training.grad_scaler": "GradScaler",
+    "training.loss_scale": "DynamicLossScale NoLossScale StaticLossScale suggest_loss_scale",
+    "training.loss_scaler": "LossScaler",
+    "training.optimizer": "LossScalingOptimizer StepResult",
+}
+# Names that were here before, and the modules that have them.
+_MOVED = {
+    "errors": (
+        "AutocastFXError BannedOpError BisectError CalibrationError CaptureError EvaluationsError GpuError "
+        "LossScaleError ManyVariantsWarning MissingExtraError NodeError NotCapturedError OpListError PlanError "
+        "ScaledGradientsWarning SensitivityError SkippedStepWarning StateWarning UncapturedGraphWarning "
+        "UnmatchedPlanWarning UnmatchedRuleWarning UnsupportedError VariantError VerifyError"
+    ),
+    "numerics.bisect": "Bisection Place",
+    "numerics.check": "Check CheckedValue",
+    "numerics.find_overflow": "InputRange Overflow",
+    "numerics.gradient_histogram": "Exponents GradientHistogram Margin Shares",
+    "numerics.logprob_gap": "LogprobGap",
+    "numerics.plan_search": "Point",
+    "numerics.tune": "Tuned",
+    "numerics.watch": "SkippedStep Watch WatchedNode",
+    "plan.plan": "Cause Decision Forced Placement PlannedCast PlannedCopy PlannedNode Precision Recomposed Why",
+    "plan.plan_diff": "Difference PlanDiff",
+    "plan.ranges": "Range",
+    "plan.sensitivity": "Effect",
+    "policy.rule": "Category ModuleRule Rule",
+    "policy.write_list": "Change",
+    "report.comparison": "Beginning ComparedNode ComparedParameter ComparedVariant Deviation",
+    "report.compiled_graph": "CompiledGraph",
+    "report.dump": "Page",
+    "report.lint.lint": "Lint OpEstimate",
+    "report.lint.odd_size": "OddSize",
+    "report.lint.roofline": "Total",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_NEW_HOME_OF = {name: home for home, names in _MOVED.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if (home := _HOME_OF.get(name)) is None:
+        if (home := _NEW_HOME_OF.get(name)) is None:
+            raise AttributeError(f"module 'autocastfx' has no attribute {name!r}")
+        said = f"autocastfx.{name} is autocastfx.{home}.{name} now; the old name goes with the next version."
+        warnings.warn(said, DeprecationWarning, stacklevel=2)
+        return getattr(import_module(f"autocastfx.{home}"), name)
+    found = globals()[name] = getattr(import_module(f"autocastfx.{home}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

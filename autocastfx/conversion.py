@@ -31,7 +31,7 @@ from autocastfx.capture.call import (
 )
 from autocastfx.capture.leave_intact import capturing
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
-from autocastfx.errors import CaptureError, SensitivityError, UnmatchedPlanWarning, UnsupportedError
+from autocastfx.errors import ArgumentTypeError, CaptureError, SensitivityError, UnmatchedPlanWarning, UnsupportedError
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter, VariantMaker
 from autocastfx.plan.edited_plan import read_plan
@@ -266,7 +266,9 @@ def _as_module(model: object) -> nn.Module:
         raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
     module = model.module() if isinstance(model, ExportedProgram) else model
     if not isinstance(module, nn.Module):
-        raise TypeError(f"convert takes an nn.Module, a GraphModule or an ExportedProgram, not {type(model).__name__}")
+        raise ArgumentTypeError(
+            f"convert takes an nn.Module, a GraphModule or an ExportedProgram, not {type(model).__name__}"
+        )
     _check_parameters(module)
     return module
 

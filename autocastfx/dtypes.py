@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from autocastfx.errors import ArgumentError
+
 __all__ = ["LOW_DTYPES", "chosen_dtype", "dtype_name", "low_dtype", "one_low_dtype"]
 
 _LOG = logging.getLogger("autocastfx")
@@ -38,7 +40,7 @@ def low_dtype(said: torch.dtype | str) -> torch.dtype:
     """
     found = _SAID.get(said.lower().removeprefix("torch.")) if isinstance(said, str) else said
     if found not in LOW_DTYPES:
-        raise ValueError(f"dtype is torch.float16 or torch.bfloat16, not {said!r}")
+        raise ArgumentError(f"dtype is torch.float16 or torch.bfloat16, not {said!r}")
     return found
 
 

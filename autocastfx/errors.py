@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
     "AutocastFXError",
     "BannedOpError",
     "CalibrationError",
@@ -24,6 +26,7 @@ __all__ = [
     "Source",
     "StateWarning",
     "UncapturedGraphWarning",
+    "UnknownNameError",
     "UnmatchedPlanWarning",
     "UnmatchedRuleWarning",
     "UnsupportedError",
@@ -78,6 +81,21 @@ Place = Source | KeyPath
 
 class AutocastFXError(Exception):
     """Base of all errors of this package."""
+
+
+class ArgumentError(AutocastFXError, ValueError):
+    """An argument has a value that the function does not take."""
+
+
+class ArgumentTypeError(AutocastFXError, TypeError):
+    """An argument is of a type that the function does not take."""
+
+
+class UnknownNameError(AutocastFXError, KeyError):
+    """Nothing has this name: no node, op, module or measured value."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""  # a KeyError's text has quotes around it
 
 
 class OpListError(AutocastFXError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from autocastfx.errors import ArgumentError, UnknownNameError
 from autocastfx.plan.plan import PlannedNode, Precision, select
 from autocastfx.report.explain import explain
 from autocastfx.runtime.amp_module import AmpModule
@@ -30,10 +31,10 @@ def assert_precision(amp_model: AmpModule, what: str, dtype: torch.dtype) -> Non
     """
     low: torch.dtype = getattr(torch, amp_model.plan.low)
     if dtype not in (torch.float32, low):
-        raise ValueError(f"the conversion computes in torch.float32 and {low}, never in {dtype}")
+        raise ArgumentError(f"the conversion computes in torch.float32 and {low}, never in {dtype}")
     found = [node for node in select(amp_model.plan, what) if node.placement.run is not Precision.CAPTURED]
     if not found:
-        raise KeyError(f"all nodes called {what!r} run as captured: the conversion chose no precision for them")
+        raise UnknownNameError(f"all nodes called {what!r} run as captured: the conversion chose no precision for them")
     wanted = Precision.LOW if dtype == low else Precision.FLOAT32
     wrong = [node for node in found if node.placement.run is not wanted]
     if wrong:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
+from autocastfx.errors import UnsupportedError
 from benchmarks.accuracy_tasks import TASKS, Batch, Task
 from benchmarks.machine import machine
 
@@ -149,7 +150,7 @@ def train_all(names: Sequence[str], modes: Sequence[str], runs: list[Run], repor
                 print(f"{name}, {mode}, seed {seed} ...", end=" ", file=sys.stderr, flush=True)
                 try:
                     run = train(name, task, mode, seed)
-                except autocastfx.UnsupportedError as error:
+                except UnsupportedError as error:
                     print(f"not there yet: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
                     break
                 print(f"{run.score:.4f}, {run.seconds:.0f} s", file=sys.stderr, flush=True)

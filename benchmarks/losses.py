@@ -37,7 +37,7 @@ from statistics import fmean, geometric_mean, variance
 import torch
 from torch import nn
 
-import autocastfx
+from autocastfx.errors import UnsupportedError
 from benchmarks.losses_tasks import FOLLOWED, STEPS, Followed
 from benchmarks.models import FullModel
 from benchmarks.store import Store
@@ -74,7 +74,7 @@ def follow(name: str, followed: Followed, side: str, seed: int, setting: Setting
         model = FullModel(lambda: _rounded(followed.model(seed).build(), setting.dtype), model.inputs)
     try:
         made = training(SIDES[side], model, setting, has_masters=side == MASTERS)
-    except autocastfx.UnsupportedError as error:
+    except UnsupportedError as error:
         return Run(name, side, seed, note=f"not there yet: {str(error).splitlines()[0]}")
     losses = []
     for step, batch in enumerate(followed.batches(seed)):

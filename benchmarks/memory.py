@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import autocastfx
+from autocastfx.errors import UnsupportedError
 from benchmarks.models import TRAINED, FullModel
 from benchmarks.step_counts import Saved, count
 from benchmarks.store import Store
@@ -72,7 +73,7 @@ def measure(name: str, model: FullModel, policy: str) -> Row:
         try:
             fixed = {"dtype": torch.float16, "device": "cuda", "keep_output_dtype": False}
             module = autocastfx.convert(module, (), inputs, **{**fixed, **options})
-        except autocastfx.UnsupportedError as error:
+        except UnsupportedError as error:
             return Row(name, policy, note=f"not there yet: {str(error).splitlines()[0]}")
         saved = _saved(module, inputs)
     else:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import autocastfx
+from autocastfx.errors import UnsupportedError
 from benchmarks.machine import machine
 
 WIDTH, DEPTH, BATCH = 1024, 10, 4
@@ -164,7 +165,7 @@ def measure(mode: str, width: int) -> Row:
     before = live()
     try:
         training = MODES[mode](width)
-    except autocastfx.UnsupportedError as error:
+    except UnsupportedError as error:
         return Row(mode, note=f"not there yet: {str(error).splitlines()[0]}")
     optimizer = training.optimizer
 

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 import autocastfx
+from autocastfx.errors import OpListError, UnsupportedError
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import origin
 from autocastfx.runtime.operators.casts import saturating_cast
@@ -61,7 +62,7 @@ def measure(name: str, model: FullModel, policy: str) -> Row:
     try:
         options = {"dtype": torch.float16, "device": "cuda", "keep_output_dtype": False, **POLICIES[policy]}
         amp = autocastfx.convert(module, (), inputs, **options)
-    except (autocastfx.UnsupportedError, autocastfx.OpListError) as error:
+    except (UnsupportedError, OpListError) as error:
         return Row(name, policy, note=f"not there yet: {str(error).splitlines()[0]}")
     casts = [n for n in amp.graph.nodes if origin(n) is not None and op_name(n) in ("to", of_function(saturating_cast))]
     if len(casts) != len(amp.plan.casts):

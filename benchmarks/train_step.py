@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-import autocastfx
+from autocastfx.errors import UnsupportedError
 from benchmarks.small_models import SMALL
 from benchmarks.step_counts import count
 from benchmarks.step_table import Row, compiled_table, table, targets
@@ -109,7 +109,7 @@ def measure(
     for side in sides:
         try:
             made = training(side, SMALL[name], plain)
-        except autocastfx.UnsupportedError as error:
+        except UnsupportedError as error:
             rows[side] = Row(name, side, note=f"not there yet: {str(error).splitlines()[0]}")
             continue
         rows[side] = Row(**counts(name, side, made, setting.device))

@@ -48,9 +48,8 @@ from typing import Any
 
 import torch
 
-from autocastfx import Budget
 from autocastfx.numerics.compare import TargetError
-from autocastfx.numerics.plan_search import PlanSearch
+from autocastfx.numerics.plan_search import Budget, PlanSearch
 from autocastfx.numerics.tune import _prices, tune
 from autocastfx.report.lint.roofline import find_gpu
 from benchmarks.store import Store

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autocastfx
-from autocastfx import Budget, Forced, OpList, Precision
+from autocastfx import OpList
 from autocastfx.numerics.compare import TargetError
-from autocastfx.plan.plan import PlannedNode
+from autocastfx.numerics.plan_search import Budget
+from autocastfx.plan.plan import Forced, PlannedNode, Precision
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.policy.rule import Category
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx import Forced, OpList, PlanError, Precision, Sensitivity
+from autocastfx import OpList, Sensitivity
 from autocastfx.conversion import convert_captured
+from autocastfx.errors import PlanError
 from autocastfx.graph.alias import alias_sets
 from autocastfx.numerics.compare import TargetError
 from autocastfx.numerics.plan_search import Found, PlanSearch
@@ -21,7 +22,7 @@ from autocastfx.numerics.sensitivity import Measuring, captured_of
 from autocastfx.numerics.tune import Tuned
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.edited_plan import read_plan
-from autocastfx.plan.plan import Plan, PlannedNode, Prices
+from autocastfx.plan.plan import Forced, Plan, PlannedNode, Precision, Prices
 from autocastfx.policy.op_list import load_op_list
 from benchmarks.tune_models import Case
 

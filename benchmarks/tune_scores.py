@@ -22,10 +22,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import autocastfx
-from autocastfx import Sensitivity, SensitivityError
+from autocastfx import Sensitivity
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.measure import apart, written_outside
+from autocastfx.errors import SensitivityError
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.node import uses
 from autocastfx.numerics.compare import TargetError

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import AutocastFXError
+from autocastfx.errors import AutocastFXError
 from autocastfx.numerics.compare import TargetError
 from benchmarks.store import Store
 from benchmarks.zoo_case import ZooModel

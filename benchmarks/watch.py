@@ -23,6 +23,7 @@ from statistics import median, quantiles
 import torch
 
 import autocastfx
+from autocastfx.numerics.watch import Watch
 from benchmarks.small_models import SMALL
 from benchmarks.store import Store
 from benchmarks.timing import keep_memory, milliseconds, turns
@@ -71,7 +72,7 @@ def measured(name: str, every: int, rounds: int) -> Row:
     return Row(name, nodes, *times, ratio=[round(quartile, 4) for quartile in quantiles(ratios, n=4)])
 
 
-def _step(made: Training, watch: autocastfx.Watch | None) -> Callable[[], object]:
+def _step(made: Training, watch: Watch | None) -> Callable[[], object]:
     """Return a function that makes a step, and reads what it has counted."""
 
     def run() -> object:

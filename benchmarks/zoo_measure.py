@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 import autocastfx
+from autocastfx.errors import AutocastFXError
 from benchmarks.zoo_case import ZooModel, draw
 from benchmarks.zoo_judge import LEVELS, Distance, Forward, gradients_apart, outputs_apart, typical, worst
 
@@ -293,7 +294,7 @@ def measure(model: ZooModel, cases: Sequence[tuple[str, str]], report: Callable[
             started = time.perf_counter()
             try:
                 amp = autocastfx.convert(owner, (), example_kwargs=_inputs(model, FIRST_SIZE), dtype=dtype, fold=fold)
-            except autocastfx.AutocastFXError as error:
+            except AutocastFXError as error:
                 report(_not_captured(row, model, error))
                 continue  # where train mode cannot be captured, eval mode may
             except Exception as error:
@@ -308,7 +309,7 @@ def measure(model: ZooModel, cases: Sequence[tuple[str, str]], report: Callable[
             break
 
 
-def _not_captured(row: Row, model: ZooModel, error: autocastfx.AutocastFXError) -> Row:
+def _not_captured(row: Row, model: ZooModel, error: AutocastFXError) -> Row:
     """Make the row of a refused model: refused rightly, by torch.export too, or wrongly."""
     if model.refused and row.mode in model.refused_in:
         return _refused(row, model, error)

@@ -9,6 +9,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 import autocastfx
+from autocastfx.errors import AutocastFXError
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import tensors, uses
 from benchmarks.zoo_case import ZooModel
@@ -24,7 +25,7 @@ def floating_ops(model: ZooModel) -> set[str]:
     """
     try:
         amp = autocastfx.convert(model.build(), (), example_kwargs=model.inputs(*FIRST_SIZE), dtype=torch.bfloat16)
-    except autocastfx.AutocastFXError:
+    except AutocastFXError:
         return set()
     captured = [variant.captured for variant in amp.variants if variant.captured is not None]
     graphs = [graph for c in captured for graph in (c.graph, *_inside(c.attributes.values()))]

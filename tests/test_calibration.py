@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import CalibrationError, Category, OpList, Ranges, UnsupportedError, calibrate, convert, load_op_list
+from autocastfx import OpList, Ranges, calibrate, convert, load_op_list
+from autocastfx.errors import CalibrationError, UnsupportedError
+from autocastfx.policy.rule import Category
 from tests.golden.readme import blocks, outputs, run
 from tests.helpers import Function, op_list, relative_error
 

@@ -19,13 +19,22 @@ import torch
 from torch import Tensor, fx, nn
 
 import autocastfx
-from autocastfx import AmpModule, CaptureError, Precision, StateWarning, UnsupportedError
+from autocastfx import AmpModule
 from autocastfx.conversion import convert_again
+from autocastfx.errors import (
+    CaptureError,
+    StateWarning,
+    UnmatchedPlanWarning,
+    UnmatchedRuleWarning,
+    UnsupportedError,
+    VerifyError,
+)
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes, origin
 from autocastfx.passes import pipeline as pipeline_module
 from autocastfx.passes.pipeline import PIPELINE, Converter
 from autocastfx.passes.state import Pass, Policy, State
+from autocastfx.plan.plan import Precision
 from tests.helpers import heard
 
 LOW = [torch.float16, torch.bfloat16]
@@ -437,7 +446,7 @@ def test_a_planted_wrong_cast_is_refused(x: Tensor, monkeypatch: pytest.MonkeyPa
 
     steps = list(PIPELINE)
     monkeypatch.setattr(pipeline_module, "PIPELINE", (*steps[:-1], lambda policy: plant, steps[-1]))
-    with pytest.raises(autocastfx.VerifyError, match=r"(?s)is float64, planned float16.*>>> "):
+    with pytest.raises(VerifyError, match=r"(?s)is float64, planned float16.*>>> "):
         autocastfx.convert(Net(), (x,), dtype="float16")
 
 
@@ -511,7 +520,7 @@ def test_what_matches_nothing_is_told_after_the_first_call_of_a_model_that_was_g
     rules = autocastfx.OpList.of({"deny": ["gelu", "exp2"]}, name="mine")
     model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.ones(2, 8)
     amp_model = again(autocastfx.convert(model, op_list=["default", rules]))
-    with pytest.warns(autocastfx.UnmatchedRuleWarning, match=r"mine:deny\[1\]: no node of the model is 'exp2'") as told:
+    with pytest.warns(UnmatchedRuleWarning, match=r"mine:deny\[1\]: no node of the model is 'exp2'") as told:
         amp_model(x)
     assert len(told) == 1
     amp_model.eval()(x)  # not again
@@ -521,7 +530,11 @@ def test_lines_of_a_plan_and_ranges_that_match_nothing_are_told_after_the_first_
     x = torch.ones(2, 8)
     other = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     given: list[tuple[dict[str, Any], type[Warning], str]] = [
-        ({"plan": autocastfx.convert(other, (x,)).plan}, autocastfx.UnmatchedPlanWarning, "no node is named 'tanh'"),
+        (
+            {"plan": autocastfx.convert(other, (x,)).plan},
+            UnmatchedPlanWarning,
+            "no node is named 'tanh'",
+        ),
         ({"calibrate": autocastfx.calibrate(other, [(x,)])}, UserWarning, "the first being 'tanh' .* Calibrate again"),
     ]
     for arguments, kind, words in given:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from autocastfx import Category, load_op_list
+from autocastfx import load_op_list
 from autocastfx.policy.op_list import KEYS
 from autocastfx.policy.read_rules import DEVICES, PLACEMENTS, UNLISTED
+from autocastfx.policy.rule import Category
 from tests.golden.readme import INTEGRATIONS, NUMERICS, OP_LISTS, PLACEMENT, TUNING, WEIGHTS, outputs, run
 
 TEXT = OP_LISTS.read_text(encoding="utf-8")

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "autocastfx"
 # From low to high. A part imports parts of lower layers alone; parts of one layer do not know each other.
 LAYERS = (
-    ("dtypes", "errors", "files"),
+    ("errors",),
+    ("dtypes", "files"),
     ("graph",),
     ("policy", "training"),
     ("plan",),

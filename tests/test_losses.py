@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
+from autocastfx.errors import UnsupportedError
 from benchmarks import losses, losses_tasks, report
 from benchmarks.accuracy_tasks import DigitsCNN
 from benchmarks.losses import AUTOCAST, CONTROL, DEFAULT, FASTEST, FLOAT32, HALF, MASTERS, Run
@@ -135,7 +136,7 @@ def test_runs_are_resumed_and_say_what_is_missing(
     assert capsys.readouterr().out == told.out
 
     def refuse(*_: object, **__: object) -> None:
-        raise autocastfx.UnsupportedError("not built.\nMore.")
+        raise UnsupportedError("not built.\nMore.")
 
     monkeypatch.undo()
     monkeypatch.setattr(autocastfx, "convert", refuse)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autocastfx import Category, presets
+from autocastfx import presets
 from autocastfx.policy.op_list import preset_folder
+from autocastfx.policy.rule import Category
 from tests.golden.readme import README, blocks, outputs, run, updated
 
 TEXT = README.read_text(encoding="utf-8")

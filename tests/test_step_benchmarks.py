@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
+from autocastfx.errors import UnsupportedError
 from benchmarks import compiled_step, inference, memory, report, step_table, timing, train_step, training
 from benchmarks.memory import AUTOCAST, FLOAT32, HALF, KERNEL
 from benchmarks.models import TRAINED, FullModel
@@ -100,7 +101,7 @@ def test_memory_is_resumed_and_says_what_is_missing(
     assert [row["policy"] for row in first] == [FLOAT32, HALF]
 
     def refuse(*_: object, **options: object) -> None:
-        raise autocastfx.UnsupportedError(f"fold={options['fold']!r} is not built.\nMore.")
+        raise UnsupportedError(f"fold={options['fold']!r} is not built.\nMore.")
 
     monkeypatch.setattr(autocastfx, "convert", refuse)
     capsys.readouterr()
@@ -225,7 +226,7 @@ def test_float16_losses_are_scaled_and_each_side_trains(side: str) -> None:
 
 def test_what_is_missing_is_told(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise autocastfx.UnsupportedError("not built.")
+        raise UnsupportedError("not built.")
 
     monkeypatch.setattr(autocastfx, "convert", refuse)
     rows = train_step.measured(tiny, training.Setting("cpu", torch.bfloat16), 0, 1, tuple(training.SIDES))

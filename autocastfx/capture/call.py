@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autocastfx.dtypes import dtype_name
-from autocastfx.errors import UnsupportedError, shown
+from autocastfx.errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from autocastfx.policy.kernel_facts import LEVELS
 
 __all__ = [
@@ -325,7 +325,7 @@ def inputs_of(positional: Any, keywords: Mapping[str, Any] | None) -> tuple[tupl
     """
     if isinstance(positional, Mapping):
         if keywords:
-            raise TypeError(
+            raise ArgumentTypeError(
                 "example_inputs is a dict, which holds keyword inputs, and example_kwargs has others: give one of the "
                 "two. A dict that is the model's first argument goes into a tuple: (inputs,)."
             )
@@ -333,7 +333,7 @@ def inputs_of(positional: Any, keywords: Mapping[str, Any] | None) -> tuple[tupl
     if isinstance(positional, torch.Tensor):
         return (positional,), keywords or {}
     if positional is not None and not isinstance(positional, (tuple, list)):
-        raise TypeError(
+        raise ArgumentTypeError(
             "example_inputs is a tensor, a tuple of the positional inputs of one call, or a dict of its keyword "
             f"inputs, not {type(positional).__name__}. {_FROM_NUMPY if _is_array(positional) else _IN_A_TUPLE}"
         )
@@ -361,7 +361,9 @@ def batches_of(batches: Iterable[Any]) -> Iterator[Any]:
         TypeError: one batch was given, or nothing that can be iterated.
     """
     if isinstance(batches, (torch.Tensor, Mapping)) or not isinstance(batches, Iterable):
-        raise TypeError(f"batches is an iterable of batches, not a {type(batches).__name__}; write [batch] for one")
+        raise ArgumentTypeError(
+            f"batches is an iterable of batches, not a {type(batches).__name__}; write [batch] for one"
+        )
     return iter(batches)
 
 
@@ -403,7 +405,7 @@ def named_device(given: torch.device | str | None) -> torch.device | None:
     except RuntimeError as error:
         near = "cuda" if str(given).lower().startswith("gpu") else "cpu"
         known = str(error).partition("\n")[0]
-        raise ValueError(
+        raise ArgumentError(
             f"device={given!r} is not a device that torch knows (did you mean {near!r}?): {known}"
         ) from None
 
@@ -418,13 +420,13 @@ def check_arguments(fold: str, weights: str = "cast", headroom: float = 1.0, *, 
         ValueError: one has no such value.
     """
     if not 1 <= headroom <= sys.float_info.max:
-        raise ValueError(f"headroom is a finite factor of at least 1, not {shown(headroom)}")
+        raise ArgumentError(f"headroom is a finite factor of at least 1, not {shown(headroom)}")
     if check not in (None, True, False):
-        raise ValueError(f"check is None, True or False, not {shown(check)}")
+        raise ArgumentError(f"check is None, True or False, not {shown(check)}")
     choices = {"weights": (weights, ("cast", "cached", "low")), "fold": (fold, tuple(LEVELS))}
     for name, (given, known) in choices.items():
         if given not in known:
-            raise ValueError(f"{name} is one of {', '.join(map(repr, known))}, not {given!r}")
+            raise ArgumentError(f"{name} is one of {', '.join(map(repr, known))}, not {given!r}")
 
 
 # Of a model that is 16-bit already.
@@ -465,7 +467,7 @@ def conversion_is_off() -> bool:
     """
     said = os.environ.get("AUTOCASTFX_DISABLE", "") or "0"
     if said not in ("0", "1"):
-        raise ValueError(f"AUTOCASTFX_DISABLE is 0 or 1, not {said!r}")
+        raise ArgumentError(f"AUTOCASTFX_DISABLE is 0 or 1, not {said!r}")
     if said == "1":
         warnings.warn("AUTOCASTFX_DISABLE=1 is set: nothing is converted, and all runs in float32.", stacklevel=3)
     return said == "1"

@@ -19,6 +19,7 @@ from autocastfx.capture.progress import stage
 from autocastfx.capture.whole_calls import places
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import (
+    ArgumentError,
     AutocastFXError,
     CaptureError,
     UncapturedGraphWarning,
@@ -195,7 +196,7 @@ class CompileBackend:
         dtype = chosen_dtype(dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         check_arguments(fold)
         if uncaptured not in UNCAPTURED:
-            raise ValueError(f"uncaptured is one of {', '.join(map(repr, UNCAPTURED))}, not {uncaptured!r}")
+            raise ArgumentError(f"uncaptured is one of {', '.join(map(repr, UNCAPTURED))}, not {uncaptured!r}")
         lists = load_op_list(op_list, default=dtype_name(dtype))
         _refuse_autograd_functions(lists)
         self._whole = {function for _, _, function in places(lists.functions())}

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.conversion import convert, convert_again
-from autocastfx.errors import BisectError, EvaluationsError, UnmatchedRuleWarning
+from autocastfx.errors import ArgumentError, ArgumentTypeError, BisectError, EvaluationsError, UnmatchedRuleWarning
 from autocastfx.files import parsed_json, read_whole, write_whole
 from autocastfx.graph.node import attribute
 from autocastfx.graph.walk import walk
@@ -311,9 +311,9 @@ def bisect(
         OSError: ``state`` cannot be read or written.
     """
     if not callable(metric):
-        raise TypeError(f"metric is a function of the converted model, not {metric!r}")
+        raise ArgumentTypeError(f"metric is a function of the converted model, not {metric!r}")
     if not math.isfinite(tolerance):
-        raise ValueError(f"tolerance is a finite number, not {tolerance!r}")
+        raise ArgumentError(f"tolerance is a finite number, not {tolerance!r}")
     lists: list[Any] = list(op_list) if isinstance(op_list, Sequence) and not isinstance(op_list, str) else [op_list]
     first = convert(model, example_inputs, op_list=lists, **options)
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature, arguments_of
 from autocastfx.capture.leave_intact import intact, random_numbers_kept
-from autocastfx.errors import SensitivityError, VariantError
+from autocastfx.errors import ArgumentError, SensitivityError, VariantError
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import module_path
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
@@ -156,10 +156,10 @@ def compare(
         kwargs.update({n: v for n, v in (("loss", loss), ("scale", scale)) if n in parameters and v is not None})
         loss, scale = (None if "loss" in parameters else loss), (None if "scale" in parameters else scale)
     if not gradients and (loss is not None or scale is not None):
-        raise ValueError("loss and scale are for gradients: give gradients=True as well, or leave them out")
+        raise ArgumentError("loss and scale are for gradients: give gradients=True as well, or leave them out")
     factor = 1.0 if scale is None else scale
     if not 0 < factor < math.inf:
-        raise ValueError(f"scale is a finite number above 0, not {factor}")
+        raise ArgumentError(f"scale is a finite number above 0, not {factor}")
     run = run_side_by_side(model, amp_model, inputs, kwargs, gradients=gradients)
     if run.full is None:
         raise VariantError(

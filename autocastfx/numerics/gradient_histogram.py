@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autocastfx.errors import CalibrationError, MissingExtraError
+from autocastfx.errors import ArgumentError, CalibrationError, MissingExtraError
 from autocastfx.graph.node import is_cast
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.gradients import local
@@ -152,7 +152,7 @@ def shift_of(loss_scale: float) -> int:
     """
     mantissa, exponent = math.frexp(loss_scale) if math.isfinite(loss_scale) else (0.0, 0)
     if mantissa != 0.5:
-        raise ValueError(
+        raise ArgumentError(
             f"loss_scale is a power of two here, such as 2.0**16, not {loss_scale!r}: gradients are "
             "counted by powers of two."
         )

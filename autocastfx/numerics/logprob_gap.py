@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import arguments_of, batches_of
 from autocastfx.capture.leave_intact import random_numbers_kept
-from autocastfx.errors import SensitivityError
+from autocastfx.errors import ArgumentError, ArgumentTypeError, SensitivityError
 
 __all__ = ["Inputs", "LogprobGap", "LossFunction", "logprob_gap", "loss_of"]
 
@@ -112,10 +112,10 @@ def logprob_gap(
     for number, batch in enumerate(batches_of(batches), 1):
         gaps.append(_of_batch(a, b, batch, chosen, f"batch {number}"))
     if not number:
-        raise ValueError("there are no batches to compare the models on. An iterator can be read only once.")
+        raise ArgumentError("there are no batches to compare the models on. An iterator can be read only once.")
     every = torch.cat(gaps).sort().values
     if not len(every):
-        raise ValueError("no token of the batches counts: all are -100, or hidden by attention_mask.")
+        raise ArgumentError("no token of the batches counts: all are -100, or hidden by attention_mask.")
     place_of_quantile = math.ceil(_QUANTILE * len(every)) - 1
     return LogprobGap(
         mean=float(every.double().mean()),
@@ -142,14 +142,14 @@ def _logits_of(
             given = model(*args, **kwargs)
         logits: object = given.get("logits") if isinstance(given, Mapping) else getattr(given, "logits", given)
         if not isinstance(logits, torch.Tensor) or not logits.is_floating_point() or logits.ndim < 2:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{place}: {name} returns no logits but {_kind(given)}: return a tensor of shape (..., tokens, "
                 "vocabulary), or an object or a mapping with 'logits'."
             )
         found.append(logits)
     first, second = found
     if first.shape != second.shape:
-        raise ValueError(f"{place}: a gives logits of shape {tuple(first.shape)}, and b of {tuple(second.shape)}.")
+        raise ArgumentError(f"{place}: a gives logits of shape {tuple(first.shape)}, and b of {tuple(second.shape)}.")
     return first, second
 
 
@@ -168,7 +168,7 @@ def _tokens_of(
     if found is None and len(integers) == 1:
         (found,) = integers.values()
     if found is None:
-        raise ValueError(
+        raise ArgumentError(
             f"{place}: no labels, no input_ids, and {len(integers)} integer inputs: give chosen=, a function from a "
             "batch to its chosen tokens."
         )
@@ -192,7 +192,7 @@ def _named(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
 
 def _gaps(first: torch.Tensor, second: torch.Tensor, tokens: torch.Tensor, place: str) -> torch.Tensor:
     if tokens.shape != first.shape[:-1]:
-        raise ValueError(
+        raise ArgumentError(
             f"{place}: the chosen tokens have shape {tuple(tokens.shape)}, and the logits that choose them "
             f"{tuple(first.shape)}: these want tokens of shape {tuple(first.shape[:-1])}."
         )
@@ -200,12 +200,12 @@ def _gaps(first: torch.Tensor, second: torch.Tensor, tokens: torch.Tensor, place
     picked, vocabulary = tokens[counts], first.shape[-1]
     if len(picked) and not 0 <= int(picked.min()) <= int(picked.max()) < vocabulary:
         wrong = next(t for t in picked.tolist() if not 0 <= t < vocabulary)
-        raise ValueError(f"{place}: token {wrong} is not in the vocabulary of {vocabulary} logits.")
+        raise ArgumentError(f"{place}: token {wrong} is not in the vocabulary of {vocabulary} logits.")
     ours, theirs = (_log_probabilities(logits[counts.to(logits.device)], picked) for logits in (first, second))
     gaps = torch.where(ours == theirs, 0.0, (ours - theirs).abs())  # both may be -inf
     if gaps.isnan().any():
         names = " and ".join(name for name, found in (("a", ours), ("b", theirs)) if found.isnan().any())
-        raise ValueError(f"{place}: log probabilities of {names} are NaN. find_overflow names where NaN begins.")
+        raise ArgumentError(f"{place}: log probabilities of {names} are NaN. find_overflow names where NaN begins.")
     return gaps
 
 
@@ -216,7 +216,7 @@ def _log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tens
 
 def _checked(tokens: object, place: str) -> torch.Tensor:
     if not _is_integer(tokens):
-        raise TypeError(f"{place}: chosen returns an integer tensor, not {_kind(tokens)}.")
+        raise ArgumentTypeError(f"{place}: chosen returns an integer tensor, not {_kind(tokens)}.")
     return cast("torch.Tensor", tokens)
 
 

@@ -18,7 +18,7 @@ from autocastfx.capture.call import Call, CallSignature, batch_of
 from autocastfx.capture.export import capture
 from autocastfx.capture.measure import apart, written_outside
 from autocastfx.dtypes import LOW_DTYPES, one_low_dtype
-from autocastfx.errors import CalibrationError, NodeError
+from autocastfx.errors import ArgumentError, ArgumentTypeError, CalibrationError, NodeError
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attribute, is_cast, module_path, origin, stack_trace
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
@@ -446,7 +446,9 @@ def run_side_by_side(
     The steps raise a NodeError where a node of the converted graph raises.
     """
     if not isinstance(amp_model, AmpModule):
-        raise TypeError(f"this needs what convert() returned, not {type(amp_model).__name__}: convert the model first")
+        raise ArgumentTypeError(
+            f"this needs what convert() returned, not {type(amp_model).__name__}: convert the model first"
+        )
     signature = CallSignature.of(amp_model.forward)
     args, kwargs = batch_of(signature, tuple(args), kwargs)
     call = signature.bind(args, kwargs)
@@ -483,13 +485,13 @@ def _check_fits(theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Ten
     for name, tensor in ours.items():
         found = theirs.get(name)
         if found is None:
-            raise ValueError(
+            raise ArgumentError(
                 f"the first argument is another model than was converted: it has no {name!r}. Give the "
                 "float32 original."
             )
         narrowed = found.dtype in LOW_DTYPES and found.dtype != tensor.dtype
         if found.shape != tensor.shape or narrowed:
-            raise ValueError(
+            raise ArgumentError(
                 f"the first argument is not the float32 original: its {name!r} is {_kind(found)}, and that of the "
                 f"converted model {_kind(tensor)}."
             )
@@ -576,7 +578,7 @@ def _starts(run: PairedRun, loss: Loss, scale: float) -> list[Backward]:
             value: Any = loss(output)
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 kind = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-                raise ValueError(f"loss gave {kind}: it must turn the model's output into one number, as a tensor.")
+                raise ArgumentError(f"loss gave {kind}: it must turn the model's output into one number, as a tensor.")
             value = value.float()
         if not value.requires_grad:
             raise CalibrationError(

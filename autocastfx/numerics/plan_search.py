@@ -14,7 +14,7 @@ import torch
 
 from autocastfx.capture.export import Captured
 from autocastfx.conversion import convert_captured
-from autocastfx.errors import SensitivityError
+from autocastfx.errors import ArgumentError, SensitivityError
 from autocastfx.graph.names import base_name
 from autocastfx.numerics.compare import TargetError
 from autocastfx.numerics.sensitivity import captured_of
@@ -88,7 +88,7 @@ class Budget:
     def __post_init__(self) -> None:
         given = [value for value in (self.error, self.bytes) if value is not None]
         if len(given) != 1 or not given[0] > 0:
-            raise ValueError(f"a budget is an error or a share of bytes, above 0, not {self}")
+            raise ArgumentError(f"a budget is an error or a share of bytes, above 0, not {self}")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from autocastfx.capture.export import Captured
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert, refuse_unpredicted
-from autocastfx.errors import SensitivityError, UnsupportedError
+from autocastfx.errors import ArgumentError, SensitivityError, UnsupportedError
 from autocastfx.graph.names import op_name
 from autocastfx.numerics.compare import TargetError
 from autocastfx.numerics.flat_graph import flatten
@@ -106,9 +106,9 @@ def check_choices(of: str, probes: int) -> None:
         ValueError: one has no such value.
     """
     if of not in TARGETS:
-        raise ValueError(f"of is one of {', '.join(map(repr, TARGETS))}, not {of!r}")
+        raise ArgumentError(f"of is one of {', '.join(map(repr, TARGETS))}, not {of!r}")
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
-        raise ValueError(f"probes is a count of at least 1, not {probes!r}")
+        raise ArgumentError(f"probes is a count of at least 1, not {probes!r}")
 
 
 def captured_of(variant: Variant) -> Captured:

@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
-from autocastfx.errors import LossScaleError, SkippedStepWarning
+from autocastfx.errors import ArgumentError, ArgumentTypeError, LossScaleError, SkippedStepWarning
 from autocastfx.graph.alias import moves
 from autocastfx.graph.node import is_cast, is_member
 from autocastfx.numerics.find_overflow import Overflow, find_overflow
@@ -339,7 +339,7 @@ def check_nodes(nodes: Sequence[str], plans: Sequence[Plan]) -> None:
     known |= {one.name for plan in plans for one in (*plan.casts, *plan.copies)}
     for name in nodes:
         if name not in known:
-            raise ValueError(
+            raise ArgumentError(
                 f"the model has no node and no op called {name!r}{nearest(name, known)}. amp_model.plan.nodes has the "
                 "names of nodes and ops."
             )
@@ -443,7 +443,7 @@ class Watch:
         elif scaler is None:
             is_skipped = False
         else:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"step takes the LossScalingOptimizer or the autocastfx.GradScaler, which know whether a step was "
                 f"skipped, not {type(scaler).__module__}.{type(scaler).__name__}. Without loss scaling, call step()."
             )
@@ -572,13 +572,13 @@ def watch(amp_model: AmpModule, every: int = 100, nodes: Sequence[str] | None = 
         ValueError: ``every`` is not a whole number above 0, or the captured graphs have none of a name in ``nodes``.
     """
     if not isinstance(amp_model, AmpModule):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"watch takes what convert() returned, not a {type(amp_model).__name__}: convert the model first"
         )
     if isinstance(nodes, str):
-        raise TypeError(f"nodes is a sequence of names: write [{nodes!r}]")
+        raise ArgumentTypeError(f"nodes is a sequence of names: write [{nodes!r}]")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every is a whole number of steps above 0, not {every!r}")
+        raise ArgumentError(f"every is a whole number of steps above 0, not {every!r}")
     if nodes is not None and amp_model.variants:
         check_nodes(nodes, [variant.plan for variant in amp_model.variants])
     return Watch(amp_model, every, nodes)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from autocastfx.errors import KeyPath, Place, PlanError, Source
+from autocastfx.errors import ArgumentTypeError, KeyPath, Place, PlanError, Source
 from autocastfx.files import parsed_json, read_whole
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_member, module_path
@@ -215,7 +215,7 @@ def read_plan(plan: Plan | str | Path) -> EditedPlan:
         lines = (_of_node(n, KeyPath("plan").key("nodes").index(i)) for i, n in enumerate(plan.nodes))
         return EditedPlan(_by_name(lines), f"of {plan.op_list} for {plan.low} on {plan.device}")
     if not isinstance(plan, (str, Path)):
-        raise TypeError(f"a plan is a Plan or the path of its text, not a {type(plan).__name__}")
+        raise ArgumentTypeError(f"a plan is a Plan or the path of its text, not a {type(plan).__name__}")
     file = str(plan)
     try:
         text = read_whole(Path(plan))

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from autocastfx.errors import BannedOpError, KeyPath, Place, Source
+from autocastfx.errors import ArgumentError, BannedOpError, KeyPath, Place, Source, UnknownNameError
 from autocastfx.files import parsed_json
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import module_path
@@ -135,7 +135,7 @@ class Cause:
             found = re.fullmatch(r"(\S+)".join(map(re.escape, why.value.split("{}"))), text)
             if found is not None:
                 return cls(why, found.groups())
-        raise ValueError(f"{text!r} is no cause of a placement")
+        raise ArgumentError(f"{text!r} is no cause of a placement")
 
 
 _VERSION = 1  # of the text of a plan: another one for every change that an older reader would misread
@@ -333,7 +333,7 @@ class Plan:
         for node in self.nodes:
             if node.name == name:
                 return node
-        raise KeyError(f"the plan has no node {name!r}")
+        raise UnknownNameError(f"the plan has no node {name!r}")
 
     @property
     def unlisted(self) -> dict[str, int]:
@@ -375,7 +375,7 @@ class Plan:
             rest["traffic"] = Traffic(**data.pop("traffic"))
             return cls(nodes=nodes, casts=casts, recomposed=recomposed, **rest)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is not a plan written by to_json: {error!r}") from None
+            raise ArgumentError(f"this is not a plan written by to_json: {error!r}") from None
 
 
 def check_version(version: object) -> None:
@@ -385,7 +385,7 @@ def check_version(version: object) -> None:
         ValueError: this autocastfx cannot read it.
     """
     if version != _VERSION:
-        raise ValueError(
+        raise ArgumentError(
             f"this plan has version {version!r}, and this autocastfx reads version {_VERSION}: convert the model again "
             "to write one, or use the autocastfx that wrote it"
         )
@@ -443,7 +443,7 @@ def select(plan: Plan, what: str) -> tuple[PlannedNode, ...]:
     named = named or [node for node in plan.nodes if _is_inside(node.module, what)]
     if not named:
         names = {name for node in plan.nodes for name in (node.name, node.op, node.module, f"{node.module}.{node.op}")}
-        raise KeyError(f"no node, op or module of the plan is called {what!r}{nearest(what, names)}")
+        raise UnknownNameError(f"no node, op or module of the plan is called {what!r}{nearest(what, names)}")
     return tuple(named)
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import yaml
 from torch import fx
 
-from autocastfx.errors import CalibrationError, Source
+from autocastfx.errors import CalibrationError, Source, UnknownNameError
 from autocastfx.files import parsed_json, read_whole, write_whole
 from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.names import op_name
@@ -91,7 +91,7 @@ class Ranges:
         """
         found = [r for r in self.values if r.name == name]
         if not found:
-            raise KeyError(f"no value {name!r} was measured")
+            raise UnknownNameError(f"no value {name!r} was measured")
         return max(found, key=lambda r: r.largest)
 
     @cached_property

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from autocastfx.errors import SensitivityError
+from autocastfx.errors import SensitivityError, UnknownNameError
 from autocastfx.files import parsed_json, read_whole, write_whole
 from autocastfx.plan.ranges import MODES, Key
 
@@ -142,7 +142,7 @@ class Sensitivity:
         """
         found = [effect for effect in self.effects if effect.name == name]
         if not found:
-            raise KeyError(f"no node {name!r} was measured")
+            raise UnknownNameError(f"no node {name!r} was measured")
         return max(found, key=lambda effect: effect.error)
 
     @cached_property

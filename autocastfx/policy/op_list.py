@@ -16,7 +16,7 @@ from typing import Any, cast
 from torch import fx
 from torch._ops import OpOverload
 
-from autocastfx.errors import KeyPath, OpListError, Source
+from autocastfx.errors import ArgumentTypeError, KeyPath, OpListError, Source
 from autocastfx.files import write_whole
 from autocastfx.graph.names import arguments, base_name, names_function, op_name, overload_name
 from autocastfx.graph.node import enclosing_modules, module_classes
@@ -360,7 +360,7 @@ def load_op_list(lists: OpListLike, *, default: str = "float16") -> OpList:
         is_path = isinstance(lists, Path) or str(lists).endswith((".yaml", ".yml")) or "/" in str(lists)
         return _load_file(Path(lists) if is_path else preset_path(str(lists)), ())
     if isinstance(lists, Mapping):
-        raise TypeError("op_list takes no dict: autocastfx.OpList.of(dict) makes a list of one.")
+        raise ArgumentTypeError("op_list takes no dict: autocastfx.OpList.of(dict) makes a list of one.")
     merged = OpList()
     for one in lists:
         merged = merged.merged(load_op_list(one, default=default))

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from autocastfx.errors import Place
+from autocastfx.errors import ArgumentError, Place
 
 __all__ = [
     "ANY_REDUCTION",
@@ -251,9 +251,9 @@ def module_pattern(path: str) -> re.Pattern[str]:
             pattern = re.compile(path[3:])
         except re.error as error:
             where = "" if error.pos is None else f" at character {error.pos + 1} of it"
-            raise ValueError(f"'{path[3:]}' is no regular expression: {error.msg}{where}") from None
+            raise ArgumentError(f"'{path[3:]}' is no regular expression: {error.msg}{where}") from None
         if may_backtrack(path[3:]):
-            raise ValueError(
+            raise ArgumentError(
                 f"'{path[3:]}' repeats what matches in several ways, which may take hours for a long path: let each "
                 "repetition end in a character that nothing else in it matches, as in '(\\w+\\.)*', or write a glob"
             )
@@ -265,16 +265,16 @@ def _segment(name: str, path: str) -> str:
     if name == "**":
         return r"(?:[^.]+\.)*"
     if not name:
-        raise ValueError(f"the glob '{path}' has an empty name between dots. Write '**' for any module")
+        raise ArgumentError(f"the glob '{path}' has an empty name between dots. Write '**' for any module")
     if "**" in name:
-        raise ValueError(f"in the glob '{path}', '**' is not a whole name between dots, as in 'encoder.**.attn'")
+        raise ArgumentError(f"in the glob '{path}', '**' is not a whole name between dots, as in 'encoder.**.attn'")
     if stray := re.search(r"[\\^$()|+{}\s]", name):
-        raise ValueError(f"the glob '{path}' holds {stray[0]!r}; a regular expression starts with 're:'")
+        raise ArgumentError(f"the glob '{path}' holds {stray[0]!r}; a regular expression starts with 're:'")
     if name == "*":
         return r"[^.]+\."
     parts = re.findall(r"\[!?\]?[^\]]*\]|.", name)
     if "[" in parts:
-        raise ValueError(f"the glob '{path}' has a '[' without a ']'")
+        raise ArgumentError(f"the glob '{path}' has a '[' without a ']'")
     translated = [_CHARACTERS.get(p) or (_character_class(p, path) if len(p) > 1 else re.escape(p)) for p in parts]
     return "".join(translated) + r"\."
 
@@ -288,7 +288,7 @@ def _character_class(text: str, path: str) -> str:
     try:
         re.compile(translated)
     except re.error as error:
-        raise ValueError(f"in the glob '{path}', '{text}' is no set of characters: {error.msg}") from None
+        raise ArgumentError(f"in the glob '{path}', '{text}' is no set of characters: {error.msg}") from None
     return translated
 
 

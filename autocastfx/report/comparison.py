@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from autocastfx.dtypes import dtype_name
+from autocastfx.errors import ArgumentError, UnknownNameError
 from autocastfx.files import parsed_json
 from autocastfx.plan.plan import Recomposed
 from autocastfx.report.view import View, error_cell
@@ -211,7 +212,7 @@ class Comparison:
         for node in self.nodes:
             if node.name == name:
                 return node
-        raise KeyError(f"no node {name!r} was compared")
+        raise UnknownNameError(f"no node {name!r} was compared")
 
     @property
     def worst(self) -> ComparedNode | None:
@@ -320,7 +321,7 @@ class Comparison:
         try:
             data: dict[str, Any] = parsed_json(text)
             if data["format"] != _FORMAT:
-                raise ValueError(f"this comparison has format {data['format']!r}, and this version reads {_FORMAT}")
+                raise ArgumentError(f"this comparison has format {data['format']!r}, and this version reads {_FORMAT}")
             return cls(
                 nodes=tuple(_node(node) for node in data["nodes"]),
                 skipped=data["skipped"],
@@ -333,7 +334,7 @@ class Comparison:
                 ),
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is not a comparison written by to_json: {error!r}") from error
+            raise ArgumentError(f"this is not a comparison written by to_json: {error!r}") from error
 
 
 def _rank(node: ComparedNode, found: Deviation | None) -> tuple[bool, float, float]:
@@ -397,14 +398,14 @@ def compared_variant(views: Sequence[View], comparison: Comparison) -> int:
     key = (of.low, of.mode, of.call, of.sizes)
     found = next((i for i, v in enumerate(views) if (v.plan.low, v.mode, v.call, v.sizes) == key), None)
     if found is None:
-        raise ValueError(
+        raise ArgumentError(
             f"the comparison is of a variant that this model lacks: {of.low}, {of.mode} mode, called with {of.call}, "
             f"sizes {of.sizes or 'any'}. Give what compare() returned for this model."
         )
     names = {row.name for row in views[found].rows}
     missing = next((node.name for node in comparison.nodes if node.name not in names), None)
     if missing is not None:
-        raise ValueError(
+        raise ArgumentError(
             f"the comparison is of another model: this one has no node {missing!r}. Give what compare() returned for "
             "this model."
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from autocastfx.errors import ArgumentError, ArgumentTypeError
 from autocastfx.files import check_writable, write_whole
 from autocastfx.plan.plan import Plan
 from autocastfx.report.comparison import Comparison
@@ -87,20 +88,24 @@ def dump(
     if format is None:
         format = _SUFFIXES.get(Path(path).suffix.lower(), "text") if path is not None else "text"
     if format not in FORMATS:
-        raise ValueError(f"format is {', '.join(map(repr, FORMATS))}, not {format!r}")
+        raise ArgumentError(f"format is {', '.join(map(repr, FORMATS))}, not {format!r}")
     if comparison is not None and not isinstance(comparison, Comparison):
-        raise TypeError(f"comparison= takes what compare() returned, not a {type(comparison).__name__}")
+        raise ArgumentTypeError(f"comparison= takes what compare() returned, not a {type(comparison).__name__}")
     if comparison is not None and format != "html":
-        raise ValueError(f"comparison= goes into format='html', not {format!r}: leave it away, or print it by itself")
+        raise ArgumentError(
+            f"comparison= goes into format='html', not {format!r}: leave it away, or print it by itself"
+        )
     if against is not None and not isinstance(against, Plan):
-        raise TypeError(f"against= takes a plan, such as the other model's .plan, not a {type(against).__name__}")
+        raise ArgumentTypeError(
+            f"against= takes a plan, such as the other model's .plan, not a {type(against).__name__}"
+        )
     if against is not None and format != "html":
-        raise ValueError(
+        raise ArgumentError(
             f"against= goes into format='html', not {format!r}: print autocastfx.diff(against, plan) instead"
         )
     options = TextOptions(width=width, full=full, only=only, module=module, summary=summary)
     if format != "text" and options != TextOptions(width=width):
-        raise ValueError(f"full=, only=, module= and summary= are for the format 'text', not for {format!r}")
+        raise ArgumentError(f"full=, only=, module= and summary= are for the format 'text', not for {format!r}")
     if format == "text":
         text = dump_text(amp_model, options)
     else:
@@ -133,7 +138,7 @@ def _rendered(amp_model: nn.Module, format: str, comparison: Comparison | None, 
         return render(views[shown], format)
     if len(views) == 1:
         return render(views[0], format)
-    raise ValueError(
+    raise ArgumentError(
         f"this model has {len(views)} graphs, and {format!r} holds one: take 'text' or 'html', or dump one of "
         "autocastfx.backend_of(model).graphs"
     )
@@ -154,7 +159,7 @@ def views_of(model: object, does: str) -> tuple[list[View], int]:
         return [_view(model, number) for number in range(len(model._shown))], _shown(model)
     if isinstance(model, nn.Module) and (views := views_of_enabled(model)) is not None:
         return views, 0
-    raise TypeError(
+    raise ArgumentTypeError(
         f"{does} what convert() returned, or what enable() was given, not a {type(model).__name__}: convert or enable "
         "the model first"
     )

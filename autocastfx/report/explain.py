@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from autocastfx.errors import ArgumentTypeError
 from autocastfx.plan.plan import PlannedNode, Recomposed, select
 from autocastfx.report.dump import views_of
 from autocastfx.report.reason import Reason, Reasons
@@ -33,7 +34,7 @@ def explain(amp_model: nn.Module, what: str) -> str:
     """
     views, first = views_of(amp_model, "explain takes")
     if not isinstance(what, str):
-        raise TypeError(f"explain takes the name of a node, op or module, such as 'softmax', not {what!r}")
+        raise ArgumentTypeError(f"explain takes the name of a node, op or module, such as 'softmax', not {what!r}")
     chosen = [views[first]] if isinstance(amp_model, AmpModule) else views
     found, unknown = dict[str, None](), list[KeyError]()
     for one in chosen:

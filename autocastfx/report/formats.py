@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from autocastfx.errors import ArgumentError
 from autocastfx.plan.plan import Precision
 from autocastfx.report.text import render_text, summary
 from autocastfx.report.view import Row, View, error_cell
@@ -205,5 +206,5 @@ def render(view: View, format: str) -> str:
         ValueError: the format is none of one graph.
     """
     if format not in _OF_ONE_GRAPH:
-        raise ValueError(f"format is {', '.join(map(repr, _OF_ONE_GRAPH))}, not {format!r}")
+        raise ArgumentError(f"format is {', '.join(map(repr, _OF_ONE_GRAPH))}, not {format!r}")
     return _OF_ONE_GRAPH[format](view)

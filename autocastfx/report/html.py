@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autocastfx.errors import ArgumentError
 from autocastfx.plan.plan import Plan, PlannedNode, Precision
 from autocastfx.plan.plan_diff import PlanDiff, diff
 from autocastfx.report.comparison import ComparedNode, Comparison, Deviation, compared_variant
@@ -43,7 +44,7 @@ def compare_plans(against: Plan, plan: Plan) -> PlanDiff:
     """
     found = diff(against, plan)
     if plan.nodes and len(found.added) == len(plan.nodes):
-        raise ValueError(
+        raise ArgumentError(
             "the plan given as against= is of another model or graph: no node of it is in the one shown. Give the plan "
             "of the same model, converted in another way."
         )
@@ -114,7 +115,7 @@ def _date(seconds: str | None) -> str:
     try:
         moment = datetime.now(timezone.utc) if not seconds else datetime.fromtimestamp(int(seconds), timezone.utc)
     except (ValueError, OverflowError, OSError) as error:
-        raise ValueError(
+        raise ArgumentError(
             f"{_DATE} is {seconds!r}, which is not a number of seconds since 1970: set it to one, or unset it"
         ) from error
     return f"{moment:%Y-%m-%d %H:%M} UTC"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from autocastfx.errors import ArgumentError
 from autocastfx.plan.plan import Decision, Plan, PlannedNode, Precision, Traffic, Why, joint_error
 from autocastfx.policy.rule import Category, ModuleRule, module_pattern
 from autocastfx.policy.yaml_tree import nearest
@@ -301,15 +302,15 @@ def check_names(rows: Iterable[Row], only: str | None, module: str | None) -> No
         ops = {row.op for row in planned}
         if only not in words and only not in ops:
             hint = nearest(only, {*words, *ops})
-            raise ValueError(f"only is {', '.join(words)} or an op of the model, not {only!r}{hint}")
+            raise ArgumentError(f"only is {', '.join(words)} or an op of the model, not {only!r}{hint}")
     if module is not None:
         paths = {path for row in planned for path in _around(row)}
         try:
             module_pattern(module)
         except ValueError as error:
-            raise ValueError(f"module is a path of modules or a pattern of it, not {module!r}: {error}") from error
+            raise ArgumentError(f"module is a path of modules or a pattern of it, not {module!r}: {error}") from error
         if not any(ModuleRule(module, "keep").covers(path) for path in paths):
-            raise ValueError(f"no module of the model matches {module!r}{nearest(module, paths)}")
+            raise ArgumentError(f"no module of the model matches {module!r}{nearest(module, paths)}")
 
 
 def selected(rows: Sequence[Row], only: str | None = None, module: str | None = None) -> tuple[Row, ...]:
@@ -375,9 +376,9 @@ class TextOptions:
 
     def __post_init__(self) -> None:
         if self.width is not None and self.width < LEAST_WIDTH:
-            raise ValueError(f"width is at least {LEAST_WIDTH} characters, or None for no limit, not {self.width}")
+            raise ArgumentError(f"width is at least {LEAST_WIDTH} characters, or None for no limit, not {self.width}")
         if self.full and self.summary:
-            raise ValueError("full=True lists every node and summary=True none: give one of them")
+            raise ArgumentError("full=True lists every node and summary=True none: give one of them")
 
 
 # Write the header lines of every rendering.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from autocastfx.dtypes import LOW_DTYPES
-from autocastfx.errors import LossScaleError, UnsupportedError
+from autocastfx.errors import ArgumentError, LossScaleError, UnsupportedError
 from autocastfx.training import gradients
 from autocastfx.training.gradients import SHARDED, agree
 from autocastfx.training.loss_scale import DynamicLossScale, ScaleNumbers
@@ -89,7 +89,7 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(outputs, Iterator):
             outputs = list(outputs)
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(outputs)):
-            raise ValueError(f"scale takes a tensor or a tree of tensors, not a {type(outputs).__name__}")
+            raise ArgumentError(f"scale takes a tensor or a tree of tensors, not a {type(outputs).__name__}")
         return pytree.tree_map_only(torch.Tensor, lambda one: super(GradScaler, self).scale(_widened(one)), outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 import torch
 import torch.distributed as dist
 
-from autocastfx.errors import UnsupportedError
+from autocastfx.errors import ArgumentError, UnsupportedError
 from autocastfx.training.loss_scale import moved
 
 __all__ = [
@@ -46,7 +46,7 @@ def checked(agreeing: Agreeing) -> Agreeing:
         ValueError: it is a word that means no processes.
     """
     if isinstance(agreeing, str) and agreeing not in (SHARDED, WORLD):
-        raise ValueError(f"process_group is {SHARDED!r}, {WORLD!r}, a process group or None, not {agreeing!r}.")
+        raise ArgumentError(f"process_group is {SHARDED!r}, {WORLD!r}, a process group or None, not {agreeing!r}.")
     return agreeing
 
 

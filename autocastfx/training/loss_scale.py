@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from autocastfx.errors import LossScaleError
+from autocastfx.errors import ArgumentError, LossScaleError
 
 __all__ = [
     "DynamicLossScale",
@@ -242,13 +242,13 @@ class DynamicLossScale:
         for name in ("interval", "hysteresis"):
             given: Any = getattr(self, name)
             if not isinstance(given, int) or given < 1:
-                raise ValueError(f"{name} is a whole number of at least 1, not {given!r}")
+                raise ArgumentError(f"{name} is a whole number of at least 1, not {given!r}")
         if not (self.growth >= 1 and math.isfinite(self.growth)):
-            raise ValueError(f"growth is a finite factor of at least 1, not {self.growth!r}")
+            raise ArgumentError(f"growth is a finite factor of at least 1, not {self.growth!r}")
         if not 0 < self.backoff < 1:
-            raise ValueError(f"backoff is a factor between 0 and 1, not {self.backoff!r}")
+            raise ArgumentError(f"backoff is a factor between 0 and 1, not {self.backoff!r}")
         if not self.min <= self.init <= self.max:
-            raise ValueError(
+            raise ArgumentError(
                 f"init is between min and max: {self.min!r} <= {self.init!r} <= {self.max!r} does not hold"
             )
 
@@ -330,7 +330,7 @@ def _float32(number: float) -> float:
 
 def _check_positive(name: str, given: float) -> None:
     if not (isinstance(given, (int, float)) and math.isfinite(given) and given > 0):
-        raise ValueError(f"{name} is a positive finite number, not {given!r}")
+        raise ArgumentError(f"{name} is a positive finite number, not {given!r}")
 
 
 # Move a number between devices, and read it from one without making the host wait.

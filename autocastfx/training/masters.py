@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from autocastfx.dtypes import LOW_DTYPES
-from autocastfx.errors import LossScaleError
+from autocastfx.errors import ArgumentError, LossScaleError
 from autocastfx.training.gradients import local, settled
 
 __all__ = ["Masters", "TensorMark"]
@@ -100,7 +100,7 @@ class Masters:
         known = set(map(id, self.working))
         for index, parameter in enumerate(group["params"]):
             if id(parameter) in known:
-                raise ValueError(
+                raise ArgumentError(
                     f"parameter {index} of shape {tuple(parameter.shape)} is in another group already, by its master: "
                     "leave it out of this one."
                 )

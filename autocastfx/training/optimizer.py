@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from autocastfx.errors import LossScaleError, ScaledGradientsWarning, UnsupportedError
+from autocastfx.errors import ArgumentTypeError, LossScaleError, ScaledGradientsWarning, UnsupportedError
 from autocastfx.training import gradients
 from autocastfx.training.gradients import SHARDED, Agreeing, agree, checked
 from autocastfx.training.loss_scale import DynamicLossScale, LossScale, is_capturing
@@ -308,7 +308,9 @@ class LossScalingOptimizer(WrappingOptimizer):
                 "the optimizer scales its loss already: wrap the one that it wraps, or use it as it is."
             )
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"LossScalingOptimizer wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+            raise ArgumentTypeError(
+                f"LossScalingOptimizer wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}"
+            )
         for group in optimizer.param_groups:
             gradients.refuse_complex(group)
         super().__init__(optimizer)

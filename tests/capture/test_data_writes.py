@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import autocastfx
-from autocastfx import CaptureError, UnsupportedError
 from autocastfx.capture.rewrites import data, set_data
+from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.names import op_name
 from tests.invariants.pair import LOW, Net, Pair, net
 

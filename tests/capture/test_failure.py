@@ -16,9 +16,9 @@ from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import autocastfx
-from autocastfx import CaptureError
 from autocastfx.capture.failure import capture_error
 from autocastfx.capture.rewrites import TooSlowError
+from autocastfx.errors import CaptureError
 from tests.helpers import Function
 
 

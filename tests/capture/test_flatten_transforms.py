@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchRuntimeError
 
 import autocastfx
-from autocastfx import CaptureError, UncapturedGraphWarning
+from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from tests.helpers import relative_error
 
 LOW = torch.bfloat16

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx import CaptureError, OpList
+from autocastfx import OpList
 from autocastfx.capture.leave_intact import intact
+from autocastfx.errors import BannedOpError, CaptureError
+from autocastfx.policy.rule import Category
 
-pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.StateWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.errors.StateWarning")
 
 
 @dataclass
@@ -264,8 +266,8 @@ def test_a_module_whose_forward_fails_is_what_it_was() -> None:
 def test_a_refused_conversion_leaves_it_too() -> None:
     module = busy(everything)
     before, state = snapshot(module), generators()
-    banned = OpList(unlisted=autocastfx.Category.BAN)
-    with pytest.raises(autocastfx.BannedOpError):
+    banned = OpList(unlisted=Category.BAN)
+    with pytest.raises(BannedOpError):
         autocastfx.convert(module, torch.ones(3, 4), dtype=torch.bfloat16, op_list=banned)
     assert snapshot(module) == before
     assert generators() == state

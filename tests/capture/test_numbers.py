@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import autocastfx
-from autocastfx import CaptureError
 from autocastfx.capture.rewrites import _STAND_INS
+from autocastfx.errors import CaptureError
 from tests.invariants.pair import LOW, Net, Pair, net
 
 ROWS = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import StateWarning
+from autocastfx.errors import StateWarning
 
 X = torch.linspace(-1, 1, 2 * 4 * 8).reshape(2, 4, 8)
 PADDED = torch.tensor([[False, False, False, True], [False, False, True, True]])

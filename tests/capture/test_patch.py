@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils import checkpoint
 
 import autocastfx
-from autocastfx import CaptureError
 from autocastfx.capture.leave_intact import patched_here
 from autocastfx.capture.whole_calls import CHECKPOINT, whole_calls
+from autocastfx.errors import CaptureError
 from tests.capture.test_call import Scaled
 from tests.invariants.pair import settings_now
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
+from autocastfx.errors import CaptureError
 
 ONES = torch.ones(2, 8)
 NAN = torch.tensor([[1.0, float("nan")]])
@@ -71,7 +72,7 @@ def test_the_comparison_reads_float32_where_the_model_does() -> None:
 
 
 def test_a_branch_on_it_is_refused_with_advice() -> None:
-    with pytest.raises(autocastfx.CaptureError, match=r"(?s)Branches cannot be captured.*torch\.where, torch\.cond or"):
+    with pytest.raises(CaptureError, match=r"(?s)Branches cannot be captured.*torch\.where, torch\.cond or"):
         autocastfx.convert(Branches(), PAIRS["same"], dtype="float16")
 
 

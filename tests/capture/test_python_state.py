@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import CaptureError, StateWarning, VariantError
 from autocastfx.capture.python_state import is_same
+from autocastfx.errors import CaptureError, StateWarning, UnsupportedError, VariantError
 from tests.helpers import relative_error
 
 X = torch.randn(3, 8)
@@ -168,7 +168,7 @@ def test_an_object_that_forward_changes_is_said_and_not_watched() -> None:
         module.config.kind = module.config.kind or "linear"
 
     model.register_forward_pre_hook(counted)
-    with pytest.warns(autocastfx.StateWarning, match=r"config\.calls|hooks on the model ran") as told:
+    with pytest.warns(StateWarning, match=r"config\.calls|hooks on the model ran") as told:
         amp_model = converted(model)
     assert [("config.calls" in str(one.message)) for one in told] == [True, False]
     count = len(amp_model.variants)
@@ -207,9 +207,7 @@ def test_a_converted_model_passes_what_is_set_on_it_to_the_original() -> None:
     assert model.tau == amp_model.tau == 0.25
     assert_agrees(amp_model, model)
     alone = pickle.loads(pickle.dumps(amp_model))
-    with pytest.raises(
-        autocastfx.UnsupportedError, match="on the value of attribute 'tau', and the original is not at"
-    ):
+    with pytest.raises(UnsupportedError, match="on the value of attribute 'tau', and the original is not at"):
         alone.tau = 1.0
     alone.unused = 4
     assert alone.unused == 4

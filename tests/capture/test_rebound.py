@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import CaptureError
+from autocastfx.errors import CaptureError
 from tests.invariants.pair import LOW, Net, Pair, distance, net
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))

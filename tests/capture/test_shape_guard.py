@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import autocastfx
-from autocastfx import AmpModule, OpList, VariantError
+from autocastfx import AmpModule, OpList
 from autocastfx.capture.shape_guard import ShapeGuard, shape_guard
+from autocastfx.errors import VariantError
 from tests.helpers import TORCH
 
 Sizes = tuple[tuple[int, int], ...]

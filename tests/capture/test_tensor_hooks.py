@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.errors import CaptureError, UncapturedGraphWarning, UnsupportedError
+from autocastfx.errors import CaptureError, StateWarning, UncapturedGraphWarning, UnsupportedError
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 Register = Callable[["Hooked", torch.Tensor], object]
@@ -104,7 +104,7 @@ def test_hooks_registered_by_hooks_of_modules(way: str) -> None:
     model.a.register_forward_hook(lambda module, args, output: nothing(output.register_hook(tenth)))
     wanted = gradient(model, model.a.weight)
     if way == "convert":
-        with pytest.warns(autocastfx.StateWarning, match="hooks on 'a' ran"):
+        with pytest.warns(StateWarning, match="hooks on 'a' ran"):
             amp_model = autocastfx.convert(model, (X,), dtype=torch.bfloat16)
     else:
         amp_model = autocastfx.enable(model, dtype=torch.bfloat16)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import autocastfx
 from autocastfx import AmpModule, convert
 from autocastfx.capture.leave_intact import own_thread_state
+from autocastfx.errors import CaptureError
 from tests.helpers import relative_error
 from tests.thread_state import thread_state
 
@@ -145,7 +146,7 @@ def test_transforms_in_forward_are_right_and_leave_nothing_behind(kind: type[nn.
         model, same, args = case(kind)
         expected, before = results(same, args), thread_state()
         if way == "convert" and (kind not in (Velocity, Frozen) or OLD):
-            with pytest.raises(autocastfx.CaptureError, match=r"autocastfx\.enable"):
+            with pytest.raises(CaptureError, match=r"autocastfx\.enable"):
                 convert(model, args, op_list=op_list, dtype=LOW)
             assert thread_state() == before
             continue
@@ -169,7 +170,7 @@ def test_a_transform_that_fails_leaves_nothing_behind(way: str) -> None:
     before = thread_state()
     if way == "enable":
         autocastfx.enable(model, dtype=LOW)
-    with pytest.raises(autocastfx.CaptureError):
+    with pytest.raises(CaptureError):
         convert(model, args, dtype=LOW) if way == "convert" else model(*args)
     assert thread_state() == before
 

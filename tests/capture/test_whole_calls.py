@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils import checkpoint
 
 import autocastfx
-from autocastfx import AmpModule, CaptureError, OpList, VariantError
+from autocastfx import AmpModule, OpList
 from autocastfx.capture.whole_calls import CHECKPOINT, AutogradCall, whole_calls
+from autocastfx.errors import BannedOpError, CaptureError, UnmatchedRuleWarning, VariantError
 from tests.helpers import op_list, relative_error
 
 
@@ -240,7 +241,7 @@ def test_a_custom_function_can_be_allowed_and_denied(tmp_path: Path) -> None:
 
 def test_a_custom_function_can_be_banned(tmp_path: Path) -> None:
     lists = op_list(tmp_path, f"ban: [{{reason: no rounding, ops: [{__name__}.Straight]}}]")
-    with pytest.raises(autocastfx.BannedOpError, match=r"Straight.*no rounding"):
+    with pytest.raises(BannedOpError, match=r"Straight.*no rounding"):
         convert(Between(FUNCTIONS["straight-through"]), lists)
 
 
@@ -333,7 +334,7 @@ def test_any_path_to_a_function_names_it(tmp_path: Path) -> None:
 
 def test_a_listed_function_that_is_not_there_does_no_harm(tmp_path: Path) -> None:
     lists = op_list(tmp_path, f"allow: [not_loaded.function, {__name__}.missing, {__name__}.Between, torch.nn.Linear]")
-    with pytest.warns(autocastfx.UnmatchedRuleWarning) as caught:
+    with pytest.warns(UnmatchedRuleWarning) as caught:
         assert leaves(convert(Between(lambda m, x: x), lists)) == []
     assert [str(w.message).rpartition("is ")[2].split("'")[1] for w in caught] == [
         "not_loaded.function",

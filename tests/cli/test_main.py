@@ -19,13 +19,15 @@ import torch
 
 import autocastfx
 from autocastfx.cli.main import main
+from autocastfx.plan.plan import Forced, Why
+from autocastfx.policy.rule import Category
 from tests.cli.run_command import run
 from tests.golden.models import comparable
 from tests.golden.readme import blocks
 from tests.helpers import with_pinned_torch
 
 # The command shows warnings on standard error; here they must not be raised.
-pytestmark = pytest.mark.filterwarnings("always::autocastfx.UnmatchedRuleWarning")
+pytestmark = pytest.mark.filterwarnings("always::autocastfx.errors.UnmatchedRuleWarning")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "command-line.md"
 MODELS = """
@@ -181,7 +183,7 @@ def test_dump_takes_dtype_lists_mode_and_format(capsys: pytest.CaptureFixture[st
     assert (code, out, err) == (0, "", "")
     plan = autocastfx.Plan.from_json(target.read_text(encoding="utf-8"))
     assert (plan.low, plan.op_list) == ("bfloat16", "bfloat16+used")
-    assert plan["gelu"].decision.category is autocastfx.Category.DENY
+    assert plan["gelu"].decision.category is Category.DENY
     assert not [node for node in plan.nodes if node.op == "dropout"]
 
 
@@ -355,7 +357,7 @@ def test_dump_takes_what_convert_takes(capsys: pytest.CaptureFixture[str], tmp_p
     assert [one.pattern for one in plan.recomposed] == ["silu"]
     assert planned(capsys, *INPUTS, "--device", "cuda").device == "cuda"
     folded = planned(capsys, *INPUTS, "--fold", "kernel")["softmax"].placement
-    assert folded.because.why is autocastfx.Why.FOLDED
+    assert folded.because.why is Why.FOLDED
     assert not planned(capsys, *INPUTS, "--no-recompose").recomposed
     assert not planned(capsys, *INPUTS, "--recompose", "softmax").recomposed
     data = json.loads(plan.to_json())
@@ -371,16 +373,16 @@ def test_values_are_measured_before_the_conversion(capsys: pytest.CaptureFixture
     for batches in large.values():
         for inputs in (INPUTS, ()):
             plan = planned(capsys, "--dtype", "float16", "--calibrate", batches, *inputs)
-            assert plan["linear"].decision.source is autocastfx.Forced.RANGE
+            assert plan["linear"].decision.source is Forced.RANGE
             assert not plan.unverified
     assert (
         planned(capsys, "--dtype", "float16", "--calibrate", "float32[4,32]")["linear"].decision.source
-        is not autocastfx.Forced.RANGE
+        is not Forced.RANGE
     )
     found = autocastfx.calibrate(sys.modules["cli_models"].Soft(), sys.modules["cli_models"].large())
     found.save(tmp_path / "ranges.json")
     plan = planned(capsys, "--dtype", "float16", *INPUTS, "--calibrate", str(tmp_path / "ranges.json"))
-    assert plan["linear"].decision.source is autocastfx.Forced.RANGE
+    assert plan["linear"].decision.source is Forced.RANGE
 
 
 BAD = {

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import autocastfx
+from autocastfx.numerics.plan_search import Budget
+from autocastfx.numerics.tune import Tuned
 from tests.cli.run_command import run
 
 MODELS = """
@@ -91,7 +93,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
-def expected(**options: object) -> autocastfx.Tuned:
+def expected(**options: object) -> Tuned:
     """What ``tune`` finds for the same model and batches."""
     models = sys.modules["tune_models"]
     with torch.random.fork_rng():
@@ -120,14 +122,12 @@ def test_it_prints_the_report_of_tune_and_writes_list_and_picture(
 @pytest.mark.parametrize(
     ("given", "budget"),
     [
-        ("bytes=0.9", autocastfx.Budget(bytes=0.9)),
-        ("error=0.02", autocastfx.Budget(error=0.02)),
+        ("bytes=0.9", Budget(bytes=0.9)),
+        ("error=0.02", Budget(error=0.02)),
         ("torch_autocast_cpu", "torch_autocast_cpu"),
     ],
 )
-def test_a_budget_is_a_number_or_a_list(
-    capsys: pytest.CaptureFixture[str], given: str, budget: str | autocastfx.Budget
-) -> None:
+def test_a_budget_is_a_number_or_a_list(capsys: pytest.CaptureFixture[str], given: str, budget: str | Budget) -> None:
     code, out, _ = run(capsys, *COMMAND, "--budget", given, "--json", "--probes", "2")
     found, told = expected(budget=budget, probes=2), json.loads(out)
     assert code == int(not found.gains)

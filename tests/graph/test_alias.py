@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import autocastfx
-from autocastfx import Precision
 from autocastfx.graph.alias import alias_sets
+from autocastfx.plan.plan import Precision
 from tests.helpers import Function
 
 X = torch.rand(8, 8)

@@ -10,7 +10,8 @@ import torch
 import transformers
 
 import autocastfx
-from autocastfx import CompileBackend, GradScaler, UnsupportedError
+from autocastfx import CompileBackend, GradScaler
+from autocastfx.errors import UnsupportedError
 from tests.helpers import sampled
 from tests.integrations.trained import CASES, HALF, OVERFLOWS, STEPS, let_overflow, made, same_weights
 

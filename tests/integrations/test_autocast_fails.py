@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import CompileBackend, UncapturedGraphWarning
+from autocastfx import CompileBackend
 from autocastfx.capture import dynamo_graph
+from autocastfx.errors import UncapturedGraphWarning
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import autocastfx
-from autocastfx import CaptureError, UncapturedGraphWarning, UnsupportedError
+from autocastfx.errors import CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.integrations.backend import CompileBackend
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

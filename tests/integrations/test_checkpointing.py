@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 import autocastfx
-from autocastfx import UncapturedGraphWarning
+from autocastfx.errors import UncapturedGraphWarning
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

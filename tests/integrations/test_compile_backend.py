@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autocastfx
-from autocastfx import CompileBackend, UncapturedGraphWarning
+from autocastfx import CompileBackend
+from autocastfx.errors import UncapturedGraphWarning, UnsupportedError, VariantError
 from autocastfx.plan.plan import Precision
+from autocastfx.report.compiled_graph import CompiledGraph
 from tests.helpers import op_list, relative_error, sampled, saved_bytes
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -264,7 +266,7 @@ def test_a_graph_that_cannot_be_converted_runs_otherwise_and_is_told(
     monkeypatch.setattr("autocastfx.capture.dynamo_graph.make_fx", lambda *_, **__: refuse)
     model, x = WithCube(), torch.ones(3, 8)
     other = copy.deepcopy(model)
-    seen: list[autocastfx.CompiledGraph] = []
+    seen: list[CompiledGraph] = []
     backend = CompileBackend(dtype=LOW, inner=inner, uncaptured=uncaptured, report=seen.append)
     runs = {"autocast": "under torch.autocast, in bfloat16", "float32": "in float32"}[uncaptured]
     with pytest.warns(UncapturedGraphWarning, match=f"cannot be converted and runs {runs}: RuntimeError: no graph of"):
@@ -276,7 +278,7 @@ def test_a_graph_that_cannot_be_converted_runs_otherwise_and_is_told(
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     assert seen == backend.graphs
     assert [(graph.plan, graph.failure) for graph in seen] == [(None, "RuntimeError: no graph of this")]
-    with pytest.raises(autocastfx.VariantError, match="no plan of a graph that could not be converted: RuntimeError"):
+    with pytest.raises(VariantError, match="no plan of a graph that could not be converted: RuntimeError"):
         seen[0].dump()
 
 
@@ -317,9 +319,7 @@ def mine(x: Tensor) -> Tensor:
 
 def test_a_python_function_that_a_list_names_is_refused(tmp_path: Any) -> None:
     lists = op_list(tmp_path, f"deny:\n  - {mine.__module__}.mine\n")
-    with pytest.raises(
-        autocastfx.UnsupportedError, match=r"the Python function \S+\.mine, which torch\.compile traces"
-    ):
+    with pytest.raises(UnsupportedError, match=r"the Python function \S+\.mine, which torch\.compile traces"):
         CompileBackend(dtype=LOW, op_list=["bfloat16", lists])
 
 
@@ -336,7 +336,7 @@ def test_a_function_of_torch_that_a_list_names_stays_whole() -> None:
 
 
 def test_it_has_a_name_and_takes_its_arguments_as_options() -> None:
-    model, x, seen = Layers().eval(), torch.randn(3, 8), list[autocastfx.CompiledGraph]()
+    model, x, seen = Layers().eval(), torch.randn(3, 8), list[CompiledGraph]()
     options = {"dtype": LOW, "inner": "eager", "report": seen.append}
     found = torch.compile(model, backend="autocastfx", options=options)(x)[0]
     assert torch.equal(found, autocastfx.convert(model, (x,), dtype=LOW)(x)[0])

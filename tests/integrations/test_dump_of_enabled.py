@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import UncapturedGraphWarning, VariantError
+from autocastfx.errors import UncapturedGraphWarning, VariantError
 from tests.integrations.test_skipped_code import Experts, Shrink, Whole
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import autocastfx
-from autocastfx import CaptureError, UncapturedGraphWarning
+from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from benchmarks.hand import dynamic
 from benchmarks.zoo_case import ZooModel
 from benchmarks.zoo_hand import HAND

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import BannedOpError, CaptureError, UncapturedGraphWarning
+from autocastfx.errors import BannedOpError, CaptureError, UncapturedGraphWarning
 from autocastfx.integrations.compiled import plain_error
 from tests.helpers import heard, relative_error
 

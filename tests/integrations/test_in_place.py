@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autocastfx
-from autocastfx import AmpModule, UncapturedGraphWarning, UnsupportedError, VariantError
+from autocastfx import AmpModule
+from autocastfx.errors import UncapturedGraphWarning, UnsupportedError, VariantError
 from tests.helpers import relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autocastfx import GradScaler, UncapturedGraphWarning
+from autocastfx import GradScaler
+from autocastfx.errors import UncapturedGraphWarning
 from tests.helpers import sampled
 from tests.integrations.trained import BATCH, CASES, HALF, OVERFLOWS, STEPS, let_overflow, made, same_weights
 

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx import OpList, Precision, UnsupportedError
+from autocastfx import OpList
+from autocastfx.errors import UnsupportedError
+from autocastfx.plan.plan import Precision
 from tests.invariants.test_low_models import NOTHING, RAISED, batches, llama
 
 transformers: Any = pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx import StateWarning, UnsupportedError
+from autocastfx.errors import StateWarning, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

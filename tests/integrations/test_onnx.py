@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autocastfx
-from autocastfx import AmpModule, MissingExtraError, UnsupportedError
+from autocastfx import AmpModule
+from autocastfx.errors import MissingExtraError, UnsupportedError
 from autocastfx.runtime.operators.casts import saturating_cast
 from benchmarks.zoo_models import ZOO
 from tests.golden.readme import outputs, run

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autocastfx import CompileBackend, UncapturedGraphWarning
+from autocastfx import CompileBackend
+from autocastfx.errors import UncapturedGraphWarning
 from tests.helpers import relative_error
 from tests.integrations.trained import char_gpt, made
 

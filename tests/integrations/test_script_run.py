@@ -17,6 +17,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx.cli.main import main
+from autocastfx.errors import UncapturedGraphWarning
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -183,7 +184,7 @@ class Net(nn.Module):
 model = Net()
 model(x), model(x)
 """
-    with pytest.warns(autocastfx.UncapturedGraphWarning, match="cannot capture forward at .*train.py"):
+    with pytest.warns(UncapturedGraphWarning, match="cannot capture forward at .*train.py"):
         _, _, report = run_script(text)
     (model,) = report["models"]
     assert len(model["skipped"]) == 1
@@ -226,7 +227,7 @@ for _ in range(3):
     model(x).square().sum().backward()
     print(model[1].a.weight.grad.isfinite().all().item())
 """
-    with pytest.warns(autocastfx.UncapturedGraphWarning, match="cannot capture forward at .*train.py"):
+    with pytest.warns(UncapturedGraphWarning, match="cannot capture forward at .*train.py"):
         code, out, report = run_script(text)
     assert (code, out) == (0, "True\n" * 3)
     assert [one["name"] for one in report["models"]] == ["Norm"]

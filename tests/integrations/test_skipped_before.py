@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autocastfx
-from autocastfx import CaptureError, CompileBackend, UncapturedGraphWarning
+from autocastfx import CompileBackend
+from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from tests.helpers import relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

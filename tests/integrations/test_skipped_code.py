@@ -20,7 +20,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import autocastfx
-from autocastfx import CaptureError, CompileBackend, UncapturedGraphWarning
+from autocastfx import CompileBackend
+from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from autocastfx.integrations.skipped_code import InAutocast
 from tests.helpers import relative_error
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import CompileBackend, UnmatchedRuleWarning, UnsupportedError
+from autocastfx import CompileBackend
+from autocastfx.errors import UnmatchedRuleWarning, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -19,10 +19,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import autocastfx
-from autocastfx import AmpModule, Precision
+from autocastfx import AmpModule
 from autocastfx.capture.whole_calls import CHECKPOINT
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import dtypes, origin
+from autocastfx.plan.plan import Precision
 from autocastfx.runtime.operators.casts import saturating_cast
 from benchmarks.gradient_scale import gradient_distances
 

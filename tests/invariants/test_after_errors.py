@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import autocastfx
+from autocastfx.errors import BannedOpError, CaptureError, OpListError
 from tests.invariants.pair import Busy, settings_now, snapshot
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU"),
-    pytest.mark.filterwarnings("ignore::autocastfx.StateWarning"),  # of a model that changes whatever it can
+    pytest.mark.filterwarnings("ignore::autocastfx.errors.StateWarning"),  # of a model that changes whatever it can
 ]
 
 
@@ -25,17 +26,17 @@ def _ban(tmp_path: Path) -> Path:
 
 
 FAILURES: dict[str, tuple[str, type[Exception], Callable[[Path], dict[str, Any]]]] = {
-    "the model raises": ("raise", autocastfx.CaptureError, lambda _: {}),
-    "data-dependent branch": ("branch", autocastfx.CaptureError, lambda _: {}),
-    "wrong number of inputs": ("", autocastfx.CaptureError, lambda _: {"example_inputs": ()}),
-    "wrong size of input": ("", autocastfx.CaptureError, lambda _: {"example_inputs": (torch.randn(3, 5),)}),
-    "banned op": ("op", autocastfx.BannedOpError, lambda folder: {"op_list": ["default", _ban(folder)]}),
+    "the model raises": ("raise", CaptureError, lambda _: {}),
+    "data-dependent branch": ("branch", CaptureError, lambda _: {}),
+    "wrong number of inputs": ("", CaptureError, lambda _: {"example_inputs": ()}),
+    "wrong size of input": ("", CaptureError, lambda _: {"example_inputs": (torch.randn(3, 5),)}),
+    "banned op": ("op", BannedOpError, lambda folder: {"op_list": ["default", _ban(folder)]}),
     "banned op, without inputs": (
         "op",
-        autocastfx.BannedOpError,
+        BannedOpError,
         lambda folder: {"op_list": ["default", _ban(folder)], "example_inputs": None},
     ),
-    "missing list": ("", autocastfx.OpListError, lambda _: {"op_list": "nowhere.yaml"}),
+    "missing list": ("", OpListError, lambda _: {"op_list": "nowhere.yaml"}),
     "unknown choice": ("", ValueError, lambda _: {"fold": "all"}),
     "dtype": ("", ValueError, lambda _: {"dtype": torch.float64}),
 }
@@ -56,7 +57,7 @@ def test_the_callers_module_is_intact_after_an_error(name: str, tmp_path: Path) 
 def test_a_model_that_failed_converts_once_the_cause_is_gone() -> None:
     x = torch.randn(3, 8)
     model = Busy("raise")
-    with pytest.raises(autocastfx.CaptureError, match="on purpose"):
+    with pytest.raises(CaptureError, match="on purpose"):
         autocastfx.convert(model, (x,), dtype="float16")
     model.fail = ""
     assert autocastfx.convert(model, (x,), dtype="float16")(x).shape == (3, 8)

@@ -14,7 +14,7 @@ from tests.invariants.pair import Busy, net, settings_now, snapshot
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU"),
-    pytest.mark.filterwarnings("ignore::autocastfx.StateWarning"),  # of a model that changes whatever it can
+    pytest.mark.filterwarnings("ignore::autocastfx.errors.StateWarning"),  # of a model that changes whatever it can
 ]
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from autocastfx import Precision
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes
+from autocastfx.plan.plan import Precision
 from tests.invariants.pair import Pair, net, placed, twice
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")

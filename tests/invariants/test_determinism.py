@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import autocastfx
-from autocastfx import AmpModule, Precision
+from autocastfx import AmpModule
+from autocastfx.plan.plan import Precision
 from autocastfx.policy.op_list import preset_folder
 from tests.helpers import with_pinned_torch
 from tests.invariants.pair import HUGE, LOW, inserted_casts, twice
@@ -125,7 +126,7 @@ def _reordered(tree: Any, shuffle: random.Random) -> Any:
 
 
 @with_pinned_torch
-@pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")  # a copy of a shipped list is one's own
+@pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")  # a copy of a shipped list is one's own
 @pytest.mark.parametrize("low", LOW)
 def test_the_order_of_the_lists_entries_does_not_matter(low: torch.dtype, tmp_path: Path) -> None:
     name = str(low).removeprefix("torch.")

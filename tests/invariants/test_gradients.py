@@ -16,7 +16,7 @@ from tests.invariants.pair import LOW, Net, Pair, assert_close, net
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU"),
-    pytest.mark.filterwarnings("ignore:.*are float64, and only float32 values:autocastfx.StateWarning"),
+    pytest.mark.filterwarnings("ignore:.*are float64, and only float32 values:autocastfx.errors.StateWarning"),
 ]
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import autocastfx
-from autocastfx import AmpModule, CaptureError, StateWarning
+from autocastfx import AmpModule
+from autocastfx.errors import CaptureError, StateWarning
 from autocastfx.runtime.variant_table import HookWatch
 from tests.helpers import relative_error
 

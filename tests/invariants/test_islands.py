@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autocastfx import Precision, StateWarning
+from autocastfx.errors import StateWarning
 from autocastfx.graph.names import op_name
+from autocastfx.plan.plan import Precision
 from tests.invariants.pair import LOW, Net, Pair, inserted_casts, net, placed
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU")

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import autocastfx
-from autocastfx import OpList, StateWarning, UnsupportedError, convert, logprob_gap
+from autocastfx import OpList, convert, logprob_gap
+from autocastfx.errors import NotCapturedError, StateWarning, UnsupportedError
+from autocastfx.plan.plan import Precision
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -138,11 +139,11 @@ def test_other_sizes_and_training_are_served() -> None:
 def test_without_inputs_the_first_call_captures_it() -> None:
     model, x = small().bfloat16(), torch.linspace(-1, 1, 16).view(2, 8).bfloat16()
     amp_model, given = convert(model), convert(model, x)
-    with pytest.raises(autocastfx.NotCapturedError, match="in float32 shows in the dtypes of a call's values"):
+    with pytest.raises(NotCapturedError, match="in float32 shows in the dtypes of a call's values"):
         str(amp_model.plan)
     assert torch.equal(amp_model(x), given(x))
     assert amp_model.plan == given.plan
-    assert amp_model.plan["softmax"].placement.run is autocastfx.Precision.FLOAT32
+    assert amp_model.plan["softmax"].placement.run is Precision.FLOAT32
 
 
 @pytest.mark.parametrize(
@@ -200,9 +201,9 @@ def test_models_with_float32_parameters_are_converted_as_those() -> None:
             return self.inner[2](self.inner[:2](x).bfloat16())
 
     plan = convert(Mixed(), (torch.ones(2, 8),), dtype="bfloat16").plan
-    assert plan["linear"].placement.run is autocastfx.Precision.LOW
+    assert plan["linear"].placement.run is Precision.LOW
     assert plan["linear"].captured == "float32"
-    assert plan["layer_norm"].placement.run is autocastfx.Precision.CAPTURED
+    assert plan["layer_norm"].placement.run is Precision.CAPTURED
 
 
 def test_float16_logits_that_overflow_are_raised() -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autocastfx
-from autocastfx import UnsupportedError
 from autocastfx.capture.call import CallSignature
+from autocastfx.errors import UnsupportedError, VariantError
 from tests.invariants.pair import Pair, net, settings_now, snapshot
 
 
@@ -102,7 +102,7 @@ def test_a_number_of_thousands_of_digits_is_a_number() -> None:
     amp_model = autocastfx.convert(net(run), (x, 10**5000), dtype=torch.bfloat16)
     assert torch.equal(amp_model(x, 10**5000), amp_model(x, 10**5000 % 7))
     loaded = pickle.loads(pickle.dumps(amp_model))
-    with pytest.raises(autocastfx.VariantError, match=r"\(args=\(float32\[2d\], 4\)\), only for .*int of 16610 bits"):
+    with pytest.raises(VariantError, match=r"\(args=\(float32\[2d\], 4\)\), only for .*int of 16610 bits"):
         loaded(x, 4)
 
 

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import AmpModule, BisectError, EvaluationsError, OpList, Place, UnsupportedError, bisect
+from autocastfx import AmpModule, OpList, bisect
+from autocastfx.errors import BisectError, EvaluationsError, UnmatchedRuleWarning, UnsupportedError
 from autocastfx.numerics import bisect as bisect_module
-from autocastfx.numerics.bisect import places_of, search_order
+from autocastfx.numerics.bisect import Place, places_of, search_order
+from autocastfx.plan.sensitivity import Effect
 
 LISTED = OpList.of({"allow": ["exp"]}, name="mine")  # lets what needs float32 into 16 bits
 LAYERS = 5
@@ -113,7 +115,7 @@ def test_a_rule_that_matches_nothing_is_warned_of_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(bisect_module, "convert_again", lambda amp_model, op_list: None)
     model = planted(2)
     listed = OpList.of({"allow": ["exp", "erfinv"]}, name="mine")
-    with pytest.warns(autocastfx.UnmatchedRuleWarning, match="erfinv") as warned:
+    with pytest.warns(UnmatchedRuleWarning, match="erfinv") as warned:
         bisect(model, (X,), Distance(model, X), 0.02, op_list=["default", listed], dtype="float16")
     assert len(warned) == 1
 
@@ -172,7 +174,7 @@ def test_of_two_that_hold_alike_it_keeps_the_one_of_the_larger_predicted_error(
         return 1.0 if runs["exp"] == runs["sin"] == "low" else 0.0
 
     listed = OpList.of({"allow": ["exp", "tanh", "sin", "mul"]}, name="mine")
-    effects = tuple(autocastfx.Effect("train", op, op, "", (error,)) for op, error in errors.items())
+    effects = tuple(Effect("train", op, op, "", (error,)) for op, error in errors.items())
     measured = autocastfx.Sensitivity("gradient", "float16", 1, 1, effects)
     inputs, lists = (torch.ones(32, 32), torch.tensor(factor)), ["default", listed]
     found = bisect(TwoWays(), inputs, metric, 0.5, op_list=lists, dtype="float16", sensitivity=measured)
@@ -191,7 +193,7 @@ def test_effects_of_a_places_nodes_may_cancel() -> None:
             1,
             1,
             tuple(
-                autocastfx.Effect("eval", name, op, module, (error,))
+                Effect("eval", name, op, module, (error,))
                 for name, op, module, error in [
                     ("mul", "mul", "0", 0.1),
                     ("add", "add", "0", 0.3),

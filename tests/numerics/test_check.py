@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import autocastfx
-from autocastfx import CaptureError
 from autocastfx.capture.export import Captured
+from autocastfx.errors import CalibrationError, CaptureError, SensitivityError, UnsupportedError
 from autocastfx.passes import pipeline
 from tests.helpers import heard
 
@@ -197,7 +197,7 @@ def test_a_large_model_is_checked_when_asked(
 def test_a_check_that_cannot_be_made_is_refused() -> None:
     for options in ({"weights": "low"}, {}):
         given = (inputs(),) if options else ()
-        with pytest.raises(autocastfx.UnsupportedError, match="check=True compares the graph with the model in a call"):
+        with pytest.raises(UnsupportedError, match="check=True compares the graph with the model in a call"):
             autocastfx.convert(Net().eval(), *given, dtype="bfloat16", check=True, **options)
     with pytest.raises(ValueError, match="check is None, True or False, not 'yes'"):
         autocastfx.convert(Net(), inputs(), check="yes")  # type: ignore[arg-type]
@@ -245,7 +245,7 @@ def test_a_loss_function_is_where_gradients_begin() -> None:
 
 def test_a_loss_that_cannot_be_computed_is_an_error() -> None:
     model, batches = nn.Linear(8, 4), [torch.randn(6, 8)]
-    with pytest.raises(autocastfx.SensitivityError, match="loss_fn returns one number"):
+    with pytest.raises(SensitivityError, match="loss_fn returns one number"):
         autocastfx.check(model, batches, lambda output, batch: output, dtype="bfloat16")
     with pytest.raises(ZeroDivisionError):
         autocastfx.check(model, batches, lambda output, batch: output.sum() / (1 // 0), dtype="bfloat16")
@@ -270,12 +270,12 @@ def test_everything_is_as_it_was() -> None:
 def test_a_converted_model_is_checked_with_its_original() -> None:
     amp_model = autocastfx.convert(Net(), inputs(), dtype="bfloat16")
     assert autocastfx.check(amp_model, [inputs(3)]).ok
-    with pytest.raises(autocastfx.UnsupportedError, match="leave the options of a conversion out"):
+    with pytest.raises(UnsupportedError, match="leave the options of a conversion out"):
         autocastfx.check(amp_model, [inputs()], dtype="float16")
 
 
 def test_no_batches_are_an_error() -> None:
-    with pytest.raises(autocastfx.CalibrationError, match="there are no batches to check with"):
+    with pytest.raises(CalibrationError, match="there are no batches to check with"):
         autocastfx.check(Net(), [])
 
 

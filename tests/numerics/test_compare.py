@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autocastfx import Comparison, Effect, OpList, Sensitivity, VariantError, compare, convert
+from autocastfx import Comparison, OpList, Sensitivity, compare, convert
+from autocastfx.errors import VariantError
 from autocastfx.numerics.paired_run import Side
+from autocastfx.plan.sensitivity import Effect
 from tests.helpers import Function, relative_error
 from tests.numerics.faults import ERRORS, Fault, Inside
 

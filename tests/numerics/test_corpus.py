@@ -222,7 +222,7 @@ def _switch_off(point: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")  # all demands are lifted
+@pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")  # all demands are lifted
 @pytest.mark.parametrize(
     ("point", "name"),
     [

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autocastfx import OpList, Plan, Precision
+from autocastfx import OpList, Plan
 from autocastfx.numerics import plan_search
 from autocastfx.numerics.plan_search import PlanSearch, filled
+from autocastfx.plan.plan import Precision
 from autocastfx.plan.sensitivity import added, rms
 from tests.numerics.searches import search_of
 

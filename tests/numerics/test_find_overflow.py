@@ -10,8 +10,9 @@ import torch
 import yaml
 from torch import Tensor, fx, nn
 
-from autocastfx import AmpModule, NodeError, OpList, Overflow, convert, find_overflow
-from autocastfx.numerics.find_overflow import _reads, _Trail
+from autocastfx import AmpModule, OpList, convert, find_overflow
+from autocastfx.errors import NodeError
+from autocastfx.numerics.find_overflow import Overflow, _reads, _Trail
 from autocastfx.numerics.paired_run import Step
 from tests.helpers import Function
 from tests.numerics.faults import OVERFLOWS, Fault, Inside, refused

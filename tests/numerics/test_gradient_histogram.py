@@ -16,18 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autocastfx
-from autocastfx import (
-    CalibrationError,
-    DynamicLossScale,
-    GradientHistogram,
-    LossScalingOptimizer,
-    MissingExtraError,
-    NoLossScale,
-    StaticLossScale,
-    convert,
-    gradient_histogram,
-)
-from autocastfx.numerics.gradient_histogram import NOTHING, Exponents, Margin, Tally, read_all
+from autocastfx import DynamicLossScale, LossScalingOptimizer, NoLossScale, StaticLossScale, convert, gradient_histogram
+from autocastfx.errors import CalibrationError, MissingExtraError
+from autocastfx.numerics.gradient_histogram import NOTHING, Exponents, GradientHistogram, Margin, Tally, read_all
 
 LOW = torch.bfloat16
 

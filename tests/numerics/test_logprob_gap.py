@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import LogprobGap, logprob_gap
+from autocastfx import logprob_gap
+from autocastfx.numerics.logprob_gap import LogprobGap
 
 VOCABULARY = 16
 

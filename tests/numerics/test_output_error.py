@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autocastfx import BisectError, OpList, convert
+from autocastfx import OpList, convert
+from autocastfx.errors import BisectError
 from autocastfx.numerics.bisect import OutputError
 from tests.helpers import Function, relative_error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autocastfx import InputRange, Overflow
+from autocastfx.numerics.find_overflow import InputRange, Overflow
 
 FOUND = Overflow(
     *("exp_1", "exp", "", "float16", "low", 2, 1),

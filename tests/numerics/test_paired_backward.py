@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autocastfx import AmpModule, CalibrationError, Comparison, OpList, compare, convert
+from autocastfx import AmpModule, Comparison, OpList, compare, convert
+from autocastfx.errors import CalibrationError
 from autocastfx.numerics import paired_run
 from autocastfx.numerics.paired_run import Backward, run_backwards, run_side_by_side
 from tests.helpers import Function, relative_error

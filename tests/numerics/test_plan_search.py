@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx import OpList, SensitivityError
+from autocastfx import OpList
+from autocastfx.errors import SensitivityError
 from autocastfx.numerics.plan_search import Found, Limit, PlanSearch, Point, _next, _point
 from tests.numerics.searches import search_of
 

@@ -15,8 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import autocastfx
-from autocastfx import Sensitivity, SensitivityError
+from autocastfx import Sensitivity
+from autocastfx.errors import SensitivityError, UnsupportedError
 from autocastfx.numerics.compare import TargetError
+from autocastfx.plan.plan import Precision
 from autocastfx.plan.sensitivity import added, rms
 
 PROBES = 64  # an error is known within 1/sqrt(2 * 64) = 9 %
@@ -106,7 +108,7 @@ def test_single_nodes_are_predicted(name: str, tmp_path: Any) -> None:
     amp_model = autocastfx.convert(
         model, inputs(batch()), dtype="bfloat16", op_list=op_list, fold="none", sensitivity=found
     )
-    assert [n.name for n in amp_model.plan.nodes if n.placement.run is autocastfx.Precision.LOW] == [name]
+    assert [n.name for n in amp_model.plan.nodes if n.placement.run is Precision.LOW] == [name]
     true = TargetError(model, [batch()], loss, "gradient", inputs)(amp_model, torch.bfloat16)
     assert amp_model.plan.error == pytest.approx(true, rel=WITHIN)
 
@@ -300,17 +302,17 @@ def test_frozen_parameters_are_an_error_for_gradients_alone() -> None:
 
 def test_a_converted_model_is_refused() -> None:
     amp_model = autocastfx.convert(made(), inputs(batch()), dtype="bfloat16")
-    with pytest.raises(autocastfx.UnsupportedError, match="converted already"):
+    with pytest.raises(UnsupportedError, match="converted already"):
         measured(amp_model)
 
 
 def test_a_model_of_16_bits_is_refused() -> None:
     low, x = made().bfloat16(), [(batch()[0].bfloat16(), batch()[1])]
-    with pytest.raises(autocastfx.UnsupportedError, match="16-bit already"):
+    with pytest.raises(UnsupportedError, match="16-bit already"):
         autocastfx.sensitivity(low, x, loss, inputs=inputs, progress=False)
-    with pytest.raises(autocastfx.UnsupportedError, match="16-bit already"):
+    with pytest.raises(UnsupportedError, match="16-bit already"):
         autocastfx.tune(low, x * 2, loss, inputs=inputs, progress=False)
-    with pytest.raises(autocastfx.UnsupportedError, match="sensitivity was given"):
+    with pytest.raises(UnsupportedError, match="sensitivity was given"):
         autocastfx.convert(low, x[0][0], sensitivity=measured(made(), dtype="bfloat16"))
 
 
@@ -369,7 +371,7 @@ def test_a_result_that_backward_reads_is_counted_once(op: str) -> None:
     op_list = ("default", autocastfx.OpList.of({"modules": rules}))
     options: dict[str, Any] = {"dtype": "bfloat16", "op_list": op_list, "fold": "none", "sensitivity": found}
     amp_model = autocastfx.convert(model, inputs(batch()), **options)
-    assert [n.op for n in amp_model.plan.nodes if n.placement.run is autocastfx.Precision.LOW] == [op]
+    assert [n.op for n in amp_model.plan.nodes if n.placement.run is Precision.LOW] == [op]
     true = TargetError(model, [batch()], loss, "gradient", inputs)(amp_model, torch.bfloat16)
     assert amp_model.plan.error == pytest.approx(true, rel=WITHIN)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx import SensitivityError
+from autocastfx.errors import SensitivityError
 from autocastfx.numerics.compare import TargetError
 
 

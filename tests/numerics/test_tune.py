@@ -14,8 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import autocastfx
-from autocastfx import Budget, Precision, SensitivityError, Tuned
+from autocastfx.errors import GpuError, OpListError, SensitivityError, UnsupportedError
 from autocastfx.numerics.compare import TargetError
+from autocastfx.numerics.plan_search import Budget
+from autocastfx.numerics.tune import Tuned
+from autocastfx.plan.plan import Precision
 
 
 def bert() -> nn.Module:
@@ -202,10 +205,10 @@ def test_an_impossible_budget_is_an_error() -> None:
 def test_a_list_that_follows_torch_autocast_is_a_budget_and_no_start() -> None:
     model = bert()
     options: dict[str, Any] = {"dtype": "bfloat16", "progress": False}
-    with pytest.raises(autocastfx.UnsupportedError, match=r"follows torch\.autocast's dispatch"):
+    with pytest.raises(UnsupportedError, match=r"follows torch\.autocast's dispatch"):
         autocastfx.tune(model, BATCHES, op_list="torch_autocast_cuda", **options)
     found = autocastfx.sensitivity(model, BATCHES[:1], dtype="bfloat16", progress=False)
-    with pytest.raises(autocastfx.UnsupportedError, match=r"follows torch\.autocast's dispatch"):
+    with pytest.raises(UnsupportedError, match=r"follows torch\.autocast's dispatch"):
         autocastfx.convert(model, (), BATCHES[0], dtype="bfloat16", op_list="torch_autocast_cuda", sensitivity=found)
     tuned = autocastfx.tune(model, BATCHES, budget="torch_autocast_cuda", sensitivity=found, **options)
     assert tuned.budget.error is not None
@@ -223,9 +226,9 @@ def test_a_wrong_budget_is_told_before_anything_is_measured(monkeypatch: pytest.
         raise AssertionError("it was measured")
 
     monkeypatch.setattr("autocastfx.numerics.sensitivity.Measuring.add", measured)
-    with pytest.raises(autocastfx.OpListError, match="no_such_list"):
+    with pytest.raises(OpListError, match="no_such_list"):
         autocastfx.tune(bert(), BATCHES, budget="no_such_list", dtype="bfloat16", progress=False)
-    with pytest.raises(autocastfx.GpuError, match="no GPU is known as 'A1000'"):
+    with pytest.raises(GpuError, match="no GPU is known as 'A1000'"):
         autocastfx.tune(bert(), BATCHES, gpu="A1000", dtype="bfloat16", progress=False)
 
 

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx import Effect, OpList, Placement, Plan, Precision, Sensitivity
+from autocastfx import OpList, Plan, Sensitivity
 from autocastfx.conversion import convert_again
 from autocastfx.numerics.plan_search import rules_for
+from autocastfx.plan.plan import Placement, Precision
+from autocastfx.plan.sensitivity import Effect
 
 
 class Layer(nn.Module):

@@ -17,18 +17,15 @@ from autocastfx import (
     AmpModule,
     DynamicLossScale,
     GradScaler,
-    LossScaleError,
     LossScalingOptimizer,
     OpList,
-    SkippedStep,
-    SkippedStepWarning,
     StaticLossScale,
-    Watch,
-    WatchedNode,
     convert,
     watch,
 )
+from autocastfx.errors import LossScaleError, SkippedStepWarning
 from autocastfx.numerics import watch as watch_module
+from autocastfx.numerics.watch import SkippedStep, Watch, WatchedNode
 
 LISTED = OpList.of({"allow": ["exp"]}, name="mine")
 STEPS, PLANTED = 9, 6  # no step that a watch with every=4 observes

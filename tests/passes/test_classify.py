@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import autocastfx
+from autocastfx.errors import BannedOpError, OpListError, UnmatchedRuleWarning
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from tests.helpers import Function, op_list, relative_error
@@ -52,17 +53,13 @@ def test_unlisted_can_be_denied_or_refused(x: torch.Tensor, tmp_path: Path) -> N
     rules = op_list(tmp_path, "{allow: [matmul], unlisted: deny}")
     assert str(plan_of(lambda x: x.tanh() @ x, x, op_list=rules)["tanh"].decision.category) == "deny"
     rules = op_list(tmp_path, "{allow: [matmul], unlisted: error}")
-    with pytest.raises(
-        autocastfx.BannedOpError, match=r"node 'tanh' in module '\(root\)' is tanh, which unlisted bans"
-    ):
+    with pytest.raises(BannedOpError, match=r"node 'tanh' in module '\(root\)' is tanh, which unlisted bans"):
         plan_of(lambda x: x.tanh() @ x, x, op_list=rules)
 
 
 def test_a_banned_op_is_refused_with_the_reason_and_the_place(x: torch.Tensor, tmp_path: Path) -> None:
     rules = op_list(tmp_path, "ban: [{reason: no kernel, ops: [tanh]}]")
-    with pytest.raises(
-        autocastfx.BannedOpError, match=r"test\.yaml:1:33 bans: no kernel\. Replace the op in the model"
-    ):
+    with pytest.raises(BannedOpError, match=r"test\.yaml:1:33 bans: no kernel\. Replace the op in the model"):
         plan_of(lambda x: x.tanh() @ x, x, op_list=["default", rules])
 
 
@@ -423,7 +420,7 @@ def test_conditions_and_devices(tmp_path: Path) -> None:
           - gelu: {when: {approximate: none}, reason: erf}
           - linear: {devices: cuda, reason: why not}
         """
-    with pytest.warns(autocastfx.UnmatchedRuleWarning) as none:  # a rule for a device speaks there alone
+    with pytest.warns(UnmatchedRuleWarning) as none:  # a rule for a device speaks there alone
         plan = stack_plan(tmp_path, text.replace("none", "tanh"))
     assert [str(w.message).partition("test.yaml")[2] for w in none] == [
         ":2:5: no gelu of the model has approximate=tanh."
@@ -443,11 +440,11 @@ def test_rules_that_match_nothing_are_warned_of_once_each_and_can_be_silenced(
     warnings.simplefilter("always")
     plan_of(lambda x: x.tanh() @ x, x, op_list=["default", rules])
     assert [(w.category, str(w.message).partition("test.yaml")[2], w.filename) for w in recwarn.list] == [
-        (autocastfx.UnmatchedRuleWarning, ":1:9: no node of the model is 'exp2'.", __file__),
-        (autocastfx.UnmatchedRuleWarning, ":1:32: no module of the model matches 'haed'.", __file__),
+        (UnmatchedRuleWarning, ":1:9: no node of the model is 'exp2'.", __file__),
+        (UnmatchedRuleWarning, ":1:32: no module of the model matches 'haed'.", __file__),
     ]
     recwarn.clear()
-    warnings.simplefilter("ignore", autocastfx.UnmatchedRuleWarning)
+    warnings.simplefilter("ignore", UnmatchedRuleWarning)
     plan_of(lambda x: x.tanh() @ x, x, op_list=["default", rules])
     plan_of(lambda x: x.tanh() @ x, x, op_list="default")
     assert recwarn.list == []
@@ -465,9 +462,7 @@ def test_a_rule_is_matched_if_any_variant_has_its_op(x: torch.Tensor, tmp_path: 
 
 def test_rules_that_contradict_each_other_for_a_node_are_refused(tmp_path: Path) -> None:
     text = "modules: [{path: layers.*, category: low}, {path: '*.1', category: float32}]"
-    with pytest.raises(
-        autocastfx.OpListError, match=r"test\.yaml:1:11: .* at .*test\.yaml:1:44: both fit node 'linear_1'"
-    ):
+    with pytest.raises(OpListError, match=r"test\.yaml:1:11: .* at .*test\.yaml:1:44: both fit node 'linear_1'"):
         stack_plan(tmp_path, text)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autocastfx
+from autocastfx.errors import BannedOpError
 from autocastfx.plan.plan import Recomposed
 from tests.helpers import Function, rewritten, saved_bytes, text
 
@@ -176,5 +177,5 @@ def test_it_stays_where_the_list_keeps_casts_and_is_refused_where_it_bans_them()
         autocastfx.load_op_list("bfloat16") | autocastfx.OpList.of({category: ["to"]}) for category in ("keep", "ban")
     )
     assert autocastfx.convert(Function(plain), (X, W, TARGET), dtype=LOW, op_list=kept).plan.recomposed == ()
-    with pytest.raises(autocastfx.BannedOpError):
+    with pytest.raises(BannedOpError):
         autocastfx.convert(Function(plain), (X, W, TARGET), dtype=LOW, op_list=banned)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import Forced, OpList, Precision, Why
+from autocastfx import OpList
+from autocastfx.errors import BannedOpError, PlanError, VerifyError
 from autocastfx.passes import pipeline
 from autocastfx.passes.widen import insert_raises
-from autocastfx.plan.plan import Cause, Placement
+from autocastfx.plan.plan import Cause, Forced, Placement, Precision, Why
 from tests.helpers import heard, listing, text
 
-pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")  # the rules of all functions
+pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")  # the rules of all functions
 LOW = [torch.float16, torch.bfloat16]
 X = torch.linspace(-2, 2, 64).view(8, 8)
 _RULES: dict[str, Any] = {"allow": ["linear", "matmul", "mm"], "infer": ["add", "mul", "tanh"], "clear": ["view", "t"]}
@@ -383,7 +384,7 @@ def test_regions_without_gradients_are_raised_inside() -> None:
 
 
 def test_a_banned_op_is_refused() -> None:
-    with pytest.raises(autocastfx.BannedOpError, match=r"node 'exp' in module '\(root\)' is exp, which l:ban"):
+    with pytest.raises(BannedOpError, match=r"node 'exp' in module '\(root\)' is exp, which l:ban"):
         converted(lambda w, x: (x @ w).exp(), rules={"ban": ["exp"]})
 
 
@@ -429,7 +430,7 @@ def test_verify_refuses_a_wrong_graph(
     damage: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted(monkeypatch, damage)
-    with pytest.raises(autocastfx.VerifyError, match=message):
+    with pytest.raises(VerifyError, match=message):
         converted(lambda w, x: ((x @ w).exp() @ w).log(), rules={"deny": ["exp", "log"]})
 
 
@@ -479,7 +480,7 @@ def test_a_plan_cannot_raise_what_cannot_be(only_16_bits: Any) -> None:
     (line,) = [node for node in usual.plan.nodes if node.op == "raising::only_16_bits"]
     wide = replace(line.placement, run=Precision.FLOAT32, store=Precision.FLOAT32)
     plan = replace(usual.plan, nodes=(replace(line, placement=wide),))
-    with pytest.raises(autocastfx.PlanError, match=r"'only_16_bits' .* cannot run float32 and be stored float32"):
+    with pytest.raises(PlanError, match=r"'only_16_bits' .* cannot run float32 and be stored float32"):
         converted(lambda w, x: only_16_bits(x @ w), plan=plan)
 
 

@@ -359,7 +359,7 @@ def test_a_list_that_follows_autocast_recomposes_nothing(preset: str) -> None:
     assert any(node.op == "tanh" for node in plan.nodes)
 
 
-@pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")
+@pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")
 def test_rules_for_modules_and_bans_are_kept(tmp_path: Path) -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autocastfx
+from autocastfx.errors import BannedOpError
 from autocastfx.plan.plan import Recomposed
 from autocastfx.runtime.operators.short_attention import TOKENS, short_attention
 from tests.helpers import Function, op_list, relative_error, rewritten, saved_bytes, text
@@ -188,7 +189,7 @@ def test_it_stays_where(options: dict[str, Any]) -> None:
 def test_a_list_decides(tmp_path: Path, op: str, category: str) -> None:
     lists = ["bfloat16", op_list(tmp_path, f"{category}: [{op}]")]
     if (op, category) == ("scaled_dot_product_attention", "ban"):
-        with pytest.raises(autocastfx.BannedOpError):
+        with pytest.raises(BannedOpError):
             kernel(Function(attend), (Q, K, V), op_list=lists)
     else:
         assert not written_out(kernel(Function(attend), (Q, K, V), op_list=lists))

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 import autocastfx
+from autocastfx.errors import VerifyError
 from autocastfx.graph.node import Origin, origin, set_origin
 from autocastfx.passes import pipeline
 from autocastfx.passes.state import State
@@ -57,7 +58,7 @@ def test_a_missing_cast_is_refused(monkeypatch: pytest.MonkeyPatch, index: int) 
         state.graph.erase_node(cast)
 
     planted(monkeypatch, drop)
-    with pytest.raises(autocastfx.VerifyError, match="The graph is refused"):
+    with pytest.raises(VerifyError, match="The graph is refused"):
         convert()
 
 
@@ -68,7 +69,7 @@ def test_a_cast_to_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch, ind
         casts(state.graph)[index].update_arg(1, dtype)
 
     planted(monkeypatch, retype)
-    with pytest.raises(autocastfx.VerifyError, match=str(dtype).removeprefix("torch.")):
+    with pytest.raises(VerifyError, match=str(dtype).removeprefix("torch.")):
         convert()
 
 
@@ -88,7 +89,7 @@ def test_a_cast_of_an_index_is_refused(name: str, position: int, monkeypatch: py
 
     planted(monkeypatch, cast_index)
     reads = {"embedding": lambda x, i: torch.embedding(x, i) @ x, "gather": lambda x, i: torch.gather(x @ x, 0, i)}
-    with pytest.raises(autocastfx.VerifyError, match=rf"node '{name}' \({name}\)"):
+    with pytest.raises(VerifyError, match=rf"node '{name}' \({name}\)"):
         autocastfx.convert(Function(reads[name]), (torch.ones(2, 2), torch.tensor([[1, 0]])), dtype=torch.bfloat16)
 
 
@@ -113,7 +114,7 @@ def test_a_write_into_a_cast_of_the_value_is_refused(rule: str, monkeypatch: pyt
     if rule == "storage":
         autocastfx.convert(Function(write), (torch.rand(8, 8),), dtype=torch.bfloat16, op_list=KEPT)
         return
-    with pytest.raises(autocastfx.VerifyError, match=r"node 'add_' \(add_\): writes into \w+, a cast that nobody"):
+    with pytest.raises(VerifyError, match=r"node 'add_' \(add_\): writes into \w+, a cast that nobody"):
         autocastfx.convert(Function(write), (torch.rand(8, 8),), dtype=torch.bfloat16, op_list=KEPT)
 
 
@@ -123,7 +124,7 @@ def test_an_output_of_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) 
         last.replace_all_uses_with(last.all_input_nodes[0])
 
     planted(monkeypatch, drop_last)
-    with pytest.raises(autocastfx.VerifyError, match=r"output matmul_1 is bfloat16, captured as float32"):
+    with pytest.raises(VerifyError, match=r"output matmul_1 is bfloat16, captured as float32"):
         convert()
 
 
@@ -134,13 +135,13 @@ def test_a_plan_that_the_graph_does_not_follow_is_refused(monkeypatch: pytest.Mo
         return replace(state, placements={**state.placements, softmax: low})
 
     planted(monkeypatch, replan)
-    with pytest.raises(autocastfx.VerifyError, match=r"node 'softmax' \(softmax\): gives float32, planned bfloat16"):
+    with pytest.raises(VerifyError, match=r"node 'softmax' \(softmax\): gives float32, planned bfloat16"):
         convert()
 
 
 def test_the_message_shows_the_graph_with_the_node_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, lambda state: casts(state.graph)[0].update_arg(1, torch.float64))
-    with pytest.raises(autocastfx.VerifyError) as caught:
+    with pytest.raises(VerifyError) as caught:
         convert()
     marked = [line for line in str(caught.value).splitlines() if line.startswith(">>> ")]
     assert len(marked) == 1
@@ -151,7 +152,7 @@ def test_the_callers_model_is_as_it_was_after_a_refusal(monkeypatch: pytest.Monk
     planted(monkeypatch, lambda state: casts(state.graph)[0].update_arg(1, torch.float64))
     model = nn.Linear(8, 8).eval()
     before = dict(model.__dict__), [p.clone() for p in model.parameters()]
-    with pytest.raises(autocastfx.VerifyError):
+    with pytest.raises(VerifyError):
         autocastfx.convert(model, (torch.rand(2, 8),), dtype=torch.bfloat16)
     assert model.__dict__ == before[0]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before[1], strict=True))

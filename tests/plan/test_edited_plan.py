@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx import Plan, PlanError
+from autocastfx import Plan
+from autocastfx.errors import PlanError, UnmatchedPlanWarning
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from tests.helpers import Function, op_list
 
@@ -210,7 +211,7 @@ def test_lines_that_speak_of_no_node_are_said_in_one_warning(usual: Plan, tmp_pa
     path = edited(usual, tmp_path)
     text = path.read_text().replace('"name": "softmax"', '"name": "sofmax"').replace('"op": "tanh"', '"op": "tan"')
     path.write_text(text.replace('"module": "fc3"', '"module": "fc4"'))
-    with pytest.warns(autocastfx.UnmatchedPlanWarning) as caught:
+    with pytest.warns(UnmatchedPlanWarning) as caught:
         plan = convert(path).plan
     assert [n.placement.run for n in plan.nodes] == [n.placement.run for n in usual.nodes]
     said = re.sub(rf"{re.escape(str(path))}(:\d+:\d+)?", "plan.json", str(caught[0].message))
@@ -224,7 +225,7 @@ def test_lines_that_speak_of_no_node_are_said_in_one_warning(usual: Plan, tmp_pa
 def test_many_lines_that_speak_of_no_node_are_counted(usual: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"nodes": [{"name": f"n{i}", "op": "mul"} for i in range(25)]}))
-    with pytest.warns(autocastfx.UnmatchedPlanWarning, match=r"no node is named 'n19'; and 5 more\.$"):
+    with pytest.warns(UnmatchedPlanWarning, match=r"no node is named 'n19'; and 5 more\.$"):
         assert convert(path).plan == usual
 
 

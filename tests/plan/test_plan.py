@@ -12,9 +12,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autocastfx
-from autocastfx import Category, Decision, Placement, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed
+from autocastfx import Plan
 from autocastfx.errors import KeyPath, Source
-from autocastfx.plan.plan import Cause, Forced, Traffic, Why
+from autocastfx.plan.plan import (
+    Cause,
+    Decision,
+    Forced,
+    Placement,
+    PlannedCast,
+    PlannedCopy,
+    PlannedNode,
+    Precision,
+    Recomposed,
+    Traffic,
+    Why,
+)
+from autocastfx.policy.rule import Category
 
 TEXT = st.text(max_size=8)
 NAMES = st.from_regex(r"([a-z_]+\d*/)?[a-z_]+\d*", fullmatch=True)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import autocastfx
+from autocastfx.plan.plan import PlannedNode
 from tests.helpers import text
 
 MODEL = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8), nn.LayerNorm(8))
@@ -133,7 +134,7 @@ def test_causes_and_reasons_that_name_nodes_follow_their_names() -> None:
     before = plan(model=Steps())
     names = {node.name: f"{node.name}_9" for node in before.nodes}
 
-    def renamed(node: autocastfx.PlannedNode) -> autocastfx.PlannedNode:
+    def renamed(node: PlannedNode) -> PlannedNode:
         cause = replace(node.placement.because, nodes=tuple(names[n] for n in node.placement.because.nodes))
         reason = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), node.decision.reason)
         placed, decided = replace(node.placement, because=cause), replace(node.decision, reason=reason)

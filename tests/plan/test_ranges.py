@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autocastfx import AutocastFXError, CalibrationError, Range, Ranges
+from autocastfx import Ranges
+from autocastfx.errors import AutocastFXError, CalibrationError
 from autocastfx.graph.magnitude import Magnitude
+from autocastfx.plan.ranges import Range
 
 TEXT = st.text(max_size=6)
 MAGNITUDES = st.floats(0, float(torch.finfo(torch.float32).max))

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from autocastfx import Category, Plan, PlanError, Precision
-from autocastfx.errors import Source
+from autocastfx import Plan
+from autocastfx.errors import PlanError, Source
 from autocastfx.plan.edited_plan import read_plan
+from autocastfx.plan.plan import Precision
+from autocastfx.policy.rule import Category
 from tests.plan.test_plan import PLANS
 
 NODE = '{"name": "mul", "op": "mul", "placement": {"run": "low"}}'

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autocastfx
-from autocastfx import AutocastFXError, Effect, Sensitivity, SensitivityError
-from autocastfx.plan.sensitivity import added, rms
+from autocastfx import Sensitivity
+from autocastfx.errors import AutocastFXError, SensitivityError
+from autocastfx.plan.sensitivity import Effect, added, rms
 
 NUMBERS = st.integers(-9999, 9999).map(lambda digits: digits / 1024)  # of four digits, which a file keeps
 SIGNATURE = st.tuples(NUMBERS, NUMBERS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autocastfx import OpListError
+from autocastfx.errors import OpListError
 from autocastfx.policy.rule import may_backtrack
 from tests.helpers import op_list
 

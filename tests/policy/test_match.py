@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import fx
 
 import autocastfx
-from autocastfx import OpList, OpListError
+from autocastfx import OpList
+from autocastfx.errors import OpListError, UnmatchedRuleWarning
 from autocastfx.graph.walk import all_nodes
 from autocastfx.policy.op_list import MatchedRules, Matcher, load_op_list
 from tests.helpers import Function, op_list
@@ -277,5 +278,5 @@ def test_a_rule_that_decided_an_op_of_another_name_has_matched(tmp_path: Path) -
     assert len(unmatched(lists, "cpu", [EXP])) == 1
     assert unmatched(lists, "cpu", [EXP], places) == ()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", autocastfx.UnmatchedRuleWarning)
+        warnings.simplefilter("error", UnmatchedRuleWarning)
         autocastfx.convert(Function(lambda x: x * x), (torch.ones(2),), op_list=["default", lists], dtype="float16")

@@ -13,13 +13,13 @@ import pytest
 import torch
 import yaml
 
-from autocastfx import Category, OpList, OpListError, load_op_list, presets
-from autocastfx.errors import KeyPath
+from autocastfx import OpList, load_op_list, presets
+from autocastfx.errors import KeyPath, OpListError
 from autocastfx.policy import kernel_facts
 from autocastfx.policy import op_list as op_list_module
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import preset_folder, preset_path
-from autocastfx.policy.rule import Rule
+from autocastfx.policy.rule import Category, Rule
 from autocastfx.policy.yaml_tree import parse_file
 from tests.helpers import op_list, with_pinned_torch
 

@@ -9,8 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autocastfx import Category, ModuleRule, Rule
-from autocastfx.policy.rule import Condition, Scalar, module_pattern
+from autocastfx.policy.rule import Category, Condition, ModuleRule, Rule, Scalar, module_pattern
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autocastfx import Category, Change, OpList, load_op_list, presets
+from autocastfx import OpList, load_op_list, presets
+from autocastfx.policy.rule import Category
+from autocastfx.policy.write_list import Change
 
 WHEN: dict[str, list[dict[str, Any] | None]] = {
     "gelu": [None, {"approximate": "none"}, {"approximate": ["none", "tanh"]}],

@@ -11,8 +11,8 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from autocastfx import OpList, OpListError, load_op_list
-from autocastfx.errors import Source
+from autocastfx import OpList, load_op_list
+from autocastfx.errors import OpListError, Source
 from autocastfx.policy.yaml_tree import legal_op_names, nearest, parse_file
 
 FOLDER = Path(__file__).parent / "lists"

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autocastfx
+from autocastfx.errors import BannedOpError
 from tests.helpers import Function, listing, text
 
 
@@ -91,7 +92,7 @@ def test_apex_promotes_and_keeps_python_functions_whole() -> None:
 
 
 def test_apex_bans() -> None:
-    with pytest.raises(autocastfx.BannedOpError, match="Apex refuses it"):
+    with pytest.raises(BannedOpError, match="Apex refuses it"):
         autocastfx.convert(
             Function(F.binary_cross_entropy), (torch.rand(3), torch.rand(3)), op_list="apex_o1", dtype="float16"
         )

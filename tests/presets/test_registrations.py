@@ -7,8 +7,9 @@ import torch
 from torch import fx
 
 import autocastfx
-from autocastfx import Category, OpList
+from autocastfx import OpList
 from autocastfx.policy.op_list import Matcher
+from autocastfx.policy.rule import Category
 from tests.helpers import with_pinned_torch
 
 KEYS = {"torch_autocast_cpu": "AutocastCPU", "torch_autocast_cuda": "AutocastCUDA"}

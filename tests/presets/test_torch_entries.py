@@ -15,6 +15,8 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 from torch.utils import _pytree as pytree
 
 import autocastfx
+from autocastfx.errors import BannedOpError
+from autocastfx.policy.rule import Category
 from tests.helpers import with_pinned_torch
 
 LOW = [torch.float16, torch.bfloat16]
@@ -155,7 +157,7 @@ def test_cuda(entry: Entry, low: torch.dtype) -> None:
 
 @pytest.mark.parametrize("entry", CUDNN, ids=str)
 def test_cudnn(entry: Entry) -> None:
-    assert autocastfx.load_op_list("torch_autocast_cuda").rules[entry.op].category is autocastfx.Category.ALLOW
+    assert autocastfx.load_op_list("torch_autocast_cuda").rules[entry.op].category is Category.ALLOW
     if not torch.backends.cudnn.is_available():
         pytest.skip("needs cuDNN, and this torch has none")
 
@@ -163,5 +165,5 @@ def test_cudnn(entry: Entry) -> None:
 @pytest.mark.parametrize("entry", BANNED, ids=str)
 def test_banned(entry: Entry) -> None:
     model = Calls([entry], torch.float16)
-    with pytest.raises(autocastfx.BannedOpError, match="binary_cross_entropy_with_logits"):
+    with pytest.raises(BannedOpError, match="binary_cross_entropy_with_logits"):
         autocastfx.convert(model, NOTHING, op_list="torch_autocast_cuda", dtype="float16")

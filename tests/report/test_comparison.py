@@ -9,18 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autocastfx import (
-    Beginning,
-    ComparedNode,
-    ComparedParameter,
-    ComparedVariant,
-    Comparison,
-    Deviation,
-    OpList,
-    Recomposed,
-    compare,
-    convert,
-)
+from autocastfx import Comparison, OpList, compare, convert
+from autocastfx.plan.plan import Recomposed
+from autocastfx.report.comparison import Beginning, ComparedNode, ComparedParameter, ComparedVariant, Deviation
 from tests.helpers import Function
 
 

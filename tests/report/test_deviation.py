@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from autocastfx import Deviation
 from autocastfx.report import comparison
+from autocastfx.report.comparison import Deviation
 from tests.helpers import relative_error
 
 

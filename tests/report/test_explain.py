@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.plan.plan import Why
+from autocastfx.plan.plan import Precision, Why
 from autocastfx.policy.op_list import preset_folder
 from benchmarks.zoo_models import ZOO
 from tests.helpers import Function
@@ -117,7 +117,7 @@ def test_every_node_of_real_models_has_a_reason_whose_rule_is_where_it_says(name
     for node in amp_model.plan.nodes:
         paragraphs = autocastfx.explain(amp_model, node.name).split("\n\n")
         (own,) = [p for p in paragraphs if p.startswith(f"{node.name} (")]
-        if node.placement.run is autocastfx.Precision.CAPTURED:
+        if node.placement.run is Precision.CAPTURED:
             assert re.match(rf"{node.name} \({re.escape(node.op)}\) in module \S+ runs as captured: \S", own)
             continue
         assert re.search(r"^  to change it: \S", own, re.MULTILINE)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autocastfx
+from autocastfx.numerics.tune import Tuned
 from autocastfx.report.front_picture import Front, front_picture
 
 CUTS = [(1e6, 1e-2), (2e6, 1e-3), (4e6, 1e-4)]
@@ -103,7 +104,7 @@ def test_few_points_are_drawn_too(cuts: list[tuple[float, float]]) -> None:
     assert len(line(ElementTree.fromstring(picture))) == len(cuts)
 
 
-def tuned() -> autocastfx.Tuned:
+def tuned() -> Tuned:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 1))
     batches = [torch.randn(16, 8) for _ in range(2)]

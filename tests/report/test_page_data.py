@@ -13,24 +13,26 @@ import torch
 from torch import nn
 
 import autocastfx
+from autocastfx.plan.plan import Precision
+from autocastfx.report.comparison import ComparedNode, ComparedParameter, ComparedVariant, Deviation
 from autocastfx.report.dump import view_of
 from autocastfx.report.html import page_data
 from autocastfx.report.view import View
 from tests.golden.models import CASES, converted
 
 
-def deviation(error: float, **shares: float) -> autocastfx.Deviation:
+def deviation(error: float, **shares: float) -> Deviation:
     numbers = dict.fromkeys(("overflow", "underflow", "zeros", "nan"), 0.0)
-    return autocastfx.Deviation("float16", error, **{**numbers, **shares})
+    return Deviation("float16", error, **{**numbers, **shares})
 
 
-def compared(name: str, error: float = 0.0, **shares: float) -> autocastfx.ComparedNode:
-    return autocastfx.ComparedNode(**vars(deviation(error, **shares)), name=name, op="", module="", precision="low")
+def compared(name: str, error: float = 0.0, **shares: float) -> ComparedNode:
+    return ComparedNode(**vars(deviation(error, **shares)), name=name, op="", module="", precision="low")
 
 
-def comparison(of: View, *nodes: autocastfx.ComparedNode, **key: str) -> autocastfx.Comparison:
+def comparison(of: View, *nodes: ComparedNode, **key: str) -> autocastfx.Comparison:
     key = {"mode": of.mode, "call": of.call, "sizes": of.sizes, "low": of.plan.low, **key}
-    variant = autocastfx.ComparedVariant(**key, device="cpu", op_list="mine")
+    variant = ComparedVariant(**key, device="cpu", op_list="mine")
     return autocastfx.Comparison(nodes, 0, (), (), None, variant)
 
 
@@ -161,7 +163,7 @@ def test_the_shade_says_the_precision() -> None:
 
 
 def _stored_float32(row: Any) -> Any:
-    placement = replace(row.planned.placement, store=autocastfx.Precision.FLOAT32)
+    placement = replace(row.planned.placement, store=Precision.FLOAT32)
     return replace(row, planned=replace(row.planned, placement=placement))
 
 
@@ -205,7 +207,7 @@ def test_measured_numbers_go_to_the_variant_that_was_compared_which_is_shown_fir
 def test_gradients_go_to_their_nodes_and_parameters_to_the_variant() -> None:
     views = both()
     node = replace(compared("softmax"), gradient=deviation(0.5))
-    parameter = autocastfx.ComparedParameter(**vars(deviation(0.75)), name="fc.weight")
+    parameter = ComparedParameter(**vars(deviation(0.75)), name="fc.weight")
     data = page_data(views, 0, replace(comparison(views[1], node), parameters=(parameter,)))
     trained, evaluated = data["variants"]
     assert "parameters" not in trained
@@ -230,7 +232,7 @@ def test_numbers_of_a_variant_that_is_not_there_are_refused(key: dict[str, str])
 def test_where_an_error_begins_goes_to_the_variant_that_was_compared() -> None:
     view = view_of(converted("encoder_layer"))
 
-    def begin(*nodes: autocastfx.ComparedNode) -> Any:
+    def begin(*nodes: ComparedNode) -> Any:
         return page_data([view], 0, comparison(view, *nodes))["variants"][0]["begin"]
 
     said = "Inf and NaN begin at softmax () in module (root)"

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx import Effect
 from autocastfx.plan.plan import joint_error
+from autocastfx.plan.sensitivity import Effect
 from autocastfx.report.dump import view_of
 from autocastfx.report.html import page_data
 from tests.browser import Browser, needs_browser

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 import autocastfx
-from autocastfx import UnsupportedError, VariantError
+from autocastfx.errors import CalibrationError, CaptureError, PlanError, UnsupportedError, VariantError
 from autocastfx.plan.plan import Plan
 from tests.helpers import relative_error
 
@@ -80,9 +80,7 @@ def test_pickling_keeps_all_variants_and_needs_no_original(amp_model: autocastfx
     assert twin.plan == amp_model.plan
     assert autocastfx.dump(twin, format="python") == autocastfx.dump(amp_model, format="python")
     assert list(twin.state_dict()) == list(amp_model.state_dict())
-    with pytest.raises(
-        autocastfx.VariantError, match=r"no variant was captured for the call \(x=float32\[3d\]\), only for"
-    ):
+    with pytest.raises(VariantError, match=r"no variant was captured for the call \(x=float32\[3d\]\), only for"):
         twin(x[None])
 
 
@@ -372,13 +370,17 @@ def test_slow_convolutions_are_warned_of_once_and_only_in_float16() -> None:
     [
         ({"weights": "half"}, ValueError, "weights is one of 'cast', 'cached', 'low', not 'half'"),
         ({"fold": "all"}, ValueError, "fold is one of 'none', 'exact', 'kernel', not 'all'"),
-        ({"calibrate": []}, autocastfx.CalibrationError, "there are no batches to calibrate on"),
+        ({"calibrate": []}, CalibrationError, "there are no batches to calibrate on"),
         ({"calibrate": False}, TypeError, "batches is an iterable of batches, not a bool"),
         ({"headroom": 10**5000}, ValueError, r"headroom is a finite factor of at least 1, not int of 16610 bits"),
         ({"headroom": 0.5}, ValueError, r"headroom is a finite factor of at least 1, not 0\.5"),
-        ({"plan": "p.json"}, autocastfx.PlanError, r"^cannot read the plan p\.json: No such file"),
+        ({"plan": "p.json"}, PlanError, r"^cannot read the plan p\.json: No such file"),
         ({"dtype": torch.float32}, ValueError, r"dtype is torch\.float16 or torch\.bfloat16, not torch\.float32"),
-        ({"example_inputs": ()}, autocastfx.CaptureError, r"do not fit Net\.forward: missing a required argument: 'x'"),
+        (
+            {"example_inputs": ()},
+            CaptureError,
+            r"do not fit Net\.forward: missing a required argument: 'x'",
+        ),
         ({"model": len}, TypeError, "convert takes an nn.Module"),
     ],
 )
@@ -409,7 +411,7 @@ class ReturnsAnObject(nn.Module):
     ],
 )
 def test_what_cannot_be_captured_says_why_and_what_helps(model: nn.Module, message: str, x, capfd) -> None:
-    with pytest.raises(autocastfx.CaptureError, match=message):
+    with pytest.raises(CaptureError, match=message):
         autocastfx.convert(model, (x,), dtype="float16")
     assert len(capfd.readouterr().err.splitlines()) < 20
 
@@ -424,7 +426,7 @@ def test_an_extra_state_is_refused(x: torch.Tensor) -> None:
         def get_extra_state(self) -> int:
             return 1
 
-    with pytest.raises(autocastfx.CaptureError, match="Extra keeps an extra state"):
+    with pytest.raises(CaptureError, match="Extra keeps an extra state"):
         autocastfx.convert(Extra(8, 8), (x,), dtype="float16")
 
 

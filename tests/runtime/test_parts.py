@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 import autocastfx
-from autocastfx import UnsupportedError
+from autocastfx.errors import UnsupportedError
 from autocastfx.runtime.module_tree import Part
 from tests.helpers import relative_error
 

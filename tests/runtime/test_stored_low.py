@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx import AmpModule
+from autocastfx.errors import BannedOpError, UnsupportedError, VariantError
 from tests.golden.models import CNN, EncoderLayer
 
 LOW = torch.bfloat16
@@ -171,15 +172,15 @@ def test_a_twin_is_low_too(twin_of: Callable[[AmpModule], AmpModule], amp_model:
     assert torch.equal(twin(TOKENS), amp_model(TOKENS))
     assert twin.first.weight is twin.second.weight
     assert [p.dtype for p in twin.parameters()] == [p.dtype for p in amp_model.parameters()]
-    with pytest.raises(autocastfx.UnsupportedError, match=ADVICE):
+    with pytest.raises(UnsupportedError, match=ADVICE):
         twin.train()
-    with pytest.raises(autocastfx.VariantError):
+    with pytest.raises(VariantError):
         twin(TOKENS, 2.0)
 
 
 def test_it_moves_but_keeps_its_dtypes(amp_model: AmpModule) -> None:
     for change in (amp_model.half, amp_model.float, amp_model.bfloat16):
-        with pytest.raises(autocastfx.UnsupportedError, match="keep the dtypes that they are stored in"):
+        with pytest.raises(UnsupportedError, match="keep the dtypes that they are stored in"):
             change()
     amp_model.to("meta")
     assert amp_model(TOKENS.to("meta")).device.type == "meta"
@@ -201,7 +202,7 @@ def test_compiled_and_exported_it_reads_low_weights(backend: str, amp_model: Amp
 
 def test_training_is_refused(amp_model: AmpModule) -> None:
     for refused in (amp_model.train, amp_model.requires_grad_):
-        with pytest.raises(autocastfx.UnsupportedError, match=f"keeps no float32 weights.*{ADVICE}"):
+        with pytest.raises(UnsupportedError, match=f"keeps no float32 weights.*{ADVICE}"):
             refused()
     assert amp_model.eval() is amp_model
     assert amp_model.requires_grad_(False) is amp_model
@@ -210,26 +211,26 @@ def test_training_is_refused(amp_model: AmpModule) -> None:
 def test_a_gradient_is_refused(amp_model: AmpModule) -> None:
     x = torch.randn(2, 3, 8, 8, requires_grad=True)
     low = autocastfx.convert(made(CNN), (x.detach(),), dtype=LOW, weights="low")
-    with pytest.raises(autocastfx.UnsupportedError, match=f"is for inference: an input or a parameter.*{ADVICE}"):
+    with pytest.raises(UnsupportedError, match=f"is for inference: an input or a parameter.*{ADVICE}"):
         low(x)
     with torch.no_grad():
         low(x)
     amp_model.first.weight.requires_grad_()
-    with pytest.raises(autocastfx.UnsupportedError, match="is for inference"):
+    with pytest.raises(UnsupportedError, match="is for inference"):
         amp_model(TOKENS)
 
 
 def test_example_inputs_are_needed() -> None:
-    with pytest.raises(autocastfx.UnsupportedError, match="give convert the inputs of one call as example_inputs"):
+    with pytest.raises(UnsupportedError, match="give convert the inputs of one call as example_inputs"):
         autocastfx.convert(made(), dtype=LOW, weights="low")
 
 
 def test_another_call_is_refused(amp_model: AmpModule) -> None:
     advice = re.escape('weights="low" keeps no original: convert it again, in evaluation, with the inputs of this call')
-    with pytest.raises(autocastfx.VariantError, match=f"no variant was captured for the call.*{advice}"):
+    with pytest.raises(VariantError, match=f"no variant was captured for the call.*{advice}"):
         amp_model(TOKENS, 2.0)
     amp_model.first.training = True
-    with pytest.raises(autocastfx.VariantError, match="no variant was captured for these modes"):
+    with pytest.raises(VariantError, match="no variant was captured for these modes"):
         amp_model(TOKENS)
 
 
@@ -237,7 +238,7 @@ def test_a_banned_op_leaves_the_original_whole(tmp_path: Any) -> None:
     path = tmp_path / "ban.yaml"
     path.write_text("extends: bfloat16\nban: [linear]\n")
     model = made()
-    with pytest.raises(autocastfx.BannedOpError):
+    with pytest.raises(BannedOpError):
         autocastfx.convert(model, (TOKENS,), dtype=LOW, op_list=path, weights="low")
     assert model.training
     assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())

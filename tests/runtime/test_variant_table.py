@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import ManyVariantsWarning
+from autocastfx.errors import ManyVariantsWarning
 from autocastfx.runtime.variant_table import MANY
 from tests.helpers import heard
 

@@ -27,6 +27,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import autocastfx
 from autocastfx import AmpModule, Plan
+from autocastfx.errors import UnsupportedError
 from autocastfx.graph.node import origin
 from autocastfx.passes import insert_casts
 from autocastfx.passes.analysis import place_cheaply
@@ -868,5 +869,5 @@ def test_sharded_it_is_refused(whole: bool) -> None:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         fully_shard(amp_model if whole else amp_model.fc, mesh=mesh)
     said = r'fully_shard.*Convert with weights="cast"' if whole else r"'fc\.weight' is a DTensor.*given to fully_shard"
-    with pytest.raises(autocastfx.UnsupportedError, match=said):
+    with pytest.raises(UnsupportedError, match=said):
         amp_model(*inputs(CNN))

@@ -34,7 +34,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import autocastfx
-from autocastfx import DynamicLossScale, LossScaleError, LossScalingOptimizer, UnsupportedError
+from autocastfx import DynamicLossScale, LossScalingOptimizer
+from autocastfx.errors import LossScaleError, UnsupportedError
 from tests.golden.readme import outputs
 from tests.golden.readme import run as run_markdown
 

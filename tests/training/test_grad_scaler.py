@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autocastfx import DynamicLossScale, GradScaler, LossScaleError, LossScaler, LossScalingOptimizer, UnsupportedError
-from autocastfx.errors import ScaledGradientsWarning
+from autocastfx import DynamicLossScale, GradScaler, LossScaler, LossScalingOptimizer
+from autocastfx.errors import LossScaleError, ScaledGradientsWarning, UnsupportedError
 
 FUSED = pytest.mark.parametrize("fused", [False, True], ids=["host decides", "fused"])
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from autocastfx import DynamicLossScale, LossScaleError, LossScaler, NoLossScale, StaticLossScale
+from autocastfx import DynamicLossScale, LossScaler, NoLossScale, StaticLossScale
+from autocastfx.errors import LossScaleError
 from autocastfx.training.loss_scale import HostCopy, LossScale, Seen
 
 ZERO, ONE = torch.zeros(()), torch.ones(())

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from autocastfx import DynamicLossScale, LossScaleError, LossScalingOptimizer, NoLossScale
+from autocastfx import DynamicLossScale, LossScalingOptimizer, NoLossScale
+from autocastfx.errors import LossScaleError
 from tests.training.test_optimizer import OPTIMIZERS, Make, contents, same
 
 LOW = (torch.float16, torch.bfloat16)

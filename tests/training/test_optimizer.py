@@ -18,8 +18,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import autocastfx
-from autocastfx import DynamicLossScale, LossScaleError, LossScalingOptimizer, NoLossScale, StaticLossScale
+from autocastfx import DynamicLossScale, LossScalingOptimizer, NoLossScale, StaticLossScale
+from autocastfx.errors import LossScaleError, UnsupportedError
 from tests.helpers import TORCH
 from tests.training.test_loss_scale import PlainScale
 
@@ -570,15 +570,15 @@ def test_a_loss_after_unscaling_is_refused() -> None:
 
 def test_what_cannot_be_wrapped_is_refused() -> None:
     optimizer = SGD([nn.Parameter(torch.ones(2))], 0.1)
-    with pytest.raises(autocastfx.UnsupportedError, match="scales its loss already"):
+    with pytest.raises(UnsupportedError, match="scales its loss already"):
         LossScalingOptimizer(LossScalingOptimizer(optimizer))
     with pytest.raises(TypeError, match=r"wraps a torch\.optim\.Optimizer, not a list"):
         LossScalingOptimizer([optimizer])  # type: ignore[arg-type]
     complex_one = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(autocastfx.UnsupportedError, match=r"parameter 1 of shape \(2,\) is torch\.complex64: complex"):
+    with pytest.raises(UnsupportedError, match=r"parameter 1 of shape \(2,\) is torch\.complex64: complex"):
         LossScalingOptimizer(SGD([nn.Parameter(torch.ones(2)), complex_one], 0.1))
     wrapped = LossScalingOptimizer(optimizer)
-    with pytest.raises(autocastfx.UnsupportedError, match="complex"):
+    with pytest.raises(UnsupportedError, match="complex"):
         wrapped.add_param_group({"params": [complex_one]})
     assert len(wrapped.param_groups) == 1
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import DynamicLossScale, LossScaleError, LossScalingOptimizer
+from autocastfx import DynamicLossScale, LossScalingOptimizer
+from autocastfx.errors import LossScaleError
 from autocastfx.training import loss_scaler, optimizer
 from autocastfx.training.loss_scaler import LossScaler
 from tests.training.recorded import Recorded, record

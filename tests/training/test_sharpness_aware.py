@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import LossScaleError, UnsupportedError
+from autocastfx.errors import LossScaleError, UnsupportedError
 
 
 class SAM(torch.optim.Optimizer):

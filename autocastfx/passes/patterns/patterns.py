@@ -15,6 +15,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.proxy import GraphAppendingTracer
 
+from autocastfx.errors import ArgumentError
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import example, is_float32, tensors
 from autocastfx.runtime.operators.norms import rms_norm
@@ -434,7 +435,9 @@ def chosen(recompose: bool | Sequence[str]) -> tuple[str, ...]:
         on_demand = {pattern.name for pattern in PATTERNS if not pattern.by_default}
         return tuple(name for name in known if recompose and name not in on_demand)
     if isinstance(recompose, str):
-        raise ValueError(f"recompose is True, False or a sequence of names: give ({recompose!r},), not {recompose!r}")
+        raise ArgumentError(
+            f"recompose is True, False or a sequence of names: give ({recompose!r},), not {recompose!r}"
+        )
     if unknown := [name for name in recompose if name not in known]:
-        raise ValueError(f"recompose: there is no pattern {unknown[0]!r}; the patterns are {', '.join(known)}")
+        raise ArgumentError(f"recompose: there is no pattern {unknown[0]!r}; the patterns are {', '.join(known)}")
     return tuple(name for name in known if name in recompose)

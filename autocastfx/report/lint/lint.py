@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from autocastfx.errors import GpuError, NotCapturedError, UnsupportedError
+from autocastfx.errors import ArgumentTypeError, GpuError, NotCapturedError, UnsupportedError
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attribute, origin
 from autocastfx.graph.walk import Located, walk
@@ -255,7 +255,7 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
         TypeError: ``amp_model`` is not a converted model.
     """
     if not isinstance(amp_model, AmpModule):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"lint takes what convert() returned, not a {type(amp_model).__name__}: convert the model first"
         )
     rates = find_gpu(gpu) if isinstance(gpu, str) else gpu

@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autocastfx
-from autocastfx import AmpModule, CaptureError, NotCapturedError, Plan, Precision
+from autocastfx import AmpModule, Plan
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.draft.draft import capture_symbolically
+from autocastfx.errors import CaptureError, NotCapturedError
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import dtypes
+from autocastfx.plan.plan import Precision
+from autocastfx.policy.rule import Category
 from autocastfx.runtime.operators.casts import cast_if, saturating_cast
 from autocastfx.runtime.variant_table import VariantTable
 from tests.capture.small_models import DEFERRED, MODELS, made
@@ -30,7 +33,7 @@ from tests.helpers import sampled
 from tests.invariants.pair import distance, roundings, settings_now, snapshot
 
 # A small model has layers of float64, which are told.
-pytestmark = pytest.mark.filterwarnings("ignore:.*are float64, and only float32 values:autocastfx.StateWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*are float64, and only float32 values:autocastfx.errors.StateWarning")
 
 LOW = torch.bfloat16
 TRACED = [name for name in MODELS if name not in DEFERRED]
@@ -400,7 +403,7 @@ def test_in_place_ops_write_into_inputs_and_buffers() -> None:
 
 def test_functions_that_a_list_names_stay_whole() -> None:
     op_list = autocastfx.OpList(
-        {"tests.helpers.relative_error": autocastfx.policy.op_list.Rule("x", autocastfx.Category.DENY)}
+        {"tests.helpers.relative_error": autocastfx.policy.op_list.Rule("x", Category.DENY)}
     ).merged(autocastfx.OpList())
     from tests import helpers
 

@@ -19,7 +19,8 @@ from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autocastfx
-from autocastfx import AmpModule, BannedOpError, CaptureError, NotCapturedError, Plan, UnsupportedError, VariantError
+from autocastfx import AmpModule, Plan
+from autocastfx.errors import BannedOpError, CaptureError, NotCapturedError, UnsupportedError, VariantError
 
 pytestmark = pytest.mark.usefixtures("both_modes")
 

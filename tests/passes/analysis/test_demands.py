@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import Precision
+from autocastfx.plan.plan import Precision
 from tests.helpers import Function, op_list, relative_error
 
-pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")
 
 LOW = torch.bfloat16
 X, W = torch.rand(8, 8), torch.rand(8, 8)

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from torch import fx
 
 import autocastfx
-from autocastfx import Effect, Placement, Precision, Recomposed
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_float32, stand_for, uses
 from autocastfx.passes.analysis.node_errors import NodeErrors, equal_terms, product_terms
 from autocastfx.passes.analysis.place_cheaply import bytes_moved, place_cheaply
 from autocastfx.passes.analysis.units import Ports, units_of
-from autocastfx.plan.plan import Cause, Why
-from autocastfx.plan.sensitivity import OUTPUT, rms
+from autocastfx.plan.plan import Cause, Placement, Precision, Recomposed, Why
+from autocastfx.plan.sensitivity import OUTPUT, Effect, rms
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from benchmarks.tune_models import MODELS
 from tests.helpers import examples

@@ -220,7 +220,7 @@ promote: [maximum, cat]
 """
 
 # One list serves all models here.
-pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import autocastfx
 from autocastfx.plan.plan import Precision
 from tests.helpers import Function, listing, op_list, relative_error, rewritten, text
 
-pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")
 
 LIST = """
 placement: simple

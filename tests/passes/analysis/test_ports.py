@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx import Precision
+from autocastfx.plan.plan import Precision
 from tests.helpers import Function
 
 LOW = torch.bfloat16

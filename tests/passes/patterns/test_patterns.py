@@ -19,6 +19,8 @@ import autocastfx
 from autocastfx.graph.node import attributes_of
 from autocastfx.passes.patterns.patterns import PATTERNS
 from autocastfx.passes.recompose import recompose
+from autocastfx.plan.plan import Precision
+from autocastfx.policy.rule import Category
 from tests.helpers import Function, relative_error, saved_bytes
 
 EPS = torch.finfo(torch.float32).eps
@@ -238,7 +240,7 @@ def test_the_models_own_island_around_an_activation_is_kept() -> None:
     plan = autocastfx.convert(Function(island), given, dtype=torch.bfloat16).plan
     (found,) = plan.recomposed
     assert plan[found.node].dtype == "float32"
-    assert [node.placement.run for node in plan.nodes if node.op == "to"] == [autocastfx.Precision.FLOAT32]
+    assert [node.placement.run for node in plan.nodes if node.op == "to"] == [Precision.FLOAT32]
 
 
 # -- in models --------------------------------------------------------------------------------------------------------
@@ -308,7 +310,7 @@ def test_a_list_decides_of_a_recomposed_norm_by_the_name_of_torchs() -> None:
     plan = autocastfx.convert(model, (x,), dtype=torch.bfloat16, fold="none").plan
     (found,) = plan.recomposed
     norm = plan[found.node]
-    assert (norm.op, norm.decision.category, norm.dtype) == ("rms_norm", autocastfx.Category.DENY, "float32")
+    assert (norm.op, norm.decision.category, norm.dtype) == ("rms_norm", Category.DENY, "float32")
     lists = ["default", autocastfx.OpList.of({"allow": ["rms_norm"]})]
     amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16, op_list=lists)
     assert amp_model.plan[found.node].dtype == "bfloat16"

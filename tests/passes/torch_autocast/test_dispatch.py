@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import autocastfx
-from autocastfx import OpList, UnsupportedError
+from autocastfx import OpList
+from autocastfx.errors import UnsupportedError
 from tests.helpers import Function
 
 X = torch.linspace(-1, 1, 64).reshape(8, 8)

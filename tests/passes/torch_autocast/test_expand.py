@@ -21,8 +21,8 @@ from autocastfx.passes.torch_autocast.expand import expand
 from tests.helpers import Function, op_list, with_low_lstm
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning"),
-    pytest.mark.filterwarnings("ignore:.*are float64, and only float32 values:autocastfx.StateWarning"),
+    pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning"),
+    pytest.mark.filterwarnings("ignore:.*are float64, and only float32 values:autocastfx.errors.StateWarning"),
 ]
 
 LIST = """

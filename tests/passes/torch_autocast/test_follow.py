@@ -12,6 +12,7 @@ from torch import fx, nn
 
 import autocastfx
 from autocastfx.capture.export import Captured
+from autocastfx.errors import UnsupportedError, VerifyError
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import Origin, dtypes, set_origin, value
 from autocastfx.graph.sizes import dtypes_of
@@ -24,7 +25,7 @@ from autocastfx.plan.plan import Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from tests.helpers import Function, op_list, rewritten, text
 
-pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.UnmatchedRuleWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")
 
 LIST = """
 placement: follow
@@ -242,9 +243,7 @@ def test_gradients_of_a_value_read_often_are_added_as_in_torch(x: torch.Tensor) 
 
 
 def test_mixed_sixteen_bit_dtypes_are_refused(rules: autocastfx.OpList, x: torch.Tensor) -> None:
-    with pytest.raises(
-        autocastfx.UnsupportedError, match=r"reads torch.bfloat16, and torch.autocast with torch.float16"
-    ):
+    with pytest.raises(UnsupportedError, match=r"reads torch.bfloat16, and torch.autocast with torch.float16"):
         autocastfx.convert(Function(lambda x: x[0].dot(x[1])), x.bfloat16(), op_list=rules, dtype="float16")
 
 
@@ -319,7 +318,7 @@ def test_a_planted_cast_is_refused(
         cast = graph.call_function(torch.ops.aten.to.dtype, (reader.all_input_nodes[0], planted))
     set_origin(cast, Origin("test", "planted", "x"))
     reader.args = (cast, *reader.args[1:])
-    with pytest.raises(autocastfx.VerifyError, match=problem):
+    with pytest.raises(VerifyError, match=problem):
         walked.verify()
 
 
@@ -327,7 +326,7 @@ def test_a_missing_dtype_argument_is_refused(rules: autocastfx.OpList, x: torch.
     walked = Walked(rules, x)
     (total,) = [node for node in walked.recast().nodes if op_name(node) == "sum"]
     total.kwargs = {}
-    with pytest.raises(autocastfx.VerifyError, match=r"names dtype=None, planned torch\.float32"):
+    with pytest.raises(VerifyError, match=r"names dtype=None, planned torch\.float32"):
         walked.verify()
 
 
@@ -336,5 +335,5 @@ def test_an_output_left_low_is_refused(rules: autocastfx.OpList, x: torch.Tensor
     output = walked.recast().output_node()
     (matmul,) = [node for node in walked.graph.nodes if op_name(node) == "matmul"]
     output.args = ((matmul,),)
-    with pytest.raises(autocastfx.VerifyError, match="output matmul is float16, captured as float32"):
+    with pytest.raises(VerifyError, match="output matmul is float16, captured as float32"):
         walked.verify()

@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autocastfx
-from autocastfx import Gpu, GpuError, NotCapturedError, UnsupportedError, lint
+from autocastfx import lint
+from autocastfx.errors import GpuError, NotCapturedError, UnsupportedError
+from autocastfx.report.lint.roofline import Gpu
 from tests.golden.models import CNN, EncoderLayer, converted
 
 # One operation a second a byte a second: nothing but what is written here decides.

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autocastfx
+from autocastfx.errors import UnsupportedError
 from autocastfx.runtime.operators import cross_entropy_loss as module
 from autocastfx.runtime.operators.cross_entropy_loss import cross_entropy_loss
 from tests.helpers import Function, relative_error, rewritten, text
@@ -288,7 +289,7 @@ def test_scores_may_lie_in_any_way(
 @pytest.mark.usefixtures("rounds_all")
 def test_where_it_rounds_it_cannot_be_differentiated_twice_and_says_so() -> None:
     x, target = scores((6, 8), torch.bfloat16)
-    with pytest.raises(autocastfx.UnsupportedError, match=r"differentiated twice: convert the model with fold='exact'"):
+    with pytest.raises(UnsupportedError, match=r"differentiated twice: convert the model with fold='exact'"):
         torch.autograd.grad(cross_entropy_loss(x, target, rounds=True), x, create_graph=True)
 
 

@@ -1,0 +1,80 @@
+"""The names that ``autocastfx`` has: few, imported when asked for; those of earlier versions, with a warning."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import autocastfx
+
+SOURCE = Path(autocastfx.__file__).read_text(encoding="utf-8")
+
+
+def test_there_are_about_35_names() -> None:
+    assert len(autocastfx.__all__) <= 40
+    assert sorted(autocastfx.__all__) == sorted({*autocastfx._HOME_OF, "__version__"})
+    assert {*autocastfx.__all__} <= {*dir(autocastfx)}
+
+
+def test_type_checkers_see_the_same_names_from_the_same_modules() -> None:
+    (block,) = (node for node in ast.parse(SOURCE).body if isinstance(node, ast.If))
+    seen = {
+        alias.name: (node.module or "").removeprefix("autocastfx.")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == autocastfx._HOME_OF
+
+
+@pytest.mark.parametrize("name", sorted(autocastfx._HOME_OF))
+def test_a_name_is_that_of_its_module(name: str) -> None:
+    assert getattr(autocastfx, name) is getattr(import_module(f"autocastfx.{autocastfx._HOME_OF[name]}"), name)
+
+
+@pytest.mark.parametrize("name", sorted(autocastfx._NEW_HOME_OF))
+def test_a_name_of_an_earlier_version_still_works_and_says_where_it_is(name: str) -> None:
+    home = f"autocastfx.{autocastfx._NEW_HOME_OF[name]}"
+    with pytest.warns(DeprecationWarning, match=f"^autocastfx.{name} is {home}.{name} now; the old name goes") as told:
+        found = getattr(autocastfx, name)
+    assert found is getattr(import_module(home), name)
+    assert told[0].filename == __file__
+
+
+def test_another_name_is_unknown() -> None:
+    with pytest.raises(AttributeError, match="module 'autocastfx' has no attribute 'convrt'"):
+        autocastfx.convrt  # type: ignore[attr-defined]  # noqa: B018
+
+
+LOADED = """
+import sys, torch
+before = {*sys.modules}
+import autocastfx
+print(*({*sys.modules} - before))
+print(torch.ops.autocastfx.rms_norm.default, torch.ops.autocastfx.data.default)
+"""
+
+
+def test_importing_the_package_loads_the_operators_of_saved_graphs_and_little_else() -> None:
+    ran = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+    loaded, operators = ran.stdout.splitlines()
+    own = [name for name in loaded.split() if name.startswith("autocastfx.")]
+    assert len(own) <= 35, own
+    assert not [
+        name for name in own if name.startswith(("autocastfx.passes", "autocastfx.numerics", "autocastfx.report"))
+    ]
+    assert operators == "autocastfx.rms_norm.default autocastfx.data.default"
+
+
+def test_every_error_is_one_of_the_package_and_one_of_python() -> None:
+    with pytest.raises(autocastfx.errors.AutocastFXError, match=r"^dtype is torch\.float16 or torch\.bfloat16"):
+        autocastfx.convert(import_module("torch").nn.Linear(2, 2), dtype="float8")
+    with pytest.raises(autocastfx.errors.UnknownNameError) as caught:
+        autocastfx.Ranges(())["exp"]
+    assert isinstance(caught.value, KeyError)
+    assert str(caught.value) == "no value 'exp' was measured"
