@@ -35,11 +35,7 @@ from benchmarks import (
     reach,
     short_attention,
     step_table,
-    tune_cost,
-    tune_drift,
     tune_table,
-    tune_training_table,
-    tune_zoo,
     vocabulary,
 )
 from benchmarks.gpu import rows, table
@@ -75,12 +71,6 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "packages-cpu.json": lambda held: packages_table.table([PackageRow(**row) for row in held["rows"]]),
     "reach-cpu.json": lambda held: reach.table([reach.Row(**row) for row in held["rows"]]),
     "tune-cpu.json": lambda held: tune_table.table([tune_table.Row(**row) for row in held["rows"]]),
-    "tune-cost-cpu.json": lambda held: tune_cost.table([tune_cost.Row(**row) for row in held["rows"]]),
-    "tune-drift-cpu.json": lambda held: tune_drift.table([tune_drift.Row(**row) for row in held["rows"]]),
-    "tune-training-cpu.json": lambda held: tune_training_table.table(
-        [tune_training_table.Run(**row) for row in held["rows"]]
-    ),
-    "tune-zoo-cpu.json": lambda held: tune_zoo.table([tune_zoo.Row(**row) for row in held["rows"]]),
     "vocabulary-cpu.json": lambda held: vocabulary.table([vocabulary.Row(**row) for row in held["rows"]]),
     "short-attention-cpu.json": lambda held: short_attention.table(
         [short_attention.Row(**row) for row in held["rows"]]

@@ -11,7 +11,6 @@ the digits CNN, because there gradients jump, and errors differ several times fr
   this alone.
 - ``plans``: whole random plans: the least and the largest ratio of the predicted to the true error, both of the judged
   batches. ``unseen``: the same, predicted from the batches tuned on.
-- ``products``, ``time``, ``memory``: what a batch's measurement costs, as in :mod:`benchmarks.tune_cost`.
 - by list: bytes moved and true error, over the default list's; the error alone for torch.autocast's, whose
   bytes are not counted.
 - ``fewer``: ``tune(budget="default")``: bytes and error over the default's.
@@ -24,12 +23,6 @@ the digits CNN, because there gradients jump, and errors differ several times fr
 The verdict is ``gains`` for at least a quarter less error at no more bytes, or at most half of those bytes left at no
 more error; ``float32`` where float32 itself moves no more bytes than the default list, which tuning then finds;
 ``nothing to gain`` where ``tune`` itself says so; else ``little``.
-
-The second table, of bfloat16 alone, compares measured effects with other scores (:mod:`benchmarks.tune_scores`). Each
-takes the place of the measured effects in ``tune``'s own search, which measures its best plans on the two batches held
-out: at the bytes of the default list, and halfway from there to the cheapest plan. ``bytes`` and ``error`` are those of
-the plan chosen by measured effects, over the default's. For each other score: the bytes of its plan over the default's,
-and its error over the error of that plan, with the standard error of that ratio over the judged batches.
 """
 
 from __future__ import annotations
@@ -48,20 +41,18 @@ from typing import Any
 
 import torch
 
-from autocastfx.numerics.compare import TargetError
+import autocastfx
 from autocastfx.numerics.plan_search import Budget, PlanSearch
 from autocastfx.numerics.tune import _prices, tune
 from autocastfx.report.lint.roofline import find_gpu
 from benchmarks.store import Store
-from benchmarks.tune_cost import measured_cost
 from benchmarks.tune_judge import Bench, Judged
 from benchmarks.tune_models import MODELS, available, trained
-from benchmarks.tune_scores import at_bytes, cheapest, random_scores, scored, scores
-from benchmarks.tune_table import DEFAULT, HALFWAY, OURS, Row, table
+from benchmarks.tune_table import DEFAULT, Row, table
 
 __all__ = ["Row", "main", "measure", "table"]
 
-MEASURED, HELD_OUT, JUDGED, SEEDS = 10, 2, 8, 3
+MEASURED, HELD_OUT, JUDGED = 10, 2, 8
 JUDGED_ON_MORE = {"digits CNN": 64}
 LISTS = ("conservative", "torch_autocast_cuda")
 KERNEL = "fold=kernel"
@@ -69,7 +60,6 @@ LEFT_OUT = {  # in float16
     **dict.fromkeys(("digits CNN", "ResNet-18", "MiniLM 6x384"), "its kernels take minutes on a CPU"),
     "Llama open": "it differs little from Llama 2x64",
 }
-SCORED = "bfloat16"  # other scores are compared in one dtype, for they take as long as all else
 
 
 def measure(name: str, dtype: str) -> Row:
@@ -80,7 +70,7 @@ def measure(name: str, dtype: str) -> Row:
     judged_on = JUDGED_ON_MORE.get(name, JUDGED)
     fresh = list(itertools.islice(case.batches(1), MEASURED + HELD_OUT + judged_on))
     first, judged = fresh[: MEASURED + HELD_OUT], fresh[MEASURED + HELD_OUT :]
-    found, cost = measured_cost(model, case, first[:MEASURED], dtype)
+    found = autocastfx.sensitivity(model, first[:MEASURED], case.loss, inputs=case.inputs, dtype=dtype, progress=False)
     bench = Bench(model, case, dtype, found, judged)
     default = bench.judge(bench.base)
     lists = {n: bench.judge(bench.converted(op_list=n)) for n in LISTS}
@@ -112,9 +102,6 @@ def measure(name: str, dtype: str) -> Row:
         spearman=rank,
         plans=here,
         unseen=unseen,
-        products=cost.products,
-        evaluations=cost.evaluations,
-        memory=cost.memory,
         error=default.error,
         bytes=default.bytes,
         lists={n: share(point) for n, point in lists.items()},
@@ -129,7 +116,6 @@ def measure(name: str, dtype: str) -> Row:
             DEFAULT: _below(points, default, default),
             **{n: _below([*points, kernel] if n == KERNEL else points, at, default) for n, at in lists.items()},
         },
-        scores=_by_scores(bench, search, first, share, floor) if dtype == SCORED else {},
         verdict="gains" if gains else "nothing to gain" if nothing else "little",
         seconds=time.perf_counter() - started,
         notes=[f"{n}: {why}" for n, why in found.unmeasured.items()],
@@ -154,7 +140,7 @@ def _has_room(moved: int, floor: int) -> bool:
 def _front(bench: Bench, search: PlanSearch) -> Iterator[Judged]:
     """Judge the distinct plans of a sweep of the price of an error."""
     unit = search.start.traffic.moved / max(search.start.error or 0.0, 1e-12) ** 2
-    cheapest(search)
+    search._at(0.0)
     for half in range(-4, 5):
         search._at(unit * 10.0 ** (half / 2))
     distinct = {(plan.traffic.moved, plan.error): plan for plan in search.plans.values()}
@@ -176,50 +162,6 @@ def _ratio(one: Judged, other: Judged) -> list[float]:
         return [math.inf if one.error else 1.0, 0.0]
     ratios = [error / over for error, over in zip(one.errors, other.errors, strict=True)]
     return [one.error / other.error, statistics.stdev(ratios) / math.sqrt(len(ratios))]
-
-
-def _by_scores(
-    bench: Bench, search: PlanSearch, batches: Sequence[Any], share: _Share, floor: int
-) -> dict[str, dict[str, list[float]]]:
-    """The plans that each score chooses, at the bytes of the default list and halfway below.
-
-    Args:
-        bench: judges plans.
-        search: by measured effects.
-        batches: those that are measured on, and then those held out.
-        share: of the default list's bytes and error.
-        floor: the fewest bytes of a plan.
-
-    Returns:
-        Bytes and error of the plan by measured effects; of the others bytes, the error over the error of that plan, and
-        the standard error of the ratio.
-    """
-    found, moved = search.prices.sensitivity, share.default.bytes
-    measured, held_out = batches[:MEASURED], batches[MEASURED:]
-    judge = TargetError(bench.model, held_out, bench.case.loss, "gradient", bench.case.inputs)
-    by_score = {n: [scored(found, s)] for n, s in scores(bench.base, bench.case, measured, search.low).items()}
-    names = {e.name for e in found.effects} | {name for e in found.effects for name in e.reads}
-    by_score["random"] = [scored(found, random_scores(names, seed, found.batches)) for seed in range(SEEDS)]
-    searches = {n: [bench.search(each, search.prices) for each in given] for n, given in by_score.items()}
-    targets = {DEFAULT: moved}
-    if _has_room(moved, floor):
-        targets[HALFWAY] = (moved + floor) // 2
-    rows: dict[str, dict[str, list[float]]] = {}
-    for at, most in targets.items():
-        if (best := _chosen(bench, [search], most, judge)) is None:
-            continue
-        rows[at] = {OURS: share(best)}
-        for name, some in searches.items():
-            other = _chosen(bench, some, most, judge)
-            rows[at][name] = [math.inf] * 3 if other is None else [other.bytes / moved, *_ratio(other, best)]
-    return rows
-
-
-def _chosen(bench: Bench, searches: Sequence[PlanSearch], most: float, judge: TargetError) -> Judged | None:
-    """The plan of the median error among those that searches find at no more bytes; None if they find none."""
-    found = [(search, at_bytes(search, most, judge)) for search in searches]
-    judged = [bench.said(search, one) for search, one in found if one is not None]
-    return sorted(judged, key=lambda plan: plan.error)[len(judged) // 2] if judged else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

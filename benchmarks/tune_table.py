@@ -1,21 +1,17 @@
-"""The results of the tune benchmark, and their tables."""
+"""The results of the tune benchmark, and their table."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import geometric_mean
 
-from benchmarks.tune_cost import Cost
+__all__ = ["DEFAULT", "Row", "table"]
 
-__all__ = ["DEFAULT", "HALFWAY", "OURS", "Row", "table"]
-
-OURS, DEFAULT, HALFWAY = "measured", "default", "halfway"  # the names of our score, and of the bytes to compare at
+DEFAULT = "default"
 
 
 @dataclass(frozen=True)
-class Row(Cost):
+class Row:
     """The results of one model in one dtype. Bytes and errors are shares of the default list's.
 
     Attributes:
@@ -32,8 +28,6 @@ class Row(Cost):
         front: bytes and error of tuned plans from few bytes to little error.
         below: by list, the least error of a tuned plan at no more bytes over the list's, and its standard error over
             the judged batches.
-        scores: by the bytes to compare at: the bytes and the error of the plan by measured effects; by other scores the
-            bytes, the error over the error of that plan, and the standard error of this ratio over the judged batches.
         verdict: what tuning gains over the default list.
         seconds: the time that this row took.
         notes: what was not measured.
@@ -56,7 +50,6 @@ class Row(Cost):
     kernel: list[float]
     front: list[list[float]]
     below: dict[str, list[float]]
-    scores: dict[str, dict[str, list[float]]]
     verdict: str
     seconds: float
     notes: list[str] = field(default_factory=list[str])
@@ -73,9 +66,9 @@ class Row(Cost):
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as two tables, with what is above or below its mark."""
+    """Return the rows as a table, with what is above or below its mark."""
     lines = [
-        f"{'model':12}{'dtype':>10}{'nodes':>7}{'plans':>12}{'unseen':>12}{'products':>10}{'time':>5}{'memory':>8}{'default':>9}{'kernel':>12}"
+        f"{'model':12}{'dtype':>10}{'nodes':>7}{'plans':>12}{'unseen':>12}{'default':>9}{'kernel':>12}"
         f"{'conservative':>14}{'autocast':>10}{'fewer':>12}{'float32':>9}{'nearer':>12}{'below':>7}  verdict"
     ]
     for r in rows:
@@ -83,12 +76,12 @@ def table(rows: Sequence[Row]) -> str:
         below = max(ratio for ratio, _ in r.below.values())
         lines.append(
             f"{r.model:12}{r.dtype:>10}{r.spearman:>7.2f}{_range(r.plans):>12}{_range(r.unseen):>12}"
-            f"{r.products:>10.0f}{r.evaluations:>5.0f}{f'{r.memory:.1f}x':>8}{r.error:>9.1e}{pairs['fold=kernel']:>12}"
+            f"{r.error:>9.1e}{pairs['fold=kernel']:>12}"
             f"{pairs['conservative']:>14}{pairs['torch_autocast_cuda']:>10}"
             f"{f'{r.fewer_bytes:.2f} {r.fewer_error:.2f}':>12}{r.float32_left:>9.2f}"
             f"{f'{r.nearer_bytes:.2f} {r.nearer_error:.2f}':>12}{below:>7.2f}  {r.said}"
         )
-    return "\n".join([*lines, "", *_marks(rows), *_score_lines(rows)])
+    return "\n".join([*lines, "", *_marks(rows)])
 
 
 def _range(numbers: Sequence[float]) -> str:
@@ -103,7 +96,6 @@ def _marks(rows: Sequence[Row]) -> Iterator[str]:
     of = f"of {len(rows)}"
     yield f"Spearman at least 0.85: {ranks} {of}."
     yield f"Plans predicted within 0.7 to 1.5: {ratios} {of}; from other batches: {unseen} {of}."
-    yield Cost.within(rows)
     yield f"On or below every list's point: {below} {of}{_above(rows)}."
     yield f"Gains on {len(gains)} of {len({r.model for r in rows})} models: {', '.join(sorted(gains)) or 'none'}."
 
@@ -120,32 +112,3 @@ def _above(rows: Sequence[Row]) -> str:
         if ratio > 1 + 2 * noise
     ]
     return "; ".join(["", *said])
-
-
-def _score_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """The errors of plans chosen by other scores, over the error of the plan chosen by measured effects."""
-    others = list(dict.fromkeys(name for r in rows for at in r.scores.values() for name in at if name != OURS))
-    if not others:
-        return
-    yield ""
-    yield f"{'model':12}{'dtype':>10}{'at':>10}{'bytes':>7}{'error':>7}" + "".join(f"{name:>20}" for name in others)
-    for r in rows:
-        for at, chosen in r.scores.items():
-            said = "".join(f"{_compared(*chosen[name]):>20}" for name in others)
-            moved, error = chosen[OURS]
-            yield f"{r.model:12}{r.dtype:>10}{at:>10}{moved:>7.2f}{error:>7.2f}{said}"
-    yield ""
-    for name in others:
-        found = [(at[OURS][0], *at[name]) for r in rows for at in r.scores.values()]
-        lower = [moved > ours for ours, moved, ratio, noise in found if ratio < 1 - 2 * noise]
-        higher = sum(ratio > 1 + 2 * noise for *_, ratio, noise in found)
-        finite = [ratio for *_, ratio, _ in found if 0 < ratio < math.inf]
-        mean = f"{geometric_mean(finite) if finite else math.nan:.2f} times on average"
-        yield (
-            f"By {name}: {mean}. Larger in {higher} of {len(found)} by more than two standard errors, and smaller in "
-            f"{len(lower)}, in {sum(lower)} of these with more bytes."
-        )
-
-
-def _compared(moved: float, ratio: float, noise: float) -> str:
-    return f"{moved:.2f} {ratio:.2f}±{noise:.2f}x"

@@ -37,7 +37,8 @@ def test_each_table_and_each_picture_is_shown_once() -> None:
 
 
 def test_figures_of_the_conclusions_stand_in_the_tables() -> None:
-    tables = (report.DOCS / "benchmark-tables.md").read_text(encoding="utf-8")
+    pages = ("benchmark-tables.md", "benchmark-archive.md")
+    tables = "".join((report.DOCS / page).read_text(encoding="utf-8") for page in pages)
     figures = re.findall(r"\b\d+\.\d+\b", (report.DOCS / "benchmarks.md").read_text(encoding="utf-8"))
     assert len(figures) > 30
     assert {figure for figure in figures if not re.search(rf"\b{re.escape(figure)}", tables)} == set()
