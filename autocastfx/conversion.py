@@ -177,7 +177,7 @@ def convert(
     patterns = chosen(recompose)
     facts = load_kernel_facts()
     converter = Converter(lists, facts, low, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights)
-    converter = replace(converter, raises=own is not None)
+    converter = replace(converter, is_low_model=own is not None)
     if calibrate is not None:
         converter = replace(converter, ranges=ranges_of(calibrate, model, converter.op_list), headroom=headroom)
     if sensitivity is not None:
@@ -236,7 +236,7 @@ def refuse_unpredicted(converter: Converter) -> None:
     Raises:
         UnsupportedError: the model is 16-bit already, or the list follows torch.autocast's dispatch.
     """
-    if converter.raises:
+    if converter.is_low_model:
         raise UnsupportedError(
             "the model is 16-bit already, and a sensitivity compares float32 with 16 bits: measure the float32 model, "
             "and give its list to convert."

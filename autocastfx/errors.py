@@ -20,11 +20,11 @@ __all__ = [
     "NodeError",
     "NotCapturedError",
     "OpListError",
-    "Place",
     "PlanError",
     "ScaledGradientsWarning",
     "Source",
     "StateWarning",
+    "TextPlace",
     "UncapturedGraphWarning",
     "UnknownNameError",
     "UnmatchedPlanWarning",
@@ -76,7 +76,7 @@ class KeyPath:
         return KeyPath(self.name, f"{self.path}[{index}]")
 
 
-Place = Source | KeyPath
+TextPlace = Source | KeyPath
 
 
 class AutocastFXError(Exception):
@@ -104,7 +104,7 @@ class OpListError(AutocastFXError, ValueError):
     ``source`` is the place of the offending text, if known.
     """
 
-    def __init__(self, message: str, source: Place | None = None) -> None:
+    def __init__(self, message: str, source: TextPlace | None = None) -> None:
         super().__init__(f"{source}: {message}" if source else message)
         self.source = source
 
@@ -120,7 +120,7 @@ class CalibrationError(AutocastFXError, ValueError):
 class PlanError(AutocastFXError, ValueError):
     """A plan given to a conversion cannot be read or obeyed. ``source`` is the place of the offending line."""
 
-    def __init__(self, message: str, source: Place | None = None) -> None:
+    def __init__(self, message: str, source: TextPlace | None = None) -> None:
         super().__init__(f"{source}: {message}" if source else message)
         self.source = source
 

@@ -15,7 +15,7 @@ from autocastfx.capture.call import CallSignature
 from autocastfx.capture.export import Captured
 from autocastfx.passes import pipeline
 from autocastfx.passes.pipeline import Converter
-from autocastfx.passes.state import Pass, Policy, State
+from autocastfx.passes.state import Pass, Settings, State
 
 __all__ = ["PassTimes", "pass_times", "seconds"]
 
@@ -57,8 +57,8 @@ def pass_times(converter: Converter, captured: Captured, held: Mapping[str, torc
     """
     taken: dict[str, float] = {}
 
-    def timed(step: type[Pass]) -> Callable[[Policy], Callable[[State], State]]:
-        def run(policy: Policy, state: State) -> State:
+    def timed(step: type[Pass]) -> Callable[[Settings], Callable[[State], State]]:
+        def run(policy: Settings, state: State) -> State:
             made, spent = seconds(lambda: step(policy)(state))
             taken[step.name] = taken.get(step.name, 0.0) + spent
             return made

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 import autocastfx
 from autocastfx import OpList
-from autocastfx.numerics.compare import TargetError
+from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.plan_search import Budget
 from autocastfx.plan.plan import Forced, PlannedNode, Precision
 from autocastfx.policy.op_list import load_op_list
@@ -202,7 +202,7 @@ def found(find: Find) -> Found:
         optimizer.step()
     optimizer.zero_grad()
     fresh = list(itertools.islice(find.batches(1), 2 * BATCHES))
-    judge = TargetError(model, fresh[BATCHES:], _loss, "gradient", _inputs)
+    judge = TargetDistance(model, fresh[BATCHES:], _loss, "gradient", _inputs)
     given = fresh[0][0]
 
     def error(amp_model: nn.Module) -> float:

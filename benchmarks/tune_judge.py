@@ -16,7 +16,7 @@ from autocastfx import OpList, Sensitivity
 from autocastfx.conversion import convert_captured
 from autocastfx.errors import PlanError
 from autocastfx.graph.alias import alias_sets
-from autocastfx.numerics.compare import TargetError
+from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.plan_search import Found, PlanSearch
 from autocastfx.numerics.sensitivity import Measuring, captured_of
 from autocastfx.numerics.tune import Tuned
@@ -89,7 +89,7 @@ class Bench:
             groups.setdefault(roots.get(node.name, node.name), []).append(node)
         self.open = [group for group in groups.values() if all(n.name in names and _is_open(n) for n in group)]
         given = (self.case.loss, "gradient", self.case.inputs)
-        self._judges = [TargetError(self.model, [batch], *given) for batch in self.judged]
+        self._judges = [TargetDistance(self.model, [batch], *given) for batch in self.judged]
 
     def _roots(self) -> dict[str, str]:
         """By name of a node that shares a storage which is written into: the name of the one that made it."""

@@ -33,7 +33,7 @@ from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes, origin
 from autocastfx.passes import pipeline as pipeline_module
 from autocastfx.passes.pipeline import PIPELINE, Converter
-from autocastfx.passes.state import Pass, Policy, State
+from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.plan.plan import Precision
 from tests.helpers import heard
 
@@ -399,8 +399,8 @@ def test_the_pipeline_reads_like_the_design() -> None:
 def test_deciding_does_not_touch_the_graph_and_rewriting_does(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, list[str]] = {}
 
-    def spied(step: type[Pass]) -> Callable[[Policy], Callable[[State], State]]:
-        def run(policy: Policy, state: State) -> State:
+    def spied(step: type[Pass]) -> Callable[[Settings], Callable[[State], State]]:
+        def run(policy: Settings, state: State) -> State:
             before = str(state.graph)
             after = step(policy)(state)
             assert after.graph is state.graph
@@ -419,8 +419,8 @@ def test_deciding_does_not_touch_the_graph_and_rewriting_does(x: Tensor, monkeyp
 def test_a_pass_that_decides_leaves_the_graph_as_it_is(
     options: dict[str, Any], x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spied(step: type[Pass]) -> Callable[[Policy], Callable[[State], State]]:
-        def run(policy: Policy, state: State) -> State:
+    def spied(step: type[Pass]) -> Callable[[Settings], Callable[[State], State]]:
+        def run(policy: Settings, state: State) -> State:
             before = str(state.graph)
             after = step(policy)(state)
             assert step.rewrites or str(after.graph) == before, step.name

@@ -32,7 +32,7 @@ from autocastfx.conversion import convert
 from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError, SensitivityError
 from autocastfx.files import check_writable
-from autocastfx.numerics.bisect import METRICS, OutputError, bisect
+from autocastfx.numerics.bisect import METRICS, OutputDistance, bisect
 from autocastfx.numerics.check import check
 from autocastfx.numerics.compare import compare
 from autocastfx.numerics.find_overflow import find_overflow
@@ -160,7 +160,7 @@ def _bisect(options: argparse.Namespace) -> int:
     low = chosen_dtype(options.dtype, place)
     lists = load_op_list(options.op_list or "default", default=dtype_name(low))
     args, kwargs = load_inputs(options.inputs, place)
-    metric = own or OutputError(model, args, kwargs, options.metric, options.seed)
+    metric = own or OutputDistance(model, args, kwargs, options.metric, options.seed)
     try:
         with _shown() as show:
             found = bisect(

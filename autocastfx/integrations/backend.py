@@ -352,7 +352,7 @@ class CompileBackend:
         dtypes = [p.dtype for group in (held.values(), *(m.parameters() for m in owners)) for p in group]
         for owner in owners:
             lists = replace(kept_in_float32(owner, self.low).merged(lists), name=lists.name)
-        return replace(self._converter, op_list=lists, raises=one_low_dtype(dtypes) == self.low)
+        return replace(self._converter, op_list=lists, is_low_model=one_low_dtype(dtypes) == self.low)
 
     def _compile_unconverted(
         self, module: fx.GraphModule, inputs: list[Any], device: torch.device, error: Exception

@@ -30,7 +30,7 @@ from autocastfx.report.comparison import Deviation
 from autocastfx.report.lint.roofline import work_of
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["METRICS", "Bisection", "OutputError", "Place", "bisect", "places_of", "search_order"]
+__all__ = ["METRICS", "Bisection", "OutputDistance", "Place", "bisect", "places_of", "search_order"]
 
 
 # Places that ``bisect`` can run in float32, and the order in which it searches them.
@@ -176,7 +176,7 @@ def _absolute(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 METRICS: dict[str, Callable[[torch.Tensor, torch.Tensor], float]] = {"error": _relative, "difference": _absolute}
 
 
-class OutputError:
+class OutputDistance:
     """A metric: the largest distance of a floating-point output tensor from the float32 model's, for one call.
 
     Buffers, inputs and the state of torch's random numbers are unchanged after each evaluation.

@@ -24,14 +24,14 @@ from autocastfx.plan.plan import PlannedNode
 from autocastfx.report.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison, Deviation
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["TargetError", "compare"]
+__all__ = ["TargetDistance", "compare"]
 
 
 # Measure the relative error of a converted model's gradient, or output, on batches: what a sensitivity predicts.
 
 
 @dataclass
-class TargetError:
+class TargetDistance:
     """The target of a float32 model on batches, and the distance of other models from it.
 
     Buffers, gradients, attributes of the float32 model and the state of torch's random numbers are unchanged

@@ -147,7 +147,7 @@ class Roundings:
 
 
 @dataclass(frozen=True)
-class KernelError:
+class KernelDifference:
     """The difference between the 16-bit and the float32 kernel of a node.
 
     Attributes:
@@ -179,7 +179,7 @@ class Replay:
         values: Callable[[fx.Node], Any],
         reads: Sequence[Read],
         gradients: Sequence[torch.Tensor | None] = (),
-    ) -> KernelError:
+    ) -> KernelDifference:
         """Run ``node`` twice.
 
         Args:
@@ -198,7 +198,7 @@ class Replay:
         low, low_gradients = self._run(node, values, inputs, back, is_low=True)
         full, full_gradients = self._run(node, values, inputs, back, is_low=False)
         pairs = zip(low_gradients, full_gradients, strict=True)
-        return KernelError(
+        return KernelDifference(
             values=tuple(_counted(x, y) for x, y in zip(low, full, strict=True)),
             gradients=tuple(_counted(x, y) for x, y in pairs),
         )
@@ -220,9 +220,9 @@ class Replay:
         """
         return replace(self, scale=1.0)._run(node, values, inputs, gradients, is_low=False)[1]
 
-    def _result_alone(self, value: Any, reads: int) -> KernelError:
+    def _result_alone(self, value: Any, reads: int) -> KernelDifference:
         made = (_kept(rounding(t.detach(), self.low)) for t in _float32(value))
-        return KernelError(tuple(made), (None,) * reads)
+        return KernelDifference(tuple(made), (None,) * reads)
 
     def _rounded(self, read: Read, value: torch.Tensor) -> torch.Tensor:
         return value if self.ports.stays_float32(read.node, read.use) else saturated(value, self.low)
@@ -387,7 +387,7 @@ class NodeEffects:
     errors: Mapping[str, float] = field(default_factory=dict[str, float])
     unmeasured: dict[str, str] = field(default_factory=dict[str, str])
     jumped: list[float] = field(default_factory=list[float])
-    _kernels: dict[fx.Node, KernelError] = field(default_factory=dict[fx.Node, KernelError])
+    _kernels: dict[fx.Node, KernelDifference] = field(default_factory=dict[fx.Node, KernelDifference])
     _sums: dict[fx.Node, _Sums] = field(default_factory=lambda: defaultdict(dict))
     _read: _Changes = field(default_factory=dict[fx.Node, torch.Tensor])
     _returned: dict[tuple[fx.Node, int], torch.Tensor] = field(default_factory=dict[tuple[fx.Node, int], torch.Tensor])

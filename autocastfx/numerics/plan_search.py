@@ -16,7 +16,7 @@ from autocastfx.capture.export import Captured
 from autocastfx.conversion import convert_captured
 from autocastfx.errors import ArgumentError, SensitivityError
 from autocastfx.graph.names import base_name
-from autocastfx.numerics.compare import TargetError
+from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.sensitivity import captured_of
 from autocastfx.passes.pipeline import Converter, VariantMaker
 from autocastfx.plan.plan import Plan, PlannedNode, Precision, Prices
@@ -385,7 +385,7 @@ class PlanSearch:
         """The converter of the list to start from, which predicts errors."""
         return replace(cast("VariantMaker", self.base._maker).converter, prices=self.prices)
 
-    def result(self, judge: TargetError, limit: Limit, started: Point) -> tuple[Found, list[Point]]:
+    def result(self, judge: TargetDistance, limit: Limit, started: Point) -> tuple[Found, list[Point]]:
         """Sweep the price of an error, measure plans near the limit, and choose.
 
         Returns:
@@ -419,7 +419,7 @@ class PlanSearch:
         complete = self._with(best.rules or OpList())(*self._converts).plan
         return replace(best, plan=complete), [*front, *(one.point for one in tried)]
 
-    def _measured(self, said: Found, judge: TargetError) -> float:
+    def _measured(self, said: Found, judge: TargetDistance) -> float:
         again = convert_captured(self.base, self._with(said.rules or OpList()))
         return judge(cast("AmpModule", again), self.low)
 

@@ -19,7 +19,7 @@ from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert, refuse_unpredicted
 from autocastfx.errors import ArgumentError, SensitivityError, UnsupportedError
 from autocastfx.graph.names import op_name
-from autocastfx.numerics.compare import TargetError
+from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.flat_graph import flatten
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.numerics.node_effects import NodeEffects, Replay, errors_at, write_out_of_place
@@ -192,7 +192,7 @@ class Measuring:
         plan = converter(captured_of(variant), self.amp_model._held(), torch.device(variant.plan.device)).plan
         true = 0.0
         if maker.model is not None:
-            judge = TargetError(maker.model, [batch], self.loss_fn, self.of, self.inputs)
+            judge = TargetDistance(maker.model, [batch], self.loss_fn, self.of, self.inputs)
             true = judge(self.amp_model, converter.low)
         return replace(
             one,

@@ -17,7 +17,7 @@ from autocastfx.conversion import convert, refuse_unpredicted
 from autocastfx.dtypes import low_dtype
 from autocastfx.errors import SensitivityError
 from autocastfx.files import write_whole
-from autocastfx.numerics.compare import TargetError
+from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction
 from autocastfx.numerics.plan_search import Budget, Limit, PlanSearch, Point
 from autocastfx.numerics.sensitivity import Measuring, check_choices, check_fits
@@ -251,7 +251,7 @@ def tune(
     else:
         refuse_unpredicted(cast("VariantMaker", base._maker).converter)
         warn_of_unmatched_effects(base, sensitivity, stacklevel=2)
-    judge = TargetError(model, given[-held_out:], loss_fn, of, inputs)
+    judge = TargetDistance(model, given[-held_out:], loss_fn, of, inputs)
     with stage("choosing plans"):
         search = PlanSearch(base, base._variant_for(args, kwargs), prices_of(sensitivity), low)
         moved, predicted = search.start.traffic.moved, search.start.error or 0.0

@@ -28,7 +28,7 @@ from autocastfx.graph.node import (
 from autocastfx.graph.sizes import Product, Size, product
 from autocastfx.passes.analysis.demands import Demands, cancellations
 from autocastfx.passes.analysis.exact_numbers import WholeNumbers, distance_products, forced_by_number, told_apart
-from autocastfx.passes.analysis.value_ranges import Fill, Limit, come_in, fills, fits, reach
+from autocastfx.passes.analysis.value_ranges import Fill, Limit, fills, largest_mask, reach, reading_call_inputs
 from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan.plan import NO_SOURCE, Decision, Forced, decision_by_list, refuse_banned
 from autocastfx.policy.kernel_facts import KernelFacts
@@ -79,7 +79,7 @@ class Classifier:
         """
         # In float16 no number is so large that it hides whatever score there may be, and all that is added to it.
         is_far = self.low == torch.bfloat16 and self.op_list.placement != "follow"
-        fitting = fills(graph, fits(self.low)) if is_far else {}
+        fitting = fills(graph, largest_mask(self.low)) if is_far else {}
         while True:  # each time with fewer
             found, meets = self._with_fills(graph, largest, fitting)
             if not meets:
@@ -111,7 +111,7 @@ class Classifier:
         unable = {node: why for node, decision in decisions.items() if (why := self._unable(node, decision, fitting))}
         meets = {node for node, fill in fitting.items() if not hidden.issuperset(fill.reached & wide)}
         computed = fitting.keys() | {n for n, decision in decisions.items() if decision.category is Category.ALLOW}
-        meets |= come_in(graph, fitting, computed)
+        meets |= reading_call_inputs(graph, fitting, computed)
         return Classification(decisions, frozenset(wide), unable, fitting), meets
 
     def _unable(self, node: fx.Node, decision: Decision, fitting: Mapping[fx.Node, Fill]) -> str | None:
@@ -162,7 +162,7 @@ class Classifier:
 
     def _filled(self, fill: Fill, listed: Decision) -> Decision:
         """A number that is any large one: where the node runs low, it is half the largest, for a score may be added."""
-        number = math.copysign(fits(self.low), fill.number)
+        number = math.copysign(largest_mask(self.low), fill.number)
         words = f"{fill.argument}={fill.number:g}, which only hides scores, is {number:g} in {self._low_name}"
         return replace(listed, reason=f"{listed.reason}; {words}" if listed.reason else words)
 
@@ -334,7 +334,7 @@ class Classify(Pass):
             *(rules, facts, low, policy.device, reached.unfit),
             WholeNumbers.of(state.graph, values.whole, values.masks, measured, rules, facts, low, most),
             distance_products(state.graph, allowed, rules, facts, size),
-            {n: number for n, number in values.largest.items() if n in values.single},
+            {n: number for n, number in values.largest.items() if n in values.fixed_scalars},
             size,
         )
         found = classifier(state.graph, values.largest)

@@ -32,7 +32,7 @@ from autocastfx.graph.node import (
     value,
 )
 from autocastfx.passes.analysis.units import Ports, is_over_classes, read_low
-from autocastfx.passes.analysis.value_ranges import Fill, fits, is_mask, seen_as
+from autocastfx.passes.analysis.value_ranges import Fill, is_mask, largest_mask, seen_as
 from autocastfx.passes.patterns.patterns import LOSS_CAST
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import Placement, Precision, Recomposed, Why
@@ -123,7 +123,7 @@ class _Run:
             node.target = stand_in
         if runs_low and node in self.fills:
             fill = self.fills[node]
-            set_argument(node, fill.argument, math.copysign(fits(self.policy.low), fill.number))
+            set_argument(node, fill.argument, math.copysign(largest_mask(self.policy.low), fill.number))
         if as_stored and not runs_low and ports.asks_dtype(node):
             if argument(node, "dtype") is None:  # else the model says which
                 set_argument(node, "dtype", torch.float32)
@@ -174,7 +174,7 @@ class _Run:
     def _bound(self, read: fx.Node) -> float | None:
         """The magnitude at which a narrowing cast of ``read`` saturates finite values; None for a plain cast."""
         if read in self.wide or read in self.mask_like:
-            return fits(self.policy.low)
+            return largest_mask(self.policy.low)
         saturates = read in self.outside and self.policy.low == torch.float16
         return float(torch.finfo(self.policy.low).max) if saturates else None
 
@@ -368,5 +368,5 @@ class StoreWeights(Pass):
         if self.policy.weights == "cached":
             read_copies(state.graph, state.parameters, state.placements)
         elif self.policy.weights == "low":
-            store_low(state.graph, state.numbers, self.policy.low)
+            store_low(state.graph, state.parameter_ids, self.policy.low)
         return state

@@ -21,29 +21,29 @@ from autocastfx.graph.names import op_name
 from autocastfx.graph.node import copy_graph, dtypes
 from autocastfx.graph.walk import converted_inside, values_given
 from autocastfx.passes.analysis.exact_numbers import HeldValues, cast_once
-from autocastfx.passes.analysis.node_errors import NodeErrors
+from autocastfx.passes.analysis.node_errors import NodeEffectMap
 from autocastfx.passes.classify import Classify
 from autocastfx.passes.insert_casts import DropLossCasts, InsertCasts, MakeConditional, StoreWeights
-from autocastfx.passes.place import Place
+from autocastfx.passes.place import Placer
 from autocastfx.passes.recompose import MergeRepeated, Recompose, RecomputeAttention, WriteOutAttention
 from autocastfx.passes.record_plan import planned_casts, planned_copies, planned_node
-from autocastfx.passes.state import Pass, Policy, State
+from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.passes.torch_autocast.expand import expand
 from autocastfx.passes.torch_autocast.insert_casts import Follow, InsertFollowedCasts, dispatch_of
 from autocastfx.passes.verify import Verify
-from autocastfx.passes.widen import InsertRaises, RaiseNodes
+from autocastfx.passes.widen import InsertWidenings, WidenNodes
 from autocastfx.plan.plan import Plan, PlannedCast, PlannedNode, Recomposed, Traffic
 from autocastfx.plan.ranges import Key, key_of, mode_of
 from autocastfx.plan.sensitivity import Effect, Sensitivity, Signature
 from autocastfx.runtime.module_tree import foreseen
 from autocastfx.runtime.variant import Variant
 
-__all__ = ["FOLLOW_PIPELINE", "PIPELINE", "RAISE_PIPELINE", "ConvertedGraph", "Converter", "VariantMaker"]
+__all__ = ["FOLLOW_PIPELINE", "PIPELINE", "WIDEN_PIPELINE", "ConvertedGraph", "Converter", "VariantMaker"]
 
 
 PIPELINE: tuple[type[Pass], ...] = (
     *(Recompose, WriteOutAttention, RecomputeAttention, MergeRepeated, DropLossCasts),
-    *(Classify, Place),
+    *(Classify, Placer),
     *(InsertCasts, StoreWeights, MakeConditional, Verify),
 )
 # For a list with ``placement: follow``, on a graph whose composites are expanded: torch.autocast recomposes nothing.
@@ -52,11 +52,11 @@ FOLLOW_PIPELINE: tuple[type[Pass], ...] = (
     *(InsertFollowedCasts, StoreWeights, MakeConditional, Verify),
 )
 # For a model whose parameters are 16-bit already.
-RAISE_PIPELINE: tuple[type[Pass], ...] = (RaiseNodes, InsertRaises, Verify)
+WIDEN_PIPELINE: tuple[type[Pass], ...] = (WidenNodes, InsertWidenings, Verify)
 
 
 @dataclass(frozen=True)
-class Converter(Policy):
+class Converter(Settings):
     """The policy of one conversion, applicable to any number of captured graphs."""
 
     def __call__(self, captured: Captured, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Variant:
@@ -180,7 +180,7 @@ class _Converted:
 
 
 def _converted(
-    policy: Policy,
+    policy: Settings,
     source: fx.Graph,
     attributes: Mapping[str, Any],
     held: Mapping[str, torch.Tensor],
@@ -194,7 +194,7 @@ def _converted(
     follows = policy.op_list.placement == "follow"
     graph = expand(source, dispatch_of(policy, source)) if follows else copy_graph(source)
     made, inner = _Converted(graph, dict(attributes)), replace(policy, keep_output_dtype=True)
-    errors = NodeErrors.of(graph, known.effects, prefix, given)
+    errors = NodeEffectMap.of(graph, known.effects, prefix, given)
     for node in graph.nodes:
         for target, module in converted_inside(node, attributes).items():
             names = {**dict(module.named_children()), **dict(module.named_buffers())}
@@ -215,14 +215,14 @@ def _converted(
         dtypes={node: dtypes(node) for node in graph.nodes},
         ops={node: op_name(node) for node in graph.nodes},
         cached=cast_once(held),
-        numbers={name: id(t) for name, t in held.items() if isinstance(t, nn.Parameter)},
+        parameter_ids={name: id(t) for name, t in held.items() if isinstance(t, nn.Parameter)},
         measured={n: known.magnitudes[key] for n in graph.nodes if (key := key_of(n, prefix)) in known.magnitudes},
         errors=errors,
         prefix=prefix,
         guesses=guesses,
     )
     effects: Mapping[fx.Node, Signature] = {}
-    for step in FOLLOW_PIPELINE if follows else RAISE_PIPELINE if policy.raises else PIPELINE:
+    for step in FOLLOW_PIPELINE if follows else WIDEN_PIPELINE if policy.is_low_model else PIPELINE:
         before, state = state.placements, step(policy)(state)
         if state.placements is not before:  # later steps put casts between a node and what it reads
             effects = state.errors.of_nodes(state.placements)
@@ -320,7 +320,7 @@ class VariantMaker:
             raise CaptureError("the original model is not at hand")
         if self.converter.op_list.placement == "follow":
             raise CaptureError("an op list that follows torch.autocast's dispatch needs the inputs' dtypes and sizes")
-        if self.converter.raises:
+        if self.converter.is_low_model:
             raise CaptureError("what a 16-bit model has in float32 shows in the dtypes of a call's values")
         found = capture_symbolically(self.model, self.signature, training=modes, held=held, leaves=self.leaves)
         return self.rebuild(found, held, self.device or found.device)

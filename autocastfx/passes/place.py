@@ -17,7 +17,7 @@ from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Traffic, Why
 from autocastfx.policy.rule import Category
 
-__all__ = ["Place"]
+__all__ = ["Placer"]
 
 
 # decisions → placements by TensorFlow's rule (auto_mixed_precision): grow the deny set forwards, then the allow set
@@ -97,7 +97,7 @@ def _all_low(unit: Unit, units: Units, low: Mapping[Unit, Cause]) -> bool:
     return True
 
 
-class Place(Pass):
+class Placer(Pass):
     """Places by the cut, or by TensorFlow's rule for a list that asks for it, and then as an edited plan says."""
 
     name = "place"
@@ -195,6 +195,6 @@ class Place(Pass):
         found = [n for n in found if n not in state.classification.wide]  # their casts saturate
         if self.policy.weights == "low":
             reads = LowReads(placements, self.policy.ports)
-            mixed = {state.numbers[str(n.target)] for n in found if not reads.all_of(n)}
-            found = [n for n in found if state.numbers[str(n.target)] not in mixed]
+            mixed = {state.parameter_ids[str(n.target)] for n in found if not reads.all_of(n)}
+            found = [n for n in found if state.parameter_ids[str(n.target)] not in mixed]
         return frozenset(found)

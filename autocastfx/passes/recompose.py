@@ -46,7 +46,7 @@ from autocastfx.graph.node import (
     value,
 )
 from autocastfx.passes.patterns.patterns import MATH_ATTENTION, PATTERNS, REPEATED, SHORT_ATTENTION, Arguments, Pattern
-from autocastfx.passes.state import Pass, Policy, State
+from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.plan.plan import Recomposed
 from autocastfx.policy.rule import Category
 from autocastfx.runtime.operators.short_attention import TOKENS, short_attention
@@ -369,7 +369,7 @@ class RecomputeAttention(Pass):
         return state.with_recomposed((*state.recomposed, *found)) if found else state
 
 
-def _rounds_parts(policy: Policy, state: State) -> bool:
+def _rounds_parts(policy: Settings, state: State) -> bool:
     """True where the list lets the parts of attention on a CPU give 16 bits each; float16 does not hold all scores."""
     is_kernel = policy.fold == "kernel" and policy.low == torch.bfloat16
     if not is_kernel or policy.device != "cpu" or state.guesses is not None:

@@ -15,7 +15,7 @@ from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes
 from autocastfx.passes.analysis.exact_numbers import HeldValues
-from autocastfx.passes.analysis.node_errors import NodeErrors
+from autocastfx.passes.analysis.node_errors import NodeEffectMap
 from autocastfx.passes.analysis.units import Ports
 from autocastfx.passes.analysis.value_ranges import Fill
 from autocastfx.passes.patterns.patterns import chosen
@@ -27,11 +27,11 @@ from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import Matcher, OpList
 from autocastfx.policy.rule import Category
 
-__all__ = ["Classification", "Pass", "Policy", "State"]
+__all__ = ["Classification", "Pass", "Settings", "State"]
 
 
 @dataclass(frozen=True)
-class Policy:
+class Settings:
     """The arguments of one conversion, and the type of the device that its graphs will run on. Pickles."""
 
     op_list: OpList
@@ -46,7 +46,7 @@ class Policy:
     weights: str = "cast"
     prices: Prices | None = None
     device: str = "cpu"
-    raises: bool = False  # the model's parameters are ``low`` already: what the list denies is raised to float32
+    is_low_model: bool = False  # the model's parameters are ``low`` already: what the list denies is raised to float32
 
     @property
     def low_name(self) -> str:
@@ -103,7 +103,7 @@ class State:
         placements: precisions.
         traffic: bytes moved.
         cached: parameters that torch.autocast casts once, each with a number that tied ones share.
-        numbers: all parameters, likewise.
+        parameter_ids: all parameters, likewise.
         followed: how torch.autocast runs the graph, where that is the plan.
         raised: the dtypes of each node's values after the conversion of a 16-bit model; None for other models.
         prefix: of the names of its nodes in the plan.
@@ -118,12 +118,12 @@ class State:
     ops: Mapping[fx.Node, str]
     guesses: frozenset[str] | None = None
     measured: Mapping[fx.Node, Magnitude] = field(default_factory=dict)
-    errors: NodeErrors = field(default_factory=lambda: NodeErrors({}))
+    errors: NodeEffectMap = field(default_factory=lambda: NodeEffectMap({}))
     classification: Classification = field(default_factory=lambda: Classification({}, frozenset()))
     placements: Mapping[fx.Node, Placement] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
     cached: Mapping[str, int] = field(default_factory=dict)
-    numbers: Mapping[str, int] = field(default_factory=dict)
+    parameter_ids: Mapping[str, int] = field(default_factory=dict)
     followed: Followed | None = None
     raised: Mapping[fx.Node, tuple[torch.dtype, ...]] | None = None
     prefix: str = ""
@@ -154,7 +154,7 @@ class Pass(ABC):
     design page.
     """
 
-    policy: Policy
+    policy: Settings
     name: ClassVar[str]
     rewrites: ClassVar[bool] = True
 

@@ -23,19 +23,19 @@ from autocastfx.graph.node import (
     tensors,
     value,
 )
-from autocastfx.passes.analysis.raising import Raiser
+from autocastfx.passes.analysis.raising import Widener
 from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan.edited_plan import Obeyed
 from autocastfx.plan.plan import Decision, Forced, Placement, Precision
 from autocastfx.policy.rule import Category
 
-__all__ = ["InsertRaises", "RaiseNodes", "insert_raises"]
+__all__ = ["InsertWidenings", "WidenNodes", "insert_raises"]
 
 
 # Decides which nodes of a 16-bit model run in float32: those that the lists deny. Pure: no edge is touched.
 
 
-class RaiseNodes(Pass):
+class WidenNodes(Pass):
     """Raises what the lists deny, and places the rest as the model has it; then as an edited plan says."""
 
     name = "raise nodes"
@@ -50,7 +50,7 @@ class RaiseNodes(Pass):
         """
         policy, graph = self.policy, state.graph
         fixed = alias_sets(graph).keys() | seen_by_functions(graph, state.attributes)
-        raiser = Raiser(policy.matcher, policy.facts, policy.low, policy.keep_output_dtype)
+        raiser = Widener(policy.matcher, policy.facts, policy.low, policy.keep_output_dtype)
         decisions = raiser.decide(graph, fixed)
         placements = raiser.place(decisions, fixed)
         if policy.plan is not None:
@@ -147,7 +147,7 @@ class _Run:
         return made
 
 
-class InsertRaises(Pass):
+class InsertWidenings(Pass):
     """Puts the casts in that raised nodes need."""
 
     name = "insert raises"

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from autocastfx.errors import ArgumentTypeError, KeyPath, Place, PlanError, Source
+from autocastfx.errors import ArgumentTypeError, KeyPath, PlanError, Source, TextPlace
 from autocastfx.files import parsed_json, read_whole
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_member, module_path
@@ -42,7 +42,7 @@ class Line:
 
     name: str
     op: str
-    source: Place
+    source: TextPlace
     module: str | None = None
     category: Category | None = None
     reason: str = ""
@@ -237,7 +237,7 @@ def _by_name(lines: Iterable[Line]) -> dict[str, Line]:
     return found
 
 
-def _of_node(node: PlannedNode, source: Place) -> Line:
+def _of_node(node: PlannedNode, source: TextPlace) -> Line:
     return Line(
         name=node.name,
         op=node.op,

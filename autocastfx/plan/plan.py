@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from autocastfx.errors import ArgumentError, BannedOpError, KeyPath, Place, Source, UnknownNameError
+from autocastfx.errors import ArgumentError, BannedOpError, KeyPath, Source, TextPlace, UnknownNameError
 from autocastfx.files import parsed_json
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import module_path
@@ -194,7 +194,7 @@ class Decision:
 
     category: Category
     reason: str
-    source: Place | Forced
+    source: TextPlace | Forced
 
     def __str__(self) -> str:
         return f"{self.category}, {self.reason or 'no reason given'} ({self.source})"
@@ -391,7 +391,7 @@ def check_version(version: object) -> None:
         )
 
 
-def _source(text: str) -> Place | Forced:
+def _source(text: str) -> TextPlace | Forced:
     """The source whose text is ``text``."""
     if text in _FORCED:
         return _FORCED[text]

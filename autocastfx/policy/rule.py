@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from autocastfx.errors import ArgumentError, Place
+from autocastfx.errors import ArgumentError, TextPlace
 
 __all__ = [
     "ANY_REDUCTION",
@@ -168,7 +168,7 @@ class Rule:
     op: str
     category: Category
     reason: str = ""
-    source: Place | None = field(default=None, compare=False)
+    source: TextPlace | None = field(default=None, compare=False)
     when: tuple[Condition, ...] = ()
     device: str = ""
     shipped: bool = field(default=False, compare=False)
@@ -208,7 +208,7 @@ class ModuleRule:
     ops: tuple[str, ...] = ()
     device: str = ""
     rank: int = 0
-    source: Place | None = field(default=None, compare=False)
+    source: TextPlace | None = field(default=None, compare=False)
     shipped: bool = field(default=False, compare=False)
 
     @property
@@ -304,7 +304,7 @@ class DepthLimit:
     """
 
     most: int | None
-    source: Place | None = field(default=None, compare=False)
+    source: TextPlace | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return "no limit" if self.most is None else str(self.most)
@@ -332,7 +332,7 @@ class Demand:
     of: tuple[str, ...] = ()
     at: tuple[str, ...] = ()
     reason: str = ""
-    source: Place | None = field(default=None, compare=False)
+    source: TextPlace | None = field(default=None, compare=False)
     shipped: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:

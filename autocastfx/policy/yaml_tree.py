@@ -17,7 +17,7 @@ import torch.overrides
 import yaml
 from torch import nn
 
-from autocastfx.errors import KeyPath, OpListError, Place, Source, shown
+from autocastfx.errors import KeyPath, OpListError, Source, TextPlace, shown
 from autocastfx.files import read_whole
 from autocastfx.graph.names import argument_types, canonical, located, of_function
 from autocastfx.policy.rule import Scalar
@@ -136,7 +136,7 @@ class Tree:
     """
 
     node: yaml.Node | None
-    source: Place
+    source: TextPlace
     shipped: bool = False
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autocastfx import OpList, convert
 from autocastfx.errors import BisectError
-from autocastfx.numerics.bisect import OutputError
+from autocastfx.numerics.bisect import OutputDistance
 from tests.helpers import Function, relative_error
 
 
@@ -19,8 +19,8 @@ def test_it_is_the_error_of_the_worst_output() -> None:
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     amp_model = convert(model, (x,), dtype="float16")
     ours, theirs = amp_model(x).detach(), model(x).detach()
-    assert OutputError(model, (x,), {})(amp_model) == pytest.approx(relative_error(ours, theirs))
-    assert OutputError(model, (), {"input": x}, "difference")(amp_model) == float((ours - theirs).abs().max())
+    assert OutputDistance(model, (x,), {})(amp_model) == pytest.approx(relative_error(ours, theirs))
+    assert OutputDistance(model, (), {"input": x}, "difference")(amp_model) == float((ours - theirs).abs().max())
 
 
 def test_several_outputs_and_what_is_not_finite() -> None:
@@ -29,8 +29,8 @@ def test_several_outputs_and_what_is_not_finite() -> None:
 
     x = torch.full((4,), 12.0)
     low = convert(Function(several), (x,), op_list=["default", OpList.of({"allow": ["exp", "mul"]})], dtype="float16")
-    assert OutputError(Function(several), (x,), {})(low) == math.inf
-    assert math.isnan(OutputError(Function(several), (x,), {}, "difference")(low))
+    assert OutputDistance(Function(several), (x,), {})(low) == math.inf
+    assert math.isnan(OutputDistance(Function(several), (x,), {}, "difference")(low))
 
 
 def test_nothing_is_changed_and_the_same_is_dropped() -> None:
@@ -40,7 +40,7 @@ def test_nothing_is_changed_and_the_same_is_dropped() -> None:
     amp_model = convert(model, (x,), dtype="float16")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    metric = OutputError(model, (x,), {}, seed=3)
+    metric = OutputDistance(model, (x,), {}, seed=3)
     assert metric(amp_model) == metric(amp_model) < 0.01
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -48,4 +48,4 @@ def test_nothing_is_changed_and_the_same_is_dropped() -> None:
 
 def test_without_floating_outputs_there_is_none() -> None:
     with pytest.raises(BisectError, match="give a metric of your own"):
-        OutputError(Function(lambda x: x.argmax()), (torch.ones(3),), {})
+        OutputDistance(Function(lambda x: x.argmax()), (torch.ones(3),), {})

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import autocastfx
 from autocastfx import Sensitivity
 from autocastfx.errors import SensitivityError, UnsupportedError
-from autocastfx.numerics.compare import TargetError
+from autocastfx.numerics.compare import TargetDistance
 from autocastfx.plan.plan import Precision
 from autocastfx.plan.sensitivity import added, rms
 
@@ -63,7 +63,7 @@ def measured(model: nn.Module, **options: Any) -> Sensitivity:
 def test_whole_lists_are_predicted(of: str, dtype: str) -> None:
     model = made()
     found = measured(model, of=of, dtype=dtype, probes=PROBES)
-    judge = TargetError(model, [batch()], loss, of, inputs)
+    judge = TargetDistance(model, [batch()], loss, of, inputs)
     for op_list, fold in (("default", "exact"), ("default", "kernel"), ("conservative", "exact")):
         options: dict[str, Any] = {"dtype": dtype, "op_list": op_list, "fold": fold, "sensitivity": found}
         amp_model = autocastfx.convert(model, inputs(batch()), **options)
@@ -109,7 +109,7 @@ def test_single_nodes_are_predicted(name: str, tmp_path: Any) -> None:
         model, inputs(batch()), dtype="bfloat16", op_list=op_list, fold="none", sensitivity=found
     )
     assert [n.name for n in amp_model.plan.nodes if n.placement.run is Precision.LOW] == [name]
-    true = TargetError(model, [batch()], loss, "gradient", inputs)(amp_model, torch.bfloat16)
+    true = TargetDistance(model, [batch()], loss, "gradient", inputs)(amp_model, torch.bfloat16)
     assert amp_model.plan.error == pytest.approx(true, rel=WITHIN)
 
 
@@ -157,7 +157,7 @@ def test_rounding_passes_where_gradients_stop(no_grad: bool) -> None:
     amp_model = autocastfx.convert(
         model, inputs(batch()), dtype="bfloat16", op_list=("default", rules), sensitivity=found
     )
-    true = TargetError(model, [batch()], loss, "gradient", inputs)(amp_model, torch.bfloat16)
+    true = TargetDistance(model, [batch()], loss, "gradient", inputs)(amp_model, torch.bfloat16)
     assert true > 1e-4
     assert amp_model.plan.error == pytest.approx(true, rel=WITHIN)
 
@@ -216,7 +216,7 @@ def test_transformers_are_measured_whole() -> None:
     found = autocastfx.sensitivity(model, given, dtype="bfloat16", probes=32, progress=False)
     assert not found.unmeasured
     amp_model = autocastfx.convert(model, (), given[0], dtype="bfloat16", sensitivity=found)
-    true = TargetError(model, given, None, "gradient", None)(amp_model, torch.bfloat16)
+    true = TargetDistance(model, given, None, "gradient", None)(amp_model, torch.bfloat16)
     assert amp_model.plan.error == pytest.approx(true, rel=4 / 64**0.5)
 
 
@@ -372,7 +372,7 @@ def test_a_result_that_backward_reads_is_counted_once(op: str) -> None:
     options: dict[str, Any] = {"dtype": "bfloat16", "op_list": op_list, "fold": "none", "sensitivity": found}
     amp_model = autocastfx.convert(model, inputs(batch()), **options)
     assert [n.op for n in amp_model.plan.nodes if n.placement.run is Precision.LOW] == [op]
-    true = TargetError(model, [batch()], loss, "gradient", inputs)(amp_model, torch.bfloat16)
+    true = TargetDistance(model, [batch()], loss, "gradient", inputs)(amp_model, torch.bfloat16)
     assert amp_model.plan.error == pytest.approx(true, rel=WITHIN)
 
 
@@ -411,6 +411,6 @@ def test_ops_that_autograd_takes_otherwise_are_run(build: Callable[[], nn.Module
     model = made(build)
     found = measured(model, dtype="bfloat16", of=of, probes=PROBES)
     assert {effect.op for effect in found.effects} >= {"linear", "layer_norm", "gelu"}
-    true = TargetError(model, [batch()], loss, of, inputs)
+    true = TargetDistance(model, [batch()], loss, of, inputs)
     amp_model = autocastfx.convert(model, inputs(batch()), dtype="bfloat16", sensitivity=found)
     assert amp_model.plan.error == pytest.approx(true(amp_model, torch.bfloat16), rel=WITHIN)

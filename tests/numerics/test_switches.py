@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import autocastfx
 from autocastfx.graph.node import uses
-from autocastfx.numerics.compare import TargetError
+from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.node_effects import Replay, _is_counted, errors_at, jumps, least_error
 from autocastfx.numerics.segments import Read
 from tests.numerics.test_replay import PORTS, captured
@@ -68,7 +68,7 @@ def predicted_and_true(act: Callable[[Tensor], Tensor]) -> tuple[float, float]:
     assert not found.unmeasured
     amp_model = autocastfx.convert(model, given[0], dtype="bfloat16", sensitivity=found)
     assert amp_model.plan.error is not None
-    return amp_model.plan.error, TargetError(model, [given], loss, "gradient", inputs)(amp_model, torch.bfloat16)
+    return amp_model.plan.error, TargetDistance(model, [given], loss, "gradient", inputs)(amp_model, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ACTS)
@@ -91,7 +91,7 @@ def test_plans_that_round_little_are_predicted(low: str) -> None:
     lists: Any = ("default", autocastfx.OpList.of({"modules": rules}))
     amp_model = autocastfx.convert(model, given[0], dtype="bfloat16", op_list=lists, sensitivity=found)
     assert amp_model.plan.error is not None
-    true = TargetError(model, [given], loss, "gradient", inputs)(amp_model, torch.bfloat16)
+    true = TargetDistance(model, [given], loss, "gradient", inputs)(amp_model, torch.bfloat16)
     assert 0.7 < amp_model.plan.error / true < 1.5
 
 
@@ -118,7 +118,7 @@ def test_the_plan_of_the_list_is_as_measured(low: torch.dtype) -> None:
     options: dict[str, Any] = {"dtype": low, "inputs": inputs, "progress": False}
     found = autocastfx.sensitivity(model, [given], loss, **options)
     amp_model = autocastfx.convert(model, given[0], dtype=low, sensitivity=found)
-    true = TargetError(model, [given], loss, "gradient", inputs)(amp_model, low)
+    true = TargetDistance(model, [given], loss, "gradient", inputs)(amp_model, low)
     assert found.jumps_true == pytest.approx(true)
     assert amp_model.plan.error == pytest.approx(true, rel=0.1)  # a small part of it is smooth
 
@@ -131,7 +131,7 @@ def test_jumps_count_where_nothing_else_depends_on_the_value() -> None:
     options: dict[str, Any] = {"dtype": "bfloat16", "probes": PROBES, "inputs": inputs, "progress": False}
     found = autocastfx.sensitivity(model, [given], lambda output, _: output.sum(), **options)
     amp_model = autocastfx.convert(model, given[0], dtype="bfloat16", sensitivity=found)
-    true = TargetError(model, [given], lambda output, _: output.sum(), "gradient", inputs)(amp_model, torch.bfloat16)
+    true = TargetDistance(model, [given], lambda output, _: output.sum(), "gradient", inputs)(amp_model, torch.bfloat16)
     assert amp_model.plan.error is not None
     assert 0.7 < amp_model.plan.error / true < 1.5
 

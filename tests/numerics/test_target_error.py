@@ -11,7 +11,7 @@ from torch import nn
 
 import autocastfx
 from autocastfx.errors import SensitivityError
-from autocastfx.numerics.compare import TargetError
+from autocastfx.numerics.compare import TargetDistance
 
 
 def model() -> nn.Module:
@@ -30,7 +30,7 @@ def loss(output: Any, batch: Any) -> torch.Tensor:
 def test_the_same_model_has_no_error_and_is_unchanged() -> None:
     plain = model().train()
     before = copy.deepcopy(plain.state_dict())
-    judge = TargetError(plain, [X, X + 1], loss, "gradient", None)
+    judge = TargetDistance(plain, [X, X + 1], loss, "gradient", None)
     assert judge(plain, torch.bfloat16) == 0.0  # dropout draws the same numbers
     assert all(torch.equal(now, before[name]) for name, now in plain.state_dict().items())
     assert all(p.grad is None for p in plain.parameters())
@@ -55,14 +55,14 @@ def test_attributes_that_a_forward_sets_are_unchanged() -> None:
     amp_model = autocastfx.convert(plain, X, dtype="bfloat16")
     found = autocastfx.sensitivity(plain, [X], loss, dtype="bfloat16", progress=False)
     assert found.jumps_true > 0  # the model itself ran
-    assert TargetError(plain, [X], loss, "gradient", None)(amp_model, torch.bfloat16) > 0
+    assert TargetDistance(plain, [X], loss, "gradient", None)(amp_model, torch.bfloat16) > 0
     assert (plain.calls, plain.seen) == (0, [])
 
 
 @pytest.mark.parametrize("of", ["gradient", "output"])
 def test_a_factor_is_its_own_error(of: str) -> None:
     plain = model().eval()
-    judge = TargetError(plain, [X], loss if of == "output" else (lambda out, batch: out.sum()), of, None)
+    judge = TargetDistance(plain, [X], loss if of == "output" else (lambda out, batch: out.sum()), of, None)
 
     class Scaled(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_a_factor_is_its_own_error(of: str) -> None:
 
 def test_an_overflow_is_an_infinite_error() -> None:
     plain = nn.Linear(8, 2)
-    judge = TargetError(plain, [X], None, "output", None)
+    judge = TargetDistance(plain, [X], None, "output", None)
 
     class Large(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,11 +84,11 @@ def test_an_overflow_is_an_infinite_error() -> None:
 
 def test_a_target_of_zero_is_refused() -> None:
     with pytest.raises(SensitivityError, match="the gradient of batch 0 is zero or not finite in float32"):
-        TargetError(model(), [X], lambda out, batch: (out * 0).sum(), "gradient", None)
+        TargetDistance(model(), [X], lambda out, batch: (out * 0).sum(), "gradient", None)
 
 
 def test_small_gradients_keep_their_digits_in_float16() -> None:
     plain = nn.Linear(8, 2)
     amp_model = autocastfx.convert(plain, X, dtype="float16")
-    tiny = TargetError(plain, [X], lambda out, batch: out.sum() * 1e-9, "gradient", None)
+    tiny = TargetDistance(plain, [X], lambda out, batch: out.sum() * 1e-9, "gradient", None)
     assert tiny(amp_model, torch.float16) < 4 * torch.finfo(torch.float16).eps

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import autocastfx
 from autocastfx.errors import GpuError, OpListError, SensitivityError, UnsupportedError
-from autocastfx.numerics.compare import TargetError
+from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.plan_search import Budget
 from autocastfx.numerics.tune import Tuned
 from autocastfx.plan.plan import Precision
@@ -54,7 +54,7 @@ def test_the_default_budget_is_kept_with_fewer_bytes(tuned: tuple[nn.Module, Tun
     assert found.start.measured is not None
     assert found.point.measured <= found.start.measured
     assert found.budget.error == found.start.measured
-    judge, low = TargetError(model, BATCHES[-1:], None, "gradient", None), getattr(torch, found.plan.low)
+    judge, low = TargetDistance(model, BATCHES[-1:], None, "gradient", None), getattr(torch, found.plan.low)
     again = found.convert(model, (), BATCHES[0])
     assert judge(again, low) == pytest.approx(found.point.measured, rel=1e-3)
 
@@ -112,7 +112,7 @@ def test_at_no_more_bytes_the_error_is_less(tuned: tuple[nn.Module, Tuned]) -> N
         progress=False,
     )
     assert nearer.point.bytes <= nearer.start.bytes
-    judge, low = TargetError(model, FRESH, None, "gradient", None), getattr(torch, found.plan.low)
+    judge, low = TargetDistance(model, FRESH, None, "gradient", None), getattr(torch, found.plan.low)
     options: dict[str, Any] = {"dtype": found.plan.low}
     default = autocastfx.convert(model, (), BATCHES[0], **options)
     assert judge(nearer.convert(model, (), BATCHES[0]), low) < 0.75 * judge(default, low)
@@ -124,7 +124,7 @@ def test_another_list_is_a_budget(tuned: tuple[nn.Module, Tuned]) -> None:
     found = autocastfx.tune(model, BATCHES, budget="conservative", **options)
     amp_model = autocastfx.convert(model, (), BATCHES[0], dtype=before.plan.low, op_list="conservative")
     low = getattr(torch, before.plan.low)
-    expected = TargetError(model, BATCHES[-1:], None, "gradient", None)(amp_model, low)
+    expected = TargetDistance(model, BATCHES[-1:], None, "gradient", None)(amp_model, low)
     assert found.budget.error == pytest.approx(expected, rel=1e-3)
     assert found.point.measured is not None
     assert found.point.measured <= found.budget.error

@@ -392,9 +392,9 @@ def test_a_banned_op_is_refused() -> None:
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Any], Any]) -> None:
-    *before, verify = pipeline.RAISE_PIPELINE
+    *before, verify = pipeline.WIDEN_PIPELINE
     monkeypatch.setattr(
-        pipeline, "RAISE_PIPELINE", (*before, lambda policy: lambda state: damage(state) or state, verify)
+        pipeline, "WIDEN_PIPELINE", (*before, lambda policy: lambda state: damage(state) or state, verify)
     )
 
 

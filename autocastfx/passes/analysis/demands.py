@@ -9,7 +9,7 @@ from typing import cast
 
 from torch import fx
 
-from autocastfx.errors import Place
+from autocastfx.errors import TextPlace
 from autocastfx.graph.alias import AliasSet, alias_sets, reachable
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import Use, argument, constants, has_float32, is_member, tensors, uses
@@ -263,7 +263,7 @@ class _Wish:
 
     by: str
     reason: str
-    source: Place | Forced
+    source: TextPlace | Forced
     through_products: bool = False
     forces: tuple[Category, ...] = ()
 

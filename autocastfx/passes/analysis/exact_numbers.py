@@ -259,7 +259,7 @@ class HeldValues:
 
     Attributes:
         magnitudes: how large the elements of each float32 tensor are.
-        single: tensors of one element that no optimizer changes.
+        fixed_scalars: tensors of one element that no optimizer changes.
         whole: largest magnitude of each buffer and constant that holds whole numbers alone.
         masks: buffers and constants of one number, or of 0 and one number.
         trained: parameters that require gradients.
@@ -268,7 +268,7 @@ class HeldValues:
     """
 
     magnitudes: Mapping[str, Magnitude]
-    single: frozenset[str]
+    fixed_scalars: frozenset[str]
     whole: Mapping[str, float]
     masks: frozenset[str]
     trained: frozenset[str]
@@ -286,7 +286,7 @@ class HeldValues:
         weights = {n: t for n, t in tensors.items() if n not in trained and is_here(t)}
         return cls(
             magnitudes={n: found.magnitude() for n, found in reached.items() if found is not None},
-            single=frozenset(n for n, t in tensors.items() if t.numel() == 1 and n not in trained),
+            fixed_scalars=frozenset(n for n, t in tensors.items() if t.numel() == 1 and n not in trained),
             whole={n: found for n, found in whole.items() if found is not None},
             masks=frozenset(n for n, t in fixed.items() if holds_one_number(t)),
             trained=frozenset(trained),

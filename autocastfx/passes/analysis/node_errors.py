@@ -16,11 +16,11 @@ from autocastfx.plan.plan import Placement, Precision, Recomposed
 from autocastfx.plan.ranges import Key, key_of
 from autocastfx.plan.sensitivity import OUTPUT, Effect, Signature, added, rms
 
-__all__ = ["NodeErrors", "equal_terms", "product_terms"]
+__all__ = ["NodeEffectMap", "equal_terms", "product_terms"]
 
 
 @dataclass(frozen=True)
-class NodeErrors:
+class NodeEffectMap:
     """The effects of the nodes of a graph.
 
     Attributes:
@@ -40,7 +40,7 @@ class NodeErrors:
         known: Mapping[Key, Effect],
         prefix: str = "",
         outer: Mapping[str, tuple[str, ...]] | None = None,
-    ) -> NodeErrors:
+    ) -> NodeEffectMap:
         """Find the effects of the nodes of a captured graph.
 
         Args:
@@ -59,7 +59,7 @@ class NodeErrors:
         """The names that effects have for a value."""
         return self.outer.get(node.name) or tuple(self.prefix + name for name in all_names(node))
 
-    def after(self, graph: fx.Graph, recomposed: Iterable[Recomposed]) -> NodeErrors:
+    def after(self, graph: fx.Graph, recomposed: Iterable[Recomposed]) -> NodeEffectMap:
         """The effects after nodes of the graph were replaced.
 
         A node that stands for several rounds what it reads as they do, and what it gives as the last of them does.

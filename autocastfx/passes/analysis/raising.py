@@ -32,7 +32,7 @@ from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import Matcher
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 
-__all__ = ["CASTS", "Raiser"]
+__all__ = ["CASTS", "Widener"]
 
 
 CASTS = ("to", "_to_copy", "type_as")
@@ -42,7 +42,7 @@ _COMPUTES = ("call_function", "call_method", "call_module")
 
 
 @dataclass(frozen=True)
-class Raiser:
+class Widener:
     """Chooses the nodes to raise in the graphs of one conversion.
 
     Attributes:

@@ -17,7 +17,7 @@ from autocastfx.graph.node import Use, has_float32, tensors, uses, value
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
 
-__all__ = ["Fill", "Limit", "come_in", "fills", "fits", "is_mask", "reach", "seen_as"]
+__all__ = ["Fill", "Limit", "fills", "is_mask", "largest_mask", "reach", "reading_call_inputs", "seen_as"]
 
 
 # Attention masks: values that only ever say which scores do not count, however large they are.
@@ -32,7 +32,7 @@ class Fill:
     reached: frozenset[fx.Node]
 
 
-def fits(low: torch.dtype) -> float:
+def largest_mask(low: torch.dtype) -> float:
     """The largest number that a mask may hold in ``low``: beside a score the sum is yet finite."""
     return float(torch.finfo(low).max) / 2
 
@@ -58,7 +58,7 @@ def fills(graph: fx.Graph, beyond: float) -> dict[fx.Node, Fill]:
     return {node: Fill(*found[node], made[node]) for node in found if node in alone}
 
 
-def come_in(graph: fx.Graph, nodes: Iterable[fx.Node], computed: Set[fx.Node]) -> set[fx.Node]:
+def reading_call_inputs(graph: fx.Graph, nodes: Iterable[fx.Node], computed: Set[fx.Node]) -> set[fx.Node]:
     """Return the nodes that read numbers from a call's inputs, directly or through ops, but not through ``computed``.
 
     Such numbers may be a mask, beyond the range, and narrowed they would be infinite.

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from autocastfx.dtypes import dtype_name
 from autocastfx.graph.node import Origin, Use, map_uses, place_like, set_origin, tensors, uses, value
 from autocastfx.graph.sizes import concrete_sizes, dtypes_of
-from autocastfx.passes.state import Pass, Policy, State
+from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.passes.torch_autocast.dispatch import Dispatch, Followed, asked
 from autocastfx.plan.plan import Cause, Decision, Placement, Precision
 
@@ -75,7 +75,7 @@ class Follow(Pass):
         return replace(state, followed=followed, placements=followed.placements)
 
 
-def dispatch_of(policy: Policy, graph: fx.Graph) -> Dispatch:
+def dispatch_of(policy: Settings, graph: fx.Graph) -> Dispatch:
     """The dispatch of the ops of ``graph`` on the device that it was captured on."""
     inputs = (t for n in graph.nodes if n.op in ("placeholder", "get_attr") for t in tensors(n) if t.ndim)
     return Dispatch(policy.op_list, policy.low, next((t.device.type for t in inputs), "cpu"))

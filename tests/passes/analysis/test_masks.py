@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import autocastfx
-from autocastfx.passes.analysis.value_ranges import fills, fits
+from autocastfx.passes.analysis.value_ranges import fills, largest_mask
 from tests.helpers import Function
 
 LEAST = torch.finfo(torch.float32).min
@@ -23,7 +23,7 @@ def found(function: Form, low: torch.dtype = torch.float16) -> dict[str, tuple[s
     """The fills of ``function`` of scores and of what is to be kept: by node, the argument and the number."""
     inputs = torch.rand(2, 4, 4), torch.ones(2, 4, 4, dtype=torch.bool)
     graph = autocastfx.convert(Function(function), inputs, dtype="float16").variants[0].captured.graph
-    return {node.name: (fill.argument, fill.number) for node, fill in fills(graph, fits(low)).items()}
+    return {node.name: (fill.argument, fill.number) for node, fill in fills(graph, largest_mask(low)).items()}
 
 
 def attend(x: Tensor, mask: Tensor) -> Tensor:

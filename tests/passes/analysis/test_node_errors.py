@@ -15,7 +15,7 @@ from torch import fx
 import autocastfx
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import is_float32, stand_for, uses
-from autocastfx.passes.analysis.node_errors import NodeErrors, equal_terms, product_terms
+from autocastfx.passes.analysis.node_errors import NodeEffectMap, equal_terms, product_terms
 from autocastfx.passes.analysis.place_cheaply import bytes_moved, place_cheaply
 from autocastfx.passes.analysis.units import Ports, units_of
 from autocastfx.plan.plan import Cause, Placement, Precision, Recomposed, Why
@@ -30,7 +30,7 @@ OPEN = [kind for kind in KINDS if kind not in ("keep", "promote", "join", "in pl
 steps = st.lists(st.tuples(st.sampled_from(OPEN), near, near), min_size=3, max_size=7)
 
 
-def effects(graph: fx.Graph, generator: random.Random) -> NodeErrors:
+def effects(graph: fx.Graph, generator: random.Random) -> NodeEffectMap:
     """Random effects, whose squares are whole numbers of bytes."""
     found: dict[fx.Node, Effect] = {}
     for node in graph.nodes:
@@ -44,10 +44,10 @@ def effects(graph: fx.Graph, generator: random.Random) -> NodeErrors:
         key = (OUTPUT, OUTPUT) if node.op == "output" else (node.name, op_name(node))
         computes = () if node.op == "output" else (float(generator.choice([0, 1, 2, 4])),)
         found[node] = Effect("train", *key, "", computes, {} if node.op == "output" else some(), some())
-    return NodeErrors(found)
+    return NodeEffectMap(found)
 
 
-def squares(graph: fx.Graph, errors: NodeErrors, placements: dict[fx.Node, Placement]) -> int:
+def squares(graph: fx.Graph, errors: NodeEffectMap, placements: dict[fx.Node, Placement]) -> int:
     """The squared errors of a placement, written down again."""
     paid = 0.0
 
@@ -94,7 +94,7 @@ def test_the_cut_with_errors_is_what_brute_force_finds(
             assert placement.because == Cause(Why.MEASURED)
 
 
-def chain() -> tuple[fx.Graph, list[fx.Node], NodeErrors]:
+def chain() -> tuple[fx.Graph, list[fx.Node], NodeEffectMap]:
     graph, decisions = build([("allow", 0, 0), ("infer", 0, 0)], [0])
     nodes = list(decisions)
     first, second = (node.name for node in nodes)
@@ -103,7 +103,7 @@ def chain() -> tuple[fx.Graph, list[fx.Node], NodeErrors]:
         nodes[0]: Effect("train", first, "linear", "", (3.0, 0.0), {source: (0.0, 4.0)}, {source: (9.0, 9.0)}),
         nodes[1]: Effect("train", second, "tanh", "", (1.0, 1.0), {first: (5.0, 5.0)}, {first: (0.0, 2.0)}),
     }
-    return graph, nodes, NodeErrors(found)
+    return graph, nodes, NodeEffectMap(found)
 
 
 def placement(run: Precision) -> Placement:
@@ -153,9 +153,9 @@ def test_every_effect_on_a_read_finds_its_value(name: str, mode: str, monkeypatc
     """Merged, dropped and replaced nodes, those of regions, and dropout, which evaluation does not have."""
     lost: list[str] = []
     counted = [0]
-    of_nodes = NodeErrors.of_nodes
+    of_nodes = NodeEffectMap.of_nodes
 
-    def checked(errors: NodeErrors, placements: dict[fx.Node, Placement]) -> object:
+    def checked(errors: NodeEffectMap, placements: dict[fx.Node, Placement]) -> object:
         for node, effect in errors.effects.items():
             known = {name for use in uses(node) for name in errors.names(use.node)}
             counted[0] += 1
@@ -168,7 +168,7 @@ def test_every_effect_on_a_read_finds_its_value(name: str, mode: str, monkeypatc
     batch = next(iter(case.batches(0)))
     args, kwargs = case.arguments(batch)
     found = autocastfx.sensitivity(model, [batch], case.loss, inputs=case.inputs, probes=1)
-    monkeypatch.setattr(NodeErrors, "of_nodes", checked)
+    monkeypatch.setattr(NodeEffectMap, "of_nodes", checked)
     autocastfx.convert(model.train(mode == "train"), args, kwargs or None, sensitivity=found)
     assert counted[0] > 30
     assert lost == []  # and no warning that the measurement is of another model
