@@ -22,7 +22,11 @@ def _clip() -> Any:
 def _coca() -> nn.Module:
     decoder = {"context_length": 16, "vocab_size": 64, "width": 32, "heads": 2, "layers": 2}
     vision = {**_VISION, "attentional_pool": True, "attn_pooler_heads": 2, "output_tokens": True}
-    return CoCa(32, decoder, {**_TEXT, "embed_cls": True, "output_tokens": True}, vision).train()
+    model = CoCa(32, decoder, {**_TEXT, "embed_cls": True, "output_tokens": True}, vision).train()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("cls_emb", "positional_embedding", "text_projection")):  # the package leaves memory as it is
+            nn.init.normal_(parameter, std=0.02)
+    return model
 
 
 def _checkpointed() -> nn.Module:
