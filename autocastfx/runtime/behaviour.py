@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autocastfx.capture.call import leaf_paths
 from autocastfx.capture.leave_intact import intact, random_numbers_kept
 from autocastfx.capture.whole_calls import attention_written_out
 from autocastfx.runtime.amp_module import AmpModule
@@ -122,9 +123,10 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
         given = pytree.tree_flatten((args, kwargs))[0]
         with torch.set_grad_enabled(learns):
             result = call(*args, **kwargs)
-        leaves, structure = pytree.tree_flatten_with_path(result)
-        outputs = {f"{_OUTPUT}{pytree.keystr(path)}": one for path, one in leaves if isinstance(one, torch.Tensor)}
-        plain = [one for _, one in leaves if not isinstance(one, torch.Tensor)]
+        leaves, structure = pytree.tree_flatten(result)
+        names = [_OUTPUT + "".join(f"[{step!r}]" for step in path) for path in leaf_paths(structure)]
+        outputs = {name: one for name, one in zip(names, leaves, strict=True) if isinstance(one, torch.Tensor)}
+        plain = [one for one in leaves if not isinstance(one, torch.Tensor)]
         tensors: dict[str, torch.Tensor | None] = {name: one.detach().clone() for name, one in outputs.items()}
         tensors |= {f"{_BUFFER} {name}": one.detach().clone() for name, one in _buffers(model, call, kinds)}
         changed_now = written()

@@ -311,3 +311,38 @@ def test_what_a_rounding_of_the_arguments_does_is_no_difference(kind: type[Quali
     y = 0.6 + 0.01 * torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     amp_model = autocastfx.convert(kind(), (y + 1e-3 * y.cos(), y), dtype=torch.bfloat16, check=True)
     assert not autocastfx.check(amp_model, [(y + 1e-3 * y.sin(), y)]).differences
+
+
+class Named(dict[str, Any]):
+    """An output as packages have them, known to torch's trees, but without the names of its members."""
+
+
+torch.utils._pytree.register_pytree_node(
+    Named, lambda held: (list(held.values()), list(held)), lambda values, keys: Named(zip(keys, values, strict=True))
+)
+
+
+class Returns(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.make = nn.Linear(8, 4), make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.a(x))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda y: Named(sample=y),
+        lambda y: {"first": Named(sample=y, more=(y * 2, None)), "second": [y]},
+        lambda y: (Named(inner=Named(sample=y)), "text"),
+    ],
+)
+def test_outputs_whose_members_have_no_names_are_compared(make: Callable[[Tensor], Any]) -> None:
+    x = torch.randn(4, 8)
+    found = autocastfx.check(Returns(make), [(x,)], dtype="bfloat16")
+    assert found.ok, found
+    assert not found.dropped
+    assert any(one.name.startswith("output[") for one in found.values)
+    autocastfx.convert(Returns(make), (x,), dtype="bfloat16", check=True)
