@@ -71,7 +71,8 @@ def _prefer(model: nn.Module, low: torch.dtype | None) -> None:
         data = Dataset.from_dict(
             {"prompt": ["the cat"] * 12, "chosen": SENTENCES[:4] * 3, "rejected": SENTENCES[4:] * 3}
         )
-        arguments = DPOConfig(folder, max_length=32, **_ARGUMENTS)
+        # Gradients are small: by a small rate weights of 1 would change by a few units in their last place.
+        arguments = DPOConfig(folder, max_length=32, **{**_ARGUMENTS, "learning_rate": 1.0})
         made = DPOTrainer(model, copy.deepcopy(model), args=arguments, train_dataset=data, processing_class=tokenizer())
         _run(made, low)
 
