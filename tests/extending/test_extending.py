@@ -1,4 +1,4 @@
-"""Apply and run patches that add a list key, a pass and a fused replacement, each in two files of code."""
+"""Apply and run patches that add a list key, a pass, a fused replacement, a command and a fold fact."""
 
 from __future__ import annotations
 
@@ -42,19 +42,37 @@ assert [node.op for node in amp_model.plan.nodes] == ["linear", "autocastfx::sof
 assert (amp_model(x) - model(x)).norm() <= 8 * torch.finfo(torch.bfloat16).eps * model(x).norm()
 """
 
+COMMAND = """
+from autocastfx.cli.main import main
+assert main(["casts", "torch.nn:Linear(8, 4)", "--inputs", "float32[2,8]"]) == 0
+"""
+FOLD_FACT = """
+import torch, autocastfx
+from torch import nn
+model = nn.Sequential(nn.Linear(8, 8), nn.LogSigmoid(), nn.Linear(8, 8))
+plan = autocastfx.convert(model, (torch.ones(2, 8),), dtype=torch.bfloat16, fold="exact").plan
+assert [cast.value for cast in plan.casts if cast.dtype == "float32"] == ["linear_1"], plan.casts  # the output alone
+"""
+
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git, to apply a patch")
 @pytest.mark.parametrize(
-    ("patch", "script"),
-    [("list_key", LIST_KEY), ("pass", PASS), ("fused_replacement", FUSED_REPLACEMENT)],
-    ids=["list key", "pass", "fused replacement"],
+    ("patch", "script", "files"),
+    [
+        ("list_key", LIST_KEY, 2),
+        ("pass", PASS, 2),
+        ("fused_replacement", FUSED_REPLACEMENT, 2),
+        ("command", COMMAND, 2),
+        ("fold_fact", FOLD_FACT, 0),
+    ],
+    ids=["list key", "pass", "fused replacement", "command", "fold fact"],
 )
-def test_it_takes_two_files_of_code(patch: str, script: str, tmp_path: Path) -> None:
+def test_it_takes_few_files_of_code(patch: str, script: str, files: int, tmp_path: Path) -> None:
     for folder in ("autocastfx", "op_lists"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     path = PATCHES / f"{patch}.patch"
     touched = [line.split(" b/")[1] for line in path.read_text("utf-8").splitlines() if line.startswith("diff --git")]
-    assert len([name for name in touched if name.endswith(".py")]) <= 2
+    assert len([name for name in touched if name.endswith(".py")]) <= files
     subprocess.run(["git", "apply", str(path)], cwd=tmp_path, check=True)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     where = "import autocastfx, pathlib; assert pathlib.Path.cwd() in pathlib.Path(autocastfx.__file__).parents\n"
