@@ -36,7 +36,7 @@ from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.plan.plan_diff import diff as diff_plans
 from autocastfx.policy.kernel_facts import LEVELS, KernelFacts, load_kernel_facts
 from autocastfx.policy.op_list import OpList, load_op_list, preset_path, preset_title, presets
-from autocastfx.policy.rule import Category, ModuleRule, Rule
+from autocastfx.policy.rule import ModuleRule, Rule
 from autocastfx.report.dump import dump as dump_model
 from autocastfx.report.dump import dump_text
 from autocastfx.report.explain import explain as explain_node
@@ -151,7 +151,6 @@ def _order(rule: Rule | ModuleRule) -> tuple[str, int, int]:
 # Examine this machine for mixed precision: versions, devices, and ops without a 16-bit kernel.
 
 _PACKAGES = ("autocastfx", "networkx", "pyyaml")
-_MAY_BE_LOW = (Category.ALLOW, Category.INFER, Category.CLEAR, Category.PROMOTE)
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def examine() -> Diagnosis:
 def _missing(facts: KernelFacts, kind: str, dtype: str) -> tuple[str, ...]:
     op_list = load_op_list("default", default=dtype)
     rules = {op: op_list.rule(op, kind) for op in facts.no_kernel.get((kind, dtype), frozenset[str]())}
-    return tuple(sorted(op for op, rule in rules.items() if rule is not None and rule.category in _MAY_BE_LOW))
+    return tuple(sorted(op for op, rule in rules.items() if rule is not None and rule.category.may_be_low))
 
 
 def _devices() -> Iterator[tuple[str, str]]:

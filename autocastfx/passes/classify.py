@@ -38,7 +38,6 @@ from autocastfx.policy.rule import Category, ModuleRule, Rule
 __all__ = ["Classifier", "Classify"]
 
 _CASTS = ("to", "_to_copy", "type_as")
-_FOLLOWS = (Category.INFER, Category.CLEAR, Category.PROMOTE)
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Classifier:
                 wide.add(node)
             if node.op in ("call_function", "call_method", "call_module"):
                 decision = decisions[node] = self._decide(node, wide, hidden, fitting)
-                passes_on = decision.category in (*_FOLLOWS, Category.KEEP)
+                passes_on = decision.category.is_free or decision.category is Category.KEEP
                 reads = {u.node for u in uses(node)} & wide if passes_on else set[fx.Node]()
                 made_wide = decision.source in (Forced.CONSTANT, Forced.WIDE) or self._is_wide_constant(node)
                 fills_in = node in fitting
@@ -156,7 +155,7 @@ class Classifier:
         if node in fitting:
             return self._wide(node, listed, wide, hidden) or self._filled(fitting[node], listed)
         asked_low = isinstance(rule, ModuleRule) and rule.wanted == "low"  # by a person who saw no number
-        if (listed.category in _FOLLOWS or asked_low) and (forced := self._number(node)):
+        if (listed.category.is_free or asked_low) and (forced := self._number(node)):
             return forced
         return self._wide(node, listed, wide, hidden) or listed
 
@@ -172,7 +171,7 @@ class Classifier:
         reads = [u for u in uses(node) if has_float32(u.node)]
         if listed.category is Category.ALLOW:
             reads = [u for u in reads if not takes_mask(node, u)]
-        elif listed.category not in _FOLLOWS or len(reads) < 2:
+        elif not listed.category.is_free or len(reads) < 2:
             return None
         sources = [u.node for u in reads if u.node in wide and u.argument not in kept]
         if not sources or not has_float32(node) or (len(sources) == 1 and sources[0] in hidden):

@@ -115,6 +115,16 @@ class Category(str, Enum):
     KEEP = "keep"  # exactly as captured
     BAN = "ban"  # refused
 
+    @property
+    def is_free(self) -> bool:
+        """True if its neighbours decide the precision."""
+        return self in (Category.INFER, Category.CLEAR, Category.PROMOTE)
+
+    @property
+    def may_be_low(self) -> bool:
+        """True if an op of this category may run in 16 bits."""
+        return self.is_free or self is Category.ALLOW
+
     def __str__(self) -> str:
         return self.value
 
@@ -224,7 +234,7 @@ class ModuleRule:
     @property
     def lowers(self) -> bool:
         """True if the rule lets ops run in 16 bits."""
-        return self.category not in (Category.DENY, Category.KEEP, Category.BAN)
+        return self.category.may_be_low
 
     @property
     def subject(self) -> str:

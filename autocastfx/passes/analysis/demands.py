@@ -245,8 +245,8 @@ def is_size(use: Use, name: str) -> bool:
     return name.endswith("_as") and use.argument == "other"
 
 
-_FREE = (Category.INFER, Category.CLEAR, Category.PROMOTE)
-_ANY = (*_FREE, Category.ALLOW)
+_FREE = tuple(category for category in Category if category.is_free)
+_ANY = tuple(category for category in Category if category.may_be_low)
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ class Demands:
         if demand is None and divisor is not None:
             demand = self.ports.op_list.demand("div")
         rule = self.ports.op_list.rule(op_name(node), self.ports.device)
-        is_a_persons = rule is not None and not rule.shipped and rule.category in _FREE
+        is_a_persons = rule is not None and not rule.shipped and rule.category.is_free
         is_allowed = rule is not None and not rule.shipped and rule.category is Category.ALLOW
         if node in self.cancelling and not (is_a_persons or is_allowed):
             return _Wish(node.name, self.cancelling[node], Forced.DISTANCE, through_products=True, forces=_ANY), reads
@@ -354,7 +354,7 @@ class Demands:
         return next((found for read in made_by if (found := _inverted(read, self.ports.op_list)) is not None), None)
 
     def _may_obey(self, node: fx.Node, decision: Decision, wish: _Wish, found: Mapping[fx.Node, Decision]) -> bool:
-        if decision.category in _FREE:
+        if decision.category.is_free:
             return wish.through_products or not _serves(node, found)
         return wish.through_products and decision.category is Category.ALLOW and self._multiplies_values(node)
 
@@ -375,7 +375,7 @@ class Demands:
             )
             if demand is not None and demand.through == "both":
                 made[node] = demand
-            elif before and (found[node].category in _FREE or is_member(node)):
+            elif before and (found[node].category.is_free or is_member(node)):
                 made[node] = before[0]
             elif before and found[node].category is Category.ALLOW and self._multiplies_values(node):
                 yield node, Decision(Category.DENY, f"follows it: {before[0].reason}", before[0].source or NO_SOURCE)

@@ -36,7 +36,6 @@ __all__ = ["CASTS", "Widener"]
 
 
 CASTS = ("to", "_to_copy", "type_as")
-_FOLLOWS = (Category.INFER, Category.CLEAR, Category.PROMOTE)
 _WIDE = (torch.float32, torch.float64)
 _COMPUTES = ("call_function", "call_method", "call_module")
 
@@ -148,7 +147,7 @@ class _Flow:
     def _carries(self, node: fx.Node) -> bool:
         """True for an op that gives float32 of float32, and may."""
         decision = self.decisions[node]
-        may = decision.category in _FOLLOWS and node not in self.fixed
+        may = decision.category.is_free and node not in self.fixed
         return may and self.low in dtypes(node) and op_name(node) not in CASTS
 
     def _goes_on(self, node: fx.Node, raised: Set[fx.Node], sources: Mapping[fx.Node, fx.Node]) -> bool:

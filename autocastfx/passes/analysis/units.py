@@ -30,7 +30,7 @@ from autocastfx.policy.rule import Category
 from autocastfx.runtime.operators.cross_entropy_loss import cross_entropy_loss
 from autocastfx.runtime.operators.norms import layer_norm
 
-__all__ = ["FREE", "Ports", "Unit", "Units", "is_over_classes", "read_low", "units_of"]
+__all__ = ["Ports", "Unit", "Units", "is_over_classes", "read_low", "units_of"]
 
 
 # A cross entropy over classes that widens 16-bit logits itself.
@@ -187,7 +187,6 @@ def _with_dimensions(operands: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
     return tuple(r for r in operands if tensors(r)[0].ndim) or operands
 
 
-FREE = (Category.INFER, Category.CLEAR, Category.PROMOTE)
 # The category of a unit is the first of these that any of its members has.
 _STRENGTH = (Category.KEEP, Category.DENY, Category.ALLOW, Category.PROMOTE, Category.INFER, Category.CLEAR)
 # A storage made by one of these, or by no op at all (a graph input, a parameter, a buffer), stays as it was captured.
@@ -211,7 +210,7 @@ class Unit:
     @property
     def is_free(self) -> bool:
         """True if its category leaves its precision to the placement."""
-        return self.category in FREE
+        return self.category.is_free
 
 
 @dataclass(frozen=True)
@@ -299,4 +298,4 @@ def units_of(graph: fx.Graph, decisions: Mapping[fx.Node, Decision], ports: Port
 
 def _computes_apart(node: fx.Node, storage: AliasSet, decisions: Mapping[fx.Node, Decision]) -> bool:
     """True if ``node`` makes the storage and may run in another precision than it is stored in."""
-    return node is storage.root and decisions[node].category not in FREE
+    return node is storage.root and not decisions[node].category.is_free

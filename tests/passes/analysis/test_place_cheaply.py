@@ -18,7 +18,7 @@ import autocastfx
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes, has_float32, origin, producer, uses
 from autocastfx.passes.analysis.place_cheaply import Fold, bytes_moved, place_cheaply
-from autocastfx.passes.analysis.units import FREE, Ports, Unit, Units, units_of
+from autocastfx.passes.analysis.units import Ports, Unit, Units, units_of
 from autocastfx.passes.insert_casts import Rewriter
 from autocastfx.passes.verify import verify
 from autocastfx.plan.plan import Decision, Precision
@@ -107,7 +107,7 @@ def origins(units: Units) -> tuple[set[fx.Node], set[fx.Node]]:
             parameters.add(node)
         elif unit.category is Category.KEEP:
             outside |= set() if reads <= parameters else {node}
-        elif unit.category in FREE and reads & outside:
+        elif unit.category.is_free and reads & outside:
             outside.add(node)
     return parameters, outside
 
@@ -115,7 +115,7 @@ def origins(units: Units) -> tuple[set[fx.Node], set[fx.Node]]:
 def spread(starts: set[Unit], closed: set[Unit]) -> set[Unit]:
     found = set(starts)
     while True:
-        more = {a for u in found for a in u.after if a.category in FREE and a not in closed} - found
+        more = {a for u in found for a in u.after if a.category.is_free and a not in closed} - found
         if not more:
             return found
         found |= more
