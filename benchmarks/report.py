@@ -69,6 +69,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     ),
     "compiled-step-cpu.json": lambda held: compiled_step.table([compiled_step.Row(**row) for row in held["rows"]]),
     "packages-cpu.json": lambda held: packages_table.table([PackageRow(**row) for row in held["rows"]]),
+    "packages-mended-cpu.json": lambda held: packages_table.table([PackageRow(**row) for row in held["rows"]]),
     "reach-cpu.json": lambda held: reach.table([reach.Row(**row) for row in held["rows"]]),
     "tune-cpu.json": lambda held: tune_table.table([tune_table.Row(**row) for row in held["rows"]]),
     "vocabulary-cpu.json": lambda held: vocabulary.table([vocabulary.Row(**row) for row in held["rows"]]),
