@@ -23,13 +23,13 @@ from autocastfx.graph.node import (
     tensors,
     value,
 )
-from autocastfx.passes.analysis.raising import Widener
+from autocastfx.passes.analysis.widening import Widener
 from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan.edited_plan import Obeyed
 from autocastfx.plan.plan import Decision, Forced, Placement, Precision
 from autocastfx.policy.rule import Category
 
-__all__ = ["InsertWidenings", "WidenNodes", "insert_raises"]
+__all__ = ["InsertWidenings", "WidenNodes", "insert_widenings"]
 
 
 # Decides which nodes of a 16-bit model run in float32: those that the lists deny. Pure: no edge is touched.
@@ -38,7 +38,7 @@ __all__ = ["InsertWidenings", "WidenNodes", "insert_raises"]
 class WidenNodes(Pass):
     """Raises what the lists deny, and places the rest as the model has it; then as an edited plan says."""
 
-    name = "raise nodes"
+    name = "widen nodes"
     rewrites = False
 
     def __call__(self, state: State) -> State:
@@ -50,14 +50,14 @@ class WidenNodes(Pass):
         """
         policy, graph = self.policy, state.graph
         fixed = alias_sets(graph).keys() | seen_by_functions(graph, state.attributes)
-        raiser = Widener(policy.matcher, policy.facts, policy.low, policy.keep_output_dtype)
-        decisions = raiser.decide(graph, fixed)
-        placements = raiser.place(decisions, fixed)
+        widener = Widener(policy.matcher, policy.facts, policy.low, policy.keep_output_dtype)
+        decisions = widener.decide(graph, fixed)
+        placements = widener.place(decisions, fixed)
         if policy.plan is not None:
             obeyed = policy.plan.obey(decisions, placements, {}, state.prefix)
             pinned = {**obeyed.pinned, **{node: _pinned(node, obeyed) for node in obeyed.lines}}
-            pinned = raiser.settle(graph, pinned)
-            decisions, placements = replace(obeyed, pinned=pinned).result(raiser.place(pinned, fixed))
+            pinned = widener.settle(graph, pinned)
+            decisions, placements = replace(obeyed, pinned=pinned).result(widener.place(pinned, fixed))
         wide = {node for node, placed in placements.items() if placed.store is Precision.FLOAT32}
         after = {
             node: tuple(torch.float32 if node in wide and d == policy.low else d for d in found)
@@ -87,7 +87,7 @@ def _pinned(node: fx.Node, obeyed: Obeyed) -> Decision:
 _TO = torch.ops.aten.to.dtype
 
 
-def insert_raises(
+def insert_widenings(
     graph: fx.Graph, placements: Mapping[fx.Node, Placement], low: torch.dtype, *, keep_output_dtype: bool
 ) -> None:
     """Insert casts into ``graph``, in place: one for each value and dtype.
@@ -150,11 +150,11 @@ class _Run:
 class InsertWidenings(Pass):
     """Puts the casts in that raised nodes need."""
 
-    name = "insert raises"
+    name = "insert widenings"
 
     def __call__(self, state: State) -> State:
         """The state, its graph changed."""
-        insert_raises(
+        insert_widenings(
             *(state.graph, state.placements, self.policy.low), keep_output_dtype=self.policy.keep_output_dtype
         )
         return state

@@ -90,7 +90,7 @@ def _separates(char: str, variable: list[Any]) -> bool:
 
 
 def _matches(item: Any, char: str) -> bool:
-    """Whether a character may be in what an item matches; of what the compiler does not take alone, it may."""
+    """True if an item may match a text that is this character, and where the compiler cannot tell."""
     leaves = list(_leaves(item))
     return any(_COMPILER.compile(leaf, re.IGNORECASE | re.DOTALL).fullmatch(char) is not None for leaf in leaves)
 

@@ -171,7 +171,6 @@ ALSO: dict[str, tuple[str, ...]] = {
     "plan/plan.py": ("plan/test_cause.py", "plan/test_proposed_list.py"),
     "plan/edited_plan.py": ("plan/test_read_plan.py",),
     "capture/masks.py": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
-    "passes/widen.py": ("passes/test_raise_nodes.py",),
     "numerics/find_overflow.py": ("numerics/test_overflow.py",),
 }
 

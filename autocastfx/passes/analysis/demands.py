@@ -95,7 +95,7 @@ def _cancels(held: Mapping[fx.Node, _Weight], of: fx.Node) -> bool:
 
 
 def _factors(node: fx.Node, reads: int, op_list: OpList) -> tuple[float, ...]:
-    """What a node multiplies the values by that it adds up, moves or scales; empty if it does something else."""
+    """Return the factors by which a sum, a move or a scaling multiplies its values; nothing for other nodes."""
     name = base_name(op_name(node)) if node.op == "call_function" else ""
     numbers = dict(constants(node))
     rule = op_list.rule(op_name(node)) if name else None

@@ -16,7 +16,7 @@ import autocastfx
 from autocastfx import OpList
 from autocastfx.errors import BannedOpError, PlanError, VerifyError
 from autocastfx.passes import pipeline
-from autocastfx.passes.widen import insert_raises
+from autocastfx.passes.widen import insert_widenings
 from autocastfx.plan.plan import Cause, Forced, Placement, Precision, Why
 from tests.helpers import heard, listing, text
 
@@ -439,7 +439,7 @@ def test_the_pass_run_twice_changes_nothing_more(monkeypatch: pytest.MonkeyPatch
 
     def again(state: Any) -> None:
         found.append(str(state.graph))
-        insert_raises(state.graph, state.placements, torch.bfloat16, keep_output_dtype=True)
+        insert_widenings(state.graph, state.placements, torch.bfloat16, keep_output_dtype=True)
         found.append(str(state.graph))
 
     planted(monkeypatch, again)
