@@ -126,7 +126,7 @@ def _counted(low: torch.Tensor | None, full: torch.Tensor | None) -> torch.Tenso
 
 @dataclass(frozen=True)
 class Roundings:
-    """Return how rounding to ``low`` changes tensors. Those that share a storage are rounded together."""
+    """The changes that rounding to ``low`` makes to tensors, computed once for each storage."""
 
     low: torch.dtype
     _kept: dict[tuple[int, float], torch.Tensor] = field(default_factory=dict[tuple[int, float], torch.Tensor])
