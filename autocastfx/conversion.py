@@ -31,7 +31,14 @@ from autocastfx.capture.call import (
 )
 from autocastfx.capture.leave_intact import capturing
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
-from autocastfx.errors import ArgumentTypeError, CaptureError, SensitivityError, UnmatchedPlanWarning, UnsupportedError
+from autocastfx.errors import (
+    ArgumentTypeError,
+    CaptureError,
+    SensitivityError,
+    UncheckedWarning,
+    UnmatchedPlanWarning,
+    UnsupportedError,
+)
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter, VariantMaker
 from autocastfx.plan.edited_plan import read_plan
@@ -206,7 +213,10 @@ def convert(
         )
     if is_given and weights != "low" and (check or (check is None and _may_run(module, args, kwargs))):
         with capturing():  # threads that convert one model take turns
-            _check_capture(amp_model, module, (args, dict(kwargs)), None if check else time.perf_counter() - started)
+            if check and (missing := _check_capture(amp_model, module, (args, dict(kwargs)), None)):
+                raise CaptureError(f"check=True could compare no call: {missing}. Give other example inputs.")
+            if not check:
+                _check_unasked(amp_model, module, (args, dict(kwargs)), time.perf_counter() - started)
     warn_of_slow_kernels(amp_model, low)
     if amp_model.variants:  # else the first call captures, and tells
         _tell_unmatched(amp_model, stacklevel=3, ranges=isinstance(calibrate, (Ranges, str, os.PathLike)))
@@ -322,8 +332,30 @@ def _may_run(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return not is_abstract and sum(p.nbytes for p in module.parameters()) <= _CHECKED
 
 
-def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spent: float | None) -> None:
-    """Compare the captured graphs, without casts, with the model.
+def _check_unasked(amp_model: AmpModule, module: nn.Module, arguments: Any, spent: float) -> None:
+    """Check the capture, or warn that, and why, it could not be checked.
+
+    Raises:
+        CaptureError: the graphs do something else.
+    """
+    try:
+        missing = _check_capture(amp_model, module, arguments, spent)
+    except CaptureError:
+        raise
+    except Exception as error:
+        _LOG.exception("the comparison with the model failed")
+        missing = f"the comparison itself failed, which is a fault of autocastfx: {type(error).__name__}: {error}"
+    if missing:
+        warnings.warn(
+            f"the conversion of {type(module).__name__} was not compared with the model: {missing}. Give other example "
+            "inputs, or check=False, which compares nothing.",
+            UncheckedWarning,
+            stacklevel=3,
+        )
+
+
+def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spent: float | None) -> str:
+    """Compare the captured graphs, without casts, with the model, and return why no call was compared, if none was.
 
     Args:
         amp_model: the converted model.
@@ -345,14 +377,12 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
             continue
         bare = without_casts(amp_model, modes)
         if bare is None:
-            return
+            return "what was captured is not at hand"
         found = compare_calls(module, bare, here, seconds=left)
         calls, dropped, differing = [*calls, *found.calls], [*dropped, *found.dropped], [*differing, *found.differences]
     missing = f"; not compared: {'; '.join(dropped)}" if dropped else ""
     took = time.perf_counter() - started
     _LOG.info("compared with the model: %s%s: %.1f s", "; ".join(calls) or "nothing", missing, took)
-    if spent is None and not calls:
-        raise CaptureError(f"check=True could compare no call: {'; '.join(dropped)}. Give other example inputs.")
     if differing:
         first, *rest = differing
         more = f", and {len(rest)} more differences" if rest else ""
@@ -361,6 +391,7 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
             "does something that capture does not follow: autocastfx.enable(model) runs such code as it is. "
             "convert(check=False) hands the graph out all the same."
         )
+    return "" if calls else "; ".join(dropped)
 
 
 def convert_captured(

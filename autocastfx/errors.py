@@ -26,6 +26,7 @@ __all__ = [
     "StateWarning",
     "TextPlace",
     "UncapturedGraphWarning",
+    "UncheckedWarning",
     "UnknownNameError",
     "UnmatchedPlanWarning",
     "UnmatchedRuleWarning",
@@ -167,6 +168,10 @@ class ManyVariantsWarning(UserWarning):
 
 class UncapturedGraphWarning(UserWarning):
     """A graph that torch.compile found could not be converted, and runs otherwise."""
+
+
+class UncheckedWarning(UserWarning):
+    """A conversion could not be compared with the model: no call could be made, or the comparison failed."""
 
 
 class CaptureError(AutocastFXError, RuntimeError):

@@ -26,6 +26,7 @@ from autocastfx.policy.op_list import OpListLike
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.behaviour import (
     Behaviour,
+    CallError,
     Compared,
     Difference,
     Trial,
@@ -274,10 +275,10 @@ class _Checking:
         device = device_of(self.model, *trial.arguments)
         try:
             exact = behaviour_of(self.model, self.model, trial)
-        except Exception as error:  # the model's own, or of loss_fn
+        except CallError as error:
             if trial.loss is not None and is_given:
-                raise
-            self.unmeasured.append(f"{trial.name}, for exactness: {type(error).__name__}: {error}".splitlines()[0])
+                raise error.error from None
+            self.unmeasured.append(f"{trial.name}, for exactness: {error}".splitlines()[0])
             return
         if not exact.is_finite:
             self.unmeasured.append(f"{trial.name}, for exactness: the model gives Inf or NaN")
@@ -286,12 +287,12 @@ class _Checking:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UncapturedGraphWarning)  # of a copy: the enabled model itself tells
                 ours = behaviour_of(self.model, self.ours, trial)
-        except Exception as error:  # what the original did without
-            self.raised.append(Difference("the converted model", f"raises {type(error).__name__}: {error}", trial.name))
+        except CallError as error:  # what the original did without
+            self.raised.append(Difference("the converted model", f"raises {error}", trial.name))
             return
         try:
             theirs = behaviour_of(self.model, _under_autocast(self.model, device.type, self.low), trial)
-        except Exception:  # torch.autocast's own, which is told as a failure
+        except CallError:  # torch.autocast's own, which is told as a failure
             theirs = None
         for name, error, autocast in _errors(exact, ours, theirs):
             self.errors.setdefault(name, []).append((error, autocast))

@@ -21,6 +21,7 @@ from autocastfx.runtime.amp_module import AmpModule
 
 __all__ = [
     "Behaviour",
+    "CallError",
     "Compared",
     "Difference",
     "Trial",
@@ -103,6 +104,14 @@ class Trial:
     loss: Callable[[Any], torch.Tensor] | None = None
 
 
+class CallError(Exception):
+    """What was watched raises: the model's forward, its loss or their backward, and not the code that watches."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
+
+
 def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Behaviour:
     """Make a call with copies of its arguments, then run backward. All is as it was afterwards.
 
@@ -110,18 +119,21 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
         model: the original, whose parameters and buffers are watched; its attributes are restored.
         call: the model, or another one that shares its parameters and buffers.
         trial: the call.
+
+    Raises:
+        CallError: the call, the loss or their backward raise.
     """
     own, learns = [m for m in (model, call) if isinstance(m, nn.Module)], trial.learns
     with intact(model, trial.modes, {}), _as_found(model, own, trial.modes) as written, attention_written_out():
         torch.manual_seed(0)
         for _ in range(trial.times - 1):
             args, kwargs = _copied(trial.arguments)
-            with torch.set_grad_enabled(learns):
+            with torch.set_grad_enabled(learns), _theirs():
                 call(*args, **kwargs)
         args, kwargs = _copied(trial.arguments)
         kinds = {name: (one.shape, one.dtype) for name, one in model.named_buffers()}
         given = pytree.tree_flatten((args, kwargs))[0]
-        with torch.set_grad_enabled(learns):
+        with torch.set_grad_enabled(learns), _theirs():
             result = call(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(result)
         names = [_OUTPUT + "".join(f"[{step!r}]" for step in path) for path in leaf_paths(structure)]
@@ -137,11 +149,20 @@ def behaviour_of(model: nn.Module, call: Callable[..., Any], trial: Trial) -> Be
         tensors |= {f"{_ARGUMENT} {n}": one.detach().clone() for n, one in enumerate(arguments_now)}
         tensors[_RANDOM] = torch.rand(1, device=next((one.device for one in outputs.values()), None))
         if learns:
-            _run_backward(list(outputs.values()) if trial.loss is None else [trial.loss(result)])
+            with _theirs():
+                _run_backward(list(outputs.values()) if trial.loss is None else [trial.loss(result)])
             named = {**dict(model.named_parameters()), **{f"{_ARGUMENT} {n}": t for n, t in enumerate(arguments_now)}}
             for name, one in named.items():
                 tensors[f"{_GRADIENT} {name}"] = one.grad  # of this call alone: the parameter gets back its own
     return Behaviour(tensors, (str(structure), *(_plain(one) for one in plain)))
+
+
+@contextmanager
+def _theirs() -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CallError(error) from error
 
 
 def _buffers(
@@ -372,7 +393,8 @@ def compare_calls(
 ) -> Compared:
     """Run calls with a model and with another one that should do the same.
 
-    A call that the model itself refuses, that gives Inf or NaN, or that does not repeat itself, is dropped.
+    A call that the model itself refuses, or that gives Inf or NaN, is dropped. A model that does something else when it
+    is called again, from the same state, differs from any graph that does not.
 
     Args:
         model: the original.
@@ -394,26 +416,41 @@ def compare_calls(
                 continue
             try:
                 original = behaviour_of(model, model, trial)
-            except Exception as error:  # the model's own
+            except CallError as error:
                 dropped.append(f"{trial.name}: the model raises {_said(error)}")
                 continue
             if not original.is_finite:
                 dropped.append(f"{trial.name}: the model gives Inf or NaN")
                 continue
-            try:
-                ours = behaviour_of(model, other, trial)
-                here = differences(original, ours, trial.name)
-                if here:
-                    here = differences(original, ours, trial.name, behaviour_of(model, model, _nudged(trial)))
-            except Exception as error:  # what the original did without
-                here = [Difference("the call", f"raises {_said(error)}", trial.name)]
-            if here and differences(original, behaviour_of(model, model, trial), ""):
-                dropped.append(f"{trial.name}: the model does not repeat itself")
-                continue
+            here = _differences_in(trial, model, other, original)
             calls.append(trial.name)
             found += here
             took = time.perf_counter() - began
     return Compared(tuple(found), tuple(calls), tuple(dropped))
+
+
+def _differences_in(trial: Trial, model: nn.Module, other: Callable[..., Any], original: Behaviour) -> list[Difference]:
+    """Return what the other model does otherwise in a call in which the model has behaved like ``original``."""
+    try:
+        ours = behaviour_of(model, other, trial)
+    except CallError as error:  # what the original did without
+        return [Difference("the call", f"raises {_said(error)}", trial.name)]
+    if not differences(original, ours, trial.name):
+        return []
+    try:
+        again = differences(original, behaviour_of(model, model, trial), trial.name)
+    except CallError as error:
+        again = [Difference("the call", f"raises {_said(error)}", trial.name)]
+    if again:  # a nudge would tell nothing
+        return [replace(again[0], how=f"{again[0].how} when the model itself is called again")]
+    return differences(original, ours, trial.name, _nudged_behaviour(model, trial))
+
+
+def _nudged_behaviour(model: nn.Module, trial: Trial) -> Behaviour | None:
+    try:
+        return behaviour_of(model, model, _nudged(trial))
+    except CallError:  # the model refuses what is off by a rounding
+        return None
 
 
 def _nudged(trial: Trial) -> Trial:
@@ -430,8 +467,8 @@ def _nudged(trial: Trial) -> Trial:
     return replace(trial, arguments=cast("Arguments", pytree.tree_map(nudge, trial.arguments)))
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+def _said(error: CallError) -> str:
+    return str(error).splitlines()[0][:200]
 
 
 def trials_of(arguments: Arguments, variants: Sequence[tuple[bool, ...]]) -> list[Trial]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,8 +17,9 @@ from torch.nn import functional
 
 import autocastfx
 from autocastfx.capture.export import Captured
-from autocastfx.errors import CalibrationError, CaptureError, SensitivityError, UnsupportedError
+from autocastfx.errors import CalibrationError, CaptureError, SensitivityError, UncheckedWarning, UnsupportedError
 from autocastfx.passes import pipeline
+from autocastfx.runtime import behaviour
 from tests.helpers import heard
 
 aten: Any = torch.ops.aten
@@ -346,3 +350,78 @@ def test_outputs_whose_members_have_no_names_are_compared(make: Callable[[Tensor
     assert not found.dropped
     assert any(one.name.startswith("output[") for one in found.values)
     autocastfx.convert(Returns(make), (x,), dtype="bfloat16", check=True)
+
+
+class Unlearnable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("this has no gradient")
+
+
+class Calls(nn.Module):
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.call = nn.Linear(4, 4), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.a(x))
+
+
+UNCOMPARABLE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "not finite": (lambda y: torch.log(-y.abs()), "the model gives Inf or NaN"),
+    "no backward": (Unlearnable.apply, "the model raises RuntimeError: this has no gradient"),
+}
+
+
+@pytest.mark.parametrize("kind", UNCOMPARABLE)
+def test_a_conversion_that_was_compared_with_nothing_says_so(kind: str) -> None:
+    call, why = UNCOMPARABLE[kind]
+    with pytest.warns(
+        UncheckedWarning, match=f"the conversion of Calls was not compared with the model: .*{why}"
+    ) as told:
+        autocastfx.convert(Calls(call), torch.randn(2, 4), dtype="bfloat16")
+    assert [one.filename for one in told] == [__file__]
+    autocastfx.convert(Calls(call), torch.randn(2, 4), dtype="bfloat16", check=False)
+
+
+class Draws(nn.Module):
+    """Draws numbers from a source of its own, which capture does not watch."""
+
+    def __init__(self, source: Any, *, in_training: bool) -> None:
+        super().__init__()
+        self.a, self.source, self.in_training = nn.Linear(4, 4), source, in_training
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * (self.source() if self.training or not self.in_training else 1.0)
+
+
+@pytest.mark.parametrize("source", [random.SystemRandom().random, random.Random(0).random, itertools.count(1).__next__])
+@pytest.mark.parametrize("in_training", [True, False])
+def test_a_model_that_does_not_repeat_itself_is_refused(source: Callable[[], float], in_training: bool) -> None:
+    model, x = Draws(source, in_training=in_training), torch.randn(2, 4)
+    with pytest.raises(CaptureError, match=r"output differs by .* of its norm when the model itself is called again"):
+        autocastfx.convert(model, x, dtype="bfloat16")
+    assert not autocastfx.check(model, [x], dtype="bfloat16").ok
+
+
+@pytest.mark.parametrize("place", ["leaf_paths", "_buffers", "differences"])
+def test_a_fault_of_the_comparison_is_not_taken_for_the_models(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise TypeError("a fault of ours")
+
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    monkeypatch.setattr(behaviour, place, fails)
+    with (
+        heard(level=logging.ERROR) as lines,
+        pytest.warns(UncheckedWarning, match=r"which is a fault of autocastfx: TypeError: a fault of ours"),
+    ):
+        autocastfx.convert(model, x, dtype="bfloat16")
+    assert "the comparison with the model failed" in lines
+    with pytest.raises(TypeError, match="a fault of ours"):
+        autocastfx.convert(model, x, dtype="bfloat16", check=True)
+    with pytest.raises(TypeError, match="a fault of ours"):
+        autocastfx.check(model, [x], dtype="bfloat16")
