@@ -280,7 +280,7 @@ class _Checking:
                 raise error.error from None
             self.unmeasured.append(f"{trial.name}, for exactness: {error}".splitlines()[0])
             return
-        if not exact.is_finite:
+        if not exact.is_comparable:
             self.unmeasured.append(f"{trial.name}, for exactness: the model gives Inf or NaN")
             return
         try:

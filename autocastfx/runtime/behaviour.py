@@ -58,11 +58,14 @@ class Behaviour:
     structure: tuple[Any, ...]
 
     @property
-    def is_finite(self) -> bool:
-        """True if all floating-point outputs and gradients are finite."""
-        kinds = (_OUTPUT, _GRADIENT)
-        held = (t for name, t in self.tensors.items() if t is not None and name.startswith(kinds))
-        return all(bool(t.isfinite().all()) for t in held if t.is_floating_point())
+    def is_comparable(self) -> bool:
+        """True if no output holds NaN, not all floating-point outputs are infinite, and all gradients are finite."""
+        floating = {name: t for name, t in self.tensors.items() if t is not None and t.is_floating_point()}
+        outputs = [t for name, t in floating.items() if name.startswith(_OUTPUT)]
+        gradients = [t for name, t in floating.items() if name.startswith(_GRADIENT)]
+        has_numbers = not outputs or any(bool(t.isfinite().any()) for t in outputs)
+        has_nan = any(bool(t.isnan().any()) for t in outputs)
+        return has_numbers and not has_nan and all(bool(t.isfinite().all()) for t in gradients)
 
 
 @dataclass(frozen=True)
@@ -419,7 +422,7 @@ def compare_calls(
             except CallError as error:
                 dropped.append(f"{trial.name}: the model raises {_said(error)}")
                 continue
-            if not original.is_finite:
+            if not original.is_comparable:
                 dropped.append(f"{trial.name}: the model gives Inf or NaN")
                 continue
             here = _differences_in(trial, model, other, original)

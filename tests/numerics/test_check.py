@@ -425,3 +425,23 @@ def test_a_fault_of_the_comparison_is_not_taken_for_the_models(place: str, monke
         autocastfx.convert(model, x, dtype="bfloat16", check=True)
     with pytest.raises(TypeError, match="a fault of ours"):
         autocastfx.check(model, [x], dtype="bfloat16")
+
+
+class Chooses(nn.Module):
+    """Gives scores of which some are minus infinity, as those of masked choices are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).masked_fill(torch.tensor([False, True, False, False]), -torch.inf)
+
+
+def test_outputs_that_mask_are_compared(planted: Callable[[Callable[[fx.Graph], None]], None]) -> None:
+    found = autocastfx.check(Chooses(), [torch.randn(3, 4)], dtype="bfloat16")
+    assert found.ok, str(found)
+    assert not found.dropped
+    planted(lambda graph: _node(graph, aten.masked_fill.Scalar).update_arg(2, 0.0))
+    with pytest.raises(CaptureError, match="output differs by"):
+        autocastfx.convert(Chooses(), torch.randn(3, 4), dtype="bfloat16")
