@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import cast
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autocastfx.dtypes import dtype_name
 from autocastfx.graph.alias import alias_sets, is_opaque, moves_each_once
 from autocastfx.graph.node import (
     Origin,
@@ -21,9 +19,7 @@ from autocastfx.graph.node import (
     all_names,
     argument,
     is_float32,
-    map_uses,
     origin,
-    place_like,
     set_argument,
     set_origin,
     set_value,
@@ -33,150 +29,125 @@ from autocastfx.graph.node import (
 )
 from autocastfx.passes.analysis.units import Ports, is_over_classes, read_low
 from autocastfx.passes.analysis.value_ranges import Fill, is_mask, largest_mask, seen_as
+from autocastfx.passes.casts import CastStyle, PlannedDtypes, insert_casts
 from autocastfx.passes.patterns.patterns import LOSS_CAST
 from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import Placement, Precision, Recomposed, Why
 from autocastfx.policy.rule import Category
-from autocastfx.runtime.operators.casts import cast_if, saturating_cast
+from autocastfx.runtime.operators.casts import cast_if
 from autocastfx.runtime.working_copies import ATTRIBUTE, working_copy
 
-__all__ = ["DropLossCasts", "InsertCasts", "MakeConditional", "Rewriter", "StoreWeights", "read_copies"]
-
-
-_TO = torch.ops.aten.to.dtype
+__all__ = ["Bounds", "DropLossCasts", "InsertCasts", "MakeConditional", "PlacedDtypes", "StoreWeights"]
 
 
 @dataclass(frozen=True)
-class Rewriter:
-    """Writes casts.
+class PlacedDtypes(PlannedDtypes):
+    """The dtypes of a float32 model that placements bring to 16 bits in part.
 
     Attributes:
-        low: the 16-bit dtype.
+        placements: one for every ``call_*`` node.
+        captured: dtypes before casts were put in.
+        dtype: the dtype of a precision.
         ports: which inputs of a low node are not cast.
         keep_output_dtype: cast the graph's outputs back to their captured dtype.
-        rounds: a cross entropy of 16-bit logits rounds what it keeps for backward.
     """
 
-    low: torch.dtype
+    placements: Mapping[fx.Node, Placement]
+    captured: Mapping[fx.Node, tuple[torch.dtype, ...]]
+    dtype: Callable[[Precision], torch.dtype]
     ports: Ports
     keep_output_dtype: bool = True
-    rounds: bool = False
 
-    def __call__(
-        self,
-        graph: fx.Graph,
-        placements: Mapping[fx.Node, Placement],
-        wide: frozenset[fx.Node],
-        parameters: frozenset[str],
-        fills: Mapping[fx.Node, Fill] = MappingProxyType({}),
-    ) -> None:
-        """Insert casts into ``graph``, in place.
-
-        Args:
-            graph: captured, with abstract values.
-            placements: one for every ``call_*`` node.
-            wide: values that hold finite numbers beyond the low dtype's range.
-            parameters: ``get_attr`` targets that are parameters, which are cast without saturation.
-            fills: nodes whose number becomes one that the low dtype has, where they run low.
-        """
-        run = _Run(self, graph, placements, wide, parameters, fills)
-        for node in list(graph.nodes):
-            run.visit(node)
-
-
-@dataclass
-class _Run:
-    policy: Rewriter
-    graph: fx.Graph
-    placements: Mapping[fx.Node, Placement]
-    wide: frozenset[fx.Node]
-    parameters: frozenset[str]
-    fills: Mapping[fx.Node, Fill]
-    casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
-    mutated: dict[tuple[fx.Node, fx.Node], fx.Node] = field(default_factory=dict)  # casts for one reader, in one dtype
-    stored: dict[fx.Node, fx.Node] = field(default_factory=dict)  # value → the cast that holds it as it is stored
-
-    def __post_init__(self) -> None:
-        self.storages = alias_sets(self.graph, self.policy.ports.written)
-        self.outside = seen_as(n for n in self.graph.nodes if n.op == "placeholder" or self._is_constant(n))
-        self.mask_like = {n for n in self.outside if is_mask(n)}
-
-    def visit(self, node: fx.Node) -> None:
+    def read(self, node: fx.Node, use: Use, source: fx.Node) -> torch.dtype | None:
+        """The dtype of the precision that ``node`` runs in, for float32 values that it does not take as stored."""
+        if self.captured.get(source) != (torch.float32,) or not isinstance(value(source), torch.Tensor):
+            return None
+        if node.op == "output":
+            return torch.float32 if self.keep_output_dtype else None
         placement = self.placements.get(node)
-        runs_low = placement is not None and placement.run is Precision.LOW
-        ports = self.policy.ports
-        as_stored = placement.as_stored if placement is not None else ()
-        is_written = any(read in self.storages for read in node.all_input_nodes)
+        if placement is None:
+            return torch.float32
+        if use.argument in placement.as_stored:
+            return None
+        to = self.dtype(placement.run)
+        return torch.float32 if to != torch.float32 and self.ports.stays_float32(node, use) else to
 
-        def wanted(argument: str, read: fx.Node) -> fx.Node:
-            if not is_float32(read):
-                return read
-            if node.op == "output" and not self.policy.keep_output_dtype:
-                return self.stored.get(read, read)
-            if argument in as_stored:
-                return self.stored.get(read, read)
-            wants_low = runs_low and not ports.stays_float32(node, Use(argument, read))
-            return self._as(Precision.LOW if wants_low else Precision.FLOAT32, read, node)
+    def gives(self, node: fx.Node) -> tuple[torch.dtype, ...]:
+        """The captured dtypes, but that of the precision that ``node`` runs in instead of float32."""
+        placement = self.placements.get(node)
+        return self.captured.get(node, ()) if placement is None else self._in(placement.run, node)
 
-        map_uses(node, wanted)
-        if runs_low and (stand_in := ports.stand_in(node)) is not None:
-            node.target = stand_in
-        if runs_low and node in self.fills:
-            fill = self.fills[node]
-            set_argument(node, fill.argument, math.copysign(largest_mask(self.policy.low), fill.number))
-        if as_stored and not runs_low and ports.asks_dtype(node):
+    def stores(self, node: fx.Node) -> tuple[torch.dtype, ...]:
+        """Likewise, of the precision that its value is stored in, where it has one."""
+        placement = self.placements.get(node)
+        is_one = placement is not None and isinstance(value(node), torch.Tensor)
+        return self._in(placement.store, node) if placement is not None and is_one else self.gives(node)
+
+    def _in(self, precision: Precision, node: fx.Node) -> tuple[torch.dtype, ...]:
+        to = self.dtype(precision)
+        return tuple(to if dtype == torch.float32 else dtype for dtype in self.captured[node])
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where casts of values saturate that come from outside of the graph, or are beyond the range.
+
+    Attributes:
+        wide: values that hold finite numbers beyond the low dtype's range.
+        outside: what inputs and constants reach without being computed with.
+        masks: those that mask.
+    """
+
+    wide: Set[fx.Node]
+    outside: Set[fx.Node]
+    masks: Set[fx.Node]
+
+    @staticmethod
+    def of(graph: fx.Graph, wide: Set[fx.Node], parameters: Set[str]) -> Bounds:
+        """Find them; ``get_attr`` targets in ``parameters`` are cast without saturation."""
+        constants = (n for n in graph.nodes if n.op == "get_attr" and str(n.target) not in parameters)
+        outside = seen_as((*(n for n in graph.nodes if n.op == "placeholder"), *constants))
+        return Bounds(wide, outside, {n for n in outside if is_mask(n)})
+
+    def __call__(self, read: fx.Node, to: torch.dtype) -> float | None:
+        """The magnitude at which a cast of ``read`` to ``to`` saturates finite values; None for a plain cast."""
+        if torch.finfo(to).bits >= torch.finfo(torch.float32).bits:
+            return None
+        if read in self.wide or read in self.masks:
+            return largest_mask(to)
+        return float(torch.finfo(to).max) if read in self.outside and to == torch.float16 else None
+
+
+def adapt_calls(
+    placements: Mapping[fx.Node, Placement],
+    ports: Ports,
+    fills: Mapping[fx.Node, Fill],
+    low: torch.dtype,
+    *,
+    rounds: bool,
+    changing: Set[fx.Node],
+) -> None:
+    """Call other operators, or with other arguments, where a node runs otherwise than it was captured; in place.
+
+    Args:
+        placements: one for every ``call_*`` node.
+        ports: which operators of this package stand in for others.
+        fills: nodes whose number becomes one that the low dtype has, where they run low.
+        low: the 16-bit dtype.
+        rounds: a cross entropy of 16-bit logits rounds what it keeps for backward.
+        changing: nodes that read what is written into.
+    """
+    for node, placement in placements.items():
+        if placement.run is Precision.LOW:
+            if (stand_in := ports.stand_in(node)) is not None:
+                node.target = stand_in
+            if (fill := fills.get(node)) is not None:
+                set_argument(node, fill.argument, math.copysign(largest_mask(low), fill.number))
+        elif placement.as_stored and ports.asks_dtype(node):
             if argument(node, "dtype") is None:  # else the model says which
                 set_argument(node, "dtype", torch.float32)
-        elif as_stored and not runs_low and is_over_classes(node):
-            read_low(node, rounds=self.policy.rounds, recomputes=not is_written)
-        if placement is None or not is_float32(node):
-            return
-        if placement.run is not placement.store:
-            self.stored[node] = self._cast(node, node, placement.store, "storage", before=node.next)
-
-    def _as(self, precision: Precision, read: fx.Node, reader: fx.Node) -> fx.Node:
-        """``read`` in ``precision``, for ``reader``: itself, an earlier cast of it, or a new one."""
-        holder = self.stored.get(read, read)
-        placement = self.placements.get(read)
-        store = placement.store if placement is not None else Precision.FLOAT32
-        if store is precision:
-            return holder
-        dtype = self._dtype(precision)
-        if read in self.storages:  # its contents change: what this reader sees is what they are now
-            if (read, reader) not in self.mutated:
-                self.mutated[read, reader] = self._cast(read, holder, precision, "mutated", before=reader)
-            return self.mutated[read, reader]
-        if (read, dtype) not in self.casts:
-            by_input = read.op in ("placeholder", "get_attr")
-            before = reader if by_input else holder.next
-            self.casts[read, dtype] = self._cast(read, holder, precision, "reader", before=before)
-        return self.casts[read, dtype]
-
-    def _dtype(self, precision: Precision) -> torch.dtype:
-        return self.policy.low if precision is Precision.LOW else torch.float32
-
-    def _cast(self, read: fx.Node, holder: fx.Node, precision: Precision, rule: str, *, before: fx.Node) -> fx.Node:
-        bound = self._bound(read) if precision is Precision.LOW else None
-        dtype = self._dtype(precision)
-        mark = Origin("rewrite", rule, read.name, saturates=bound is not None)
-        suffix = dtype_name(dtype)
-
-        target, args = (_TO, (holder, dtype)) if bound is None else (saturating_cast, (holder, dtype, bound))
-        with self.graph.inserting_before(before):
-            made = self.graph.create_node("call_function", target, args, {}, f"{read.name}_{suffix}")
-        place_like(made, read)
-        set_origin(made, mark)
-        return made
-
-    def _is_constant(self, node: fx.Node) -> bool:
-        return node.op == "get_attr" and str(node.target) not in self.parameters
-
-    def _bound(self, read: fx.Node) -> float | None:
-        """The magnitude at which a narrowing cast of ``read`` saturates finite values; None for a plain cast."""
-        if read in self.wide or read in self.mask_like:
-            return largest_mask(self.policy.low)
-        saturates = read in self.outside and self.policy.low == torch.float16
-        return float(torch.finfo(self.policy.low).max) if saturates else None
+        elif placement.as_stored and is_over_classes(node):
+            read_low(node, rounds=rounds, recomputes=node not in changing)
 
 
 class InsertCasts(Pass):
@@ -186,10 +157,21 @@ class InsertCasts(Pass):
 
     def __call__(self, state: State) -> State:
         """The state, its graph changed."""
-        policy, found = self.policy, state.classification
-        rewriter = Rewriter(policy.low, policy.ports, policy.keep_output_dtype, rounds=policy.fold == "kernel")
-        rewriter(state.graph, state.placements, found.wide, state.parameters, found.fills)
-        return state
+        policy, graph, found = self.policy, state.graph, state.classification
+        written = alias_sets(graph, policy.ports.written).keys()
+        changing = {node for node in state.placements if not written.isdisjoint(node.all_input_nodes)}
+        style = CastStyle("rewrite", policy.low, written, Bounds.of(graph, found.wide, state.parameters))
+        insert_casts(graph, self._planned(state), style)
+        adapt_calls(
+            *(state.placements, policy.ports, found.fills, policy.low),
+            rounds=policy.fold == "kernel",
+            changing=changing,
+        )
+        return replace(state, planned=self._planned)
+
+    def _planned(self, state: State) -> PlacedDtypes:
+        policy = self.policy
+        return PlacedDtypes(state.placements, state.dtypes, policy.dtype, policy.ports, policy.keep_output_dtype)
 
 
 # Takes out the model's own casts to float32 of scores for a cross entropy that is float32 by its list, in place.
@@ -350,7 +332,7 @@ def _casts(graph: fx.Graph, parameters: frozenset[str]) -> Iterator[fx.Node]:
     """The casts to 16 bits that a pass put directly after a parameter, for all that read it low."""
     for node in graph.nodes:
         mark = origin(node)
-        if mark is None or mark.rule not in ("reader", "parameter") or node.target is not _TO:
+        if mark is None or mark.rule not in ("reader", "parameter") or node.target is not torch.ops.aten.to.dtype:
             continue
         source, dtype = node.args[:2]
         is_weight = isinstance(source, fx.Node) and source.op == "get_attr" and source.target in parameters

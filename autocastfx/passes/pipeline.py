@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -15,28 +15,31 @@ from autocastfx.capture.export import Captured, capture
 from autocastfx.capture.leave_intact import own_thread_state
 from autocastfx.capture.progress import stage
 from autocastfx.capture.shape_guard import shape_guard
+from autocastfx.dtypes import dtype_name
 from autocastfx.errors import CaptureError
 from autocastfx.graph.magnitude import Magnitude
-from autocastfx.graph.names import op_name
-from autocastfx.graph.node import copy_graph, dtypes
+from autocastfx.graph.names import of_function, op_name
+from autocastfx.graph.node import copy_graph, dtypes, elements, module_path, origin
 from autocastfx.graph.walk import converted_inside, values_given
 from autocastfx.passes.analysis.exact_numbers import HeldValues, cast_once
 from autocastfx.passes.analysis.node_errors import NodeEffectMap
+from autocastfx.passes.analysis.place_cheaply import CAST
 from autocastfx.passes.classify import Classify
 from autocastfx.passes.insert_casts import DropLossCasts, InsertCasts, MakeConditional, StoreWeights
 from autocastfx.passes.place import Placer
 from autocastfx.passes.recompose import MergeRepeated, Recompose, RecomputeAttention, WriteOutAttention
-from autocastfx.passes.record_plan import planned_casts, planned_copies, planned_node
 from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.passes.torch_autocast.expand import expand
 from autocastfx.passes.torch_autocast.insert_casts import Follow, InsertFollowedCasts, dispatch_of
 from autocastfx.passes.verify import Verify
 from autocastfx.passes.widen import InsertWidenings, WidenNodes
-from autocastfx.plan.plan import Plan, PlannedCast, PlannedNode, Recomposed, Traffic
+from autocastfx.plan.plan import Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed, Traffic
 from autocastfx.plan.ranges import Key, key_of, mode_of
-from autocastfx.plan.sensitivity import Effect, Sensitivity, Signature
+from autocastfx.plan.sensitivity import Effect, Sensitivity, Signature, rms
 from autocastfx.runtime.module_tree import foreseen
+from autocastfx.runtime.operators.casts import cast_if, saturating_cast
 from autocastfx.runtime.variant import Variant
+from autocastfx.runtime.working_copies import working_copy
 
 __all__ = ["FOLLOW_PIPELINE", "PIPELINE", "WIDEN_PIPELINE", "ConvertedGraph", "Converter", "VariantMaker"]
 
@@ -133,7 +136,7 @@ class Converter(Settings):
             *(tuple(made.nodes), tuple(made.casts), made.traffic),
             unverified=draft,
             recomposed=tuple(made.recomposed),
-            copies=tuple(planned_copies(made.graph)),
+            copies=tuple(_planned_copies(made.graph)),
             error=self.prices.sensitivity.error(made.effects) if self.prices is not None and made.is_measured else None,
         )
         return ConvertedGraph(made.graph, made.attributes, plan)
@@ -231,8 +234,8 @@ def _converted(
     computing = [node for node in state.dtypes if node.op in ("call_function", "call_method", "call_module")]
     made.effects += effects.values()
     made.is_measured |= bool(state.errors.effects)
-    made.nodes += [planned_node(node, state, policy.low, prefix, effects.get(node, ())) for node in computing]
-    made.casts += planned_casts(graph, prefix)
+    made.nodes += [_planned_node(node, state, policy.low, prefix, effects.get(node, ())) for node in computing]
+    made.casts += _planned_casts(graph, prefix)
     made.recomposed += [_prefixed(one, prefix) for one in state.recomposed]
     made.traffic += state.traffic
     return made
@@ -240,6 +243,66 @@ def _converted(
 
 def _prefixed(found: Recomposed, prefix: str) -> Recomposed:
     return Recomposed(found.pattern, prefix + found.node, tuple(prefix + name for name in found.replaced))
+
+
+# The plan's entries of a converted graph: its nodes, the inserted casts, and the reads of working copies.
+
+
+def _planned_node(node: fx.Node, state: State, low: torch.dtype, prefix: str, effect: Signature = ()) -> PlannedNode:
+    """The plan's entry of a node of the graph before rewriting; ``effect`` is the one predicted for it."""
+    placement, captured = state.placements[node], state.dtypes[node]
+    guessed = "?" if node.name in (state.guesses or ()) else ""
+    after = tuple(low if placement.store is Precision.LOW and d == torch.float32 else d for d in captured)
+    if state.followed is not None:
+        after = state.followed.dtypes[node]
+    elif state.raised is not None:
+        after = state.raised[node]
+    return PlannedNode(
+        name=prefix + node.name,
+        op=state.ops[node],
+        module=module_path(node),
+        decision=state.classification.decisions[node],
+        placement=replace(placement, because=placement.because.inside(prefix)),
+        captured=_dtype_names(captured) + guessed,
+        dtype=_dtype_names(after) + guessed,
+        error=rms(effect) if effect else None,
+        effect=effect,
+    )
+
+
+def _planned_casts(graph: fx.Graph, prefix: str) -> list[PlannedCast]:
+    """The casts in a rewritten graph."""
+    casts = ("to", of_function(cast_if), of_function(saturating_cast))
+    made = [(n, mark) for n in graph.nodes if (mark := origin(n)) is not None and op_name(n) in casts]
+    return [
+        PlannedCast(
+            name=prefix + node.name,
+            value=prefix + mark.value,
+            dtype=_dtype_names(dtypes(node)),
+            readers=tuple(prefix + reader.name for reader in node.users),
+            saturates=mark.saturates,
+            bytes=CAST * elements(node, *dtypes(node)),
+        )
+        for node, mark in made
+    ]
+
+
+def _planned_copies(graph: fx.Graph) -> list[PlannedCopy]:
+    """The reads of working copies in a rewritten graph."""
+    return [
+        PlannedCopy(
+            name=node.name,
+            parameter=str(cast("fx.Node", node.args[1]).target),
+            dtype=_dtype_names(dtypes(node)),
+            readers=tuple(reader.name for reader in node.users),
+        )
+        for node in graph.nodes
+        if node.target is working_copy
+    ]
+
+
+def _dtype_names(found: tuple[torch.dtype, ...]) -> str:
+    return ",".join(dtype_name(d) for d in found)
 
 
 # Makes the variants of a converted model, by capture and conversion.

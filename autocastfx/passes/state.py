@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -18,10 +18,11 @@ from autocastfx.passes.analysis.exact_numbers import HeldValues
 from autocastfx.passes.analysis.node_errors import NodeEffectMap
 from autocastfx.passes.analysis.units import Ports
 from autocastfx.passes.analysis.value_ranges import Fill
+from autocastfx.passes.casts import PlannedDtypes
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.torch_autocast.dispatch import Followed
 from autocastfx.plan.edited_plan import EditedPlan
-from autocastfx.plan.plan import Decision, Placement, Prices, Recomposed, Traffic
+from autocastfx.plan.plan import Decision, Placement, Precision, Prices, Recomposed, Traffic
 from autocastfx.plan.ranges import Ranges
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import Matcher, OpList
@@ -52,6 +53,10 @@ class Settings:
     def low_name(self) -> str:
         """The name of the 16-bit dtype."""
         return dtype_name(self.low)
+
+    def dtype(self, precision: Precision) -> torch.dtype:
+        """The dtype that float32 values have in a precision."""
+        return self.low if precision is Precision.LOW else torch.float32
 
     @property
     def ports(self) -> Ports:
@@ -106,6 +111,7 @@ class State:
         parameter_ids: all parameters, likewise.
         followed: how torch.autocast runs the graph, where that is the plan.
         raised: the dtypes of each node's values after the conversion of a 16-bit model; None for other models.
+        planned: gives what a state's placements mean in dtypes, once casts are put in.
         prefix: of the names of its nodes in the plan.
         recomposed: nodes that stand for captured ones.
     """
@@ -126,6 +132,7 @@ class State:
     parameter_ids: Mapping[str, int] = field(default_factory=dict)
     followed: Followed | None = None
     raised: Mapping[fx.Node, tuple[torch.dtype, ...]] | None = None
+    planned: Callable[[State], PlannedDtypes] | None = None
     prefix: str = ""
     recomposed: tuple[Recomposed, ...] = ()
 

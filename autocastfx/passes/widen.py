@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from autocastfx.dtypes import dtype_name
 from autocastfx.graph.alias import alias_sets, seen_by_functions
-from autocastfx.graph.node import (
-    Origin,
-    argument,
-    dtypes,
-    is_member,
-    map_uses,
-    origin,
-    place_like,
-    set_argument,
-    set_origin,
-    tensors,
-    value,
-)
+from autocastfx.graph.node import Use, argument, is_member, set_argument, tensors, value
 from autocastfx.passes.analysis.widening import Widener
+from autocastfx.passes.casts import CastStyle, PlannedDtypes, insert_casts
 from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan.edited_plan import Obeyed
 from autocastfx.plan.plan import Decision, Forced, Placement, Precision
 from autocastfx.policy.rule import Category
 
-__all__ = ["InsertWidenings", "WidenNodes", "insert_widenings"]
+__all__ = ["InsertWidenings", "WidenNodes", "WidenedDtypes"]
 
 
 # Decides which nodes of a 16-bit model run in float32: those that the lists deny. Pure: no edge is touched.
@@ -84,77 +72,53 @@ def _pinned(node: fx.Node, obeyed: Obeyed) -> Decision:
 
 # The pass that widens what raised nodes of a 16-bit model read, and rounds what they give to others.
 
-_TO = torch.ops.aten.to.dtype
 
+@dataclass(frozen=True)
+class WidenedDtypes(PlannedDtypes):
+    """The dtypes of a 16-bit model of which some nodes run in float32.
 
-def insert_widenings(
-    graph: fx.Graph, placements: Mapping[fx.Node, Placement], low: torch.dtype, *, keep_output_dtype: bool
-) -> None:
-    """Insert casts into ``graph``, in place: one for each value and dtype.
-
-    Args:
-        graph: captured, with abstract values.
+    Attributes:
         placements: one for every ``call_*`` node.
+        captured: dtypes before casts were put in.
+        widened: the dtypes that the placements lead to.
         low: the 16-bit dtype of the model.
-        keep_output_dtype: cast raised outputs back to it.
+        keep_output_dtype: cast widened outputs back to it.
     """
-    run = _Run(graph, placements, low, keep_output_dtype, alias_sets(graph).keys())
-    for node in list(graph.nodes):
-        run.visit(node)
 
-
-@dataclass
-class _Run:
-    graph: fx.Graph
     placements: Mapping[fx.Node, Placement]
+    captured: Mapping[fx.Node, tuple[torch.dtype, ...]]
+    widened: Mapping[fx.Node, tuple[torch.dtype, ...]]
     low: torch.dtype
-    keep_output_dtype: bool
-    written: Set[fx.Node]
-    casts: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])  # value → it in its other dtype
+    keep_output_dtype: bool = True
 
-    def visit(self, node: fx.Node) -> None:
-        if origin(node) is not None:  # a cast of an earlier run
-            return
+    def read(self, node: fx.Node, use: Use, source: fx.Node) -> torch.dtype | None:
+        """float32 for a 16-bit value that a widened node reads, and 16 bits for a widened value that another does."""
+        is_one = isinstance(value(source), torch.Tensor) and self.captured.get(source) == (self.low,)
+        goes_out = node.op == "output" and not self.keep_output_dtype
         placement = self.placements.get(node)
-        is_wide = self._is_wide(node)
-        own: dict[fx.Node, fx.Node] = {}  # casts for this reader alone
+        if not is_one or goes_out or (placement is not None and use.argument in placement.as_stored):
+            return None
+        return torch.float32 if placement is not None and placement.run is Precision.FLOAT32 else self.low
 
-        def wanted(name: str, read: fx.Node) -> fx.Node:
-            as_stored = placement.as_stored if placement is not None else ()
-            is_one = isinstance(value(read), torch.Tensor) and dtypes(read) == (self.low,)
-            goes_out = node.op == "output" and not self.keep_output_dtype
-            if not is_one or goes_out or name in as_stored or self._is_wide(read) == is_wide:
-                return read
-            made = own if read in self.written else self.casts
-            if read not in made:
-                made[read] = self._cast(read, torch.float32 if is_wide else self.low, node)
-            return made[read]
-
-        map_uses(node, wanted)
-        if is_wide and placement is not None and argument(node, "dtype") == self.low:  # a cast of the model
-            set_argument(node, "dtype", torch.float32)
-
-    def _is_wide(self, node: fx.Node) -> bool:
-        placement = self.placements.get(node)
-        return placement is not None and placement.store is Precision.FLOAT32
-
-    def _cast(self, read: fx.Node, to: torch.dtype, reader: fx.Node) -> fx.Node:
-        by_reader = read.op in ("placeholder", "get_attr") or read in self.written
-        with self.graph.inserting_before(reader if by_reader else read.next):
-            made = self.graph.create_node("call_function", _TO, (read, to), {}, f"{read.name}_{dtype_name(to)}")
-        place_like(made, read)
-        set_origin(made, Origin("rewrite", "mutated" if read in self.written else "reader", read.name))
-        return made
+    def gives(self, node: fx.Node) -> tuple[torch.dtype, ...]:
+        """The dtypes that the placements lead to."""
+        return self.widened.get(node, ())
 
 
 class InsertWidenings(Pass):
-    """Puts the casts in that raised nodes need."""
+    """Puts the casts in that widened nodes need."""
 
     name = "insert widenings"
 
     def __call__(self, state: State) -> State:
         """The state, its graph changed."""
-        insert_widenings(
-            *(state.graph, state.placements, self.policy.low), keep_output_dtype=self.policy.keep_output_dtype
-        )
-        return state
+        graph, low = state.graph, self.policy.low
+        insert_casts(graph, self._planned(state), CastStyle("rewrite", low, alias_sets(graph).keys()))
+        for node, placement in state.placements.items():
+            if placement.run is Precision.FLOAT32 and argument(node, "dtype") == low:  # a cast of the model
+                set_argument(node, "dtype", torch.float32)
+        return replace(state, planned=self._planned)
+
+    def _planned(self, state: State) -> WidenedDtypes:
+        widened, keeps = state.raised or {}, self.policy.keep_output_dtype
+        return WidenedDtypes(state.placements, state.dtypes, widened, self.policy.low, keeps)

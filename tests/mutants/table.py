@@ -55,7 +55,9 @@ ALSO: dict[str, tuple[str, ...]] = {
         "test_calibration.py",
         "capture/test_export.py",
         *_VARIANTS,
+        *("plan/test_plan.py", "report/test_dump.py", *_AUTOCAST[:1], *_LOW_WEIGHTS),
     ),
+    "passes/casts.py": ("invariants/test_casts.py", *_PLACING, "invariants/test_tying.py", *_AUTOCAST),
     "passes/place.py": (
         *_PLACING,
         "plan/test_edited_plan.py",
@@ -70,7 +72,6 @@ ALSO: dict[str, tuple[str, ...]] = {
         "passes/test_replace_attention.py",
         "passes/test_merge_repeated.py",
     ),
-    "passes/record_plan.py": ("plan/test_plan.py", "report/test_dump.py", *_AUTOCAST[:1], *_LOW_WEIGHTS),
     "passes/verify.py": ("passes/torch_autocast/test_follow.py", "invariants/test_mutation.py"),
     "passes/analysis/place_cheaply.py": (
         *_PLACING,

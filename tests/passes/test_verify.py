@@ -124,7 +124,7 @@ def test_an_output_of_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) 
         last.replace_all_uses_with(last.all_input_nodes[0])
 
     planted(monkeypatch, drop_last)
-    with pytest.raises(VerifyError, match=r"output matmul_1 is bfloat16, captured as float32"):
+    with pytest.raises(VerifyError, match=r"output matmul_1 is bfloat16, planned float32"):
         convert()
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autocastfx.dtypes import dtype_name
-from autocastfx.graph.node import Origin, Use, map_uses, place_like, set_origin, tensors, uses, value
+from autocastfx.graph.node import Use, tensors, value
 from autocastfx.graph.sizes import concrete_sizes, dtypes_of
+from autocastfx.passes.casts import CastStyle, PlannedDtypes, insert_casts
 from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.passes.torch_autocast.dispatch import Dispatch, Followed, asked
 from autocastfx.plan.plan import Cause, Decision, Placement, Precision
 
-__all__ = ["Follow", "InsertFollowedCasts", "dispatch_of", "follow", "recast"]
+__all__ = ["Follow", "FollowedDtypes", "InsertFollowedCasts", "ask_for_dtypes", "dispatch_of", "follow"]
 
 
 # torch.autocast's dispatch on a graph: one walk forwards, without neighbours and without taint. Pure.
@@ -81,95 +81,39 @@ def dispatch_of(policy: Settings, graph: fx.Graph) -> Dispatch:
     return Dispatch(policy.op_list, policy.low, next((t.device.type for t in inputs), "cpu"))
 
 
-def recast(
-    graph: fx.Graph,
-    followed: Followed,
-    captured: Mapping[fx.Node, tuple[torch.dtype, ...]],
-    *,
-    cached: Mapping[str, int],
-    keep_output_dtype: bool,
-) -> None:
-    """Insert casts and dtype arguments into ``graph``, in place.
+@dataclass(frozen=True)
+class FollowedDtypes(PlannedDtypes):
+    """The dtypes of a graph as torch.autocast runs it.
 
-    Args:
-        graph: expanded, with abstract values.
-        followed: how torch.autocast runs it.
-        captured: output dtypes of the captured nodes.
-        cached: ``get_attr`` targets whose cast to 16 bits is made once, each with a number that tied ones share.
+    Attributes:
+        followed: how it runs it.
+        captured: dtypes of the captured nodes' values.
         keep_output_dtype: cast the graph's outputs back to their captured dtype.
     """
-    run = _Run(graph, followed, captured, cached)
-    for node in list(graph.nodes):
-        if node.op == "output":
-            if keep_output_dtype:
-                run.back(node)
-        elif node in followed.placements:
-            run.visit(node, followed.placements[node].run)
 
-
-@dataclass
-class _Run:
-    graph: fx.Graph
     followed: Followed
     captured: Mapping[fx.Node, tuple[torch.dtype, ...]]
-    cached: Mapping[str, int]
-    made: dict[int, fx.Node] = field(default_factory=dict)
+    keep_output_dtype: bool = True
 
-    def __post_init__(self) -> None:
-        self.dispatch = self.followed.dispatch
+    def read(self, node: fx.Node, use: Use, source: fx.Node) -> torch.dtype | None:
+        """The dtype that torch.autocast casts to; for what it does not run itself the captured one."""
+        dispatch, placement = self.followed.dispatch, self.followed.placements.get(node)
+        was, now = self.captured.get(source, ()), self.followed.dtypes.get(source, ())
+        to: torch.dtype | None = None
+        if node.op == "output" or (placement is not None and dispatch.takes_captured(node, placement.run)):
+            to = was[0] if len(now) == 1 and (node.op != "output" or self.keep_output_dtype) else None
+        elif placement is not None and not dispatch.asks(node, placement.run):
+            to = dispatch.dtype(placement.run)
+        return to if now != (to,) and self._eligible(source) else None
 
-    def visit(self, node: fx.Node, precision: Precision) -> None:
-        if self.dispatch.takes_captured(node, precision):
-            self.back(node)
-        elif self.dispatch.asks(node, precision):
-            node.target, node.args, node.kwargs = asked(cast("OpOverload", node.target), node.args, node.kwargs)
-        elif (to := self.dispatch.dtype(precision)) is not None:
-            self._substitute(node, {i: self._cast(use.node, to, node) for i, use in self._cast_uses(node, to)})
+    def gives(self, node: fx.Node) -> tuple[torch.dtype, ...]:
+        """The dtypes that torch.autocast makes."""
+        return self.followed.dtypes.get(node, ())
 
-    def back(self, node: fx.Node) -> None:
-        """Give ``node`` its inputs in the dtypes that they have in the captured graph."""
-        casts: dict[int, fx.Node] = {}
-        for i, use in enumerate(uses(node)):
-            was, now = self.captured[use.node], self.followed.dtypes[use.node]
-            if len(now) == 1 and was != now and self._eligible(use):
-                casts[i] = self._cast(use.node, was[0], node)
-        self._substitute(node, casts)
-
-    def _cast_uses(self, node: fx.Node, to: torch.dtype) -> Iterator[tuple[int, Use]]:
-        """The uses that are cast, in torch's order: the last argument first, the members of a list in theirs.
-
-        The order decides in which the gradients of a value that is read twice are added.
-        """
-        numbered = list(enumerate(uses(node)))
-        arguments = dict.fromkeys(use.argument for _, use in numbered)
-        for argument in reversed(arguments):
-            for i, use in numbered:
-                if use.argument == argument and self._eligible(use) and self.followed.dtypes[use.node] != (to,):
-                    yield i, use
-
-    def _eligible(self, use: Use) -> bool:
-        found = tensors(use.node)
-        floating = [d.is_floating_point and d != torch.float64 for d in self.followed.dtypes[use.node]]
-        return len(found) == 1 and floating == [True] and found[0].device.type == self.dispatch.device
-
-    def _cast(self, read: fx.Node, to: torch.dtype, reader: fx.Node) -> fx.Node:
-        number = self.cached.get(str(read.target)) if read.op == "get_attr" and to == self.dispatch.low else None
-        if number is not None and number in self.made:
-            return self.made[number]
-        suffix = dtype_name(to)
-        with self.graph.inserting_before(reader):
-            made = self.graph.create_node(
-                "call_function", torch.ops.aten.to.dtype, (read, to), {}, f"{read.name}_{suffix}"
-            )
-        place_like(made, reader)
-        set_origin(made, Origin("recast", "reader" if number is None else "parameter", read.name))
-        if number is not None:
-            self.made[number] = made
-        return made
-
-    def _substitute(self, node: fx.Node, casts: Mapping[int, fx.Node]) -> None:
-        count = iter(range(len(uses(node))))
-        map_uses(node, lambda _, read: casts.get(next(count), read))
+    def _eligible(self, source: fx.Node) -> bool:
+        found = tensors(source)
+        floating = [d.is_floating_point and d != torch.float64 for d in self.followed.dtypes[source]]
+        return len(found) == 1 and floating == [True] and found[0].device.type == self.followed.dispatch.device
 
 
 class InsertFollowedCasts(Pass):
@@ -179,7 +123,19 @@ class InsertFollowedCasts(Pass):
 
     def __call__(self, state: State) -> State:
         """The state, its graph changed."""
-        if state.followed is not None:
-            keeps = self.policy.keep_output_dtype
-            recast(state.graph, state.followed, state.dtypes, cached=state.cached, keep_output_dtype=keeps)
-        return state
+        if state.followed is None:
+            return state
+        low = state.followed.dispatch.low
+        insert_casts(state.graph, self._planned(state), CastStyle("recast", low, for_each=True, once=state.cached))
+        ask_for_dtypes(state.followed)
+        return replace(state, planned=self._planned)
+
+    def _planned(self, state: State) -> FollowedDtypes:
+        return FollowedDtypes(cast("Followed", state.followed), state.dtypes, self.policy.keep_output_dtype)
+
+
+def ask_for_dtypes(followed: Followed) -> None:
+    """Give the nodes a dtype argument that torch.autocast asks for float32 in this way; in place."""
+    for node, placement in followed.placements.items():
+        if followed.dispatch.asks(node, placement.run):
+            node.target, node.args, node.kwargs = asked(cast("OpOverload", node.target), node.args, node.kwargs)

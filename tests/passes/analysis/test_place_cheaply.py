@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from torch import fx
 
 import autocastfx
+from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes, has_float32, origin, producer, uses
 from autocastfx.passes.analysis.place_cheaply import Fold, bytes_moved, place_cheaply
 from autocastfx.passes.analysis.units import Ports, Unit, Units, units_of
-from autocastfx.passes.insert_casts import Rewriter
+from autocastfx.passes.casts import CastStyle, insert_casts
+from autocastfx.passes.insert_casts import Bounds, PlacedDtypes
 from autocastfx.passes.verify import verify
 from autocastfx.plan.plan import Decision, Precision
 from autocastfx.policy.kernel_facts import load_kernel_facts
@@ -203,8 +205,11 @@ def test_the_graph_is_as_placed_and_no_value_is_cast_twice(
     placements = place_cheaply(graph, decisions, units, folds=folding(graph), keep_output_dtype=keeps)
     mutated = {n.name for n in units.storages}
     captured = {n: dtypes(n) for n in graph.nodes}
-    Rewriter(low, MIXED, keeps)(graph, placements, frozenset(), WEIGHT)
-    verify(graph, placements, captured, low=low, ports=MIXED, keep_output_dtype=keeps, attributes={})
+    in_dtype = {Precision.LOW: low, Precision.FLOAT32: torch.float32}
+    planned = PlacedDtypes(placements, captured, lambda p: in_dtype.get(p, torch.float32), MIXED, keeps)
+    bounds = Bounds.of(graph, frozenset(), WEIGHT)
+    insert_casts(graph, planned, CastStyle("rewrite", low, alias_sets(graph, MIXED.written).keys(), bounds))
+    verify(graph, planned, captured, {})
     casts = [(m.value, dtypes(n)) for n in graph.nodes if (m := origin(n)) is not None]
     once = [cast for cast in casts if cast[0] not in mutated]
     assert len(set(once)) == len(once)
