@@ -22,7 +22,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import checkpoint
 
 from autocastfx.capture.masks import drop_settled
-from autocastfx.capture.rewrites import data, used_before
+from autocastfx.capture.rewrites import REPAIRS, used_before
 from autocastfx.capture.tidy import flatten_transforms, tidy
 from autocastfx.capture.whole_calls import record_call
 from autocastfx.errors import CaptureError, UnsupportedError
@@ -33,7 +33,6 @@ __all__ = ["DynamoGraph", "WholeCall", "aten_graph", "run_as_dynamo"]
 
 # Operators with graphs of their own that are called whole: tracing into them would lose a custom backward, a hook, or
 # the recomputation. Of the latter the graph is converted by itself.
-_DATA = torch._C._autograd._get_data_attr  # pyright: ignore[reportAttributeAccessIssue]; Dynamo writes it for x.data
 _RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _CONTEXTS = "_checkpoint_context_fn"  # in the meta of Dynamo's graph: which results are kept, and not recomputed
 _VARYING = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)  # inputs of a graph, and no constants
@@ -278,8 +277,8 @@ class _Tracer(fx.Interpreter):
             whole = WholeCall(target, args)
             tensors = tuple(one for one, held in zip(args, whole.arguments, strict=True) if held is None)
             return self._record(whole, tensors, kwargs, partial(target, *args, **kwargs))
-        if target is _DATA:  # what the tracer does not see
-            return data(*args)
+        if (repair := REPAIRS.get(target)) is not None:
+            return repair(*args, **kwargs)
         if target in self.whole:
             return self._record(target, args, kwargs, partial(target, *args, **kwargs))
         return super().call_function(target, args, kwargs)

@@ -32,13 +32,14 @@ from autocastfx.capture.python_state import (
 from autocastfx.capture.rewrites import (
     COMPARISONS,
     CUMULATIVE_NORMS,
+    REPAIRS,
     CallRules,
     CarriedNumbers,
     Casts,
     Rule,
-    data_rules,
     detach_unwritten,
     masks_taken_as_given,
+    set_data_rule,
     tensor_hook_rules,
 )
 from autocastfx.capture.shape_guard import ShapeGuard, shape_guard
@@ -233,7 +234,8 @@ def _export(
     rules = {
         **Casts().rules(),
         **COMPARISONS,
-        **data_rules(flat.module),
+        **REPAIRS,
+        **set_data_rule(flat.module),
         **CUMULATIVE_NORMS,
         **INTEGER_INDICES,
         **DERIVATIVES,

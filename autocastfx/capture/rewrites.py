@@ -36,16 +36,17 @@ from autocastfx.graph.node import example
 __all__ = [
     "COMPARISONS",
     "CUMULATIVE_NORMS",
+    "REPAIRS",
     "CallRules",
     "CarriedNumbers",
     "Casts",
     "Rule",
     "data",
-    "data_rules",
     "detach_unwritten",
     "follows_dtype",
     "masks_taken_as_given",
     "set_data",
+    "set_data_rule",
     "tensor_hook_rules",
     "used_before",
 ]
@@ -187,14 +188,18 @@ set_data = torch.ops.autocastfx.set_data.default
 
 _DATA = cast("Any", torch.Tensor.data)
 _GET, _SET = _DATA.__get__, _DATA.__set__
+_DYNAMOS_GET = cast("Any", torch._C)._autograd._get_data_attr  # what Dynamo writes for x.data
+
+# Rules that both ways of capture apply: to the calls in the model's code, and to those in a graph of Dynamo.
+REPAIRS: Mapping[Any, Rule] = {_GET: data, _DYNAMOS_GET: data}
 
 
-def data_rules(model: nn.Module) -> Mapping[Any, Rule]:
-    """Return rules that record ``data`` of tensors as the operators ``autocastfx::data`` and ``autocastfx::set_data``.
+def set_data_rule(model: nn.Module) -> Mapping[Any, Rule]:
+    """Return the rule that records ``x.data = new`` as the operator ``autocastfx::set_data``.
 
-    The latter raises CaptureError where a tensor gets data of another size, dtype or device: a graph cannot hold that.
+    It raises CaptureError where a tensor gets data of another size, dtype or device: a graph cannot hold that.
     """
-    return {_GET: data, _SET: partial(_set, model)}
+    return {_SET: partial(_set, model)}
 
 
 def _set(model: nn.Module, held: torch.Tensor, new: torch.Tensor) -> None:
