@@ -104,12 +104,12 @@ class Classifier:
                 fills_in = node in fitting
                 if made_wide or fills_in or reads:
                     wide.add(node)
-                follows = passes_on or decision.category is Category.ALLOW
+                follows = passes_on or decision.category.is_low
                 if (fills_in or reads) and follows and not made_wide and reads <= hidden:
                     hidden.add(node)
         unable = {node: why for node, decision in decisions.items() if (why := self._unable(node, decision, fitting))}
         meets = {node for node, fill in fitting.items() if not hidden.issuperset(fill.reached & wide)}
-        computed = fitting.keys() | {n for n, decision in decisions.items() if decision.category is Category.ALLOW}
+        computed = fitting.keys() | {n for n, decision in decisions.items() if decision.category.is_low}
         meets |= reading_call_inputs(graph, fitting, computed)
         return Classification(decisions, frozenset(wide), unable, fitting), meets
 
@@ -140,12 +140,12 @@ class Classifier:
             return self._user_cast(node, listed)
         if isinstance(rule, Rule) and rule.shipped:  # a person who names the op means its squares, too
             listed = self._square(node, listed)
-        if listed.category in (Category.DENY, Category.KEEP):
+        if listed.category.is_fixed:
             return listed
         for check in (self._explicit_dtype, self._no_kernel, self._range, self._depth):
             if forced := check(node):
                 return forced
-        if listed.category is Category.ALLOW:
+        if listed.category.is_low:
             checks = [self._whole_operand, self._distance]
             for check in checks if isinstance(rule, ModuleRule) else [self._island, *checks]:
                 if forced := check(node):
@@ -169,7 +169,7 @@ class Classifier:
         """An op that combines a value beyond the range with others; one that only moves it saturates it, as a mask."""
         kept = self.op_list.kept(op_name(node))
         reads = [u for u in uses(node) if has_float32(u.node)]
-        if listed.category is Category.ALLOW:
+        if listed.category.is_low:
             reads = [u for u in reads if not takes_mask(node, u)]
         elif not listed.category.is_free or len(reads) < 2:
             return None
@@ -328,7 +328,7 @@ class Classify(Pass):
         measured = {node: found.largest for node, found in state.measured.items()}
         size, most = (example, largest_size) if state.guesses is None else (unknown_size, unknown_size)
         ops = ((node, rules.rule(op_name(node))) for node in state.graph.nodes)
-        allowed = {node: rule is not None and rule.category is Category.ALLOW for node, rule in ops}
+        allowed = {node: rule is not None and rule.category.is_low for node, rule in ops}
         classifier = Classifier(
             *(rules, facts, low, policy.device, reached.unfit),
             WholeNumbers.of(state.graph, values.whole, values.masks, measured, rules, facts, low, most),

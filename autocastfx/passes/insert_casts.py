@@ -190,7 +190,8 @@ def drop_loss_casts(graph: fx.Graph, category: Callable[[fx.Node], Category | No
         graph: captured, with abstract values.
         category: of a node, by the list.
     """
-    losses = [node for node in graph.nodes if is_over_classes(node) and category(node) is Category.DENY]
+    over_classes = [(node, category(node)) for node in graph.nodes if is_over_classes(node)]
+    losses = [node for node, found in over_classes if found is not None and found.is_float32]
     written = alias_sets(graph).keys() if losses else ()
     found: list[Recomposed] = []
     for loss in losses:

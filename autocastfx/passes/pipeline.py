@@ -234,7 +234,7 @@ def _converted(
     computing = [node for node in state.dtypes if node.op in ("call_function", "call_method", "call_module")]
     made.effects += effects.values()
     made.is_measured |= bool(state.errors.effects)
-    made.nodes += [_planned_node(node, state, policy.low, prefix, effects.get(node, ())) for node in computing]
+    made.nodes += [_planned_node(node, state, policy.dtype, prefix, effects.get(node, ())) for node in computing]
     made.casts += _planned_casts(graph, prefix)
     made.recomposed += [_prefixed(one, prefix) for one in state.recomposed]
     made.traffic += state.traffic
@@ -248,11 +248,13 @@ def _prefixed(found: Recomposed, prefix: str) -> Recomposed:
 # The plan's entries of a converted graph: its nodes, the inserted casts, and the reads of working copies.
 
 
-def _planned_node(node: fx.Node, state: State, low: torch.dtype, prefix: str, effect: Signature = ()) -> PlannedNode:
+def _planned_node(
+    node: fx.Node, state: State, dtype: Callable[[Precision], torch.dtype], prefix: str, effect: Signature = ()
+) -> PlannedNode:
     """The plan's entry of a node of the graph before rewriting; ``effect`` is the one predicted for it."""
     placement, captured = state.placements[node], state.dtypes[node]
     guessed = "?" if node.name in (state.guesses or ()) else ""
-    after = tuple(low if placement.store is Precision.LOW and d == torch.float32 else d for d in captured)
+    after = tuple(dtype(placement.store) if d == torch.float32 else d for d in captured)
     if state.followed is not None:
         after = state.followed.dtypes[node]
     elif state.raised is not None:

@@ -50,17 +50,17 @@ def place_simply(decisions: Mapping[fx.Node, Decision], units: Units) -> dict[fx
 
 
 def _because(unit: Unit, tainted: Mapping[Unit, Cause]) -> Cause:
-    if unit in tainted and unit.category is not Category.DENY:
+    if unit in tainted and not unit.category.is_float32:
         return tainted[unit]
     return Cause(Why.NOT_ENCLOSED if unit.is_free else Why(unit.category.value))
 
 
 def _taint(units: Units, tainted: dict[Unit, Cause]) -> None:
     """Add what must be float32 because a deny op comes before it; ``tainted`` holds each unit's reason."""
-    starts = [u for u in units if u.category is Category.DENY or u in tainted]
+    starts = [u for u in units if u.category.taints or u in tainted]
     because = {u: tainted.get(u, Cause(Why.AFTER, (u.name,))) for u in starts}
     reached = reachable(starts, lambda u: (v for v in u.after if v.is_free))
-    ends = [u for u in units if u.category in (Category.DENY, Category.INFER, Category.PROMOTE)]
+    ends = [u for u in units if u.category.is_float32 or u.category in (Category.INFER, Category.PROMOTE)]
     leads_on = reachable(ends, lambda u: (v for v in u.before if v.category is Category.CLEAR))
     for unit, start in reached.items():
         if unit.category in (Category.INFER, Category.PROMOTE) or (
@@ -75,10 +75,10 @@ def _grow(units: Units, tainted: Mapping[Unit, Cause]) -> dict[Unit, Cause]:
     def is_open(unit: Unit) -> bool:
         return unit.is_free and unit not in tainted
 
-    allow = [u for u in units if u.category is Category.ALLOW]
-    after = reachable(allow, lambda u: filter(is_open, u.after))
+    allow = [u for u in units if u.category.is_low]
+    after = reachable([u for u in allow if u.category.leads], lambda u: filter(is_open, u.after))
     before = reachable(allow, lambda u: filter(is_open, u.before))
-    low = dict.fromkeys(allow, Cause(Why.ALLOW))
+    low = {u: Cause(Why(u.category.value)) for u in allow}
     low.update({u: Cause(Why.BETWEEN, (after[u].name, before[u].name)) for u in after if u in before and u not in low})
     near = reachable(low, lambda u: (v for v in (*u.before, *u.after) if is_open(v) and v.category is Category.CLEAR))
     low.update({u: Cause(Why.NEXT_TO, (start.name,)) for u, start in near.items() if u not in low})

@@ -158,6 +158,11 @@ class Precision(str, Enum):
         words = {Precision.LOW: "in 16 bits", Precision.FLOAT32: "in float32", Precision.CAPTURED: "as captured"}
         return words.get(self, "in the dtypes of its inputs")
 
+    @property
+    def size(self) -> int:
+        """The bytes of a floating-point number in it."""
+        return {Precision.LOW: 2}.get(self, 4)
+
 
 class Forced(str, Enum):
     """A rule that decides a node whatever op lists say."""

@@ -123,12 +123,46 @@ class Category(str, Enum):
     @property
     def may_be_low(self) -> bool:
         """True if an op of this category may run in 16 bits."""
-        return self.is_free or self is Category.ALLOW
+        return self.is_free or self.is_low
+
+    @property
+    def is_low(self) -> bool:
+        """True if an op of this category runs in 16 bits, whatever its neighbours do."""
+        return self is Category.ALLOW
+
+    @property
+    def leads(self) -> bool:
+        """True if the infer ops that follow may be 16-bit, for it gives what is worth keeping so."""
+        return self is Category.ALLOW
+
+    @property
+    def is_float32(self) -> bool:
+        """True if an op of this category runs in float32, whatever its neighbours do."""
+        return self is Category.DENY
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if what an op of this category gives stays as it was captured."""
+        return self.is_float32 or self is Category.KEEP
+
+    @property
+    def taints(self) -> bool:
+        """True if the infer ops that follow are float32, too."""
+        return self is Category.DENY
+
+    @property
+    def strength(self) -> int:
+        """The less, the more it counts where ops of several categories are placed as one."""
+        return _STRONGEST_FIRST.index(self)
 
     def __str__(self) -> str:
         return self.value
 
 
+_STRONGEST_FIRST = (
+    *(Category.BAN, Category.KEEP, Category.DENY),
+    *(Category.ALLOW, Category.PROMOTE, Category.INFER, Category.CLEAR),
+)
 Scalar = str | bool | int | float | None
 
 

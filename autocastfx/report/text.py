@@ -389,9 +389,11 @@ def summary(view: View) -> list[str]:
     plan = view.plan
     run = [row.precision for row in view.rows if row.kind == "op"]
     low, wide, captured = (run.count(p) for p in (Precision.LOW, Precision.FLOAT32, Precision.CAPTURED))
-    given = f", {run.count(Precision.GIVEN)} as given" if Precision.GIVEN in run else ""
+    others = (p for p in Precision if p not in (Precision.LOW, Precision.FLOAT32, Precision.CAPTURED) and p in run)
+    given = "".join(f", {run.count(p)} {'as given' if p is Precision.GIVEN else p}" for p in others)
     casts = [row.cast for row in view.rows if row.cast is not None]
-    to_float32, saturating = sum(c.dtype == "float32" for c in casts), sum(c.saturates for c in casts)
+    to, saturating = Counter(cast.dtype for cast in casts), sum(cast.saturates for cast in casts)
+    to_dtypes = " and ".join(f"{to[dtype]} to {dtype}" for dtype in dict.fromkeys((plan.low, "float32", *to)))
     unlisted = ", ".join(f"{op} ({count})" for op, count in sorted(plan.unlisted.items())) or "none"
     draft = "unverified: made without inputs, and replaced at the first call, from that call's inputs"
     counts = sorted(Counter(r.pattern for r in plan.recomposed).items())
@@ -402,8 +404,7 @@ def summary(view: View) -> list[str]:
         *([draft] if plan.unverified else []),
         f"variant: {view.variant}",
         f"nodes: {low} low ({plan.low}), {wide} float32{given}, {captured} captured ({_captured(plan)})",
-        f"casts: {len(casts)}, of which {len(casts) - to_float32} to {plan.low} and {to_float32} to float32; "
-        f"{saturating} saturating",
+        f"casts: {len(casts)}, of which {to_dtypes}; {saturating} saturating",
         *([_copies(plan)] if plan.copies else []),
         _moved(plan),
         *([f"predicted error of the {view.predicted.of}: {plan.error_in_words}"] if plan.error is not None else []),

@@ -1,4 +1,4 @@
-"""Apply and run patches that add a list key, a pass, a fused replacement, a command and a fold fact."""
+"""Apply and run patches that each add one thing to the package, and count the files of code that it takes."""
 
 from __future__ import annotations
 
@@ -53,6 +53,61 @@ model = nn.Sequential(nn.Linear(8, 8), nn.LogSigmoid(), nn.Linear(8, 8))
 plan = autocastfx.convert(model, (torch.ones(2, 8),), dtype=torch.bfloat16, fold="exact").plan
 assert [cast.value for cast in plan.casts if cast.dtype == "float32"] == ["linear_1"], plan.casts  # the output alone
 """
+PRECISION = """
+import torch, autocastfx
+from torch import nn
+class Energy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(self, x):
+        return self.b(torch.logsumexp(self.a(x), 0, keepdim=True))
+model, x = Energy(), torch.randn(4, 8)
+amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)  # compared with the model, and verified
+runs = {node.name: str(node.placement.run) for node in amp_model.plan.nodes}
+assert runs == {"linear": "low", "logsumexp": "float64", "linear_1": "low"}, runs
+assert [cast.value for cast in amp_model.plan.casts if cast.dtype == "float64"] == ["linear"]
+amp_model(x).sum().backward()
+assert model.a.weight.grad is not None
+assert "runs in float64 and is stored in float32" in autocastfx.explain(amp_model, "logsumexp")
+assert "1 float64" in autocastfx.dump(amp_model)
+for form in ("dot", "html"):
+    autocastfx.dump(amp_model, f"graph.{form}", format=form)
+"""
+CATEGORY = """
+import torch, autocastfx
+from torch import nn
+from autocastfx.cli.main import main
+model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(64, 64)
+def runs(category):
+    rules = autocastfx.OpList.of({"unlisted": "keep", category: ["linear"], "infer": ["tanh"]})
+    plan = autocastfx.convert(model, (x,), dtype=torch.bfloat16, op_list=rules).plan
+    return {node.op: str(node.placement.run) for node in plan.nodes}
+assert runs("allow") == {"linear": "low", "tanh": "low"}, runs("allow")
+assert runs("narrow") == {"linear": "low", "tanh": "float32"}, runs("narrow")
+rules = autocastfx.OpList.of({"narrow": [{"reason": "of ours", "ops": ["linear"]}]}, name="mine")
+amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16, op_list=["default", rules])
+assert "its category is narrow" in autocastfx.explain(amp_model, "linear"), autocastfx.explain(amp_model, "linear")
+rules.save("narrow.yaml")
+assert main(["lists", "check", "narrow.yaml"]) == 0
+"""
+REPAIR = """
+import torch, autocastfx
+from torch import nn
+class Near(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+    def forward(self, x):
+        h = self.a(x)
+        return torch.cdist(h, h + 1)
+model, x = Near(), torch.randn(4, 8)
+amp_model = autocastfx.convert(model, (x,), dtype=torch.bfloat16)
+assert {"matmul", "clamp_min"} <= {node.op for node in amp_model.plan.nodes}, amp_model.plan.nodes
+autocastfx.enable(model, dtype=torch.bfloat16)
+model(x).sum().backward()
+assert "matmul" in autocastfx.dump(model) and "clamp_min" in autocastfx.dump(model), autocastfx.dump(model)
+"""
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git, to apply a patch")
@@ -64,8 +119,10 @@ assert [cast.value for cast in plan.casts if cast.dtype == "float32"] == ["linea
         ("fused_replacement", FUSED_REPLACEMENT, 2),
         ("command", COMMAND, 2),
         ("fold_fact", FOLD_FACT, 0),
+        ("precision", PRECISION, 4),
+        ("category", CATEGORY, 3),
+        ("repair", REPAIR, 1),
     ],
-    ids=["list key", "pass", "fused replacement", "command", "fold fact"],
 )
 def test_it_takes_few_files_of_code(patch: str, script: str, files: int, tmp_path: Path) -> None:
     for folder in ("autocastfx", "op_lists"):

@@ -330,7 +330,7 @@ class Demands:
             demand = self.ports.op_list.demand("div")
         rule = self.ports.op_list.rule(op_name(node), self.ports.device)
         is_a_persons = rule is not None and not rule.shipped and rule.category.is_free
-        is_allowed = rule is not None and not rule.shipped and rule.category is Category.ALLOW
+        is_allowed = rule is not None and not rule.shipped and rule.category.is_low
         if node in self.cancelling and not (is_a_persons or is_allowed):
             return _Wish(node.name, self.cancelling[node], Forced.DISTANCE, through_products=True, forces=_ANY), reads
         if demand is None or (demand.shipped and (is_a_persons or (is_allowed and divisor is not None))):
@@ -356,7 +356,7 @@ class Demands:
     def _may_obey(self, node: fx.Node, decision: Decision, wish: _Wish, found: Mapping[fx.Node, Decision]) -> bool:
         if decision.category.is_free:
             return wish.through_products or not _serves(node, found)
-        return wish.through_products and decision.category is Category.ALLOW and self._multiplies_values(node)
+        return wish.through_products and decision.category.is_low and self._multiplies_values(node)
 
     def _multiplies_values(self, node: fx.Node) -> bool:
         """True for a product of computed values; false for a layer, which multiplies by a parameter, and for a sum."""
@@ -377,7 +377,7 @@ class Demands:
                 made[node] = demand
             elif before and (found[node].category.is_free or is_member(node)):
                 made[node] = before[0]
-            elif before and found[node].category is Category.ALLOW and self._multiplies_values(node):
+            elif before and found[node].category.is_low and self._multiplies_values(node):
                 yield node, Decision(Category.DENY, f"follows it: {before[0].reason}", before[0].source or NO_SOURCE)
 
 
@@ -395,7 +395,7 @@ def _serves(node: fx.Node, found: Mapping[fx.Node, Decision]) -> bool:
     """True if an ``allow`` op reads ``node``, or a view of it, in 16 bits."""
     for reader in node.users:
         category = found[reader].category if reader in found else None
-        if category is Category.ALLOW or (category is Category.CLEAR and _serves(reader, found)):
+        if category is not None and (category.is_low or (category is Category.CLEAR and _serves(reader, found))):
             return True
     return False
 

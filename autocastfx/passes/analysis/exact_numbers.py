@@ -236,7 +236,7 @@ def _computed(
     if kind == "summed":
         sizes = map(size, tensors(operands[0])[0].shape)
         return _times(whole[0], *(math.inf if n is None else n for n in sizes))
-    is_product = category is Category.ALLOW and name in facts.reduces
+    is_product = category is not None and category.is_low and name in facts.reduces
     contracted = product(node, facts.reduces[name], size) if is_product else None
     return _times(*whole, contracted.depth) if contracted is not None else None
 

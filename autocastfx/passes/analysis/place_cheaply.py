@@ -30,7 +30,6 @@ from autocastfx.policy.kernel_facts import PARAMETERS
 from autocastfx.policy.rule import Category
 
 __all__ = [
-    "BYTES",
     "CAST",
     "Fold",
     "Folding",
@@ -93,7 +92,7 @@ class Folding:
             category = decisions[node].category if node in decisions else None
             if category is Category.PROMOTE and self.level == "kernel" and self._joins_what_came_in(node):
                 found[node] = Fold((), taints=False)
-            elif category is Category.DENY:
+            elif category is not None and category.is_float32:
                 reads = self._reads(node, decisions[node], wide, found)
                 if reads:
                     found[node] = Fold(reads, taints=self._may_fold(node, "exact"))
@@ -275,8 +274,7 @@ def _is_injective(view: torch.Tensor) -> bool:
 
 # The cost of a placement: bytes of float32 values, and of their 16-bit versions, that ops read and write.
 
-BYTES = {Precision.LOW: 2, Precision.FLOAT32: 4}
-CAST = sum(BYTES.values())  # one is read, the other written
+CAST = Precision.LOW.size + Precision.FLOAT32.size  # one is read, the other written
 
 
 def bytes_moved(
@@ -310,10 +308,10 @@ def bytes_moved(
                 reader = node if use.node in units.storages else None  # what is mutated is cast anew for each reader
                 casts[use.node, read_in, reader] = CAST * elements(use.node)
             if counts:
-                moved += BYTES[read_in] * elements(use.node)
+                moved += read_in.size * elements(use.node)
         if counts:
             placement = placements[node]
-            moved += BYTES[placement.store] * elements(node)
+            moved += placement.store.size * elements(node)
             moved += CAST * elements(node) if placement.run is not placement.store else 0
     return moved + sum(casts.values())
 
@@ -329,7 +327,7 @@ def _read_in(
     return Precision.FLOAT32 if units.ports.stays_float32(node, use) else placement.run
 
 
-_EXTRA = BYTES[Precision.FLOAT32] - BYTES[Precision.LOW]
+_EXTRA = Precision.FLOAT32.size - Precision.LOW.size
 
 
 _Readers = Mapping[Unit, tuple[Label, ...]]
@@ -373,7 +371,7 @@ def place_cheaply(
     open_ones = {u for u in units if len(u.nodes) == 1 and u.nodes[0] in measured}
     folding = {u: fold for u, fold in _folding(units, folds or {}).items() if u not in open_ones}
     float32 = _forced(units, folding, open_ones)
-    low = {u: Cause(Why.ALLOW) for u in units if u.category is Category.ALLOW and u not in open_ones}
+    low = {u: Cause(Why(u.category.value)) for u in units if u.category.is_low and u not in open_ones}
     readers = {u: _readers(u, units, keep_output_dtype) for u in units}
     terms = list(_Terms(graph, units, float32, keep_output_dtype))
     provenance = Provenance.of(graph, units, parameters, sizes_known=sizes_known)
@@ -394,20 +392,20 @@ def place_cheaply(
 
 
 def _folding(units: Units, folds: Mapping[fx.Node, Fold]) -> dict[Unit, Fold]:
-    alone = (u for u in units if u.category in (Category.DENY, Category.PROMOTE) and len(u.nodes) == 1)
+    alone = (u for u in units if (u.category.is_float32 or u.category is Category.PROMOTE) and len(u.nodes) == 1)
     return {u: folds[u.nodes[0]] for u in alone if u.nodes[0] in folds}
 
 
 def _forced(units: Units, folding: Mapping[Unit, Fold], open_ones: Set[Unit]) -> dict[Unit, Cause]:
     """The units that are float32 wherever the rest is placed, with the reasons."""
-    denied = [u for u in units if u.category in (Category.DENY, Category.KEEP) and u not in open_ones]
+    denied = [u for u in units if u.category.is_fixed and u not in open_ones]
     found = {u: Cause(Why(u.category.value)) for u in denied if u not in folding}
-    starts = [u for u in found if u.category is not Category.KEEP]
+    starts = [u for u in found if u.category.taints]
     tainted = reachable(starts, lambda u: (v for v in u.after if v.is_free and v not in open_ones))
     for unit, start in tainted.items():
         if unit.category in (Category.INFER, Category.PROMOTE):
             found.setdefault(unit, Cause(Why.AFTER, (start.name,)))
-    allow = [u for u in units if u.category is Category.ALLOW or u in folding or u in open_ones]
+    allow = [u for u in units if u.category.leads or u in folding or u in open_ones]
     reached = reachable(allow, lambda u: (v for v in u.after if v.is_free))
     for unit in units:
         if unit.category is Category.INFER and unit not in reached and unit not in open_ones:
@@ -497,12 +495,12 @@ class _Terms:
         unit = self.units.stored(value)
         if unit is None or unit in self.float32 or unit is self.units.of[reader]:
             return 0, 0
-        if unit.category is Category.ALLOW:
+        if unit.category.is_low:
             return 3, elements(value)
         source = unit
         while source.category is Category.CLEAR and len(source.before) == 1:
             source = source.before[0]
-        return (2 if source.category is Category.ALLOW else 1), 0
+        return (2 if source.category.is_low else 1), 0
 
     def _casts(self, value: fx.Node) -> Iterator[Term]:
         """One cast to each precision, however many read it; of what is mutated, one for each reader."""
@@ -570,7 +568,7 @@ def _only_for(chosen: Set[Label], units: Units, readers: _Readers) -> set[Label]
 
 
 def _only_for_allow(units: Units, readers: _Readers) -> set[Label]:
-    return _only_for({u for u in units if u.category is Category.ALLOW}, units, readers)
+    return _only_for({u for u in units if u.category.is_low}, units, readers)
 
 
 def _spared(units: Units, readers: _Readers) -> set[Label]:

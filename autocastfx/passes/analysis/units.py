@@ -187,12 +187,6 @@ def _with_dimensions(operands: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
     return tuple(r for r in operands if tensors(r)[0].ndim) or operands
 
 
-# The category of a unit is the first of these that any of its members has.
-_STRENGTH = (Category.KEEP, Category.DENY, Category.ALLOW, Category.PROMOTE, Category.INFER, Category.CLEAR)
-# A storage made by one of these, or by no op at all (a graph input, a parameter, a buffer), stays as it was captured.
-_FIXED = (Category.DENY, Category.KEEP)
-
-
 @dataclass(eq=False)
 class Unit:
     """Nodes that are placed as one. ``before`` and ``after`` are its neighbours, once for each value between them."""
@@ -251,7 +245,7 @@ class Units:
                 found[node] = _as_captured(Why.CROSSES_BORDER if is_border else Why.NO_FLOAT32)
                 continue
             unit, stored = self.of[node], self.stored(node)
-            shares = unit.category is Category.DENY and decisions[node].category is not Category.DENY
+            shares = unit.category.is_float32 and not decisions[node].category.is_float32
             because = low.get(unit) or (Cause(Why.SHARES_STORAGE) if shares else float32[unit])
             run, store = (Precision.LOW if u in low else Precision.FLOAT32 for u in (unit, stored))
             found[node] = Placement(run, store, because)
@@ -284,8 +278,9 @@ def units_of(graph: fx.Graph, decisions: Mapping[fx.Node, Decision], ports: Port
             tied = sorted((n for n in storage.members if n in decisions and not is_member(n)), key=position.__getitem__)
             tied = [n for n in tied if not _computes_apart(n, storage, decisions)]
             categories = {decisions[n].category for n in tied}
-            stays = decisions.get(storage.root) is None or decisions[storage.root].category in _FIXED
-            unit = Unit(tied, Category.DENY if stays else next(c for c in _STRENGTH if c in categories))
+            # A storage made by no op (a graph input, a parameter, a buffer) stays as it was captured.
+            stays = decisions.get(storage.root) is None or decisions[storage.root].category.is_fixed
+            unit = Unit(tied, Category.DENY if stays else min(categories, key=lambda category: category.strength))
         units.update(dict.fromkeys(unit.nodes, unit))
     for node, unit in units.items():
         for use in uses(node):

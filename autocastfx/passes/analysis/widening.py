@@ -73,7 +73,7 @@ class Widener:
         """Return ``decisions`` with ``keep`` in place of ``deny`` for the nodes of ``graph`` that cannot be raised."""
         found, in_float32 = dict(decisions), _InFloat32(self.low, graph)
         for node, decision in decisions.items():
-            if decision.category is Category.DENY and (why := in_float32.refusal(node)) is not None:
+            if decision.category.is_float32 and (why := in_float32.refusal(node)) is not None:
                 found[node] = Decision(Category.KEEP, why, Forced.STAYS_LOW)
         return found
 
@@ -93,7 +93,7 @@ class Widener:
             found = found if square is None else decision_by_list(self.matcher.op_list, square)
         if not is_cast and (named := argument(node, "dtype")) is not None:
             return Decision(Category.KEEP, f"the call names dtype={str(named).removeprefix('torch.')}", Forced.DTYPE)
-        if found.category is not Category.DENY:
+        if not found.category.is_float32:
             return found
         if isinstance(rule, ModuleRule) and not is_cast and self._is_exact(node, rule):
             return decision_by_list(self.matcher.op_list, self.matcher.own(node))
@@ -132,7 +132,7 @@ class _Flow:
     takes_dtype: frozenset[str]
 
     def placements(self) -> dict[fx.Node, Placement]:
-        raised = {node for node, decision in self.decisions.items() if decision.category is Category.DENY}
+        raised = {node for node, decision in self.decisions.items() if decision.category.is_float32}
         sources: dict[fx.Node, fx.Node] = {}  # of each node that float32 values flow through, one that it reads
         for node in self.decisions:
             read = next((r for r in node.all_input_nodes if r in raised or r in sources), None)

@@ -58,18 +58,23 @@ class Dispatch:
         Raises:
             UnsupportedError: the inputs of a ``promote`` op have dtypes that torch.autocast refuses.
         """
-        if category not in (Category.ALLOW, Category.DENY, Category.PROMOTE) and not self.is_operator(node):
+        if (
+            category is not Category.PROMOTE
+            and not category.is_low
+            and not category.is_float32
+            and not self.is_operator(node)
+        ):
             return Precision.CAPTURED, Why.INPUTS_CROSS_BORDER
         read = [leaf for leaf in _leaves(node, values) if isinstance(leaf, torch.Tensor)]
         if not tensors(node):
             return Precision.CAPTURED, Why.NO_TENSOR
         if not any(self.eligible(t) for t in read):
             return Precision.CAPTURED, Why.NOTHING_TO_CAST
-        if category is Category.ALLOW:
+        if category.is_low:
             return Precision.LOW, Why.ALLOW
         if category is Category.PROMOTE:
             return self._widest(node, read)
-        if category is not Category.DENY:
+        if not category.is_float32:
             return Precision.GIVEN, Why.AS_INPUTS
         if op_name(node) in self.op_list.set_dtype:
             if not self.eligible(read[0]):
