@@ -191,6 +191,41 @@ def test_a_reader_of_convert_opens_few_files() -> None:
     assert "conversion.py" in conversion
 
 
+CALLED_UPWARDS = """
+import os, sys
+import torch
+from torch import nn
+import autocastfx
+from tests.test_layout import FLOOR
+package, upwards = os.path.dirname(autocastfx.__file__) + os.sep, set()
+def floor(path):
+    return FLOOR[path.removeprefix(package).split(os.sep)[0].removesuffix(".py")]
+def note(frame, event, argument):
+    code, caller = frame.f_code, frame.f_back
+    if event != "call" or "<" in code.co_qualname or not code.co_filename.startswith(package):  # what is handed down
+        return
+    while caller is not None and not caller.f_code.co_filename.startswith(package):
+        caller = caller.f_back
+    if caller is not None and floor(code.co_filename) > floor(caller.f_code.co_filename):
+        upwards.add(code.co_qualname)
+model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)), torch.randn(4, 8)
+convert = autocastfx.convert
+sys.setprofile(note)
+convert(model, (x,))
+sys.setprofile(None)
+print(*sorted(upwards - {"_forget"}))  # Python calls that one, when an object goes
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names there")
+def test_a_conversion_seldom_calls_a_layer_above() -> None:
+    """A model handed to ``convert`` goes down through the layers; a variant's maker is all that is called upwards."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CALLED_UPWARDS], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert ran.stdout.split() == ["VariantMaker.capture", "VariantMaker.weights"]
+
+
 if __name__ == "__main__":
     found = list(broken(PACKAGE))
     print(*found, f"{len(found)} violations", sep="\n")
