@@ -40,7 +40,7 @@ from autocastfx.errors import (
     UnsupportedError,
 )
 from autocastfx.passes.patterns.patterns import chosen
-from autocastfx.passes.pipeline import Converter, VariantMaker
+from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.edited_plan import read_plan
 from autocastfx.plan.plan import Plan, Prices
 from autocastfx.plan.ranges import Ranges
@@ -57,6 +57,7 @@ from autocastfx.report.conversion_warnings import (
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.behaviour import Difference, compare_calls, trials_of
 from autocastfx.runtime.module_tree import foreseen
+from autocastfx.runtime.variant_table import Original
 
 __all__ = ["convert", "convert_again", "convert_captured", "refuse_unpredicted", "without_casts"]
 
@@ -200,10 +201,10 @@ def convert(
         spec: Any = module._in_spec
         args, _ = pytree.tree_unflatten([None] * spec.num_leaves, spec)  # it insists on the form of its own call
     signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)
-    maker = VariantMaker(converter, module, signature, converter.op_list.functions(), target, baked, _tell_unmatched)
-    amp_model = AmpModule(module, signature, maker)
+    original = Original(converter, module, signature, converter.op_list.functions(), target, baked, _tell_unmatched)
+    amp_model = AmpModule(module, signature, original)
     if is_given:
-        _capture_first(amp_model, _bound(signature, module, args, kwargs), module, maker)
+        _capture_first(amp_model, _bound(signature, module, args, kwargs), module, original)
     else:
         amp_model._mounted.draft(amp_model._modes(), amp_model._held())
     if check and (weights == "low" or not is_given):
@@ -230,7 +231,7 @@ def _tell_unmatched(amp_model: AmpModule, stacklevel: int = 2, *, ranges: bool =
 
     Without ``ranges`` not of ranges: they were measured for this conversion.
     """
-    converter = cast("VariantMaker", amp_model._maker).converter
+    converter = cast("Converter", amp_model._original.converter)
     if ranges:
         warn_of_unmatched_ranges(amp_model, converter.ranges, stacklevel)
     if converter.prices is not None:
@@ -291,11 +292,11 @@ def _bound(signature: CallSignature, module: nn.Module, args: tuple[Any, ...], k
         raise CaptureError(f"the example inputs do not fit {type(module).__name__}.forward: {error}.{hint}") from None
 
 
-def _capture_first(amp_model: AmpModule, call: Call, module: nn.Module, maker: VariantMaker) -> None:
+def _capture_first(amp_model: AmpModule, call: Call, module: nn.Module, original: Original) -> None:
     """Capture the variants of ``call``: for training and evaluation, and for inference alone with weights="low"."""
     table, held = amp_model._mounted, amp_model._held()
-    if maker.weights == "low":
-        modes = amp_model._modes() if maker.baked else foreseen(module, training=False).modes
+    if original.is_low:
+        modes = amp_model._modes() if original.baked else foreseen(module, training=False).modes
         table.capture(call, modes, held)
     else:
         table.capture_modes(call, amp_model._modes(), held)
@@ -310,7 +311,7 @@ def convert_again(amp_model: AmpModule, op_list: OpList) -> AmpModule | None:
     Raises:
         BannedOpError: the list bans an op of the model.
     """
-    converter = cast("VariantMaker", amp_model._maker).converter
+    converter = cast("Converter", amp_model._original.converter)
     return convert_captured(amp_model, replace(converter, op_list=converter.op_list.merged(op_list)))
 
 
@@ -319,8 +320,8 @@ def without_casts(amp_model: AmpModule, modes: Sequence[bool] | None = None) -> 
 
     It runs where the captured model is; with ``modes`` in these alone. None where what was captured is not at hand.
     """
-    maker = cast("VariantMaker", amp_model._maker)
-    converter = Converter(load_op_list("float32"), maker.converter.facts, maker.converter.low, True, fold="none")
+    own = cast("Converter", amp_model._original.converter)
+    converter = Converter(load_op_list("float32"), own.facts, own.low, True, fold="none")
     return convert_captured(amp_model, converter, keeps_device=False, modes=modes)
 
 
@@ -402,15 +403,15 @@ def convert_captured(
     With ``modes`` only for these. With ``keeps_device`` it is for the device that ``amp_model`` was converted for, else
     for that of its parameters.
     """
-    maker = cast("VariantMaker", amp_model._maker)
+    original = amp_model._original
     captured = [one.captured for one in amp_model.variants if modes is None or one.modes == modes]
-    if maker.model is None or None in captured:
+    if original.model is None or None in captured:
         return None
-    again = AmpModule(maker.model, maker.signature, replace(maker, converter=converter))
+    again = AmpModule(original.model, original.signature, replace(original, converter=converter))
     held = amp_model._held()
     for found in captured:
         if found is not None:
-            target = maker.device if keeps_device else None
+            target = original.device if keeps_device else None
             again._mounted.add(converter(found, held, target or found.device))
     return again
 

@@ -113,7 +113,7 @@ class Bench:
 
     @property
     def _converter(self) -> Converter:
-        return self.base._maker.converter  # type: ignore[union-attr]
+        return self.base._original.converter  # type: ignore[union-attr]
 
     def search(self, sensitivity: Sensitivity, prices: Prices) -> PlanSearch:
         """Search among the plans of the default list, with other scores of the nodes and the same prices of bytes."""

@@ -455,16 +455,16 @@ def test_what_was_captured_stays_as_it_is(x: Tensor) -> None:
     captured = amp_model.variants[0].captured
     before = str(captured.graph)
     assert not any(origin(n) for n in captured.graph.nodes)
-    rebuilt = amp_model._maker.rebuild(captured, amp_model._held(), torch.device("cpu"))
-    rebuilt.mount("_variants.0", amp_model._maker.signature)
+    rebuilt = amp_model._original.convert(captured, amp_model._held(), torch.device("cpu"))
+    rebuilt.mount("_variants.0", amp_model._original.signature)
     assert str(captured.graph) == before
     assert rebuilt.code == amp_model.variants[0].code
 
 
 def test_a_converter_pickles(x: Tensor) -> None:
     amp_model = autocastfx.convert(Net(), (x,), dtype="float16")
-    converter: Converter = pickle.loads(pickle.dumps(amp_model._maker.converter))
-    assert converter == amp_model._maker.converter
+    converter: Converter = pickle.loads(pickle.dumps(amp_model._original.converter))
+    assert converter == amp_model._original.converter
     variant = converter(amp_model.variants[0].captured, amp_model._held(), torch.device("cpu"))
     assert variant.plan == amp_model.plan
 

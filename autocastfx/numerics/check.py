@@ -21,7 +21,6 @@ from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert, without_casts
 from autocastfx.errors import CalibrationError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
-from autocastfx.passes.pipeline import VariantMaker
 from autocastfx.policy.op_list import OpListLike
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.behaviour import (
@@ -221,7 +220,7 @@ def _checking(model: nn.Module, given: Any, op_list: OpListLike, options: Mappin
             yield _Checking(original, ours, bare, call.backend.low, modes)
         return
     amp_model = _converted(model, given, op_list, options)
-    original = cast("VariantMaker", amp_model._maker).model
+    original = amp_model._original.model
     bare = without_casts(amp_model)
     if original is None or bare is None:
         raise UnsupportedError("the original of the converted model is not at hand: check the original.")
@@ -299,7 +298,7 @@ class _Checking:
 
     def found(self) -> Check:
         """Return the result."""
-        converted = self.ours if isinstance(self.ours, AmpModule) and not self.ours._maker.baked else None
+        converted = self.ours if isinstance(self.ours, AmpModule) and not self.ours._original.baked else None
         modes = () if converted is None else mode_differences(self.model, converted)
         parts = self.compared
         return Check(

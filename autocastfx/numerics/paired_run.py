@@ -461,7 +461,7 @@ def run_side_by_side(
             n: t for named in (model.named_parameters, model.named_buffers) for n, t in named(remove_duplicate=False)
         }
         _check_fits(theirs, ours)
-        signature, kept = CallSignature.of(model.forward), amp_model._maker.leaves
+        signature, kept = CallSignature.of(model.forward), amp_model._original.leaves
         if _is_low(ours) and not _is_low(theirs):  # what was captured has the casts of the 16-bit model
             captured = None
         captured = captured or capture(model, signature, call, training=variant.modes, held=theirs, leaves=kept)

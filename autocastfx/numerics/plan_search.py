@@ -18,7 +18,7 @@ from autocastfx.errors import ArgumentError, SensitivityError
 from autocastfx.graph.names import base_name
 from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.sensitivity import captured_of
-from autocastfx.passes.pipeline import Converter, VariantMaker
+from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan, PlannedNode, Precision, Prices
 from autocastfx.plan.sensitivity import Sensitivity, Signature, added
 from autocastfx.policy.op_list import OpList
@@ -383,7 +383,7 @@ class PlanSearch:
     @property
     def converter(self) -> Converter:
         """The converter of the list to start from, which predicts errors."""
-        return replace(cast("VariantMaker", self.base._maker).converter, prices=self.prices)
+        return replace(cast("Converter", self.base._original.converter), prices=self.prices)
 
     def result(self, judge: TargetDistance, limit: Limit, started: Point) -> tuple[Found, list[Point]]:
         """Sweep the price of an error, measure plans near the limit, and choose.
@@ -430,7 +430,7 @@ class PlanSearch:
     def _converts(self) -> tuple[Captured, Mapping[str, torch.Tensor], torch.device]:
         """The arguments of a converter."""
         captured = captured_of(self.variant)
-        return captured, self.base._held(), cast("VariantMaker", self.base._maker).device or captured.device
+        return captured, self.base._held(), self.base._original.device or captured.device
 
     def _plan_of(self, converter: Converter) -> Plan:
         return converter.decide(*self._converts)

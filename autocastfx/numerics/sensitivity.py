@@ -25,7 +25,7 @@ from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.numerics.node_effects import NodeEffects, Replay, errors_at, write_out_of_place
 from autocastfx.numerics.probe_run import ProbeRun
 from autocastfx.numerics.segments import derivable
-from autocastfx.passes.pipeline import VariantMaker
+from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Prices
 from autocastfx.plan.ranges import mode_of
 from autocastfx.plan.sensitivity import TARGETS, Sensitivity, shared_directions
@@ -141,7 +141,7 @@ class Measuring:
 
     def add(self, batch: Any) -> None:
         """Measure one more batch."""
-        converter = cast("VariantMaker", self.amp_model._maker).converter
+        converter = cast("Converter", self.amp_model._original.converter)
         refuse_unpredicted(converter)
         args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
         check_fits(self.amp_model, args, kwargs)
@@ -187,12 +187,12 @@ class Measuring:
             batch: to measure on.
             share: by how much it changes what jumps, over by how much that was changed to see jumps, squared.
         """
-        maker = cast("VariantMaker", self.amp_model._maker)
-        converter = replace(maker.converter, prices=Prices(one))
+        original = self.amp_model._original
+        converter = replace(cast("Converter", original.converter), prices=Prices(one))
         plan = converter(captured_of(variant), self.amp_model._held(), torch.device(variant.plan.device)).plan
         true = 0.0
-        if maker.model is not None:
-            judge = TargetDistance(maker.model, [batch], self.loss_fn, self.of, self.inputs)
+        if original.model is not None:
+            judge = TargetDistance(original.model, [batch], self.loss_fn, self.of, self.inputs)
             true = judge(self.amp_model, converter.low)
         return replace(
             one,

@@ -21,7 +21,7 @@ from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction
 from autocastfx.numerics.plan_search import Budget, Limit, PlanSearch, Point
 from autocastfx.numerics.sensitivity import Measuring, check_choices, check_fits
-from autocastfx.passes.pipeline import VariantMaker
+from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan, Prices
 from autocastfx.plan.sensitivity import Sensitivity, added, rms
 from autocastfx.policy.op_list import OpList, OpListLike
@@ -249,7 +249,7 @@ def tune(
             f"{base.plan.low}: measure it alike."
         )
     else:
-        refuse_unpredicted(cast("VariantMaker", base._maker).converter)
+        refuse_unpredicted(cast("Converter", base._original.converter))
         warn_of_unmatched_effects(base, sensitivity, stacklevel=2)
     judge = TargetDistance(model, given[-held_out:], loss_fn, of, inputs)
     with stage("choosing plans"):

@@ -9,14 +9,9 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from autocastfx.capture.call import Call, CallSignature
-from autocastfx.capture.draft.draft import capture_symbolically
-from autocastfx.capture.export import Captured, capture
-from autocastfx.capture.leave_intact import own_thread_state
-from autocastfx.capture.progress import stage
+from autocastfx.capture.export import Captured
 from autocastfx.capture.shape_guard import shape_guard
 from autocastfx.dtypes import dtype_name
-from autocastfx.errors import CaptureError
 from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import copy_graph, dtypes, elements, module_path, origin
@@ -35,13 +30,12 @@ from autocastfx.passes.verify import Verify
 from autocastfx.passes.widen import InsertWidenings, WidenNodes
 from autocastfx.plan.plan import Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed, Traffic
 from autocastfx.plan.ranges import Key, key_of, mode_of
-from autocastfx.plan.sensitivity import Effect, Sensitivity, Signature, rms
-from autocastfx.runtime.module_tree import foreseen
+from autocastfx.plan.sensitivity import Effect, Signature, rms
 from autocastfx.runtime.operators.casts import cast_if, saturating_cast
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.working_copies import working_copy
 
-__all__ = ["FOLLOW_PIPELINE", "PIPELINE", "WIDEN_PIPELINE", "ConvertedGraph", "Converter", "VariantMaker"]
+__all__ = ["FOLLOW_PIPELINE", "PIPELINE", "WIDEN_PIPELINE", "ConvertedGraph", "Converter"]
 
 
 PIPELINE: tuple[type[Pass], ...] = (
@@ -305,99 +299,3 @@ def _planned_copies(graph: fx.Graph) -> list[PlannedCopy]:
 
 def _dtype_names(found: tuple[torch.dtype, ...]) -> str:
     return ",".join(dtype_name(d) for d in found)
-
-
-# Makes the variants of a converted model, by capture and conversion.
-
-_WITHOUT_MODEL = {
-    False: "the original model is not at hand",
-    True: 'weights="low" keeps no original: convert it again, in evaluation, with the inputs of this call',
-}
-
-
-def _tell_nothing(_: Any) -> None:
-    """Leave what matches nothing unsaid: whoever makes variants tells it."""
-
-
-@dataclass(frozen=True)
-class VariantMaker:
-    """Makes variants: from a call, while the caller's model is at hand; or from what was captured, for a device."""
-
-    converter: Converter
-    model: nn.Module | None
-    signature: CallSignature
-    leaves: tuple[str, ...]
-    device: torch.device | None
-    baked: bool
-    tell_unmatched: Callable[[Any], None] = _tell_nothing  # called with the converted model, if its first call captures
-    kept_name: str = ""  # of the model's class, once the model is gone
-    switched: tuple[tuple[bool, ...], tuple[bool, ...]] | None = None  # what eval() and train() of the model gave, then
-
-    @property
-    def class_name(self) -> str:
-        """The name of the model's class."""
-        return type(self.model).__name__ if self.model is not None else self.kept_name
-
-    @property
-    def weights(self) -> str:
-        """The conversion's choice of where 16-bit weights come from."""
-        return self.converter.weights
-
-    @property
-    def fold(self) -> str:
-        """The conversion's level of folding."""
-        return self.converter.fold
-
-    @property
-    def sensitivity(self) -> Sensitivity | None:
-        """The measurement by which plans predict their errors."""
-        return self.converter.prices.sensitivity if self.converter.prices is not None else None
-
-    def capture(self, call: Call, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor], sizes: str) -> Variant:
-        """Capture the model as it runs ``call`` in ``modes``, and convert the graph.
-
-        Raises:
-            CaptureError: the model is not at hand, or cannot be captured.
-        """
-        if self.model is None:
-            raise CaptureError(_WITHOUT_MODEL[self.weights == "low"])
-        with own_thread_state():
-            with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode"):
-                found = capture(
-                    self.model,
-                    self.signature,
-                    call,
-                    training=modes,
-                    held=held,
-                    leaves=self.leaves,
-                    sizes=sizes,
-                    follows=self.converter.op_list.placement == "follow",
-                )
-            return self.rebuild(found, held, self.device or found.device)
-
-    def draft(self, modes: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> Variant:
-        """Capture the model without inputs, and convert the graph.
-
-        Raises:
-            CaptureError: the model is not at hand, or its code cannot be traced.
-        """
-        if self.model is None:
-            raise CaptureError("the original model is not at hand")
-        if self.converter.op_list.placement == "follow":
-            raise CaptureError("an op list that follows torch.autocast's dispatch needs the inputs' dtypes and sizes")
-        if self.converter.is_low_model:
-            raise CaptureError("what a 16-bit model has in float32 shows in the dtypes of a call's values")
-        found = capture_symbolically(self.model, self.signature, training=modes, held=held, leaves=self.leaves)
-        return self.rebuild(found, held, self.device or found.device)
-
-    def rebuild(self, captured: Captured, held: Mapping[str, torch.Tensor], device: torch.device) -> Variant:
-        """Convert what was captured, for ``device``."""
-        with stage(f"converting {len(captured.graph.nodes)} nodes for {device.type}"):
-            return self.converter(captured, held, device)
-
-    def without_model(self) -> VariantMaker:
-        """A maker that can convert what was captured, but capture nothing more."""
-        if self.model is None:
-            return self
-        modes = (foreseen(self.model, training=False).modes, foreseen(self.model, training=True).modes)
-        return replace(self, model=None, kept_name=self.class_name, switched=modes)

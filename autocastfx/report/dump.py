@@ -182,8 +182,9 @@ def _view(amp_model: AmpModule, number: int) -> View:
     mode = "mixed modes" if variant.mode == "mixed" else f"{variant.mode} mode"
     what = "draft " if variant.plan.unverified else ""
     words = f"{what}{number + 1} of {len(variants)}, {mode}, called with {variant.structure}"
-    shown = replace(view(amp_model, variant, words), model=amp_model._maker.class_name)
-    measured = amp_model._maker.sensitivity
+    shown = replace(view(amp_model, variant, words), model=amp_model._original.class_name)
+    prices = amp_model._original.converter.prices
+    measured = prices.sensitivity if prices is not None else None
     return shown if measured is None else replace(shown, predicted=PredictedError.by(measured, shown.mode))
 
 

@@ -100,11 +100,11 @@ def model_facts(model: nn.Module) -> ModelFacts:
     Raises:
         ValueError: the environment variable SOURCE_DATE_EPOCH is not a number of seconds.
     """
-    original = model._maker.model if isinstance(model, AmpModule) else model
+    original = model._original.model if isinstance(model, AmpModule) else model
     return ModelFacts(
         name=type(original).__name__ if original is not None else "",
         parameters=sum(p.numel() for p in model.parameters()),
-        fold=model._maker.fold if isinstance(model, AmpModule) else fold_of(model),
+        fold=model._original.converter.fold if isinstance(model, AmpModule) else fold_of(model),
         date=_date(os.environ.get(_DATE)),
         autocastfx=version("autocastfx"),
         torch=str(torch.__version__),

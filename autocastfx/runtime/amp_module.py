@@ -39,7 +39,7 @@ from autocastfx.runtime.module_tree import (
 )
 from autocastfx.runtime.stored_low import own_tensors, refuse_gradients, refuse_training, stored_low
 from autocastfx.runtime.variant import Variant
-from autocastfx.runtime.variant_table import Maker, Modes, VariantTable, up_to_date
+from autocastfx.runtime.variant_table import Modes, Original, VariantTable, up_to_date
 from autocastfx.runtime.working_copies import WorkingCopies
 
 __all__ = ["AmpModule", "Variant"]
@@ -50,7 +50,7 @@ __all__ = ["AmpModule", "Variant"]
 
 def model_text(table: VariantTable, modes: Modes) -> str:
     """Return class, dtype, device and the counts of the variant that is shown in ``modes``; what holds without one."""
-    name, variant = f"AmpModule of {table.maker.class_name}", table.active(modes)
+    name, variant = f"AmpModule of {table.original.class_name}", table.active(modes)
     if variant is None:
         return f"{name}, captured at its first call"
     plan, runs = variant.plan, Counter(node.placement.run for node in variant.plan.nodes)
@@ -129,26 +129,26 @@ class AmpModule(fx.GraphModule):
     Of a model converted without inputs they show a draft, until the first call captures the variants that run.
     """
 
-    def __new__(cls, model: nn.Module, signature: CallSignature, maker: Maker) -> AmpModule:
+    def __new__(cls, model: nn.Module, signature: CallSignature, original: Original) -> AmpModule:
         """GraphModule makes a class for each instance; here models of one class share one, so that they can stack."""
-        if maker.model is None:
-            return super().__new__(cls, model, signature, maker)
-        return object.__new__(class_of_converted(type(maker.model), AmpModule))
+        if original.model is None:
+            return super().__new__(cls, model, signature, original)
+        return object.__new__(class_of_converted(type(original.model), AmpModule))
 
-    def __init__(self, model: nn.Module, signature: CallSignature, maker: Maker) -> None:
+    def __init__(self, model: nn.Module, signature: CallSignature, original: Original) -> None:
         super().__init__(nn.Module(), fx.Graph())
         self._lineno_map: dict[int, int | None] = {}  # Dynamo reads it; this class's forward is not a graph's code
         self._signature = signature
-        self._maker = maker
+        self._original = original
         self._observers: tuple[Observer, ...] = ()
         self._autocastfx_copies = WorkingCopies(self)
         mirror(model, self, {id(model): self}, is_tree=type(model) is nn.Module)  # as _tree makes it
         self._own_modules = tuple(m for m in self.modules() if m is self or isinstance(m, Part))
-        self._original_modes = OriginalModes(maker.model)
+        self._original_modes = OriginalModes(original.model)
         self._table = "_variants"
         while self._table in self._modules:  # a model that was converted before, and exported, holds one already
             self._table += "_"
-        self.add_module(self._table, VariantTable(self._table, maker))
+        self.add_module(self._table, VariantTable(self._table, original))
         self._ddp_params_and_buffers_to_ignore = self._mounted.constants  # the same on every rank
         self.forward = MethodType(signed_forward(signature), self)
 
@@ -162,7 +162,7 @@ class AmpModule(fx.GraphModule):
         """
         call = self._signature.bind(args, kwargs)
         if not torch.compiler.is_compiling() and (hooks := self._mounted.hooks).is_due:
-            hooks.tell_late(self, self._own_modules, self._maker.model if self.variants else None)
+            hooks.tell_late(self, self._own_modules, self._original.model if self.variants else None)
         variant = self._variant_of(call)
         kind = variant.autocast
         function = variant.function
@@ -192,7 +192,7 @@ class AmpModule(fx.GraphModule):
 
     @property
     def _is_low(self) -> bool:
-        return self._maker.weights == "low"
+        return self._original.is_low
 
     def _variant_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Variant:
         """The variant that such a call runs; captured now if there is none yet.
@@ -227,7 +227,7 @@ class AmpModule(fx.GraphModule):
             modes = self._modes()
             if not self.variants:
                 first = self._mounted.capture_modes(call, modes, self._held())
-                self._maker.tell_unmatched(self)
+                self._original.tell_unmatched(self)
                 return first
             read_again(self._own_modules)
             made = self._mounted.fitting(call, modes)  # meanwhile, by another thread
@@ -266,7 +266,7 @@ class AmpModule(fx.GraphModule):
 
     def _not_captured(self) -> NotCapturedError:
         try:
-            self._maker.draft(self._modes(), self._held())
+            self._original.draft(self._modes(), self._held())
         except CaptureError as error:
             return NotCapturedError(
                 f"there is no graph to show before the first call: {error}. Call the model once, or give convert the "
@@ -322,12 +322,12 @@ class AmpModule(fx.GraphModule):
         """
         if self._is_low and mode:
             refuse_training()
-        if self._maker.baked:
+        if self._original.baked:
             raise UnsupportedError(
                 "the model came out of torch.export, which bakes in the mode it was exported in. Convert the module "
                 "that was exported instead."
             )
-        model, known = self._maker.model, self._maker.switched
+        model, known = self._original.model, self._original.switched
         if known is not None:
             set_modes(self._own_modules, known[mode])
         elif model is None or not switch(self._own_modules, model, self._held, training=mode):
@@ -355,7 +355,7 @@ class AmpModule(fx.GraphModule):
         names = frozenset[str].intersection(*(stored_low(v, low) for v in self.variants))
         held = self._held()
         own_tensors(self._own_modules, [held[name] for name in names if name in held], low)
-        self._maker = self._mounted.maker = self._maker.without_model()
+        self._original = self._mounted.original = self._original.without_model()
         for variant in self.variants:
             variant.captured = None  # it was decided for float32 weights
         self._original_modes = OriginalModes(None)
@@ -394,10 +394,10 @@ class AmpModule(fx.GraphModule):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            maker = self.__dict__.get("_maker")
-            if maker is None or maker.model is None or name.startswith("__"):
+            original = self.__dict__.get("_original")
+            if original is None or original.model is None or name.startswith("__"):
                 raise
-            return forwarded(maker.model, self, name, error)
+            return forwarded(original.model, self, name, error)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Add a module, which takes no other's place.
@@ -411,22 +411,23 @@ class AmpModule(fx.GraphModule):
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_replacing(self, name, value)
         if "_table" in self.__dict__ and name not in self.__dict__ and self._mounted.reads(name):
-            set_on_original(self._maker.model, name, value)
+            set_on_original(self._original.model, name, value)
         else:
             super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpModule:
         tree = copy.deepcopy(self._tree(), memo)
-        result = _rebuild(tree, self._signature, self._maker, [v.copied(memo) for v in self._shown])
+        result = _rebuild(tree, self._signature, self._original, [v.copied(memo) for v in self._shown])
         memo[id(self)] = result
         return result
 
     def __copy__(self) -> AmpModule:
-        return _rebuild(self._tree(), self._signature, self._maker, [v.copied(None) for v in self._shown])
+        return _rebuild(self._tree(), self._signature, self._original, [v.copied(None) for v in self._shown])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        maker = self._maker.without_model() if self.variants else self._maker  # which captures at the first call
-        return (_rebuild, (self._tree(), self._signature, maker, up_to_date(self._shown)))
+        has_captured = bool(self.variants)  # else the model is needed, for the first call captures
+        original = self._original.without_model() if has_captured else self._original
+        return (_rebuild, (self._tree(), self._signature, original, up_to_date(self._shown)))
 
     def _tree(self) -> nn.Module:
         """The mirrored modules without the variants, as a plain module."""
@@ -438,8 +439,8 @@ class AmpModule(fx.GraphModule):
         return tree
 
 
-def _rebuild(tree: nn.Module, signature: CallSignature, maker: Maker, variants: list[Variant]) -> AmpModule:
-    result = AmpModule(tree, signature, maker)
+def _rebuild(tree: nn.Module, signature: CallSignature, original: Original, variants: list[Variant]) -> AmpModule:
+    result = AmpModule(tree, signature, original)
     for key in tree.__dict__:
         if "_hooks" in key:  # and which of them take keywords
             result.__dict__[key] = tree.__dict__[key]

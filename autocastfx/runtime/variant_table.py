@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol, cast
 
@@ -14,17 +15,21 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from autocastfx.capture.call import Call, CallSignature
-from autocastfx.capture.leave_intact import capturing
+from autocastfx.capture.draft.draft import capture_symbolically
+from autocastfx.capture.export import Captured, capture
+from autocastfx.capture.leave_intact import capturing, own_thread_state
+from autocastfx.capture.progress import stage
 from autocastfx.capture.python_state import has_hooks, later_hooks, later_process_hooks, names_of, unfollowed_names
 from autocastfx.errors import CaptureError, ManyVariantsWarning, StateWarning, UnsupportedError, VariantError, shown
 from autocastfx.graph.node import uses
-from autocastfx.plan.plan import Precision
-from autocastfx.plan.sensitivity import Sensitivity
+from autocastfx.plan.plan import Precision, Prices
+from autocastfx.plan.ranges import mode_of
 from autocastfx.policy.kernel_facts import PARAMETERS, load_kernel_facts
+from autocastfx.policy.op_list import OpList
 from autocastfx.runtime.module_tree import foreseen
 from autocastfx.runtime.variant import Variant
 
-__all__ = ["HookWatch", "VariantTable", "up_to_date"]
+__all__ = ["HookWatch", "Original", "VariantTable", "up_to_date"]
 
 
 # Tell of hooks on modules that calls of a converted model do not run.
@@ -98,52 +103,120 @@ Held = Mapping[str, torch.Tensor]  # parameters and buffers by the original's na
 Modes = tuple[bool, ...]  # the training flag of each module of the original
 
 
-class Maker(Protocol):
-    """Makes variants for an ``AmpModule``, which itself imports no pass."""
+class Converts(Protocol):
+    """Makes a variant of a captured graph, for a device. An ``AmpModule`` itself imports no pass."""
 
     @property
-    def model(self) -> nn.Module | None: ...
-
-    @property
-    def signature(self) -> CallSignature: ...
-
-    @property
-    def baked(self) -> bool: ...
+    def op_list(self) -> OpList: ...
 
     @property
     def weights(self) -> str: ...
 
     @property
-    def class_name(self) -> str: ...
-
-    @property
     def fold(self) -> str: ...
 
     @property
-    def sensitivity(self) -> Sensitivity | None: ...
+    def prices(self) -> Prices | None: ...
 
     @property
-    def switched(self) -> tuple[Modes, Modes] | None:
-        """The modes that the model's ``eval`` and ``train`` gave, once the model is gone."""
-        ...
+    def is_low_model(self) -> bool: ...
+
+    def __call__(self, captured: Captured, tensors: Held, device: torch.device) -> Variant: ...
+
+
+def _tell_nothing(_: Any) -> None:
+    """Leave what matches nothing unsaid: whoever converts tells it."""
+
+
+@dataclass(frozen=True)
+class Original:
+    """What a converted model was made from, and how more of its variants are made.
+
+    Attributes:
+        converter: makes variants of captured graphs.
+        model: the caller's; None once it is not at hand: then nothing more is captured.
+        signature: of its forward.
+        leaves: dotted paths of the functions that capture keeps whole.
+        device: that the conversion was asked for; None for the one that a graph was captured on.
+        baked: the model came out of torch.export, with one mode.
+        tell_unmatched: warns of what was given to the conversion and matches nothing; called with the converted model,
+            if its first call captures.
+        kept_name: of the model's class, once the model is gone.
+        switched: the modes that its ``eval`` and ``train`` gave, then.
+    """
+
+    converter: Converts
+    model: nn.Module | None
+    signature: CallSignature
+    leaves: tuple[str, ...]
+    device: torch.device | None
+    baked: bool
+    tell_unmatched: Callable[[Any], None] = _tell_nothing
+    kept_name: str = ""
+    switched: tuple[Modes, Modes] | None = None
 
     @property
-    def leaves(self) -> tuple[str, ...]:
-        """Dotted paths of the functions that capture keeps whole."""
-        ...
+    def class_name(self) -> str:
+        """The name of the model's class."""
+        return type(self.model).__name__ if self.model is not None else self.kept_name
 
     @property
-    def tell_unmatched(self) -> Callable[[Any], None]:
-        """Warns of what was given to the conversion of a model, and matches nothing in its variants."""
-        ...
+    def is_low(self) -> bool:
+        """True if its weights are stored in 16 bits."""
+        return self.converter.weights == "low"
 
-    def capture(self, call: Call, modes: Modes, held: Held, sizes: str) -> Variant: ...
+    def capture(self, call: Call, modes: Modes, held: Held, sizes: str) -> Variant:
+        """Capture the model as it runs ``call`` in ``modes``, and convert the graph.
 
-    def draft(self, modes: Modes, held: Held) -> Variant: ...
+        Raises:
+            CaptureError: the model is not at hand, or cannot be captured.
+        """
+        if self.model is None and self.is_low:
+            raise CaptureError(
+                'weights="low" keeps no original: convert it again, in evaluation, with the inputs of this call'
+            )
+        if self.model is None:
+            raise CaptureError("the original model is not at hand")
+        follows = self.converter.op_list.placement == "follow"
+        with own_thread_state():
+            with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode"):
+                leaves, signature = self.leaves, self.signature
+                captured = capture(
+                    *(self.model, signature, call),
+                    training=modes,
+                    held=held,
+                    leaves=leaves,
+                    sizes=sizes,
+                    follows=follows,
+                )
+            return self.convert(captured, held, self.device or captured.device)
 
-    def rebuild(self, captured: Any, held: Held, device: torch.device) -> Variant: ...
+    def draft(self, modes: Modes, held: Held) -> Variant:
+        """Capture the model without inputs, and convert the graph.
 
-    def without_model(self) -> Maker: ...
+        Raises:
+            CaptureError: the model is not at hand, or its code cannot be traced.
+        """
+        if self.model is None:
+            raise CaptureError("the original model is not at hand")
+        if self.converter.op_list.placement == "follow":
+            raise CaptureError("an op list that follows torch.autocast's dispatch needs the inputs' dtypes and sizes")
+        if self.converter.is_low_model:
+            raise CaptureError("what a 16-bit model has in float32 shows in the dtypes of a call's values")
+        captured = capture_symbolically(self.model, self.signature, training=modes, held=held, leaves=self.leaves)
+        return self.convert(captured, held, self.device or captured.device)
+
+    def convert(self, captured: Captured, held: Held, device: torch.device) -> Variant:
+        """Convert what was captured, for ``device``."""
+        with stage(f"converting {len(captured.graph.nodes)} nodes for {device.type}"):
+            return self.converter(captured, held, device)
+
+    def without_model(self) -> Original:
+        """The same, but what was captured is all that can be converted."""
+        if self.model is None:
+            return self
+        modes = (foreseen(self.model, training=False).modes, foreseen(self.model, training=True).modes)
+        return replace(self, model=None, kept_name=self.class_name, switched=modes)
 
 
 class VariantTable(nn.ModuleList):
@@ -151,14 +224,14 @@ class VariantTable(nn.ModuleList):
 
     Attributes:
         path: the table's path in its owner.
-        maker: makes further variants.
+        original: makes further variants.
         constants: names, in the owner, of the tensors that variants own.
         hooks: tells of hooks that do not run.
     """
 
-    def __init__(self, path: str, maker: Maker) -> None:
+    def __init__(self, path: str, original: Original) -> None:
         super().__init__()
-        self.path, self.maker = path, maker
+        self.path, self.original = path, original
         self.constants: list[str] = []
         self.hooks = HookWatch()
 
@@ -238,10 +311,10 @@ class VariantTable(nn.ModuleList):
         with capturing():
             known = next((v.captured for v in self.captured if v.captured is not None), None)
             sizes = known.sizes if known is not None else "all"  # do not repeat an attempt that was too slow
-            variant = self.maker.capture(call, modes, held, sizes)
+            variant = self.original.capture(call, modes, held, sizes)
             self._warn_of_changes(variant)
             self._warn_of_padding(variant)
-            self.hooks.tell_captured(self.maker.model)
+            self.hooks.tell_captured(self.original.model)
             return self.add(variant)
 
     def _warn_of_changes(self, variant: Variant) -> None:
@@ -285,8 +358,8 @@ class VariantTable(nn.ModuleList):
 
     def _switched(self) -> list[Modes]:
         """Return the modes that the original has after ``train`` and ``eval``, if they change nothing else."""
-        model = self.maker.model
-        if self.maker.baked or model is None:
+        model = self.original.model
+        if self.original.baked or model is None:
             return []
         both = [foreseen(model, training=training) for training in (True, False)]
         return list(dict.fromkeys(one.modes for one in both if not one.changes))
@@ -299,7 +372,7 @@ class VariantTable(nn.ModuleList):
         """
         for modes in dict.fromkeys([now, *self._switched()]):
             with capturing(), suppress(CaptureError):
-                self.add(self.maker.draft(modes, held))
+                self.add(self.original.draft(modes, held))
 
     def add(self, variant: Variant) -> Variant:
         """Mount ``variant`` as the last one. The first variant captured from inputs replaces the drafts."""
@@ -308,8 +381,8 @@ class VariantTable(nn.ModuleList):
         return self._mount(len(self), variant)
 
     def _mount(self, index: int, variant: Variant) -> Variant:
-        variant.mount(f"{self.path}.{index}", self.maker.signature)
-        variant.watch(self.maker.model)
+        variant.mount(f"{self.path}.{index}", self.original.signature)
+        variant.watch(self.original.model)
         if index == len(self):
             self.append(variant)
         else:
@@ -346,7 +419,7 @@ class VariantTable(nn.ModuleList):
         for index, variant in enumerate(self.shown):
             moved = variant
             if variant.captured is not None and device.type != variant.device.type:
-                moved = self._mount(index, self.maker.rebuild(variant.captured, held, device).to(device))
+                moved = self._mount(index, self.original.convert(variant.captured, held, device).to(device))
             moved.move(device)
 
 

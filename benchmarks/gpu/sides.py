@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,10 @@ from autocastfx.capture.call import CallSignature
 from autocastfx.capture.export import Captured
 from autocastfx.capture.leave_intact import capturing
 from autocastfx.dtypes import dtype_name
-from autocastfx.passes.pipeline import Converter, VariantMaker
+from autocastfx.passes.pipeline import Converter
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
+from autocastfx.runtime.variant_table import Original
 from benchmarks.gpu.models import built
 from benchmarks.training import SIDES, Setting, Training, adamw, training_of
 
@@ -53,9 +53,8 @@ class Source:
         if (dtype, weights, fold) in self.prepared:
             return self.prepared.pop((dtype, weights, fold))
         signature = CallSignature.of(self.model.forward)
-        amp_model = AmpModule(self.model, signature, _maker(self.model, signature, dtype, weights, fold))
-        maker: Any = amp_model._maker
-        amp_model._mounted.add(maker.rebuild(self.captured, amp_model._held(), self.captured.device))
+        amp_model = AmpModule(self.model, signature, _original(self.model, signature, dtype, weights, fold))
+        amp_model._mounted.add(amp_model._original.convert(self.captured, amp_model._held(), self.captured.device))
         return amp_model
 
     def side(self, name: str, setting: Setting, *, shares_state: bool = False) -> Training:
@@ -82,7 +81,7 @@ def source(name: str, device: str, *, dropout: bool = True) -> Source:
     """Build a model and capture it in training mode."""
     model, inputs = built(name, device, dropout=dropout)
     signature = CallSignature.of(model.forward)
-    amp_model = AmpModule(model, signature, _maker(model, signature, torch.bfloat16, "cast", "exact"))
+    amp_model = AmpModule(model, signature, _original(model, signature, torch.bfloat16, "cast", "exact"))
     with capturing():
         call = signature.bind((), inputs)
         variant = amp_model._mounted.capture(call, amp_model._modes(), amp_model._held())
@@ -91,7 +90,7 @@ def source(name: str, device: str, *, dropout: bool = True) -> Source:
     return Source(model, inputs, variant.captured)
 
 
-def _maker(model: nn.Module, signature: CallSignature, dtype: torch.dtype, weights: str, fold: str) -> VariantMaker:
+def _original(model: nn.Module, signature: CallSignature, dtype: torch.dtype, weights: str, fold: str) -> Original:
     lists = kept_in_float32(model, dtype).merged(load_op_list("default", default=dtype_name(dtype)))  # as convert does
     converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype=False, fold=fold, weights=weights)
-    return VariantMaker(converter, model, signature, lists.functions(), None, baked=False)
+    return Original(converter, model, signature, lists.functions(), None, baked=False)

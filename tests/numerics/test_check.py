@@ -18,8 +18,7 @@ from torch.nn import functional
 import autocastfx
 from autocastfx.capture.export import Captured
 from autocastfx.errors import CalibrationError, CaptureError, SensitivityError, UncheckedWarning, UnsupportedError
-from autocastfx.passes import pipeline
-from autocastfx.runtime import behaviour
+from autocastfx.runtime import behaviour, variant_table
 from tests.helpers import heard
 
 aten: Any = torch.ops.aten
@@ -139,7 +138,7 @@ FAULTS: dict[str, Callable[[fx.Graph], None]] = {
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[fx.Graph], None]], None]:
     """Edit each captured graph."""
-    own = pipeline.capture
+    own = variant_table.capture
 
     def plant(edit: Callable[[fx.Graph], None]) -> None:
         def capture(*args: Any, **kwargs: Any) -> Captured:
@@ -148,7 +147,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[fx.Graph], N
             found.graph.lint()
             return replace(found)
 
-        monkeypatch.setattr(pipeline, "capture", capture)
+        monkeypatch.setattr(variant_table, "capture", capture)
 
     return plant
 

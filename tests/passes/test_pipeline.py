@@ -15,7 +15,7 @@ import autocastfx
 from autocastfx.errors import BannedOpError
 from autocastfx.numerics.sensitivity import captured_of
 from autocastfx.passes.insert_casts import InsertCasts
-from autocastfx.passes.pipeline import VariantMaker
+from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
 from autocastfx.policy.op_list import OpList
 
@@ -49,7 +49,7 @@ def low_gpt2() -> tuple[nn.Module, dict[str, Any]]:
 def both(model: nn.Module, batch: Mapping[str, Any], **options: Any) -> tuple[Plan, Plan]:
     """The plan of a conversion, and the decisions alone."""
     amp_model = autocastfx.convert(model, (), batch, dtype="bfloat16", **options)
-    captured, converter = captured_of(amp_model.variants[0]), cast("VariantMaker", amp_model._maker).converter
+    captured, converter = captured_of(amp_model.variants[0]), cast("Converter", amp_model._original.converter)
     return amp_model.variants[0].plan, converter.decide(captured, amp_model._held(), torch.device("cpu"))
 
 
@@ -82,7 +82,7 @@ def small() -> autocastfx.AmpModule:
 
 
 def test_decisions_refuse_what_the_list_bans(small: autocastfx.AmpModule) -> None:
-    converter = cast("VariantMaker", small._maker).converter
+    converter = cast("Converter", small._original.converter)
     ban = OpList.of({"modules": [{"path": "**", "ops": ["tanh"], "category": "ban"}]})
     banning = replace(converter, op_list=converter.op_list.merged(ban))
     with pytest.raises(BannedOpError, match="tanh"):
@@ -90,7 +90,7 @@ def test_decisions_refuse_what_the_list_bans(small: autocastfx.AmpModule) -> Non
 
 
 def test_nothing_is_rewritten_for_decisions(small: autocastfx.AmpModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured, converter = captured_of(small.variants[0]), cast("VariantMaker", small._maker).converter
+    captured, converter = captured_of(small.variants[0]), cast("Converter", small._original.converter)
     before = str(captured.graph)
 
     def refuse(self: InsertCasts, state: Any) -> Any:

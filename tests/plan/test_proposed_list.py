@@ -34,10 +34,10 @@ def test_the_list_of_a_reason_turns_its_node_around(name: str, tmp_path: Path) -
     offered = Reasons(view.rows).of(view.plan[name]).op_list
     path = tmp_path / "mine.yaml"
     path.write_text(offered, encoding="utf-8")
-    maker = converted("encoder_layer")._maker
-    assert maker.model is not None
+    original = converted("encoder_layer")._original
+    assert original.model is not None
     inputs = torch.randn(2, 9, 16), torch.zeros(2, 1, 9, 9)
-    again = autocastfx.convert(maker.model, inputs, op_list=["default", str(path)])
+    again = autocastfx.convert(original.model, inputs, op_list=["default", str(path)])
     assert again.plan[name].placement.run is not view.plan[name].placement.run
 
 

@@ -65,7 +65,7 @@ def only_its_modes(name: str) -> Generator[None, None, None]:
 
     def draft_one(self: VariantTable, now: tuple[bool, ...], held: Mapping[str, torch.Tensor]) -> None:
         with suppress(CaptureError):
-            self.add(self.maker.draft(now, held))
+            self.add(self.original.draft(now, held))
 
     one = {"capture_modes": VariantTable.capture, "draft": draft_one}
     with mock.patch.multiple(VariantTable, **one):

@@ -289,7 +289,7 @@ def test_slow_convolutions_are_warned_of() -> None:
 def test_a_copy_captures_at_its_own_first_call(make: Callable[[Any], Any], kind: type[Net], x: Tensor) -> None:
     """Until something is captured a pickle holds the original, as that of any model does: there is nothing else."""
     amp_model = autocastfx.convert(kind(), dtype=LOW)
-    expected = step(autocastfx.convert(copy.deepcopy(amp_model._maker.model), (x,), dtype=LOW), x)
+    expected = step(autocastfx.convert(copy.deepcopy(amp_model._original.model), (x,), dtype=LOW), x)
     again = make(amp_model)
     assert again.a.weight is not amp_model.a.weight
     assert again.variants == ()
