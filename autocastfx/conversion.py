@@ -167,30 +167,19 @@ def convert(
         (args, kwargs), is_given = model.example_inputs, True
     elif not (is_given or calibrate is None or isinstance(calibrate, (Ranges, str, os.PathLike))):
         (args, kwargs, calibrate), is_given = first_call(calibrate), True
-    own = one_low_dtype(p.dtype for p in module.parameters())
-    low = chosen_dtype(own if dtype is None else dtype, target or device_of(module, args, kwargs))
-    lists = load_op_list(op_list, default=dtype_name(low))
-    follows = lists.placement == "follow"  # torch.autocast's dispatch casts 16-bit values, too
-    if follows:
-        own, low = None, chosen_dtype(dtype, target or device_of(module, args, kwargs))
-    if conversion_is_off():
-        lists, calibrate, plan, recompose = load_op_list("float32"), None, None, False
-    elif not follows:
-        lists = replace(kept_in_float32(module, low).merged(lists), name=lists.name)
-    if own is not None:
-        given = {"recompose": recompose, "calibrate": calibrate, "sensitivity": sensitivity}
-        refuse_for_low_model(module, own, dtype=low, weights=weights, fold=fold, **given)
-        recompose = False
-    edited = None if plan is None else read_plan(plan)
-    patterns = chosen(recompose)
-    facts = load_kernel_facts()
-    converter = Converter(lists, facts, low, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights)
-    converter = replace(converter, is_low_model=own is not None)
-    if calibrate is not None:
-        converter = replace(converter, ranges=ranges_of(calibrate, model, converter.op_list), headroom=headroom)
-    if sensitivity is not None:
-        refuse_unpredicted(converter)
-        converter = replace(converter, prices=Prices(_sensitivity(sensitivity, dtype_name(low))))
+    converter = _recipe(
+        *(model, module, target or device_of(module, args, kwargs)),
+        dtype=dtype,
+        op_list=op_list,
+        keep_output_dtype=keep_output_dtype,
+        fold=fold,
+        weights=weights,
+        calibrate=calibrate,
+        headroom=headroom,
+        plan=plan,
+        recompose=recompose,
+        sensitivity=sensitivity,
+    )
     if weights == "low" and not is_given:
         raise UnsupportedError(
             'weights="low" keeps no original that could be captured at the first call: give convert the inputs of one '
@@ -218,12 +207,60 @@ def convert(
                 raise CaptureError(f"check=True could compare no call: {missing}. Give other example inputs.")
             if not check:
                 _check_unasked(amp_model, module, (args, dict(kwargs)), time.perf_counter() - started)
-    warn_of_slow_kernels(amp_model, low)
+    warn_of_slow_kernels(amp_model, converter.low)
     if amp_model.variants:  # else the first call captures, and tells
         _tell_unmatched(amp_model, stacklevel=3, ranges=isinstance(calibrate, (Ranges, str, os.PathLike)))
     if weights == "low":
-        amp_model._store_low(low)
+        amp_model._store_low(converter.low)
     return amp_model
+
+
+def _recipe(
+    model: nn.Module | fx.GraphModule | ExportedProgram,
+    module: nn.Module,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | str | None,
+    op_list: OpListLike,
+    keep_output_dtype: bool,
+    fold: str,
+    weights: str,
+    calibrate: Ranges | str | os.PathLike[str] | Iterable[Any] | None,
+    headroom: float,
+    plan: Plan | str | Path | None,
+    recompose: bool | Sequence[str],
+    sensitivity: Sensitivity | str | os.PathLike[str] | None,
+) -> Converter:
+    """Read the lists, the plan and the measurements that were given: all that decides a conversion but the graph.
+
+    ``module`` is the one of ``model``, which itself is what ranges are measured with; it will run on ``device``. Other
+    arguments, and errors, are those of ``convert``.
+    """
+    own = one_low_dtype(p.dtype for p in module.parameters())
+    low = chosen_dtype(own if dtype is None else dtype, device)
+    lists = load_op_list(op_list, default=dtype_name(low))
+    follows = lists.placement == "follow"  # torch.autocast's dispatch casts 16-bit values, too
+    if follows:
+        own, low = None, chosen_dtype(dtype, device)
+    if conversion_is_off():
+        lists, calibrate, plan, recompose = load_op_list("float32"), None, None, False
+    elif not follows:
+        lists = replace(kept_in_float32(module, low).merged(lists), name=lists.name)
+    if own is not None:
+        given = {"recompose": recompose, "calibrate": calibrate, "sensitivity": sensitivity}
+        refuse_for_low_model(module, own, dtype=low, weights=weights, fold=fold, **given)
+        recompose = False
+    edited = None if plan is None else read_plan(plan)
+    patterns = chosen(recompose)
+    facts = load_kernel_facts()
+    converter = Converter(lists, facts, low, keep_output_dtype, fold, plan=edited, recompose=patterns, weights=weights)
+    converter = replace(converter, is_low_model=own is not None)
+    if calibrate is not None:
+        converter = replace(converter, ranges=ranges_of(calibrate, model, converter.op_list), headroom=headroom)
+    if sensitivity is not None:
+        refuse_unpredicted(converter)
+        converter = replace(converter, prices=Prices(_sensitivity(sensitivity, dtype_name(low))))
+    return converter
 
 
 def _tell_unmatched(amp_model: AmpModule, stacklevel: int = 2, *, ranges: bool = True) -> None:
