@@ -193,7 +193,7 @@ def convert(
     original = Original(converter, module, signature, converter.op_list.functions(), target, baked, _tell_unmatched)
     amp_model = AmpModule(module, signature, original)
     if is_given:
-        _capture_first(amp_model, _bound(signature, module, args, kwargs), module, original)
+        _capture_first(amp_model, _bind(signature, module, args, kwargs), module, original)
     else:
         amp_model._mounted.draft(amp_model._modes(), amp_model._held())
     if check and (weights == "low" or not is_given):
@@ -321,7 +321,7 @@ def _as_module(model: object) -> nn.Module:
     return module
 
 
-def _bound(signature: CallSignature, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def _bind(signature: CallSignature, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     try:
         return signature.bind(args, kwargs)
     except TypeError as error:

@@ -51,7 +51,7 @@ class Affine:
         """The number of dimensions."""
         return len(self.slopes)
 
-    def at(self, change: Callable[[Affine], Affine]) -> Affine:
+    def moved(self, change: Callable[[Affine], Affine]) -> Affine:
         """The same elements at other places."""
         return change(self)
 
@@ -97,7 +97,7 @@ class Chosen:
         """The number of dimensions."""
         return self.conditions[0].ndim
 
-    def at(self, change: Callable[[Affine], Affine]) -> Chosen:
+    def moved(self, change: Callable[[Affine], Affine]) -> Chosen:
         """The same elements at other places."""
         return replace(self, conditions=tuple(map(change, self.conditions)))
 
@@ -125,7 +125,7 @@ Known = Affine | Chosen
 
 def broadcast(known: Known, ndim: int) -> Known:
     """The same tensor, broadcast to ``ndim`` dimensions."""
-    return known.at(lambda affine: Affine(affine.start, (0,) * (ndim - affine.ndim) + affine.slopes))
+    return known.moved(lambda affine: Affine(affine.start, (0,) * (ndim - affine.ndim) + affine.slopes))
 
 
 def everywhere(number: Any, ndim: int) -> Affine:
@@ -173,7 +173,7 @@ def seen_through(node: fx.Node, held: Known) -> Known | None:
     """The result of the view, copy or cast ``node``, whose source is ``held``; None if it is not known."""
     before, after = tensors(node.all_input_nodes[0])[0], tensors(node)[0]
     places = _places(node, before, after)
-    return None if places is None else held.at(lambda affine: _placed(affine, places, after.ndim))
+    return None if places is None else held.moved(lambda affine: _placed(affine, places, after.ndim))
 
 
 def _placed(held: Affine, places: _Places, ndim: int) -> Affine:
@@ -429,7 +429,7 @@ def _indexed(node: fx.Node, held: Known, known: _Found) -> Known | None:
             total = total.plus(place, slope) if isinstance(place, Affine) else total
         return total
 
-    return held.at(composed)
+    return held.moved(composed)
 
 
 _OF_ONE: dict[str, Callable[[fx.Node, Known, _Found], Known | None]] = {

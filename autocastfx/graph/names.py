@@ -231,7 +231,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     If the names are unknown, positional arguments are left out.
     """
     if isinstance(node.target, OpOverload):
-        return _bound(node, node.target._schema)
+        return _by_name(node, node.target._schema)
     for signature in _signatures(node.target):
         try:
             bound = signature.bind(*node.args, **node.kwargs)
@@ -240,7 +240,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
         bound.apply_defaults()
         return dict(bound.arguments)
     fitting = (schema for schema in _schemas(op_name(node)) if _fits(node, schema))
-    return next((_bound(node, schema) for schema in fitting), dict(node.kwargs))
+    return next((_by_name(node, schema) for schema in fitting), dict(node.kwargs))
 
 
 def _schemas(op: str) -> list[Any]:
@@ -253,7 +253,7 @@ def _signatures(target: Any) -> list[inspect.Signature]:
     return get_signature_for_torch_op(target) or [] if inspect.isbuiltin(target) else []
 
 
-def _bound(node: fx.Node, schema: Any) -> dict[str, Any]:
+def _by_name(node: fx.Node, schema: Any) -> dict[str, Any]:
     found = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     found.update({a.name: given for a, given in zip(schema.arguments, node.args, strict=False)})
     return {**found, **node.kwargs}
