@@ -396,7 +396,8 @@ def compare_calls(
 ) -> Compared:
     """Run calls with a model and with another one that should do the same.
 
-    A call that the model itself refuses, or that gives Inf or NaN, is dropped. A model that does something else when it
+    A call that the model itself refuses, or that gives Inf or NaN, is dropped; where it is the backward alone that
+    does, forward is compared. A model that does something else when it
     is called again, from the same state, differs from any graph that does not.
 
     Args:
@@ -417,19 +418,27 @@ def compare_calls(
             if calls and began + took > ends:
                 dropped.append(f"{trial.name}: it would take too long")
                 continue
-            try:
-                original = behaviour_of(model, model, trial)
-            except CallError as error:
-                dropped.append(f"{trial.name}: the model raises {_said(error)}")
-                continue
-            if not original.is_comparable:
-                dropped.append(f"{trial.name}: the model gives Inf or NaN")
+            why, original = _original(model, trial)
+            if original is None and trial.learns:
+                trial = replace(trial, name=f"{trial.name}, forward alone", learns=False)  # it may be for inference
+                _, original = _original(model, trial)
+            if original is None:
+                dropped.append(f"{trial.name.removesuffix(', forward alone')}: {why}")
                 continue
             here = _differences_in(trial, model, other, original)
             calls.append(trial.name)
             found += here
             took = time.perf_counter() - began
     return Compared(tuple(found), tuple(calls), tuple(dropped))
+
+
+def _original(model: nn.Module, trial: Trial) -> tuple[str, Behaviour | None]:
+    """What the model does; or why it cannot be compared with."""
+    try:
+        original = behaviour_of(model, model, trial)
+    except CallError as error:
+        return f"the model raises {_said(error)}", None
+    return ("", original) if original.is_comparable else ("the model gives Inf or NaN", None)
 
 
 def _differences_in(trial: Trial, model: nn.Module, other: Callable[..., Any], original: Behaviour) -> list[Difference]:

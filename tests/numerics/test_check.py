@@ -156,7 +156,7 @@ def test_a_right_capture_passes() -> None:
     found = autocastfx.check(Net(), [inputs(), inputs(4)], dtype="bfloat16")
     assert found.ok, str(found)
     assert found.differences == ()
-    assert len(found.calls) == 8
+    assert len(found.calls) == 10  # forward alone, where what is written into would learn
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -351,16 +351,6 @@ def test_outputs_whose_members_have_no_names_are_compared(make: Callable[[Tensor
     autocastfx.convert(Returns(make), (x,), dtype="bfloat16", check=True)
 
 
-class Unlearnable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError("this has no gradient")
-
-
 class Calls(nn.Module):
     def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -370,9 +360,15 @@ class Calls(nn.Module):
         return self.call(self.a(x))
 
 
+def _refuse(y: Tensor) -> Tensor:
+    if not torch.compiler.is_exporting():
+        raise RuntimeError("not these numbers")
+    return y
+
+
 UNCOMPARABLE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "not finite": (lambda y: torch.log(-y.abs()), "the model gives Inf or NaN"),
-    "no backward": (Unlearnable.apply, "the model raises RuntimeError: this has no gradient"),
+    "refused": (lambda y: _refuse(y), "the model raises RuntimeError: not these numbers"),
 }
 
 
@@ -444,3 +440,23 @@ def test_outputs_that_mask_are_compared(planted: Callable[[Callable[[fx.Graph], 
     planted(lambda graph: _node(graph, aten.masked_fill.Scalar).update_arg(2, 0.0))
     with pytest.raises(CaptureError, match="output differs by"):
         autocastfx.convert(Chooses(), torch.randn(3, 4), dtype="bfloat16")
+
+
+class Unlearnable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("this has no gradient")
+
+
+def test_a_model_without_a_backward_is_compared_forward(planted: Callable[[Callable[[fx.Graph], None]], None]) -> None:
+    x = torch.randn(2, 4)
+    autocastfx.convert(Calls(Unlearnable.apply), x, dtype="bfloat16", check=True)
+    found = autocastfx.check(Calls(Unlearnable.apply), [x], dtype="bfloat16")
+    assert "the values given, in training, forward alone" in found.calls
+    planted(lambda graph: _node(graph, aten.linear.default).update_arg(2, None))
+    with pytest.raises(CaptureError, match="output differs by"):
+        autocastfx.convert(Calls(Unlearnable.apply), x, dtype="bfloat16")
