@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -24,10 +25,28 @@ ONE_MODE = (
     *("capture", "cli", "graph", "numerics", "passes", "plan", "policy", "presets", "report", "training"),
     *("test_benchmarks.py", "test_calibration.py", "test_distributed.py", "test_zoo.py"),
 )
+DECIDING = ("cli", "passes", "plan", "policy", "presets", "report")
 _capture_modes = VariantTable.capture_modes
 
 
+SAMPLED = frozenset(
+    line for line in Path(__file__).with_name("sampled.txt").read_text("utf-8").split("\n") if not line.startswith("#")
+)
+CASES = 3  # of a test in sampled.txt, for `make test`
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        name = item.nodeid.removeprefix("tests/").partition("[")[0]
+        if name in SAMPLED:
+            cases[name].append(item)
+    for found in cases.values():
+        kept = {round(number * (len(found) - 1) / (CASES - 1)) for number in range(CASES)}
+        for number, item in enumerate(found):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -73,6 +92,16 @@ def one_mode() -> Iterator[None]:
 def _one_mode_in_its_rooms(request: pytest.FixtureRequest) -> None:
     if request.path.relative_to(Path(__file__).parent).parts[0] in ONE_MODE:
         request.getfixturevalue("one_mode")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _unchecked_in_its_rooms(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In rooms that look at decisions, `make test` leaves out the comparison of each conversion with its model."""
+    with pytest.MonkeyPatch.context() as patch:
+        room = request.path.relative_to(Path(__file__).parent).parts[0]
+        if room in DECIDING and settings.get_current_profile_name() == "same":
+            patch.setattr("autocastfx.conversion._CHECKED", -1)
+        yield
 
 
 @pytest.fixture
