@@ -513,7 +513,7 @@ def test_a_number_made_of_sizes_is_no_obstacle() -> None:
 
 
 def test_constants_without_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autocastfx.capture.dynamo_graph._DATA", None)
+    monkeypatch.setattr("autocastfx.capture.dynamo_graph.REPAIRS", {})
     torch.manual_seed(0)
     model, x = ReadsData(), torch.randn(4, 8)
     with torch.autocast("cpu", LOW):

