@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autocastfx.errors import ArgumentError, CalibrationError, MissingExtraError
+from autocastfx.files import plain_data
 from autocastfx.graph.node import is_cast
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.gradients import local
@@ -453,9 +454,8 @@ class GradientHistogram:
 
     def to_json(self) -> str:
         """Everything that was recorded as JSON text, by the names of the attributes."""
-        parts = {_VALUES: self.values, _PARAMETERS: self.parameters}
-        sums = {"activations": asdict(self.activations), "weights": asdict(self.weights)}
-        return json.dumps({**sums, **{k: {n: asdict(e) for n, e in v.items()} for k, v in parts.items()}}, indent=1)
+        names = ("activations", "weights", _VALUES, _PARAMETERS)
+        return json.dumps(plain_data({name: getattr(self, name) for name in names}), indent=1)
 
     def _read(self, kind: str) -> dict[str, Exponents]:
         keys = [key for key in self._tallies if key[0] == kind]
