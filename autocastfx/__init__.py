@@ -130,10 +130,11 @@ _MOVED = {
         "ScaledGradientsWarning SensitivityError SkippedStepWarning StateWarning UncapturedGraphWarning "
         "UnmatchedPlanWarning UnmatchedRuleWarning UnsupportedError VariantError VerifyError"
     ),
+    "graph.magnitude": "Exponents Margin Shares",
     "numerics.bisect": "Bisection Place",
     "numerics.check": "Check CheckedValue",
     "numerics.find_overflow": "InputRange Overflow",
-    "numerics.gradient_histogram": "Exponents GradientHistogram Margin Shares",
+    "numerics.gradient_histogram": "GradientHistogram",
     "numerics.logprob_gap": "LogprobGap",
     "numerics.plan_search": "Point",
     "numerics.tune": "Tuned",

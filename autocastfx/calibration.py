@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from autocastfx.capture.call import Call, CallSignature, arguments_of, batches_of
 from autocastfx.capture.export import capture
 from autocastfx.capture.leave_intact import random_numbers_kept
-from autocastfx.capture.measure import MeasuredGraph, Seen, apart, read_all
+from autocastfx.capture.measure import MeasuredGraph, apart
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.errors import CalibrationError, CaptureError, UnsupportedError
 from autocastfx.plan.ranges import Key, Range, Ranges, mode_of
@@ -139,10 +139,9 @@ class _Run:
 
     def batch(self, signature: CallSignature, call: Call) -> None:
         graph = self._graph(signature, call)
-        seen: list[Seen] = []
         with torch.no_grad(), torch._C._DisableAutocast():
-            graph.run(call, self.tensors, seen.append)
-        for key, found, count in read_all(seen):
+            seen = graph.run(call, self.tensors)
+        for key, found, count in seen:
             now = Range(mode_of(self.training), *key, found.largest, found.rms, count)
             self.found[key] = now if (before := self.found.get(key)) is None else before.merged(now)
 

@@ -1,17 +1,31 @@
-"""Read text and JSON with clear errors, and write files whole or not at all."""
+"""Read text and JSON with clear errors, turn JSON into dataclasses, and write files whole or not at all."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
+import math
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
-__all__ = ["check_writable", "parsed_json", "read_whole", "replacing", "write_whole"]
+__all__ = [
+    "NON_FINITE_AS_TEXT",
+    "Conversions",
+    "check_writable",
+    "parsed_json",
+    "plain_data",
+    "read_whole",
+    "replacing",
+    "typed_data",
+    "write_whole",
+]
 
 
 # Read text files with clear errors, and write them whole or not at all.
@@ -120,3 +134,50 @@ def _children(held: Any) -> list[Any]:
 
 def _too_deep(text: str) -> json.JSONDecodeError:
     return json.JSONDecodeError("it is nested too deeply", text, 0)
+
+
+# Turn dataclasses into what JSON holds, and back, by their fields and the types of these.
+
+Conversions = Mapping[Any, Callable[[Any], Any]]  # by the type of a value
+_NONE: Conversions = {}
+NON_FINITE_AS_TEXT: Conversions = {float: lambda number: number if math.isfinite(number) else str(number)}
+
+
+def plain_data(value: Any, written: Conversions = _NONE) -> Any:
+    """Turn dataclasses into dicts and tuples into lists; values of a type in ``written`` are converted by that."""
+    if type(value) in written:
+        return written[type(value)](value)
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain_data(getattr(value, field.name), written) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain_data(held, written) for key, held in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_data(held, written) for held in cast("Sequence[Any]", value)]
+    return value
+
+
+def typed_data(kind: Any, data: Any, read: Conversions = _NONE) -> Any:
+    """Make a ``kind`` of the ``data`` that :func:`plain_data` makes of one.
+
+    It may be a dataclass, an enum, ``X | None``, ``tuple[X, ...]``, ``Mapping[str, X]``, and what JSON knows. Values of
+    a type in ``read`` are read by that. Fields with a default may be missing.
+
+    Raises:
+        KeyError, TypeError, AttributeError, ValueError: no ``kind`` is written so.
+    """
+    if kind in read:
+        return read[kind](data)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = _hints(kind)
+        return kind(**{key: typed_data(hints.get(key), held, read) for key, held in data.items()})
+    inner = get_args(kind)
+    if type(None) in inner:
+        return None if data is None else typed_data(inner[0], data, read)
+    if get_origin(kind) is tuple:
+        return tuple(typed_data(inner[0], held, read) for held in data)
+    if inner:
+        return {key: typed_data(inner[1], held, read) for key, held in data.items()}
+    return kind(data) if kind is float or (isinstance(kind, type) and issubclass(kind, Enum)) else data
+
+
+_hints = lru_cache(get_type_hints)

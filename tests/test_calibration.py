@@ -240,7 +240,7 @@ def test_activations_are_freed_while_a_batch_runs() -> None:
         return x
 
     model, data = Function(deep), [torch.randn(3)]
-    with mock.patch("autocastfx.capture.measure._Watcher.run", _under(Tracked())):
+    with mock.patch("autocastfx.graph.node.NodeRun.run", _under(Tracked())):
         calibrate(model, data)
     assert 1 <= most <= 3
 

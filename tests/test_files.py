@@ -1,13 +1,28 @@
-"""A file is there whole, or as it was before."""
+"""A file is there whole, or as it was before; a dataclass goes to JSON and back."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import pytest
 
-from autocastfx.files import check_writable, read_whole, replacing, write_whole
+from autocastfx.errors import KeyPath
+from autocastfx.files import (
+    NON_FINITE_AS_TEXT,
+    check_writable,
+    parsed_json,
+    plain_data,
+    read_whole,
+    replacing,
+    typed_data,
+    write_whole,
+)
 
 
 def test_a_file_is_replaced_once_it_is_whole(tmp_path: Path) -> None:
@@ -78,3 +93,55 @@ def test_a_path_that_no_file_can_have(path: str, why: str) -> None:
     for act in (read_whole, check_writable, lambda path: write_whole(path, "text")):
         with pytest.raises(OSError, match=why):
             act(Path(path))
+
+
+HERE = KeyPath("here")
+
+
+class Kind(Enum):
+    """A word of JSON text."""
+
+    ONE = "one"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a whole holds, some of it by default."""
+
+    kind: Kind
+    error: float
+    place: KeyPath = HERE
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All that a stored dataclass may hold."""
+
+    parts: tuple[Part, ...]
+    by_name: Mapping[str, tuple[float, ...]]
+    most: Part | None = None
+    count: int = 0
+
+
+WHOLE = Whole(
+    (Part(Kind.ONE, math.inf), Part(Kind.ONE, 0.5, KeyPath("a", "b"))), {"x": (1.0, 2.5)}, Part(Kind.ONE, 1.0)
+)
+
+
+def test_a_dataclass_goes_to_json_and_back() -> None:
+    data = plain_data(WHOLE, {**NON_FINITE_AS_TEXT, KeyPath: str, Kind: lambda kind: kind.value})
+    assert data["parts"][1] == {"kind": "one", "error": 0.5, "place": "a:b"}
+    assert data["by_name"] == {"x": [1.0, 2.5]}
+    text = json.dumps(data, allow_nan=False)
+    assert '"error": "inf"' in text
+    assert typed_data(Whole, parsed_json(text), {KeyPath: lambda text: KeyPath(*text.split(":"))}) == WHOLE
+
+
+def test_what_has_a_default_may_be_missing_and_nothing_else() -> None:
+    assert typed_data(Whole, {"parts": [], "by_name": {}, "most": None}) == Whole((), {})
+    assert typed_data(Part, {"kind": "one", "error": 1}) == Part(Kind.ONE, 1.0)
+    for data in ({"kind": "one"}, {"kind": "one", "error": 1.0, "extra": 1}, {"kind": "one", "error": None}, [], None):
+        with pytest.raises((TypeError, AttributeError)):
+            typed_data(Part, data)
+    with pytest.raises(ValueError, match="'two' is not a valid Kind"):
+        typed_data(Part, {"kind": "two", "error": 1.0})

@@ -27,7 +27,9 @@ __all__ = [
     "own_thread_state",
     "patched_here",
     "random_numbers_kept",
+    "random_state",
     "same_content",
+    "set_random_state",
 ]
 
 
@@ -238,6 +240,18 @@ def random_numbers_kept() -> AbstractContextManager[None]:
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     return torch.random.fork_rng(devices=devices)
+
+
+def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the state of torch's random numbers on all devices in use."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    """Restore a state that :func:`random_state` returned."""
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
 
 
 def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,15 +15,14 @@ from torch._ops import OpOverload
 from autocastfx.capture.call import Call
 from autocastfx.capture.export import Captured
 from autocastfx.graph.alias import alias_sets
-from autocastfx.graph.magnitude import Magnitude, Measured, magnitude
-from autocastfx.graph.node import attribute
+from autocastfx.graph.magnitude import Magnitude, Measured, magnitude, read_magnitudes
+from autocastfx.graph.node import NodeRun, attribute
 from autocastfx.graph.walk import is_converted_inside
 from autocastfx.plan.ranges import Key, key_of
 
-__all__ = ["MeasuredGraph", "Seen", "apart", "read_all", "written_outside"]
+__all__ = ["MeasuredGraph", "apart", "written_outside"]
 
-Seen = tuple[Key, Measured]
-_Record = Callable[[Seen], None]
+_Seen = list[tuple[Key, Measured]]
 
 
 @dataclass(frozen=True)
@@ -41,50 +40,35 @@ class MeasuredGraph:
         tensors = {n: a for n, a in captured.attributes.items() if isinstance(a, torch.Tensor)}
         return cls(captured, written, {**captured.attributes, **apart(tensors, written)})
 
-    def run(self, call: Call, tensors: Mapping[str, torch.Tensor], record: _Record) -> None:
-        """Run ``call`` and record each float32 value. May write into ``tensors``, but not into the call's tensors."""
+    def run(self, call: Call, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Key, Magnitude, int]]:
+        """Run ``call``, and return each float32 value's key, magnitude and number of non-finite elements.
+
+        May write into ``tensors``, but not into the call's tensors.
+        """
         names = [n.name for n in self.captured.graph.nodes if n.op == "placeholder"]
         inputs = [t.detach() for t in call.tensors]
         inputs = [t.clone() if n in self.written else t for n, t in zip(names, inputs, strict=True)]
         held = {**self.constants, **tensors}
-        _Watcher(self.captured.graph, held.__getitem__, record).run(*inputs, enable_io_processing=False)
+        seen: _Seen = []
+        _measure(self.captured.graph, held.__getitem__, seen, "", *inputs)
+        read = read_magnitudes([measured for _, measured in seen])
+        return [(key, *found) for (key, _), found in zip(seen, read, strict=True)]
 
 
-class _Watcher(fx.Interpreter):
-    """Runs a graph, frees each value after its last use, and records the magnitudes of each float32 value."""
+def _measure(graph: fx.Graph, held: Callable[[str], Any], seen: _Seen, prefix: str, *inputs: Any) -> Any:
+    """Run ``graph``, and add each float32 value to ``seen``, those in sub-graphs that are converted inside too."""
 
-    def __init__(self, graph: fx.Graph, held: Callable[[str], Any], record: _Record, prefix: str = "") -> None:
-        super().__init__(nn.Module(), graph=graph)
-        self.extra_traceback = False
-        self._held, self._record, self._prefix = held, record, prefix
+    def observe(node: fx.Node, value: Any, _read: Sequence[Any]) -> None:
+        if node.op not in ("get_attr", "output") and (measured := magnitude(value)) is not None:
+            seen.append((key_of(node, prefix), measured))
 
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op == "get_attr":
-            return self._read(n)
-        result = super().run_node(n)
-        if n.op != "output" and (measured := magnitude(result)) is not None:
-            self._record((key_of(n, self._prefix), measured))
-        return result
+    def read(node: fx.Node) -> Any:
+        found = held(str(node.target))
+        if not isinstance(found, fx.GraphModule) or not all(map(is_converted_inside, node.users)):
+            return found
+        return partial(_measure, found.graph, partial(attribute, found), seen, f"{prefix}{node.target}/")
 
-    def _read(self, n: fx.Node) -> Any:
-        held = self._held(str(n.target))
-        if not isinstance(held, fx.GraphModule) or not all(map(is_converted_inside, n.users)):
-            return held
-        graph, prefix = held.graph, f"{self._prefix}{n.target}/"
-
-        def run(*args: Any) -> Any:
-            inside = _Watcher(graph, partial(attribute, held), self._record, prefix)
-            return inside.run(*args, enable_io_processing=False)
-
-        return run
-
-
-def read_all(seen: list[Seen]) -> Iterator[tuple[Key, Magnitude, int]]:
-    """Yield each value's key, magnitude and number of non-finite elements. Reads each device three times."""
-    for device in dict.fromkeys(measured.largest.device for _, measured in seen):
-        keys, here = zip(*((k, m) for k, m in seen if m.largest.device == device), strict=True)
-        largest, rms, counts = (torch.stack(numbers).tolist() for numbers in zip(*here, strict=True))
-        yield from zip(keys, map(Magnitude, largest, rms), counts, strict=True)
+    return NodeRun(graph, read, observe).run(*inputs, enable_io_processing=False)
 
 
 def written_outside(graph: fx.Graph, attributes: Mapping[str, Any]) -> frozenset[str]:

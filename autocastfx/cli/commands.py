@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import platform
@@ -28,7 +27,7 @@ from autocastfx.cli.model import converted, given_model, given_options, load_inp
 from autocastfx.conversion import convert
 from autocastfx.dtypes import LOW_DTYPES, chosen_dtype, dtype_name
 from autocastfx.errors import ModelSpecError, PlanError, Source, UnmatchedRuleWarning
-from autocastfx.files import check_writable, read_whole, replacing, write_whole
+from autocastfx.files import check_writable, plain_data, read_whole, replacing, write_whole
 from autocastfx.integrations.backend import UNCAPTURED, CompileBackend
 from autocastfx.integrations.script import ScriptRun
 from autocastfx.plan.plan import Plan, select
@@ -467,12 +466,5 @@ def _of_rule(rule: Any) -> dict[str, Any]:
 
 def print_json(value: Any) -> int:
     """Print ``value`` as JSON text, and return exit code 0."""
-    print(json.dumps(value, indent=1, ensure_ascii=False, default=_plain))
+    print(json.dumps(plain_data(value), indent=1, ensure_ascii=False))
     return 0
-
-
-def _plain(value: Any) -> Any:
-    """Turn dataclasses, which ``json`` cannot write, into dictionaries."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    raise TypeError(f"{type(value).__name__} has no JSON form")

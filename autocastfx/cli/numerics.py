@@ -31,7 +31,7 @@ from autocastfx.cli.model import (
 from autocastfx.conversion import convert
 from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError, SensitivityError
-from autocastfx.files import check_writable
+from autocastfx.files import NON_FINITE_AS_TEXT, check_writable, plain_data
 from autocastfx.numerics.bisect import METRICS, OutputDistance, bisect
 from autocastfx.numerics.check import check
 from autocastfx.numerics.compare import compare
@@ -186,10 +186,8 @@ def _bisect(options: argparse.Namespace) -> int:
         return 1
     found.op_list.save(options.output)
     if options.json:
-        places = [vars(place) for place in found.places]
-        numbers = {name: getattr(found, name) for name in ("metric", "low", "float32", "evaluations")}
-        plain = {name: one if math.isfinite(one) else str(one) for name, one in numbers.items()}
-        print(json.dumps({"places": places, **plain}, indent=1))
+        names = ("places", "metric", "low", "float32", "evaluations")
+        print(json.dumps(plain_data({name: getattr(found, name) for name in names}, NON_FINITE_AS_TEXT), indent=1))
         return 0
     print(found)
     print(f"{options.output}: give it after the others, as in --op-list default {options.output}")

@@ -1,15 +1,15 @@
-"""Typed accessors for fx nodes: abstract values, arguments, origin marks and module paths."""
+"""Typed accessors for fx nodes: abstract values, arguments, origin marks and module paths; and runs, node by node."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 from autocastfx.graph.names import op_name
 
 __all__ = [
+    "NodeRun",
+    "Observer",
     "Origin",
     "Use",
     "all_names",
@@ -377,3 +379,28 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {})).meta.update(graph.output_node().meta)
     return copied
+
+
+Observer = Callable[[fx.Node, Any, Sequence[Any]], None]  # a node, the value that it gave, and those that it read
+
+
+class NodeRun(fx.Interpreter):
+    """Runs a graph node by node, and frees each value after its last use.
+
+    Args:
+        graph: of functions alone.
+        held: gives what a ``get_attr`` node reads.
+        observe: is called after each node. It may keep values, but not change them.
+    """
+
+    def __init__(self, graph: fx.Graph, held: Callable[[fx.Node], Any], observe: Observer | None = None) -> None:
+        super().__init__(nn.Module(), graph=graph)
+        self.extra_traceback = False
+        self._given, self._observe = held, observe
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run ``n``, and show its value."""
+        value = self._given(n) if n.op == "get_attr" else super().run_node(n)
+        if self._observe is not None:
+            self._observe(n, value, [self.env[read] for read in n.all_input_nodes])
+        return value

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 
-from autocastfx.capture.leave_intact import intact
+from autocastfx.capture.leave_intact import intact, random_state, set_random_state
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.integrations.skipped_code import unwrapped
 from autocastfx.runtime.behaviour import compare_calls, trials_of
@@ -100,12 +100,11 @@ def _kept_as_called(model: nn.Module) -> nn.Module:
         modules = list(model.modules())
         with intact(model, [module.training for module in modules], {}):
             result = call(*args, **kwargs)
-            drawn = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+            drawn = random_state()
             decided = [module.__dict__.get("_compiled_call_impl") for module in modules]
         for module, impl in zip(modules, decided, strict=True):
             module._compiled_call_impl = impl
-        torch.set_rng_state(drawn[0])
-        torch.cuda.set_rng_state_all(drawn[1])
+        set_random_state(drawn)
         return result
 
     model._compiled_call_impl = called

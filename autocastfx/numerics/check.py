@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from autocastfx.capture.call import arguments_of, batches_of, device_of
 from autocastfx.capture.progress import Progress, counted
 from autocastfx.conversion import convert, without_casts
 from autocastfx.errors import CalibrationError, UncapturedGraphWarning, UnsupportedError
+from autocastfx.files import NON_FINITE_AS_TEXT, plain_data
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.policy.op_list import OpListLike
 from autocastfx.runtime.amp_module import AmpModule
@@ -138,11 +139,7 @@ class Check:
 
     def to_json(self) -> str:
         """Write the check as JSON text; Infinity and NaN as the strings "inf" and "nan"."""
-        held: dict[str, Any] = {**asdict(self), "ok": self.ok}
-        for value in held["values"]:
-            for key in ("error", "autocast"):
-                if value[key] is not None and not math.isfinite(value[key]):
-                    value[key] = str(value[key])
+        held = {**plain_data(self, NON_FINITE_AS_TEXT), "ok": self.ok}
         return json.dumps(held, indent=1, ensure_ascii=False, allow_nan=False)
 
 

@@ -16,11 +16,12 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import Call, CallSignature, batch_of
 from autocastfx.capture.export import capture
+from autocastfx.capture.leave_intact import random_numbers_kept, random_state, set_random_state
 from autocastfx.capture.measure import apart, written_outside
 from autocastfx.dtypes import LOW_DTYPES, one_low_dtype
 from autocastfx.errors import ArgumentError, ArgumentTypeError, CalibrationError, NodeError
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import attribute, is_cast, module_path, origin, stack_trace
+from autocastfx.graph.node import NodeRun, attribute, is_cast, module_path, origin, stack_trace
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
 from autocastfx.plan.plan import because_of, op_list_for
 from autocastfx.report.view import source_line
@@ -34,10 +35,8 @@ __all__ = [
     "Side",
     "Step",
     "floating",
-    "random_state",
     "run_backwards",
     "run_side_by_side",
-    "set_random_state",
 ]
 
 
@@ -190,7 +189,7 @@ def _apply(function: Any, gradients: Sequence[torch.Tensor | None]) -> list[tupl
 # Run one of two graphs side by side, node by node, without changing the caller's tensors and random numbers.
 
 
-class Side(fx.Interpreter):
+class Side(NodeRun):
     """Runs a graph node by node, with its own random numbers, and frees values after their last use.
 
     Attributes:
@@ -199,11 +198,11 @@ class Side(fx.Interpreter):
         tape: records autograd's functions by node, to run backwards; None without gradients.
     """
 
-    def __init__(self, flat: FlatGraph, call: Call, tape: Tape | None) -> None:
-        super().__init__(nn.Module(), graph=flat.graph)
-        self.extra_traceback = False
+    @torch.inference_mode(False)  # backward cannot use tensors made in inference mode
+    def __init__(self, flat: FlatGraph, call: Call, gradients: bool) -> None:
+        super().__init__(flat.graph, lambda node: self._held[str(node.target)])
         self.flat, self.ahead = flat, iter(list(flat.graph.nodes))
-        self.tape = tape
+        self.tape = Tape() if gradients else None
         tensors = {name: one for name, one in flat.held.items() if isinstance(one, torch.Tensor)}
         written = written_outside(flat.graph, flat.held)
         buffers = {name for name, one in tensors.items() if not isinstance(one, nn.Parameter)}
@@ -213,12 +212,6 @@ class Side(fx.Interpreter):
         self._held: Mapping[str, Any] = {**flat.held, **self._leaves(tensors, own, frozenset())}
         self.args_iter = iter({**inputs, **self._leaves(inputs, apart(inputs, written), written)}.values())
         self._random = random_state()
-
-    @classmethod
-    def of(cls, flat: FlatGraph, call: Call, gradients: bool) -> Side:
-        """Prepare a run; with ``gradients`` it has a tape."""
-        with torch.inference_mode(False):  # backward cannot use tensors made in inference mode
-            return cls(flat, call, Tape() if gradients else None)
 
     def _leaves(
         self, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], written: frozenset[str]
@@ -233,10 +226,6 @@ class Side(fx.Interpreter):
                 self.tape.leaf(name, leaf)
                 found[name] = leaf.clone() if name in written else leaf  # a leaf cannot be written into
         return found
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return the value of a ``get_attr`` node: the caller's tensor, a copy of it, or a leaf in its place."""
-        return self._held[str(target)]
 
     def run_one(self, node: fx.Node) -> Any:
         """Run ``node`` in the modes of its regions, and return its value."""
@@ -266,11 +255,7 @@ class Side(fx.Interpreter):
 
     def outputs(self) -> Any:
         """Run the remaining nodes, free all values, and return the graph's output."""
-        with self.random():
-            for node in self.ahead:
-                if node.op != "output":
-                    self.run_one(node)
-                    self.release(node)
+        self.run_up_to(self.flat.graph.output_node())
         found = map_arg(self.flat.graph.output_node().args[0], self.env.__getitem__)
         self.env.clear()
         return found
@@ -281,18 +266,6 @@ class Side(fx.Interpreter):
         set_random_state(self._random)
         yield
         self._random = random_state()
-
-
-def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the state of torch's random numbers on all devices in use."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-
-def set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    """Restore a state that :func:`random_state` returned."""
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
 
 
 @dataclass(frozen=True)
@@ -353,8 +326,7 @@ class PairedRun:
 
     def steps(self) -> Generator[Step]:
         """Run both graphs, once; outputs are kept. Random numbers are left as they were."""
-        before_all = random_state()
-        try:
+        with random_numbers_kept():
             for node in self.low.ahead:
                 if node.op == "output":
                     break
@@ -362,8 +334,6 @@ class PairedRun:
                 self.low.release(node)
                 if node in self.twins and self.full is not None:
                     self.full.release(self.twins[node])
-        finally:
-            set_random_state(before_all)
 
     def _step(self, node: fx.Node) -> Step:
         twin = self.twins.get(node)
@@ -398,12 +368,8 @@ class PairedRun:
         for side in (self.low, self.full):
             if side is None:
                 continue
-            before_all = random_state()
-            try:
-                with self.modes():
-                    given = side.outputs()
-            finally:
-                set_random_state(before_all)
+            with random_numbers_kept(), self.modes():
+                given = side.outputs()
             yield pytree.tree_unflatten(given, self.variant.out_spec)
 
     @contextmanager
@@ -466,13 +432,13 @@ def run_side_by_side(
             captured = None
         captured = captured or capture(model, signature, call, training=variant.modes, held=theirs, leaves=kept)
     if captured is None:
-        return PairedRun(variant, Side.of(low, call, gradients), None, {}, 0, ask)
+        return PairedRun(variant, Side(low, call, gradients), None, {}, 0, ask)
     given = {**captured.attributes, **theirs}
     full = flatten(captured.graph, given.__getitem__)
     twins = _twins(low, full)
     made = sum(node not in twins for node in low.graph.nodes if _computes(node) and not is_cast(node))
     gone = sum(map(_computes, full.graph.nodes)) - len(twins)
-    run, beside = (Side.of(flat, call, gradients) for flat in (low, full))
+    run, beside = (Side(flat, call, gradients) for flat in (low, full))
     return PairedRun(variant, run, beside, twins, made + gone, ask)
 
 

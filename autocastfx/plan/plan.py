@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from autocastfx.errors import ArgumentError, BannedOpError, KeyPath, Source, TextPlace, UnknownNameError
-from autocastfx.files import parsed_json
+from autocastfx.files import Conversions, parsed_json, plain_data, typed_data
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import module_path
 from autocastfx.plan.sensitivity import Sensitivity, Signature, added, rms
@@ -352,15 +351,12 @@ class Plan:
 
     def to_json(self) -> str:
         """This plan as JSON text; :meth:`from_json` reads it back."""
-        data: dict[str, Any] = {"version": _VERSION, **dataclasses.asdict(self)}
-        for entry, node in zip(data["nodes"], self.nodes, strict=True):
-            entry["decision"]["source"] = str(node.decision.source)
-            entry["placement"]["because"] = str(node.placement.because)
-            del entry["effect"]
-            if node.error is None:  # as in plans of earlier versions
-                del entry["error"]
-        if self.error is None:
-            del data["error"]
+        data: dict[str, Any] = {"version": _VERSION, **plain_data(self, _WRITTEN)}
+        for node in data["nodes"]:
+            del node["effect"]
+        for held in (data, *data["nodes"]):
+            if held["error"] is None:  # as in plans of earlier versions
+                del held["error"]
         return json.dumps(data, indent=1, ensure_ascii=False)
 
     @classmethod
@@ -373,12 +369,7 @@ class Plan:
         try:
             data: dict[str, Any] = parsed_json(text)
             check_version(data.pop("version", _VERSION))
-            nodes = tuple(_node(n) for n in data.pop("nodes"))
-            casts = tuple(_cast(c) for c in data.pop("casts"))
-            recomposed = tuple(_recomposed(r) for r in data.pop("recomposed", ()))
-            rest: dict[str, Any] = {**data, "copies": tuple(_copy(c) for c in data.pop("copies", ()))}
-            rest["traffic"] = Traffic(**data.pop("traffic"))
-            return cls(nodes=nodes, casts=casts, recomposed=recomposed, **rest)
+            return typed_data(cls, data, _READ)
         except (KeyError, TypeError, AttributeError) as error:
             raise ArgumentError(f"this is not a plan written by to_json: {error!r}") from None
 
@@ -404,28 +395,9 @@ def _source(text: str) -> TextPlace | Forced:
     return Source(place[1], int(place[2]), int(place[3])) if place is not None else KeyPath(*text.split(":", 1))
 
 
-def _node(data: dict[str, Any]) -> PlannedNode:
-    decided, placed = data["decision"], data["placement"]
-    decision = Decision(Category(decided["category"]), decided["reason"], _source(decided["source"]))
-    as_stored, because = tuple(placed.get("as_stored", ())), Cause.from_text(placed["because"])
-    placement = Placement(Precision(placed["run"]), Precision(placed["store"]), because, as_stored)
-    rest: dict[str, Any] = {**data, "decision": decision, "placement": placement}
-    return PlannedNode(**rest)
-
-
-def _recomposed(data: dict[str, Any]) -> Recomposed:
-    rest: dict[str, Any] = {**data, "replaced": tuple(data["replaced"])}
-    return Recomposed(**rest)
-
-
-def _copy(data: dict[str, Any]) -> PlannedCopy:
-    rest: dict[str, Any] = {**data, "readers": tuple(data["readers"])}
-    return PlannedCopy(**rest)
-
-
-def _cast(data: dict[str, Any]) -> PlannedCast:
-    rest: dict[str, Any] = {**data, "readers": tuple(data["readers"])}
-    return PlannedCast(**rest)
+# The parts of a plan that are one text each.
+_WRITTEN = dict.fromkeys((Cause, Source, KeyPath), str)
+_READ: Conversions = {Cause: Cause.from_text, TextPlace | Forced: _source}
 
 
 # Select nodes of a plan by name: a node, an op, a module, or an op inside a module.

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from autocastfx.errors import SensitivityError, UnknownNameError
-from autocastfx.files import parsed_json, read_whole, write_whole
+from autocastfx.files import parsed_json, plain_data, read_whole, typed_data, write_whole
 from autocastfx.plan.ranges import MODES, Key
 
 __all__ = ["OUTPUT", "TARGETS", "Effect", "Sensitivity", "Signature", "added", "rms", "shared_directions"]
@@ -215,10 +215,10 @@ class Sensitivity:
 
     def to_json(self) -> str:
         """Write as JSON text, one node a line; :meth:`from_json` reads it back."""
-        head = {"autocastfx_sensitivity": VERSION, "of": self.of, "dtype": self.dtype, "probes": self.probes}
-        rest = {**head, "batches": self.batches, "unmeasured": dict(self.unmeasured)}
-        rest |= {"jumps_at": self.jumps_at, "jumps_true": self.jumps_true}
-        lines = ",\n".join(json.dumps(_plain(effect), ensure_ascii=False) for effect in self.effects)
+        rest = {"autocastfx_sensitivity": VERSION, **plain_data(self)}
+        del rest["effects"]
+        effects = plain_data(self.effects, {float: lambda number: float(f"{number:.4g}")})
+        lines = ",\n".join(json.dumps(effect, ensure_ascii=False) for effect in effects)
         return f'{json.dumps(rest, ensure_ascii=False)[:-1]}, "effects": [\n{lines}\n]}}\n'
 
     @classmethod
@@ -233,7 +233,7 @@ class Sensitivity:
             version = data.pop("autocastfx_sensitivity")
             if version != VERSION:
                 raise SensitivityError(f"{file} is version {version!r} of the format, not {VERSION}. Measure again.")
-            return cls(effects=tuple(_effect(entry) for entry in data.pop("effects")), **data)
+            return typed_data(cls, data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
             raise SensitivityError(f"{file} holds no sensitivity, which save writes ({what}). Measure again.") from None
@@ -275,20 +275,3 @@ def _merged(effects: Iterable[Effect]) -> tuple[Effect, ...]:
         before = found.get((one.mode, one.key))
         found[one.mode, one.key] = one if before is None else before.merged(one)
     return tuple(found.values())
-
-
-def _plain(effect: Effect) -> dict[str, Any]:
-    def short(signature: Signature) -> list[float]:
-        return [float(f"{number:.4g}") for number in signature]
-
-    named = {what: {n: short(s) for n, s in getattr(effect, what).items()} for what in ("reads", "returns")}
-    return {**dataclasses.asdict(effect), "computes": short(effect.computes), **named}
-
-
-def _effect(data: Mapping[str, Any]) -> Effect:
-    named = {
-        what: {str(n): tuple(map(float, s)) for n, s in cast("dict[str, list[float]]", data[what]).items()}
-        for what in ("reads", "returns")
-    }
-    rest: dict[str, Any] = {**data, "computes": tuple(map(float, data["computes"])), **named}
-    return Effect(**rest)

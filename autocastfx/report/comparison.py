@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import ArgumentError, UnknownNameError
-from autocastfx.files import parsed_json
+from autocastfx.files import NON_FINITE_AS_TEXT, parsed_json, plain_data, typed_data
 from autocastfx.plan.plan import Recomposed
 from autocastfx.report.view import View, error_cell
 from autocastfx.runtime.variant import Variant
@@ -102,7 +102,6 @@ def _strided(tensor: torch.Tensor) -> torch.Tensor:
 _FORMAT = 2
 _MOST = 5  # recomposed nodes that the text names
 _PREDICTED = "predicted: what the 16 bits at this node change in the gradient, or the output, of the whole model"
-_NUMBERS = ("error", "inherited", "overflow", "underflow", "zeros", "nan")
 
 
 @dataclass(frozen=True)
@@ -309,7 +308,8 @@ class Comparison:
 
         Infinity and NaN become the strings ``"inf"`` and ``"nan"``, because JSON has no such numbers.
         """
-        return json.dumps({"format": _FORMAT, **_plain(asdict(self))}, indent=1, ensure_ascii=False, allow_nan=False)
+        data = {"format": _FORMAT, **plain_data(self, NON_FINITE_AS_TEXT)}
+        return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Comparison:
@@ -320,19 +320,9 @@ class Comparison:
         """
         try:
             data: dict[str, Any] = parsed_json(text)
-            if data["format"] != _FORMAT:
-                raise ArgumentError(f"this comparison has format {data['format']!r}, and this version reads {_FORMAT}")
-            return cls(
-                nodes=tuple(_node(node) for node in data["nodes"]),
-                skipped=data["skipped"],
-                whole=tuple(data["whole"]),
-                parameters=tuple(ComparedParameter(**_read(found)) for found in data["parameters"]),
-                scale=data["scale"],
-                variant=ComparedVariant(**data["variant"]),
-                recomposed=tuple(
-                    Recomposed(one["pattern"], one["node"], tuple(one["replaced"])) for one in data["recomposed"]
-                ),
-            )
+            if (version := data.pop("format")) != _FORMAT:
+                raise ArgumentError(f"this comparison has format {version!r}, and this version reads {_FORMAT}")
+            return typed_data(cls, data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ArgumentError(f"this is not a comparison written by to_json: {error!r}") from error
 
@@ -367,25 +357,6 @@ def _lines(
 def _cells(found: Deviation) -> tuple[str, ...]:
     shares = (found.overflow, found.underflow, found.zeros, found.nan)
     return (found.dtype, f"{found.error:.2e}", *(f"{share:.2%}" if share else "-" for share in shares))
-
-
-def _plain(value: Any) -> Any:
-    """Turn tuples into lists and non-finite numbers into strings, for JSON."""
-    if isinstance(value, dict):
-        return {key: _plain(held) for key, held in cast("dict[str, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(held) for held in cast("list[Any]", value)]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _read(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: float(held) if key in _NUMBERS else held for key, held in data.items()}
-
-
-def _node(data: Mapping[str, Any]) -> ComparedNode:
-    gradient = data["gradient"]
-    fields: dict[str, Any] = {**_read(data), "gradient": Deviation(**_read(gradient)) if gradient is not None else None}
-    return ComparedNode(**fields)
 
 
 def compared_variant(views: Sequence[View], comparison: Comparison) -> int:

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import html
 import json
-import math
 import os
 import re
 from collections import Counter
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from autocastfx.errors import ArgumentError
+from autocastfx.files import NON_FINITE_AS_TEXT, plain_data
 from autocastfx.plan.plan import Plan, PlannedNode, Precision
 from autocastfx.plan.plan_diff import PlanDiff, diff
 from autocastfx.report.comparison import ComparedNode, Comparison, Deviation, compared_variant
@@ -255,8 +255,8 @@ def _of_value(node: ComparedNode) -> dict[str, Any]:
 
 
 def _numbers(found: Deviation) -> dict[str, float | str]:
-    numbers = {name: getattr(found, name) for name in ("error", "overflow", "underflow", "zeros", "nan")}
-    return {name: number if math.isfinite(number) else str(number) for name, number in numbers.items()}
+    names = ("error", "overflow", "underflow", "zeros", "nan")
+    return plain_data({name: getattr(found, name) for name in names}, NON_FINITE_AS_TEXT)
 
 
 class _Homes:

@@ -21,6 +21,7 @@ from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.leave_intact import capturing
 from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError, VariantError
+from autocastfx.graph.node import NodeRun, Observer, attribute
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.runtime.module_tree import (
     OriginalModes,
@@ -88,36 +89,19 @@ def warn_of_sizes(guard: ShapeGuard) -> None:
         )
 
 
-# Shows the values of a converted model's calls to observers, node by node.
-
-Observer = Callable[[fx.Node, Any, Sequence[Any]], None]  # a node, the value that it gave, and those that it read
+# Show the values of a converted model's calls to observers, node by node.
 
 
 def run_observed(graph: fx.Graph, observers: Sequence[Observer], owner: nn.Module, *tensors: Any) -> Any:
-    """Run a variant's ``graph`` as its function does, and call each observer after each node that computes.
+    """Run a variant's ``graph`` as its function does, and call each observer after each node that computes."""
 
-    Args:
-        graph: of a variant of ``owner``.
-        observers: may keep the values, but not change them.
-        owner: holds parameters and buffers.
-        *tensors: of the call.
-    """
-    return _Observed(graph, observers, owner).run(*tensors, enable_io_processing=False)
+    def show(node: fx.Node, value: Any, read: Sequence[Any]) -> None:
+        if node.op == "call_function":
+            for observe in observers:
+                observe(node, value, read)
 
-
-class _Observed(fx.Interpreter):
-    def __init__(self, graph: fx.Graph, observers: Sequence[Observer], owner: nn.Module) -> None:
-        super().__init__(owner, graph=graph)
-        self.extra_traceback = False
-        self.observers = observers
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op == "call_function":
-            read = [self.env[node] for node in n.all_input_nodes]
-            for observe in self.observers:
-                observe(n, result, read)
-        return result
+    run = NodeRun(graph, lambda node: attribute(owner, str(node.target)), show)
+    return run.run(*tensors, enable_io_processing=False)
 
 
 class AmpModule(fx.GraphModule):

@@ -138,12 +138,18 @@ ALSO: dict[str, tuple[str, ...]] = {
         "graph/test_any_size.py",
         "graph/test_product.py",
     ),
-    "graph/magnitude.py": ("passes/analysis/test_masks.py", "capture/test_constant_masks.py"),
+    "graph/magnitude.py": (
+        "graph/test_value_counts.py",
+        "graph/test_exponent_counts.py",
+        "passes/analysis/test_masks.py",
+        "capture/test_constant_masks.py",
+    ),
     "graph/node.py": (
         "graph/test_product.py",
         "passes/analysis/test_whole_numbers.py",
         "graph/test_schema.py",
         "graph/test_sizes.py",
+        "runtime/test_observe.py",
     ),
     "training": ("training/test_loss_scale.py", *_STEPS, "training/test_replayed_step.py", *_MANY),
     "policy/op_list.py": ("policy/test_op_list.py", "presets/test_registrations.py", "policy/test_match.py"),
@@ -155,7 +161,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     ),
     "runtime/variant_table.py": _VARIANTS,
     "numerics/compare.py": ("numerics/test_paired_backward.py", "numerics/test_target_error.py"),
-    "numerics/watch.py": ("numerics/test_watch.py", "numerics/test_value_counts.py"),
+    "numerics/watch.py": ("numerics/test_watch.py",),
     "numerics/bisect.py": ("numerics/test_bisect.py", "numerics/test_output_error.py"),
     "numerics/paired_run.py": (
         "numerics/test_compare.py",

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 import autocastfx
 from autocastfx import DynamicLossScale, LossScalingOptimizer, NoLossScale, StaticLossScale, convert, gradient_histogram
 from autocastfx.errors import CalibrationError, MissingExtraError
-from autocastfx.numerics.gradient_histogram import NOTHING, Exponents, GradientHistogram, Margin, Tally, read_all
+from autocastfx.graph.magnitude import NOTHING, Exponents, Margin, Tally, read_tallies
+from autocastfx.numerics.gradient_histogram import GradientHistogram
 
 LOW = torch.bfloat16
 
@@ -79,7 +80,7 @@ def counted(*tensors: Tensor) -> Exponents:
     tally = Tally(torch.device("cpu"))
     for tensor in tensors:
         tally.add(tensor)
-    return read_all([tally])[0]
+    return read_tallies([tally])[0]
 
 
 @pytest.mark.parametrize("is_converted", [False, True])

@@ -7,7 +7,7 @@ and an ``nll_loss``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import place_like, set_value, value
+from autocastfx.graph.node import NodeRun, attribute, place_like, set_value, value
 from autocastfx.graph.sizes import concrete_sizes, in_dtype_of
 from autocastfx.passes.torch_autocast.dispatch import Dispatch
 from autocastfx.policy.rule import Category
@@ -44,13 +44,10 @@ def expand(graph: fx.Graph, dispatch: Dispatch) -> fx.Graph:
     return run.graph
 
 
-class _Abstract(fx.Interpreter):
-    """Gives the nodes of a trace the abstract values that other inputs lead to."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        set_value(n, result)
-        return result
+def _set_values(traced: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Give the nodes of a trace the abstract values that other inputs lead to."""
+    run = NodeRun(traced.graph, lambda n: attribute(traced, str(n.target)), lambda n, made, _: set_value(n, made))
+    run.run(*inputs, enable_io_processing=False)
 
 
 @dataclass
@@ -164,7 +161,7 @@ class _Run:
                     traced = make_fx(call, pre_dispatch=True, _allow_non_fake_inputs=True)(*values)
                     traced.graph.eliminate_dead_code()
                     if values is not current:
-                        _Abstract(traced).run(*current)
+                        _set_values(traced, current)
                 except (RuntimeError, TypeError):
                     continue
             holds_constant = any(part.op == "get_attr" for part in traced.graph.nodes)

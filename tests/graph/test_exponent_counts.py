@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autocastfx.numerics.gradient_histogram import NOTHING, Exponents, Tally, read_all
+from autocastfx.graph.magnitude import NOTHING, Exponents, Tally, read_tallies
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ def counted(*parts: torch.Tensor, factor: float | None = None) -> Exponents:
     tally = Tally(CPU)
     for part in parts:
         tally.add(part, None if factor is None else torch.tensor(factor))
-    return read_all([tally])[0]
+    return read_tallies([tally])[0]
 
 
 @settings(max_examples=100)
@@ -102,4 +102,4 @@ def test_a_gpu_counts_the_same_and_waits_for_nothing() -> None:
         tally.add(held)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert read_all([tally]) == [counted(numbers)]
+    assert read_tallies([tally]) == [counted(numbers)]

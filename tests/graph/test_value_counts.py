@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autocastfx.numerics.watch import ValueCounts, count_values, read_counts
+from autocastfx.graph.magnitude import ValueCounts, count_values, read_counts
 
 INF, NAN = float("inf"), float("nan")
 
