@@ -23,8 +23,6 @@ from autocastfx.plan.ranges import Key, Range, Ranges, mode_of
 from autocastfx.policy.op_list import OpListLike, load_op_list
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["calibrate", "first_call", "ranges_of"]
-
 
 def calibrate(
     model: nn.Module | ExportedProgram,

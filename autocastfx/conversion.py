@@ -59,8 +59,6 @@ from autocastfx.runtime.behaviour import Difference, compare_calls, trials_of
 from autocastfx.runtime.module_tree import foreseen
 from autocastfx.runtime.variant_table import Original
 
-__all__ = ["convert", "convert_again", "convert_captured", "refuse_unpredicted", "without_casts"]
-
 _LOG = logging.getLogger("autocastfx")
 _CHECKED = 2**30  # bytes of parameters up to which a model is checked unasked
 

@@ -9,8 +9,6 @@ import torch
 
 from autocastfx.errors import ArgumentError
 
-__all__ = ["LOW_DTYPES", "chosen_dtype", "dtype_name", "low_dtype", "one_low_dtype"]
-
 _LOG = logging.getLogger("autocastfx")
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)

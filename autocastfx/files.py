@@ -15,19 +15,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-__all__ = [
-    "NON_FINITE_AS_TEXT",
-    "Conversions",
-    "check_writable",
-    "parsed_json",
-    "plain_data",
-    "read_whole",
-    "replacing",
-    "typed_data",
-    "write_whole",
-]
-
-
 # Read text files with clear errors, and write them whole or not at all.
 
 

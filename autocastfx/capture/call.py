@@ -24,27 +24,6 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from autocastfx.policy.kernel_facts import LEVELS
 
-__all__ = [
-    "Call",
-    "CallSignature",
-    "CallStructure",
-    "arguments_of",
-    "batch_of",
-    "batches_of",
-    "check_arguments",
-    "conversion_is_off",
-    "device_of",
-    "inputs_of",
-    "leaf_paths",
-    "named_device",
-    "pack_spec",
-    "refuse_for_low_model",
-    "sized",
-    "unpack_spec",
-    "written",
-]
-
-
 # Read the nesting of arguments from a pytree's spec alone, without constructing the user's objects.
 
 _BRACKETS = {dict: "{}", list: "[]", tuple: "()"}

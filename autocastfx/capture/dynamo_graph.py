@@ -29,8 +29,6 @@ from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attribute
 
-__all__ = ["DynamoGraph", "WholeCall", "aten_graph", "run_as_dynamo"]
-
 # Operators with graphs of their own that are called whole: tracing into them would lose a custom backward, a hook, or
 # the recomputation. Of the latter the graph is converted by itself.
 _RECOMPUTED = ("tag_activation_checkpoint", "wrap_activation_checkpoint")

@@ -49,9 +49,6 @@ from autocastfx.errors import CaptureError
 from autocastfx.graph.names import op_name
 from autocastfx.graph.sizes import any_size
 
-__all__ = ["Captured", "capture"]
-
-
 # Refuse at capture what a table cannot be asked for: torch 2.11 looks any dtype up in an abstract one.
 
 

@@ -19,17 +19,6 @@ from torch import nn
 
 from autocastfx.errors import CaptureError
 
-__all__ = [
-    "AgainError",
-    "TooSlowError",
-    "asks_for_values",
-    "calling_frame",
-    "capture_error",
-    "place",
-    "quiet",
-    "quiet_logs",
-]
-
 _NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 

@@ -19,20 +19,6 @@ import torch
 from torch import nn
 from torch.fx import _symbolic_trace, graph_module
 
-__all__ = [
-    "capturing",
-    "intact",
-    "is_captured_here",
-    "keep_source",
-    "own_thread_state",
-    "patched_here",
-    "random_numbers_kept",
-    "random_state",
-    "same_content",
-    "set_random_state",
-]
-
-
 # Keep what capture and conversion execute apart from the caller's thread state in torch.
 
 _C: Any = torch._C

@@ -15,20 +15,6 @@ from autocastfx.graph.magnitude import read_as_scores
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import argument, draws_random_numbers, example, number, set_argument, tensors
 
-__all__ = [
-    "SUMS",
-    "Affine",
-    "Chosen",
-    "Known",
-    "all_of",
-    "broadcast",
-    "constant",
-    "drop_settled",
-    "everywhere",
-    "known_values",
-]
-
-
 # Tensors whose elements depend on their place alone: positions, and the masks that models make of them.
 
 Shape = Sequence[Any]  # sizes, which may be symbolic

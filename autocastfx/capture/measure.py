@@ -20,8 +20,6 @@ from autocastfx.graph.node import NodeRun, attribute
 from autocastfx.graph.walk import is_converted_inside
 from autocastfx.plan.ranges import Key, key_of
 
-__all__ = ["MeasuredGraph", "apart", "written_outside"]
-
 _Seen = list[tuple[Key, Measured]]
 
 

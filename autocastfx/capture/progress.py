@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-__all__ = ["Progress", "counted", "stage"]
-
 Progress = bool | Callable[[int], object] | None
 
 _LOG = logging.getLogger("autocastfx")

@@ -27,24 +27,6 @@ from autocastfx.graph.alias import reachable
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import draws_random_numbers, example
 
-__all__ = [
-    "PythonState",
-    "Read",
-    "StateGuard",
-    "buffers_written_back",
-    "has_hooks",
-    "is_plain",
-    "is_same",
-    "later_hooks",
-    "later_process_hooks",
-    "names_of",
-    "refuse_backward_hooks",
-    "unfollowed",
-    "unfollowed_names",
-    "watched_state",
-]
-
-
 # Plain values: None, truth values, numbers, text, dtypes and devices, and tuples of them.
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device})

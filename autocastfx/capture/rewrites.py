@@ -33,25 +33,6 @@ from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import example
 
-__all__ = [
-    "COMPARISONS",
-    "CUMULATIVE_NORMS",
-    "REPAIRS",
-    "CallRules",
-    "CarriedNumbers",
-    "Casts",
-    "Rule",
-    "data",
-    "detach_unwritten",
-    "follows_dtype",
-    "masks_taken_as_given",
-    "set_data",
-    "set_data_rule",
-    "tensor_hook_rules",
-    "used_before",
-]
-
-
 # Rewrite the model's calls of torch functions during a capture, each by the rule for its function.
 
 Rule = Callable[..., Any]  # takes the arguments of the call, and gives its result

@@ -23,8 +23,6 @@ from autocastfx.graph.node import example
 if TYPE_CHECKING:
     import sympy
 
-__all__ = ["ShapeGuard", "shape_guard"]
-
 _OURS = str(Path(__file__).parents[1])  # an abstract result of ours asks for the sizes that the operator does
 Sizes = Sequence[Sequence[int]]
 

@@ -22,9 +22,6 @@ from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import all_names, argument, attribute, dtypes, stand_for, subgraphs, value
 from autocastfx.graph.walk import values_given
 
-__all__ = ["flatten_transforms", "no_op_source", "tidy"]
-
-
 # Replace the code inside transforms of ``torch.func`` (``vmap``, ``grad``, ``jvp``) by operators on whole tensors.
 #
 # Dynamo and torch.export record that a transform begins, what it calls on tensors of its own, and that it ends. Such

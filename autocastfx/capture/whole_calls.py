@@ -23,20 +23,6 @@ from autocastfx.capture.leave_intact import patched_here
 from autocastfx.errors import CaptureError
 from autocastfx.graph.names import located
 
-__all__ = [
-    "CHECKPOINT",
-    "LEAF",
-    "AutogradCall",
-    "attention_written_out",
-    "padding_noted",
-    "places",
-    "record_call",
-    "refuse_checkpoint",
-    "restore_leaves",
-    "whole_calls",
-]
-
-
 # torch's attention layers in evaluation without gradients: fused, and without the padded places of a sequence.
 
 

@@ -41,24 +41,6 @@ from autocastfx.report.dump import dump_text
 from autocastfx.report.explain import explain as explain_node
 from autocastfx.report.text import LEAST_WIDTH, TextOptions
 
-__all__ = [
-    "Output",
-    "add_run_to",
-    "check_list",
-    "convert_model",
-    "diff",
-    "diff_lists",
-    "doctor",
-    "dump",
-    "explain",
-    "list_path",
-    "list_presets",
-    "prepare",
-    "print_json",
-    "show_list",
-]
-
-
 # The width and the colours of what a command prints.
 
 

@@ -7,8 +7,6 @@ import signal
 import sys
 from pathlib import Path
 
-__all__ = ["end_when_interrupted", "interrupted", "raise_when_interrupted"]
-
 _WORDS = "autocastfx: interrupted"
 _CODE = 130
 

@@ -33,9 +33,6 @@ from autocastfx.report.formats import FORMATS
 from autocastfx.report.lint.lint import lint
 from autocastfx.report.lint.roofline import find_gpu, gpus
 
-__all__ = ["complete", "main"]
-
-
 # An argument parser that says in two lines what is wrong, and what was meant by an unknown command or choice.
 
 

@@ -27,24 +27,6 @@ from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
 from autocastfx.policy.yaml_tree import nearest
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = [
-    "FactoryCall",
-    "add_conversion_options",
-    "conversion_arguments",
-    "converted",
-    "given_model",
-    "given_options",
-    "is_factory_call",
-    "is_model_file",
-    "load_batches",
-    "load_function",
-    "load_inputs",
-    "load_model",
-    "load_pickled",
-    "load_weights",
-]
-
-
 # Import what ``package.module:name`` names, and call it with the literal arguments that may follow.
 
 _FORM = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)(\(.*\))?", re.DOTALL)

@@ -46,9 +46,6 @@ from autocastfx.policy.kernel_facts import LEVELS
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.report.dump import dump
 
-__all__ = ["add_to", "add_tune_to"]
-
-
 _OF_A_SEARCH = ("model", "inputs", "weights", "mode", "metric", "seed")  # arguments that identify a search
 
 

@@ -15,23 +15,6 @@ from torch._ops import HigherOrderOperator, OpOverload
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attributes_of, dtypes, schema, subgraphs, tensors, uses, value
 
-__all__ = [
-    "AliasSet",
-    "alias_sets",
-    "aliased",
-    "handed_out",
-    "is_opaque",
-    "is_view",
-    "is_view_or_copy",
-    "moves",
-    "moves_each_once",
-    "mutated_inputs",
-    "reachable",
-    "seen_by_functions",
-    "takes_any_layout",
-]
-
-
 # Find nodes that run code outside the graph. Such code may have side effects that no schema declares.
 
 _NAMESPACES = ("aten", "prim", "prims", "autocastfx")

@@ -19,25 +19,6 @@ from autocastfx.graph.alias import is_view_or_copy
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import Use, argument, constants, has_float32, tensors, uses
 
-__all__ = [
-    "Exponents",
-    "Magnitude",
-    "Margin",
-    "Measured",
-    "Shares",
-    "Tally",
-    "ValueCounts",
-    "count_values",
-    "filled",
-    "is_here",
-    "magnitude",
-    "read_as_scores",
-    "read_counts",
-    "read_magnitudes",
-    "read_tallies",
-    "takes_mask",
-]
-
 
 def _read(numbers: Sequence[torch.Tensor]) -> list[Any]:
     """Read tensors of one shape, with one transfer from each device."""

@@ -17,21 +17,6 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
-__all__ = [
-    "ArgumentType",
-    "argument_types",
-    "arguments",
-    "base_name",
-    "canonical",
-    "kernel_name",
-    "located",
-    "names_function",
-    "of_function",
-    "op_name",
-    "overload_name",
-]
-
-
 # Canonical op names of fx nodes, the names used in op lists.
 
 # The ATen ops behind Python's operators on tensors.

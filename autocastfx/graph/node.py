@@ -16,40 +16,6 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.graph.names import op_name
 
-__all__ = [
-    "NodeRun",
-    "Observer",
-    "Origin",
-    "Use",
-    "all_names",
-    "dtypes",
-    "elements",
-    "example",
-    "example_size",
-    "has_float32",
-    "is_cast",
-    "is_float32",
-    "largest_size",
-    "map_uses",
-    "module_classes",
-    "module_path",
-    "number",
-    "origin",
-    "place_like",
-    "schema",
-    "set_argument",
-    "set_origin",
-    "settings",
-    "settled_size",
-    "stack_trace",
-    "stand_for",
-    "subgraphs",
-    "tensors",
-    "unknown_size",
-    "uses",
-]
-
-
 # Operator schemas, read once and cached, because torch makes a schema's Python objects anew at each access.
 
 _NUMBERS = ("Tensor", "number", "float")

@@ -12,8 +12,6 @@ from torch.fx.node import map_aggregate, map_arg
 
 from autocastfx.graph.node import kept_meta
 
-__all__ = ["GraphData", "data_of", "graph_of"]
-
 
 class GraphData:
     """A sub-graph, and the sub-graphs inside it, as plain data."""

@@ -21,21 +21,6 @@ from torch.utils._mode_utils import no_dispatch
 
 from autocastfx.graph.node import argument, example, tensors, value
 
-__all__ = [
-    "KINDS",
-    "RECURRENT",
-    "Product",
-    "Size",
-    "abstract_call",
-    "any_size",
-    "concrete_sizes",
-    "dtypes_of",
-    "in_dtype_of",
-    "own_sizes",
-    "product",
-]
-
-
 # Abstract results for any size, of operators whose own abstract results in torch ask about sizes.
 #
 # torch unrolls the loop of ``lstm``, ``gru`` and ``rnn`` over the length, and asks of ``linear`` whether its input is

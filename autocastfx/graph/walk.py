@@ -12,8 +12,6 @@ from autocastfx.graph.alias import aliased
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import all_names, attributes_of, subgraphs
 
-__all__ = ["Located", "all_nodes", "converted_inside", "is_converted_inside", "names_stood_for", "values_given", "walk"]
-
 # Higher-order operators whose graphs are converted too; values that enter or leave them keep their captured dtype.
 # Others stay whole: an autocast region has its own policy, and a region that switches autocast off asks for float32.
 _CONVERTED_INSIDE = ("wrap_with_set_grad_enabled", "cond", "while_loop", "map_impl", "scan")

@@ -7,8 +7,6 @@ from typing import Any
 from autocastfx.errors import UnsupportedError
 from autocastfx.training.grad_scaler import GradScaler
 
-__all__ = ["use_grad_scaler"]
-
 
 def use_grad_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler:
     """Let an ``accelerate.Accelerator`` scale losses, for a model that is converted to float16.

@@ -39,9 +39,6 @@ from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.conversion_warnings import match_graph, warn_of_other_parameters
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["UNCAPTURED", "CompileBackend", "backend_of", "disable", "enable"]
-
-
 # Have a graph of Dynamo's captured again once a module in it gets its first hook, which torch does not see to.
 
 

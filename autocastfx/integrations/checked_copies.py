@@ -17,8 +17,6 @@ from autocastfx.integrations.skipped_code import unwrapped
 from autocastfx.runtime.behaviour import compare_calls, trials_of
 from autocastfx.runtime.module_tree import foreseen
 
-__all__ = ["Backend", "check_capture", "converted_copies", "plain_copy"]
-
 
 class Backend(Protocol):
     """A backend of torch.compile that enables models."""

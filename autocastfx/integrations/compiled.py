@@ -55,9 +55,6 @@ from autocastfx.plan.plan import Precision
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.view import source_line
 
-__all__ = ["CompiledCall", "breaks", "is_torchs", "one_time_messages", "plain_error"]
-
-
 # Give a message that is given once while Dynamo captures the call, where Dynamo would break the graph for it.
 
 _CACHED = type(lru_cache(lambda: None))

@@ -16,8 +16,6 @@ from autocastfx.errors import UncapturedGraphWarning
 from autocastfx.integrations.backend import CompileBackend
 from autocastfx.training.grad_scaler import GradScaler
 
-__all__ = ["AutocastFXPrecision"]
-
 
 class AutocastFXPrecision(MixedPrecision):
     """Converts the modules of a ``LightningModule`` in place, and scales losses in float16.

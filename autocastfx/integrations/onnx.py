@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from torch.onnx import ONNXProgram
 
-__all__ = ["export", "widen"]
-
-
 # Give operators of an ONNX graph float32 between casts where ONNX does not define them for the dtypes that they read.
 #
 # torch's kernels take 16-bit values beside float32 parameters, and compute in float32. ONNX's operators mostly take

@@ -27,9 +27,6 @@ from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.grad_scaler import GradScaler
 
-__all__ = ["ScriptRun"]
-
-
 # The report of a script that ran with its models converted, as text and as data.
 
 

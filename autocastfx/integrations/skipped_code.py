@@ -23,30 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.errors import UncapturedGraphWarning
 
-__all__ = [
-    "InAutocast",
-    "SkippedCode",
-    "caller",
-    "compiler_is_off",
-    "forward_code",
-    "holds",
-    "in_float32",
-    "is_caller",
-    "look_again",
-    "modules_of",
-    "no_call",
-    "now",
-    "plain_name",
-    "skipped_since",
-    "skips",
-    "tried",
-    "unwrapped",
-    "warn_of_failure",
-    "watch",
-    "whole",
-]
-
-
 # Give float32 for 16 bits in what a module returns, whatever it returns it in.
 
 

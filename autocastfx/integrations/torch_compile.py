@@ -10,8 +10,6 @@ from torch import fx
 from autocastfx.integrations.backend import CompileBackend
 from autocastfx.integrations.skipped_code import watch
 
-__all__ = ["compile_graph"]
-
 
 def compile_graph(
     module: fx.GraphModule, inputs: list[Any], *, options: Mapping[str, Any] | None = None

@@ -30,9 +30,6 @@ from autocastfx.report.comparison import Deviation
 from autocastfx.report.lint.roofline import work_of
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["METRICS", "Bisection", "OutputDistance", "Place", "bisect", "places_of", "search_order"]
-
-
 # Places that ``bisect`` can run in float32, and the order in which it searches them.
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]

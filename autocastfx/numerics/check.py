@@ -39,8 +39,6 @@ from autocastfx.runtime.behaviour import (
 )
 from autocastfx.runtime.module_tree import foreseen
 
-__all__ = ["Check", "CheckedValue", "check"]
-
 _TIMES = 1.2  # torch.autocast's error that a converted model may have, as in the zoo
 _SCALE = 2.0**10  # of a float16 loss, lest small gradients vanish on any side
 _ALL = "all gradients"

@@ -24,9 +24,6 @@ from autocastfx.plan.plan import PlannedNode
 from autocastfx.report.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison, Deviation
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["TargetDistance", "compare"]
-
-
 # Measure the relative error of a converted model's gradient, or output, on batches: what a sensitivity predicts.
 
 

@@ -21,9 +21,6 @@ from autocastfx.plan.plan import PlannedNode, Precision, Why, because_of, op_lis
 from autocastfx.report.view import source_line
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["InputRange", "Overflow", "find_overflow"]
-
-
 # The node at which Inf or NaN begins, with what it read and what helps, as a value.
 
 

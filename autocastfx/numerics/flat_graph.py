@@ -16,8 +16,6 @@ from torch.fx.node import map_arg
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attribute
 
-__all__ = ["FlatGraph", "flatten"]
-
 Region = Callable[[], AbstractContextManager[Any]]
 _Read = Callable[[str], Any]
 

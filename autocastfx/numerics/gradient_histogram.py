@@ -25,9 +25,6 @@ from autocastfx.training.gradients import local
 from autocastfx.training.loss_scale import suggest_loss_scale
 from autocastfx.training.optimizer import LossScalingOptimizer
 
-__all__ = ["GradientHistogram", "gradient_histogram", "plot", "table"]
-
-
 # Show gradients by magnitude against float16's range, as text and as a picture.
 
 

@@ -15,9 +15,6 @@ from autocastfx.capture.call import arguments_of, batches_of
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.errors import ArgumentError, ArgumentTypeError, SensitivityError
 
-__all__ = ["Inputs", "LogprobGap", "LossFunction", "logprob_gap", "loss_of"]
-
-
 # The loss of a model's output, whose gradient is measured.
 
 LossFunction = Callable[[Any, Any], torch.Tensor]

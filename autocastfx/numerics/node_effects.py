@@ -27,19 +27,6 @@ from autocastfx.passes.analysis.units import Ports
 from autocastfx.plan.sensitivity import OUTPUT, Effect, Signature
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = [
-    "NodeEffects",
-    "Replay",
-    "Roundings",
-    "errors_at",
-    "gradient_scale",
-    "jumps",
-    "least_error",
-    "rounding",
-    "write_out_of_place",
-]
-
-
 # Replace ops that write into what they read, where no other value shows it: ``relu_`` becomes ``relu``.
 
 

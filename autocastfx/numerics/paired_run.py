@@ -27,19 +27,6 @@ from autocastfx.plan.plan import because_of, op_list_for
 from autocastfx.report.view import source_line
 from autocastfx.runtime.amp_module import AmpModule, Variant
 
-__all__ = [
-    "Backward",
-    "Gradients",
-    "Loss",
-    "PairedRun",
-    "Side",
-    "Step",
-    "floating",
-    "run_backwards",
-    "run_side_by_side",
-]
-
-
 # Run a backward pass that stops between the nodes of a graph, so that gradients of its values can be read.
 
 _now: Any = cast("Any", torch.autograd)._get_sequence_nr

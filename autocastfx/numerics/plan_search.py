@@ -26,20 +26,6 @@ from autocastfx.policy.rule import Category
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.variant import Variant
 
-__all__ = [
-    "Budget",
-    "Found",
-    "Limit",
-    "PlanSearch",
-    "Point",
-    "by_share",
-    "cut_between",
-    "filled",
-    "raised",
-    "rules_for",
-]
-
-
 # The cost and the error of a plan, and the limit that a user sets for one of the two.
 
 

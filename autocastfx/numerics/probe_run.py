@@ -22,8 +22,6 @@ from autocastfx.graph.node import Use
 from autocastfx.numerics.flat_graph import FlatGraph
 from autocastfx.numerics.segments import Segment, SegmentRun, Taken, segments_of
 
-__all__ = ["ProbeRun", "Project", "directions", "signs"]
-
 Project = Callable[[int, Taken], None]
 _Key = TypeVar("_Key")
 _BETWEEN = torch.bfloat16  # of tangents and derivatives kept between segments: an estimate needs no more

@@ -22,19 +22,6 @@ from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import Use, elements, is_float32, tensors, uses, value
 from autocastfx.numerics.flat_graph import FlatGraph
 
-__all__ = [
-    "NotDifferentiableError",
-    "Read",
-    "Segment",
-    "SegmentRun",
-    "Taken",
-    "derivable",
-    "differentiated",
-    "segments_of",
-    "whole",
-]
-
-
 # Differentiate with torch so that the derivatives can be differentiated again, and again in float32.
 
 

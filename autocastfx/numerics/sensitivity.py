@@ -33,8 +33,6 @@ from autocastfx.policy.op_list import OpListLike
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.variant import Variant
 
-__all__ = ["Measuring", "captured_of", "check_choices", "check_fits", "sensitivity"]
-
 _LEAST_FOR_JUMPS = 4  # projections: a pair of new directions for jumps, and others
 
 

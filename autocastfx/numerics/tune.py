@@ -30,9 +30,6 @@ from autocastfx.report.front_picture import Front, front_picture
 from autocastfx.report.lint.roofline import Gpu, find_gpu
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["Tuned", "tune"]
-
-
 # The result of ``tune``: an op list, the plan that follows from it, and the front it was chosen from.
 
 _DOUBTFUL = 2.0  # a factor between measured and predicted errors

@@ -30,9 +30,6 @@ from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.grad_scaler import GradScaler
 from autocastfx.training.optimizer import LossScalingOptimizer
 
-__all__ = ["SkippedStep", "Watch", "WatchedNode", "report", "watch"]
-
-
 # The rows of a watch, and its report as text.
 
 

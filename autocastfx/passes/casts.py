@@ -13,8 +13,6 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.graph.node import Origin, Use, map_uses, origin, place_like, set_origin, uses
 from autocastfx.runtime.operators.casts import saturating_cast
 
-__all__ = ["CastStyle", "PlannedDtypes", "insert_casts"]
-
 _TO = torch.ops.aten.to.dtype
 
 

@@ -35,8 +35,6 @@ from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import Matcher, OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 
-__all__ = ["Classifier", "Classify"]
-
 _CASTS = ("to", "_to_copy", "type_as")
 
 

@@ -37,8 +37,6 @@ from autocastfx.policy.rule import Category
 from autocastfx.runtime.operators.casts import cast_if
 from autocastfx.runtime.working_copies import ATTRIBUTE, working_copy
 
-__all__ = ["Bounds", "DropLossCasts", "InsertCasts", "MakeConditional", "PlacedDtypes", "StoreWeights"]
-
 
 @dataclass(frozen=True)
 class PlacedDtypes(PlannedDtypes):

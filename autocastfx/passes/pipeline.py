@@ -35,9 +35,6 @@ from autocastfx.runtime.operators.casts import cast_if, saturating_cast
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.working_copies import working_copy
 
-__all__ = ["FOLLOW_PIPELINE", "PIPELINE", "WIDEN_PIPELINE", "ConvertedGraph", "Converter"]
-
-
 PIPELINE: tuple[type[Pass], ...] = (
     *(Recompose, WriteOutAttention, RecomputeAttention, MergeRepeated, DropLossCasts),
     *(Classify, Placer),

@@ -17,9 +17,6 @@ from autocastfx.passes.state import Classification, Pass, State
 from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Traffic, Why
 from autocastfx.policy.rule import Category
 
-__all__ = ["Placer"]
-
-
 # decisions → placements by TensorFlow's rule (auto_mixed_precision): grow the deny set forwards, then the allow set
 # between allows, then through clear ops. Pure: no edge is touched, no other pass is known.
 #

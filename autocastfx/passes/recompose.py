@@ -51,9 +51,6 @@ from autocastfx.plan.plan import Recomposed
 from autocastfx.policy.rule import Category
 from autocastfx.runtime.operators.short_attention import TOKENS, short_attention
 
-__all__ = ["MergeRepeated", "Recompose", "RecomputeAttention", "WriteOutAttention", "recompose"]
-
-
 # Tell which values hold finite numbers alone, whatever the inputs.
 
 # Ops that make finite values of finite ones as masks are made, beside views and copies: choices and products.

@@ -28,8 +28,6 @@ from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import Matcher, OpList
 from autocastfx.policy.rule import Category
 
-__all__ = ["Classification", "Pass", "Settings", "State"]
-
 
 @dataclass(frozen=True)
 class Settings:

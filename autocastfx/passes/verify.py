@@ -18,8 +18,6 @@ from autocastfx.graph.sizes import abstract_call, concrete_sizes, dtypes_of
 from autocastfx.passes.casts import PlannedDtypes
 from autocastfx.passes.state import Pass, State
 
-__all__ = ["Verify", "verify"]
-
 
 def verify(
     graph: fx.Graph,

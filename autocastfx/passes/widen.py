@@ -17,9 +17,6 @@ from autocastfx.plan.edited_plan import Obeyed
 from autocastfx.plan.plan import Decision, Forced, Placement, Precision
 from autocastfx.policy.rule import Category
 
-__all__ = ["InsertWidenings", "WidenNodes", "WidenedDtypes"]
-
-
 # Decides which nodes of a 16-bit model run in float32: those that the lists deny. Pure: no edge is touched.
 
 

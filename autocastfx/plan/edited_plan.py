@@ -30,9 +30,6 @@ from autocastfx.plan.plan import Cause, Decision, Placement, Plan, PlannedNode, 
 from autocastfx.policy.rule import Category
 from autocastfx.policy.yaml_tree import nearest
 
-__all__ = ["EditedPlan", "Obeyed", "read_plan"]
-
-
 _SHOWN = 20  # lines that one warning lists
 
 

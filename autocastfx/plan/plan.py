@@ -22,33 +22,6 @@ from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 from autocastfx.policy.yaml_tree import nearest
 
-__all__ = [
-    "NO_SOURCE",
-    "UNLISTED",
-    "Cause",
-    "Decision",
-    "Forced",
-    "Placement",
-    "Plan",
-    "PlannedCast",
-    "PlannedCopy",
-    "PlannedNode",
-    "Precision",
-    "Prices",
-    "Recomposed",
-    "Traffic",
-    "Why",
-    "because_of",
-    "check_version",
-    "decision_by_list",
-    "joint_error",
-    "op_list_for",
-    "proposed_list",
-    "refuse_banned",
-    "select",
-]
-
-
 # The cause of a node's placement as a value: a kind, and the nodes that it names.
 
 

@@ -11,8 +11,6 @@ from heapq import heappop, heappush
 
 from autocastfx.plan.plan import Plan, PlannedNode, Precision
 
-__all__ = ["Difference", "PlanDiff", "diff"]
-
 
 @dataclass(frozen=True)
 class Difference:

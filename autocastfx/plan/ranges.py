@@ -21,8 +21,6 @@ from autocastfx.graph.magnitude import Magnitude
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import module_path
 
-__all__ = ["Key", "Range", "Ranges", "key_of", "mode_of"]
-
 VERSION = 2
 MODES = ("train", "eval")
 Key = tuple[str, str, str]  # name of the node, its op, the path of its module

@@ -16,8 +16,6 @@ from autocastfx.errors import SensitivityError, UnknownNameError
 from autocastfx.files import parsed_json, plain_data, read_whole, typed_data, write_whole
 from autocastfx.plan.ranges import MODES, Key
 
-__all__ = ["OUTPUT", "TARGETS", "Effect", "Sensitivity", "Signature", "added", "rms", "shared_directions"]
-
 VERSION = 1
 TARGETS = ("gradient", "output")
 OUTPUT = "output"  # the name of the graph's output, as a reader

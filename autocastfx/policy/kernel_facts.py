@@ -20,9 +20,6 @@ from autocastfx.policy.op_list import OpList, preset_folder
 from autocastfx.policy.rule import ModuleRule
 from autocastfx.policy.yaml_tree import Tree, parse_file
 
-__all__ = ["LEVELS", "PARAMETERS", "KernelFacts", "kept_in_float32", "load_kernel_facts"]
-
-
 # Kernel facts: how each device's kernels behave, whatever the op list says.
 
 PARAMETERS = ("weight", "bias")  # of a norm, by the names in its schema

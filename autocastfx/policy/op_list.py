@@ -26,20 +26,6 @@ from autocastfx.policy.rule import ANY_REDUCTION, Category, Condition, Demand, D
 from autocastfx.policy.write_list import Change
 from autocastfx.policy.yaml_tree import Tree, nearest, parse_file, tree_of
 
-__all__ = [
-    "KEYS",
-    "MatchedRules",
-    "Matcher",
-    "OpList",
-    "OpListLike",
-    "load_op_list",
-    "preset_folder",
-    "preset_path",
-    "preset_title",
-    "presets",
-]
-
-
 # Op lists: the category of each op, read from YAML that anyone can edit.
 #
 # A list never holds code: parsing constructs no objects, and tags are refused.

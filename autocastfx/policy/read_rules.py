@@ -23,38 +23,6 @@ from autocastfx.policy.rule import (
 )
 from autocastfx.policy.yaml_tree import Tree, is_known, legal_op_names, nearest
 
-__all__ = [
-    "CATEGORIES",
-    "DEMANDS",
-    "DEMAND_KEYS",
-    "DEVICES",
-    "ENTRY_KEYS",
-    "MODULE_CATEGORIES",
-    "MODULE_KEYS",
-    "PLACEMENTS",
-    "UNLISTED",
-    "UNLISTED_CATEGORIES",
-    "VALUES",
-    "ListKey",
-    "Said",
-    "aliases",
-    "demands",
-    "join",
-    "keep_args",
-    "keys_of",
-    "known",
-    "later_or_earlier",
-    "limited",
-    "module_rules",
-    "op_rules",
-    "placement",
-    "product_depth",
-    "reduction_depth",
-    "stacked",
-    "unlisted",
-]
-
-
 # The keys and values of an op list's YAML, with their meanings. The parser accepts no others.
 
 CATEGORIES: Mapping[str, str] = {

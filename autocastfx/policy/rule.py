@@ -13,20 +13,6 @@ import torch
 
 from autocastfx.errors import ArgumentError, TextPlace
 
-__all__ = [
-    "ANY_REDUCTION",
-    "Category",
-    "Condition",
-    "Demand",
-    "DepthLimit",
-    "ModuleRule",
-    "Rule",
-    "Scalar",
-    "may_backtrack",
-    "module_pattern",
-]
-
-
 # Regular expressions that take Python exponential time: a repetition of what matches a text in several ways.
 
 _PARSER: Any = getattr(re, "_parser", None) or cast("Any", re).sre_parse  # until Python 3.10

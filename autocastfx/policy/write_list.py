@@ -10,9 +10,6 @@ import yaml
 
 from autocastfx.policy.rule import ANY_REDUCTION, Condition, Demand, DepthLimit, ModuleRule, Rule
 
-__all__ = ["Change", "changes", "demands", "groups", "limits", "modules", "text"]
-
-
 # Compare two op lists subject by subject.
 
 

@@ -22,9 +22,6 @@ from autocastfx.files import read_whole
 from autocastfx.graph.names import argument_types, canonical, located, of_function
 from autocastfx.policy.rule import Scalar
 
-__all__ = ["Tree", "is_known", "legal_op_names", "meant", "nearest", "parse_file", "tree_of"]
-
-
 # Names that people write in lists from habit, with the names that they mean.
 
 _LOW, _WIDE = ("low", "allow"), ("float32", "deny")

@@ -17,17 +17,6 @@ from autocastfx.plan.plan import Recomposed
 from autocastfx.report.view import View, error_cell
 from autocastfx.runtime.variant import Variant
 
-__all__ = [
-    "Beginning",
-    "ComparedNode",
-    "ComparedParameter",
-    "ComparedVariant",
-    "Comparison",
-    "Deviation",
-    "compared_variant",
-]
-
-
 # Measure the deviation of 16-bit values from float32 values.
 
 _PIECE = 1 << 20  # elements

@@ -13,8 +13,6 @@ from autocastfx.plan.plan import Plan
 from autocastfx.report.formats import render
 from autocastfx.report.view import SourceLine, View, view_of_graph
 
-__all__ = ["CompiledGraph", "fold_of", "views_of_enabled"]
-
 
 @dataclass(frozen=True)
 class CompiledGraph:

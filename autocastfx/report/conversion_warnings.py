@@ -19,15 +19,6 @@ from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import MatchedRules, OpList
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = [
-    "match_graph",
-    "warn_of_other_parameters",
-    "warn_of_slow_kernels",
-    "warn_of_unmatched_effects",
-    "warn_of_unmatched_ranges",
-    "warn_of_unmatched_rules",
-]
-
 _NAMED = 4  # names in a message, before the others are counted
 
 

@@ -20,9 +20,6 @@ from autocastfx.report.text import TextOptions, check_names, render_text
 from autocastfx.report.view import PredictedError, View, view
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["Page", "dump", "dump_text", "show", "view_of", "views_of"]
-
-
 # ``dump``: render a converted model as text, for people and for tools.
 
 _SUFFIXES = {".dot": "dot", ".gv": "dot", ".graphml": "graphml", ".html": "html", ".json": "json", ".py": "python"}

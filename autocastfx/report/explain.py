@@ -13,8 +13,6 @@ from autocastfx.report.reason import Reason, Reasons
 from autocastfx.report.view import PredictedError, View
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["explain"]
-
 
 def explain(amp_model: nn.Module, what: str) -> str:
     """Explain why the nodes that ``what`` names run in their precision, and what would change it.

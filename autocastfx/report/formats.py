@@ -11,9 +11,6 @@ from autocastfx.plan.plan import Precision
 from autocastfx.report.text import render_text, summary
 from autocastfx.report.view import Row, View, error_cell
 
-__all__ = ["FORMATS", "render", "render_dot"]
-
-
 # Render a converted graph for Graphviz. Shape, colour and text show the precision.
 
 # Fill colours of Okabe and Ito's palette, lightened; they differ in lightness too.

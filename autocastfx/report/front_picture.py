@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Front", "front_picture"]
-
 Place = tuple[float, float]  # bytes, and an error
 
 _WIDTH, _HEIGHT = 680, 420

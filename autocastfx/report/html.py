@@ -30,9 +30,6 @@ from autocastfx.report.text import summary
 from autocastfx.report.view import Row, View
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["SCRIPTS", "asset", "model_facts", "page_data", "render_html"]
-
-
 # The part of the page's data that tells how another plan decides: by node, and for the graph.
 
 

@@ -14,8 +14,6 @@ from autocastfx.report.view import Row
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["Reason", "Reasons"]
-
 # What a person can do about a rule that no list overrides.
 _ADVICE = {
     Forced.CONSTANT: "the number stands in the model's code: use a smaller one there",

@@ -15,21 +15,6 @@ from autocastfx.policy.rule import Category, ModuleRule, module_pattern
 from autocastfx.policy.yaml_tree import nearest
 from autocastfx.report.view import Row, View, error_cell
 
-__all__ = [
-    "LEAST_WIDTH",
-    "TextOptions",
-    "aligned",
-    "check_names",
-    "counted",
-    "reads_low",
-    "render_text",
-    "selected",
-    "shortened",
-    "summary",
-    "wrapped",
-]
-
-
 # Lay out cells in columns that fit a width.
 
 LEAST_WIDTH = 40

@@ -35,21 +35,6 @@ from autocastfx.plan.sensitivity import Effect, Sensitivity
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.working_copies import ATTRIBUTE
 
-__all__ = [
-    "PredictedError",
-    "Row",
-    "Shapes",
-    "SourceLine",
-    "View",
-    "attributes",
-    "bytes_of",
-    "error_cell",
-    "source_line",
-    "view",
-    "view_of_graph",
-]
-
-
 # Write the shapes of a graph's values, and count their bytes.
 
 Values = tuple[torch.Tensor, ...]

@@ -43,9 +43,6 @@ from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.variant_table import Modes, Original, VariantTable, up_to_date
 from autocastfx.runtime.working_copies import WorkingCopies
 
-__all__ = ["AmpModule", "Variant"]
-
-
 # Write what a converted model is, in two lines.
 
 

@@ -19,21 +19,6 @@ from autocastfx.capture.leave_intact import intact, random_numbers_kept
 from autocastfx.capture.whole_calls import attention_written_out
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = [
-    "Behaviour",
-    "CallError",
-    "Compared",
-    "Difference",
-    "Trial",
-    "apart",
-    "behaviour_of",
-    "changed",
-    "compare_calls",
-    "differences",
-    "mode_differences",
-    "trials_of",
-]
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _OUTPUT, _GRADIENT, _PARAMETER, _BUFFER = "output", "gradient of", "parameter", "buffer"
 _ARGUMENT, _RANDOM = "argument", "next random number"

@@ -22,24 +22,6 @@ from autocastfx.capture.leave_intact import intact
 from autocastfx.capture.python_state import is_plain, is_same
 from autocastfx.errors import CaptureError, UnsupportedError
 
-__all__ = [
-    "OriginalModes",
-    "Part",
-    "class_of_converted",
-    "foreseen",
-    "forget_original",
-    "forwarded",
-    "mirror",
-    "read_again",
-    "refuse_replacing",
-    "refuse_sharded",
-    "set_modes",
-    "set_on_original",
-    "signed_forward",
-    "switch",
-]
-
-
 # Give a converted model the attributes of the original and the signature of its forward.
 
 

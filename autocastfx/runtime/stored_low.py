@@ -13,8 +13,6 @@ from autocastfx.errors import UnsupportedError
 from autocastfx.graph.node import dtypes
 from autocastfx.runtime.variant import Variant
 
-__all__ = ["own_tensors", "refuse_gradients", "refuse_training", "stored_low"]
-
 _INSTEAD = 'Convert with weights="cast" or weights="cached" to train, or for gradients.'
 
 

@@ -32,9 +32,6 @@ from autocastfx.runtime.working_copies import ATTRIBUTE, working_copies, working
 if TYPE_CHECKING:
     from autocastfx.capture.export import Captured
 
-__all__ = ["QUICK", "Reads", "Variant", "add_one", "quick_graph"]
-
-
 # Rewrite a graph for eager calls, with little Python overhead around its operators.
 #
 # Calling an operator's overload (``torch.ops.aten.add.Tensor``) takes about a microsecond more than ``torch.add``,

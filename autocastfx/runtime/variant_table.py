@@ -29,9 +29,6 @@ from autocastfx.policy.op_list import OpList
 from autocastfx.runtime.module_tree import foreseen
 from autocastfx.runtime.variant import Variant
 
-__all__ = ["HookWatch", "Original", "VariantTable", "up_to_date"]
-
-
 # Tell of hooks on modules that calls of a converted model do not run.
 
 
@@ -103,7 +100,7 @@ Held = Mapping[str, torch.Tensor]  # parameters and buffers by the original's na
 Modes = tuple[bool, ...]  # the training flag of each module of the original
 
 
-class Converts(Protocol):
+class _Converts(Protocol):
     """Makes a variant of a captured graph, for a device. An ``AmpModule`` itself imports no pass."""
 
     @property
@@ -145,7 +142,7 @@ class Original:
         switched: the modes that its ``eval`` and ``train`` gave, then.
     """
 
-    converter: Converts
+    converter: _Converts
     model: nn.Module | None
     signature: CallSignature
     leaves: tuple[str, ...]

@@ -18,9 +18,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from autocastfx.errors import UnsupportedError
 from autocastfx.training.masters import TensorMark
 
-__all__ = ["ATTRIBUTE", "Filled", "WorkingCopies", "casts_together", "read_copies", "working_copies", "working_copy"]
-
-
 # A 16-bit working copy of a parameter, and how autograd gives what is read the parameter's gradient.
 
 _owners: Callable[[int], int] = cast("Any", torch._C)._storage_Use_Count

@@ -19,8 +19,6 @@ from autocastfx.training.loss_scale import DynamicLossScale, ScaleNumbers
 from autocastfx.training.optimizer import LossScalingOptimizer, ScaledChange, exhausted
 from autocastfx.training.wrapping_optimizer import needs_closure
 
-__all__ = ["GradScaler"]
-
 
 class GradScaler(torch.amp.GradScaler):
     """Use it where a ``torch.amp.GradScaler`` is used, in a trainer or in a loop of your own; it is one.

@@ -13,25 +13,6 @@ import torch.distributed as dist
 from autocastfx.errors import ArgumentError, UnsupportedError
 from autocastfx.training.loss_scale import moved
 
-__all__ = [
-    "SHARDED",
-    "Agreeing",
-    "agree",
-    "checked",
-    "clip_norm_",
-    "clip_value_",
-    "culprits",
-    "is_finite",
-    "local",
-    "norm",
-    "parameter_names",
-    "present",
-    "refuse_complex",
-    "settled",
-    "unscale_",
-]
-
-
 # Processes that hold parts of the same parameters skip the same steps.
 
 SHARDED, WORLD = "sharded", "world"

@@ -15,21 +15,6 @@ import torch
 
 from autocastfx.errors import ArgumentError, LossScaleError
 
-__all__ = [
-    "DynamicLossScale",
-    "HostCopy",
-    "LossScale",
-    "NoLossScale",
-    "ScaleNumbers",
-    "ScaleState",
-    "Seen",
-    "StaticLossScale",
-    "is_capturing",
-    "moved",
-    "suggest_loss_scale",
-]
-
-
 # The changing state of a loss scale, as tensors on a device and as numbers in a checkpoint.
 
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max

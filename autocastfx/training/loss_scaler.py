@@ -15,9 +15,6 @@ from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import LossScaleError
 from autocastfx.training.loss_scale import HostCopy, LossScale, ScaleNumbers, ScaleState, is_capturing, moved
 
-__all__ = ["LossScaler", "Rounds"]
-
-
 # Track the optimizers of a loss scale: scaled gradients, and steps since the scale's last update.
 
 

@@ -14,9 +14,6 @@ from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import ArgumentError, LossScaleError
 from autocastfx.training.gradients import local, settled
 
-__all__ = ["Masters", "TensorMark"]
-
-
 # Detect that a tensor has been written to.
 
 

@@ -29,9 +29,6 @@ from autocastfx.training.wrapping_optimizer import (
     steps_twice,
 )
 
-__all__ = ["LossScalingOptimizer", "ScaledChange", "StepResult", "exhausted", "overflowed", "unscale_"]
-
-
 # Divide gradients by the loss scale, and keep the findings until the step.
 
 _ZERO, _ONE = torch.zeros(()), torch.ones(())

@@ -14,9 +14,6 @@ from torch.optim import Optimizer
 from autocastfx.errors import LossScaleError
 from autocastfx.training import gradients
 
-__all__ = ["FusedStep", "WrappingOptimizer", "needs_closure", "steps_to_make_state", "steps_twice"]
-
-
 _HALVES = ("first_step", "second_step")  # of an optimizer that steps twice
 
 _SHARED = (

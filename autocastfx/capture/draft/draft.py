@@ -19,8 +19,6 @@ from autocastfx.capture.tidy import no_op_source
 from autocastfx.errors import CaptureError
 from autocastfx.graph.names import op_name
 
-__all__ = ["capture_symbolically"]
-
 _MOST_TRACES = 4
 
 

@@ -24,8 +24,6 @@ from torch.utils import _pytree as pytree
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import set_value, value
 
-__all__ = ["ANY", "Guess", "StandIns"]
-
 _MOST_RUNS = 600
 _ones, _zeros = torch.ones, torch.zeros  # the originals: a trace replaces them in torch by recording functions
 _STARTS = ("start", "index", "storage_offset")

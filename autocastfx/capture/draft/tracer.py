@@ -36,9 +36,6 @@ from autocastfx.capture.whole_calls import CHECKPOINT, AutogradCall, places, ref
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import value
 
-__all__ = ["TORCH", "Tracer", "Value", "is_tensor", "overload", "reflected", "run_through"]
-
-
 # Find the ATen operator for a call in a model's Python code, so that drafts read like exported graphs.
 
 _KEYWORDS = {"input": "self", "axis": "dim", "x": "self"}

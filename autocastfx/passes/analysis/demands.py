@@ -20,9 +20,6 @@ from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, Demand
 
-__all__ = ["Demands", "cancellations"]
-
-
 # Small differences of large values: a variance as E[x²] - E[x]², a stencil, a value less its average.
 
 _SUMS = ("add", "sub", "rsub")

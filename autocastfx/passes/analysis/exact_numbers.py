@@ -22,17 +22,6 @@ from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
 
-__all__ = [
-    "HeldValues",
-    "WholeNumbers",
-    "cast_once",
-    "distance_products",
-    "forced_by_number",
-    "holds_one_number",
-    "largest_whole",
-    "told_apart",
-]
-
 
 def forced_by_number(
     node: fx.Node, low: torch.dtype, held: Mapping[str, float], facts: KernelFacts, device: str

@@ -10,8 +10,6 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["OUTSIDE", "Label", "Term", "cheapest", "total"]
-
 Label = Hashable
 OUTSIDE = "float32"  # the label of what is float32 whatever is placed: graph inputs, parameters, outputs
 

@@ -16,8 +16,6 @@ from autocastfx.plan.plan import Placement, Precision, Recomposed
 from autocastfx.plan.ranges import Key, key_of
 from autocastfx.plan.sensitivity import OUTPUT, Effect, Signature, added, rms
 
-__all__ = ["NodeEffectMap", "equal_terms", "product_terms"]
-
 
 @dataclass(frozen=True)
 class NodeEffectMap:

@@ -29,19 +29,6 @@ from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, 
 from autocastfx.policy.kernel_facts import PARAMETERS
 from autocastfx.policy.rule import Category
 
-__all__ = [
-    "CAST",
-    "Fold",
-    "Folding",
-    "LowReads",
-    "Provenance",
-    "bytes_moved",
-    "decisive",
-    "lower_views",
-    "place_cheaply",
-]
-
-
 # Folding: which nodes may yet take and give 16 bits where their list asks for float32. Pure.
 #
 # A ``deny`` node may, whose kernel computes in float32 inside; and a ``promote`` node that only joins values (a class

@@ -30,9 +30,6 @@ from autocastfx.policy.rule import Category
 from autocastfx.runtime.operators.cross_entropy_loss import cross_entropy_loss
 from autocastfx.runtime.operators.norms import layer_norm
 
-__all__ = ["Ports", "Unit", "Units", "is_over_classes", "read_low", "units_of"]
-
-
 # A cross entropy over classes that widens 16-bit logits itself.
 
 

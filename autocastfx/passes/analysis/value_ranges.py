@@ -17,9 +17,6 @@ from autocastfx.graph.node import Use, has_float32, tensors, uses, value
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
 
-__all__ = ["Fill", "Limit", "fills", "is_mask", "largest_mask", "reach", "reading_call_inputs", "seen_as"]
-
-
 # Attention masks: values that only ever say which scores do not count, however large they are.
 
 

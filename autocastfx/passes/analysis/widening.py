@@ -32,9 +32,6 @@ from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import Matcher
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 
-__all__ = ["CASTS", "Widener"]
-
-
 CASTS = ("to", "_to_copy", "type_as")
 _WIDE = (torch.float32, torch.float64)
 _COMPUTES = ("call_function", "call_method", "call_module")

@@ -21,22 +21,6 @@ from autocastfx.graph.node import example, is_float32, tensors
 from autocastfx.runtime.operators.norms import rms_norm
 from autocastfx.runtime.operators.quick_gelu import SLOPE, quick_gelu
 
-__all__ = [
-    "LOSS_CAST",
-    "MATH_ATTENTION",
-    "NUMBERS",
-    "PATTERNS",
-    "REPEATED",
-    "SHORT_ATTENTION",
-    "Arguments",
-    "Found",
-    "Pattern",
-    "arguments",
-    "chosen",
-    "formulas",
-]
-
-
 # Patterns: formulas of several ops that one operator computes, and the search for them in a captured graph.
 
 _TOLERANCE = 1e-6  # relative, of the numbers in a formula: models round sqrt(2/pi) to seven digits and more

@@ -20,8 +20,6 @@ from autocastfx.plan.plan import Placement, Precision, Why
 from autocastfx.policy.op_list import Matcher, OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 
-__all__ = ["Dispatch", "Followed", "asked"]
-
 
 @dataclass(frozen=True)
 class Dispatch:

@@ -26,8 +26,6 @@ from autocastfx.graph.sizes import concrete_sizes, in_dtype_of
 from autocastfx.passes.torch_autocast.dispatch import Dispatch
 from autocastfx.policy.rule import Category
 
-__all__ = ["expand"]
-
 _COMPOSITE = "CompositeImplicitAutograd"
 
 

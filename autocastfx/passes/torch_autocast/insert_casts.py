@@ -17,9 +17,6 @@ from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.passes.torch_autocast.dispatch import Dispatch, Followed, asked
 from autocastfx.plan.plan import Cause, Decision, Placement, Precision
 
-__all__ = ["Follow", "FollowedDtypes", "InsertFollowedCasts", "ask_for_dtypes", "dispatch_of", "follow"]
-
-
 # torch.autocast's dispatch on a graph: one walk forwards, without neighbours and without taint. Pure.
 
 

@@ -17,9 +17,6 @@ from autocastfx.report.lint.odd_size import OddSize, odd_sizes
 from autocastfx.report.lint.roofline import Gpu, Total, Work, bound, find_gpu, limit, total, work_of
 from autocastfx.runtime.amp_module import AmpModule
 
-__all__ = ["Lint", "OpEstimate", "lint"]
-
-
 # The result of ``lint``, as data and as text.
 
 _MOST = 10

@@ -14,9 +14,6 @@ from autocastfx.graph.names import op_name
 from autocastfx.graph.node import argument, example, module_path, tensors, uses
 from autocastfx.graph.walk import Located
 
-__all__ = ["OddSize", "Size", "odd_sizes", "sizes_of"]
-
-
 # Find the sizes of matrix products, convolutions and attentions that tensor cores tile.
 
 TILE = 8  # numbers of 16 bits in 16 bytes, the unit of tensor cores and their loads

@@ -24,9 +24,6 @@ from autocastfx.graph.names import op_name
 from autocastfx.graph.node import dtypes, example_size, is_member, tensors, uses, value
 from autocastfx.policy.yaml_tree import Tree, nearest, parse_file
 
-__all__ = ["Bound", "Gpu", "Total", "Work", "bound", "find_gpu", "gpus", "limit", "total", "work_of"]
-
-
 # Peak rates of GPUs: a shipped table, or given by the user.
 
 _RATES = ("tensor_tflops", "float32_tflops", "bandwidth_gb_s")

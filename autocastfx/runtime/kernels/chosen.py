@@ -15,8 +15,6 @@ from torch import Tensor
 from autocastfx.errors import MissingExtraError, UnsupportedError
 from autocastfx.policy.kernel_facts import load_kernel_facts
 
-__all__ = ["KERNELS", "is_chosen", "names_chosen"]
-
 KERNELS = frozenset({"cross_entropy_loss", "rms_norm"})
 VARIABLE = "AUTOCASTFX_TRITON"
 

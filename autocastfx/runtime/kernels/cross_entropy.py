@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["differentiate", "row_losses"]
-
 _BLOCK = 4096  # the most scores that a program holds at a time
 
 

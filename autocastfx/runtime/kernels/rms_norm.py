@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["differentiate", "normalize"]
-
 _PROGRAMS = 512  # the most sums of the weight's gradient that are kept apart
 _ROWS, _COLUMNS = 32, 128  # of the block in which they are added up
 

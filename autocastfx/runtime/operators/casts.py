@@ -8,9 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-__all__ = ["cast_if", "is_concrete", "saturating_cast"]
-
-
 # Tell eager tensors, whose sizes operators may inspect, from tensors that are compiled, exported or traced.
 
 

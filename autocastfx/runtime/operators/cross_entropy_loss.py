@@ -22,8 +22,6 @@ from autocastfx.errors import UnsupportedError
 from autocastfx.runtime.kernels.chosen import is_chosen
 from autocastfx.runtime.operators.casts import is_concrete
 
-__all__ = ["cross_entropy_loss"]
-
 aten: Any = torch.ops.aten
 _CLASSES = 1024  # the fewest classes of a vocabulary: with shorter rows, parts cost more time than they save
 # Scores computed at a time: on a CPU 2 MiB in float32 per thread, which fits its cache; 64 MiB on other devices, which

@@ -14,9 +14,6 @@ from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.runtime.kernels.chosen import is_chosen
 from autocastfx.runtime.operators.casts import is_concrete
 
-__all__ = ["compute_layer_norm", "layer_norm", "rms_norm"]
-
-
 # The operator ``autocastfx::rms_norm``: torch's ``rms_norm``, but backward keeps little more than the inputs.
 #
 # It computes in float32, also for a 16-bit input with a float32 weight, and rounds the result once.

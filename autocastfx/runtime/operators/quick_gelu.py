@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SLOPE", "quick_gelu"]
-
 SLOPE = 1.702
 
 _LIBRARY = torch.library.Library("autocastfx", "FRAGMENT")

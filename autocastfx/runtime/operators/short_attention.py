@@ -17,8 +17,6 @@ from torch import Tensor
 
 from autocastfx.runtime.operators.casts import is_concrete
 
-__all__ = ["TOKENS", "recomputed", "short_attention"]
-
 aten: Any = torch.ops.aten
 # Measured by python -m benchmarks.short_attention: the gain shrinks with more queries and keys; with few scores the
 # operators' overhead outweighs it.
