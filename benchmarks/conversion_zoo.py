@@ -27,11 +27,10 @@ from autocastfx.errors import AutocastFXError
 from autocastfx.passes.pipeline import Converter
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
+from benchmarks.hand import HAND
 from benchmarks.pass_times import pass_times, seconds
 from benchmarks.store import Store
-from benchmarks.zoo_case import ZooModel
-from benchmarks.zoo_hand import HAND
-from benchmarks.zoo_measure import FIRST_SIZE
+from benchmarks.zoo import FIRST_SIZE, ZooModel
 from benchmarks.zoo_models import ZOO
 
 DTYPE = torch.bfloat16
