@@ -48,8 +48,8 @@ def _inputs() -> dict[str, Tensor]:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, threads_kept: None) -> str:
     models = {"tiny": FullModel(Perceptron, _inputs)}
-    for module, name in ((memory, "TRAINED"), (train_step, "SMALL"), (inference, "SMALL")):
-        monkeypatch.setattr(module, name, models)
+    for module in (train_step, inference):
+        monkeypatch.setattr(module, "SMALL", models)
     return "tiny"
 
 
