@@ -82,7 +82,8 @@ def test_what_is_held_is_not_measured_again(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("shape", conversion.SHAPES)
-def test_graphs_have_the_size_asked_for_and_something_to_place(shape: str) -> None:
+def test_graphs_have_the_size_asked_for_and_something_to_place(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "REPEATS", 1)
     row = conversion.measure(shape, 60)
     assert 60 <= row.nodes < 90
     assert 0 < row.low < row.nodes
@@ -101,6 +102,7 @@ def test_both_limits_of_conversion_hold_for_the_last_size() -> None:
 def test_passes_that_take_long_beside_the_capture_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(conversion, "REPEATS", 1)
     (row,) = conversion.in_both_modes("tied-weights")[:1]
     assert row.passes > 0
     assert 0 < row.share < 1

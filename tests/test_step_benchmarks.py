@@ -16,8 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autocastfx
-from autocastfx.errors import UnsupportedError
 from benchmarks import compiled_step, inference, memory, report, step_table, timing, train_step, training
 from benchmarks.memory import AUTOCAST, FLOAT32, HALF, KERNEL
 from benchmarks.models import TRAINED, FullModel
@@ -89,15 +87,6 @@ def test_tied_weights_stay_tied() -> None:
             return (self.b(self.a(pixel_values).relu()).relu().sum(),)
 
     assert memory.measure("tied", FullModel(Tied, _inputs), FLOAT32).weights == 4 * 64
-
-
-def test_what_memory_cannot_count_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **options: object) -> None:
-        raise UnsupportedError(f"fold={options['fold']!r} is not built.\nMore.")
-
-    monkeypatch.setattr(autocastfx, "convert", refuse)
-    row = memory.measure("tiny", FullModel(Perceptron, _inputs), KERNEL)
-    assert f"{KERNEL}: not there yet: fold='kernel' is not built." in memory.table([row])
 
 
 def test_memory_fails_above_its_limits() -> None:
@@ -176,20 +165,6 @@ def test_rounds_of_all_processes_count_and_each_begins_with_another_side(monkeyp
     assert rows[0].backward_ms == 2.0, "the median of 1, 2 and 3, three times each"
 
 
-@pytest.mark.parametrize("side", [training.AUTOCAST, CACHED, training.HALF])
-def test_float16_losses_are_scaled_and_each_side_trains(side: str) -> None:
-    torch.manual_seed(0)  # with some numbers no neuron is active
-    found = training.training(side, FullModel(Perceptron, _inputs), training.Setting("cpu", torch.float16))
-    before = [parameter.detach().clone() for parameter in found.model.parameters()]
-    found.forward_and_backward()
-    assert all(p.grad.abs().max() > 100 for p in found.model.parameters() if p.grad is not None)
-    assert any(p.grad is not None for p in found.model.parameters())
-    for _ in range(200):
-        found.step()
-        found.forward_and_backward()
-    assert not all(torch.equal(a, b) for a, b in zip(before, found.model.parameters(), strict=True))
-
-
 def test_targets_are_told_with_their_figures() -> None:
     def row(side: str, **fields: Any) -> step_table.Row:
         ratios = {"backward_to_autocast": [1.0, 1.0, 1.0], "backward_to_half": [1.1] * 3, "step_to_autocast": [1.0] * 3}
@@ -211,19 +186,6 @@ def test_targets_are_told_with_their_figures() -> None:
     assert "MISSED   cast, fold=exact: cast bytes" in step_table.table([half, autocast, slow, worse])
     alone = [autocast, row(training.FASTEST, **{**fast, "backward_to_half": []})]
     assert not any("pure half" in what for what, _ in step_table.targets(alone)), "not among the sides"
-
-
-def test_the_table_of_compiled_models_gives_means_of_ratios() -> None:
-    def row(model: str, median: float) -> step_table.Row:
-        return step_table.Row(
-            model, "s", backward_ms=2.0, backward_to_autocast=[0, median, 9], step_to_autocast=[0, 2 * median, 9]
-        )
-
-    told = step_table.compiled_table([row("a", 0.5), row("b", 0.08), step_table.Row("b", "t", note="not there yet")])
-    assert "s: forward and backward 0.200 of torch.autocast's time in the geometric mean (0.080 to 0.500)" in told
-    assert "whole step 0.400" in told
-    assert told.endswith("t: not timed")
-    assert "|not there yet" in told
 
 
 def test_each_side_is_first_as_often() -> None:
