@@ -12,7 +12,6 @@ continue. The float16 modes scale the loss with ``LossScalingOptimizer`` and its
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 import autocastfx
 from autocastfx.errors import UnsupportedError
 from benchmarks.accuracy_tasks import TASKS, Batch, Task
+from benchmarks.command import Command
 from benchmarks.machine import machine
 
 FLOAT32 = "float32"
@@ -226,17 +226,10 @@ def write(path: Path, runs: Sequence[Run]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train the missing runs among those asked for, and print the table of all runs."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tasks", default=",".join(TASKS), help="separated by commas")
-    parser.add_argument("--modes", default=",".join(MODES), help="separated by commas")
-    parser.add_argument("--json", type=Path, help="the store of runs")
-    options = parser.parse_args(arguments)
-    tasks, modes = options.tasks.split(","), options.modes.split(",")
-    for asked, known in ((tasks, TASKS), (modes, MODES)):
-        if unknown := [name for name in asked if name not in known]:
-            parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
-
-    torch.set_num_threads(1)
+    command = Command("accuracy", __doc__)
+    command.names("--tasks", TASKS)
+    command.names("--modes", MODES)
+    options = command.begin(arguments)
     runs = [run for run in read(options.json) if run.task in TASKS and run.protocol == TASKS[run.task].protocol]
 
     def report(run: Run) -> None:
@@ -244,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             write(options.json, runs)
 
-    train_all(tasks, modes, runs, report)
+    train_all(options.tasks, options.modes, runs, report)
     rows = summary(runs)
     print(table(rows))
     return int(bool(failures(rows)))

@@ -9,7 +9,6 @@ check and without, divided by the bytes of the parameters. The exit status is 1 
 
 from __future__ import annotations
 
-import argparse
 import resource
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ import torch
 import transformers
 
 import autocastfx
+from benchmarks.command import Command
 from benchmarks.models import MODELS
 
 NAMES = ("ResNet-50", "BERT-base", "GPT-2")
@@ -41,13 +41,9 @@ def converted(name: str, *, check: bool | None) -> float:
 
 def _drawn(held: torch.Tensor) -> torch.Tensor:
     """Return numbers of the same sizes, of sequences only the first part."""
-    return (
-        torch.randn(held.shape)
-        if held.is_floating_point()
-        else held[:, :LENGTH].contiguous()
-        if held.ndim == 2
-        else held
-    )
+    if held.is_floating_point():
+        return torch.randn(held.shape)
+    return held[:, :LENGTH].contiguous() if held.ndim == 2 else held
 
 
 def peak(name: str, *, check: bool | None) -> int:
@@ -72,22 +68,22 @@ def _quiet() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the models asked for, and print a row each."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.check_cost", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--models", default=",".join(NAMES), help="separated by commas")
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args(arguments)
+    command = Command("check_cost", __doc__, stores=False)
+    command.names("--models", NAMES)
+    command.number("--rounds", 3)
+    options = command.begin(arguments)
     _quiet()
     worst = 0.0
     print(f"{'model':<10} {'without s':>9} {'with s':>7} {'added':>6} {'memory: without':>16} {'with':>5}")
-    for name in options.models.split(","):
+    for name in options.models:
         converted(name, check=None)
         pairs = [(converted(name, check=False), converted(name, check=None)) for _ in range(options.rounds)]
         without, checked = (statistics.median(pair[i] for pair in pairs) for i in range(2))
         added = statistics.median(b / a for a, b in pairs) - 1
         size = sum(p.nbytes for p in MODELS[name].build().parameters())
-        peaks = [peak(name, check=check) / size for check in (False, None)]
+        memory = [peak(name, check=check) / size for check in (False, None)]
         print(
-            f"{name:<10} {without:>9.1f} {checked:>7.1f} {added:>6.0%} {peaks[0]:>16.1f} {peaks[1]:>5.1f}", flush=True
+            f"{name:<10} {without:>9.1f} {checked:>7.1f} {added:>6.0%} {memory[0]:>16.1f} {memory[1]:>5.1f}", flush=True
         )
         worst = max(worst, added)
     return int(worst > LIMIT)

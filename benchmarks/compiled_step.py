@@ -21,7 +21,6 @@ than 1.2 times as far from float32 as torch.autocast's.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import logging
@@ -36,13 +35,14 @@ from statistics import mean, median, variance
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 import autocastfx
+from benchmarks.command import Command, settings_of, verdict
 from benchmarks.models import FullModel, ResNet
+from benchmarks.small_models import CLASSES, VOCABULARY, bert, gpt2, images, llama, tokens
 from benchmarks.store import Store
-from benchmarks.timing import keep_memory, milliseconds, ratios, turns
+from benchmarks.timing import keep_memory, ratios, spread, timed
 from benchmarks.zoo_judge import distance
 
 __all__ = ["MODELS", "Row", "main", "measured"]
@@ -53,9 +53,6 @@ SIDES = (AUTOCAST, BACKEND)
 CONTROL = "control"
 PROCESSES = {"loss": 6, "all": 2, CONTROL: 6}  # by what is returned
 FARTHER = 1.2
-BATCH, TOKENS, VOCABULARY, CLASSES = 8, 128, 4096, 100
-_WIDTH: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-_FEW: dict[str, Any] = {"vocab_size": VOCABULARY, "use_cache": False}
 
 
 class LossAlone(nn.Module):
@@ -83,40 +80,12 @@ class Tagger(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten() % CLASSES), logits
 
 
-def _bert() -> nn.Module:
-    off: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(**_WIDTH, **off, intermediate_size=1024, vocab_size=VOCABULARY)
-    )
-
-
-def _gpt2() -> nn.Module:
-    off: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    sizes: dict[str, Any] = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": TOKENS}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off, **_FEW))
-
-
-def _llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_WIDTH, **_FEW, intermediate_size=688))
-
-
-def _tokens() -> dict[str, Tensor]:
-    ids = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _images() -> dict[str, Tensor]:
-    random = torch.Generator().manual_seed(0)
-    pixels = torch.randn(BATCH, 3, 112, 112, generator=random)
-    return {"pixel_values": pixels, "labels": torch.randint(CLASSES, (BATCH,), generator=random)}
-
-
 MODELS: dict[str, FullModel] = {
-    "BERT 4x256": FullModel(_bert, _tokens),
-    "GPT-2 4x256": FullModel(_gpt2, _tokens),
-    "Llama 4x256": FullModel(_llama, _tokens),
-    "ResNet-18 112": FullModel(lambda: ResNet((2, 2, 2, 2), classes=CLASSES), _images),
-    "LSTM tagger 2x128": FullModel(Tagger, _tokens),
+    "BERT 4x256": FullModel(lambda: bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), tokens),
+    "GPT-2 4x256": FullModel(lambda: gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), tokens),
+    "Llama 4x256": FullModel(llama, tokens),
+    "ResNet-18 112": FullModel(lambda: ResNet((2, 2, 2, 2), classes=CLASSES), lambda: images(112)),
+    "LSTM tagger 2x128": FullModel(Tagger, tokens),
 }
 
 
@@ -180,11 +149,7 @@ def measured(
             for _ in range(2):  # code that is skipped runs otherwise from the second call on
                 steps[side]()
     apart = {side: distance(step(), exact) for side, step in steps.items()}
-    times: Times = {side: [] for side in SIDES}
-    for is_counted, side in turns(SIDES, rounds):
-        taken = milliseconds(steps[side], "cpu")
-        if is_counted:
-            times[side].append(taken)
+    times = timed({side: steps[side] for side in SIDES}, rounds)
     told = [*map(str, backend.skipped), *(graph.failure for graph in backend.graphs if graph.failure)]
     told = [one.replace(f"{Path(__file__).resolve().parents[1]}/", "") for one in told]
     moved = [sum(found[side]) for side in SIDES]
@@ -271,10 +236,9 @@ def table(rows: Sequence[Row]) -> str:
         "  gradients off: autocast, backend"
     ]
     for row in rows:
-        low, middle, high = row.ratio
         lines.append(
             f"{row.model:17} {row.returned:7} {row.autocast_ms:11.1f} {row.backend_ms:10.1f}  "
-            f"{middle:.3f} ({low:.3f} to {high:.3f})  {row.autocast_bytes / 1e6:12.1f}, {row.backend_bytes / 1e6:7.1f}"
+            f"{spread(row.ratio, 3)}  {row.autocast_bytes / 1e6:12.1f}, {row.backend_bytes / 1e6:7.1f}"
             f"  {row.autocast_distance:.2e}, {row.backend_distance:.2e}"
         )
     told = dict.fromkeys(f"not converted: {row.model}: {one}" for row in rows for one in row.told)
@@ -300,27 +264,14 @@ def missed(rows: Sequence[Row]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the models asked for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.compiled_step", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--models", default=",".join(MODELS), help="separated by commas")
-    parser.add_argument("--rounds", type=int, default=10, help="of each process; default: %(default)s")
-    parser.add_argument("--json", type=Path, help="the store of rows")
-    options = parser.parse_args(arguments)
-    names = options.models.split(",")
-    if unknown := [name for name in names if name not in MODELS]:
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(MODELS)}")
-    if options.rounds < 2:
-        parser.error("--rounds: quartiles need two or more")
-    store = Store(options.json, Row, {"rounds": options.rounds})
-    held = {(row.model, row.returned) for row in store.rows}
-    for returned, name in ((r, n) for r in PROCESSES for n in names if (n, r) not in held):
-        print(f"{name}, {returned} ...", file=sys.stderr, flush=True)
-        store.extend([_in_processes(name, returned, options.rounds)])
-    print(table(store.rows))
-    above = missed(store.rows)
-    print("\n".join(above) or "All limits are kept.")
-    return int(bool(above))
+    command = Command("compiled_step", __doc__)
+    command.names("--models", MODELS)
+    command.rounds(10)
+    options = command.begin(arguments)
+    store = Store(options.json, Row, settings_of(options, "rounds"))
+    asked = ((name, returned) for returned in PROCESSES for name in options.models)
+    store.fill(asked, "model returned", lambda pair: [_in_processes(*pair, options.rounds)])
+    return verdict(table(store.rows), missed(store.rows))
 
 
 if __name__ == "__main__":

@@ -10,21 +10,20 @@ epsilon of the dtype is subtracted from each, for the tensor where it is largest
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
-import json
 import math
 import sys
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks.command import Command
+from benchmarks.store import Store
+from benchmarks.zoo import DRAWS
 from benchmarks.zoo_judge import Distance, typical
-from benchmarks.zoo_measure import DRAWS
 from tests.numerics.corpus import CASES
 from tests.numerics.corpus.case import Case
 from tests.numerics.corpus.judge import DTYPES, Judgement, judge_model, judge_ours, refer
@@ -143,32 +142,20 @@ def _totals(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Judge the cases asked for; the exit status is 1 if our error exceeds a bound."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.corpus", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--dtypes", default=",".join(DTYPES), help="float16, bfloat16 or both, separated by a comma")
-    parser.add_argument("--fold", default="exact", choices=RATIOS, help="convert's fold")
-    parser.add_argument("--cases", default="*", help="patterns of names or of points, separated by commas")
-    parser.add_argument("--json", type=Path, help="also write what was found here")
-    options = parser.parse_args(arguments)
-    dtypes, patterns = options.dtypes.split(","), options.cases.split(",")
-    if unknown := [name for name in dtypes if name not in DTYPES]:
-        parser.error(f"unknown: {', '.join(unknown)}; dtypes: {', '.join(DTYPES)}")
-    cases = [c for c in CASES if any(fnmatch.fnmatch(name, p) for p in patterns for name in (c.name, c.point))]
+    command = Command("corpus", __doc__)
+    command.names("--dtypes", DTYPES)
+    command.add_argument("--fold", default="exact", choices=RATIOS, help="convert's fold")
+    command.add_argument("--cases", default="*", help="patterns of names or of points, separated by commas")
+    options = command.begin(arguments)
+    patterns = options.cases.split(",")
+    cases = {c.name: c for c in CASES if any(fnmatch.fnmatch(name, p) for p in patterns for name in (c.name, c.point))}
     if not cases:
-        parser.error(f"no case is called {options.cases}; cases: {', '.join(case.name for case in CASES)}")
-
-    torch.set_num_threads(1)
+        command.error(f"no case is called {options.cases}; cases: {', '.join(case.name for case in CASES)}")
     warnings.simplefilter("ignore")
-    rows: list[Row] = []
-    print(_HEADER)
-    for case in cases:
-        for row in measure(case, dtypes, options.fold):
-            rows.append(row)
-            print(_line(row), flush=True)
-    print(_totals(rows))
-    if options.json:
-        held = {"torch": torch.__version__, "device": "cpu", "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(held, indent=1) + "\n")
-    return int(not all(row.held["ours"] for row in rows))
+    store = Store(options.json, Row, {"fold": options.fold, "dtypes": options.dtypes})
+    store.fill(cases, "case", lambda name: measure(cases[name], options.dtypes, options.fold))
+    print(_HEADER, *map(_line, store.rows), _totals(store.rows), sep="\n")
+    return int(not all(row.held["ours"] for row in store.rows))
 
 
 if __name__ == "__main__":

@@ -20,13 +20,11 @@ goal is missed. The operators are then named that take the most time beyond torc
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import product
 from statistics import geometric_mean
 from unittest import mock
 
@@ -35,6 +33,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 import autocastfx
+from benchmarks.command import Command
 from benchmarks.cuda_dispatch import cuda_autocast, cuda_operators
 from benchmarks.kernel_costs import BANDWIDTH, FLOOR, KernelCosts
 from benchmarks.memory import make_fake
@@ -213,29 +212,14 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
         yield from goal.lines()
 
 
-def estimate_all(names: Sequence[str], store: Store[Row], say: Callable[[str], None]) -> None:
-    """Estimate the rows that are not in ``store``."""
-    held = {(row.model, row.side) for row in store.rows}
-    for name, side in ((name, side) for name in names for side in SIDES):
-        if (name, side) not in held:
-            started = time.perf_counter()
-            row = estimate(name, FULL[name], side)
-            store.extend([row])
-            say(f"{name}, {side}: {row.ms:.3f} ms ({time.perf_counter() - started:.0f} s)")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Estimate the models asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_plan", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--models", default=";".join(FULL), help="separated by semicolons")
-    parser.add_argument("--json", type=Path, help="the store of rows")
-    options = parser.parse_args(arguments)
-    names = options.models.split(";")
-    if unknown := [name for name in names if name not in FULL]:
-        parser.error(f"unknown: {'; '.join(unknown)}; there are {'; '.join(FULL)}")
-
+    command = Command("cuda_plan", __doc__)
+    command.names("--models", FULL, separator=";")
+    options = command.begin(arguments)
     store = Store(options.json, Row, {"dtype": "float16", "estimated for": "H200"})
-    estimate_all(names, store, lambda text: print(text, file=sys.stderr, flush=True))
+    asked = product(options.models, SIDES)
+    store.fill(asked, "model side", lambda pair: [estimate(pair[0], FULL[pair[0]], pair[1])])
     print(table(store.rows))
     return int(not all(goal.is_reached for goal in goals(store.rows)))
 

@@ -14,23 +14,22 @@ With ``--json`` each model is written at once; models measured at the same commi
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
 import torch
 
 import autocastfx
+from benchmarks.command import DTYPES, Command, settings_of, verdict
 from benchmarks.models import FullModel
 from benchmarks.small_models import SMALL
 from benchmarks.store import Store
-from benchmarks.timing import keep_memory, milliseconds, ratios, turns
+from benchmarks.timing import ratios, spread, timed
 
 FLOAT32, AUTOCAST, HALF = "float32", "torch.autocast", "pure half"
 # By side: the weights argument of convert; None is by hand.
@@ -43,7 +42,6 @@ SIDES: dict[str, str | None] = {
     HALF: None,
 }
 ROUNDS = 12
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -93,11 +91,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
 def measure(name: str, device: str, dtype: torch.dtype, rounds: int) -> list[Row]:
     """Return a row for each side."""
     made = {which: side(which, SMALL[name], device, dtype) for which in SIDES}
-    found: dict[str, list[float]] = {which: [] for which in SIDES}
-    for is_counted, which in turns(list(SIDES), rounds):
-        taken = milliseconds(made[which][0], device)
-        if is_counted:
-            found[which].append(taken)
+    found = timed({which: call for which, (call, _) in made.items()}, rounds, device)
     return [
         Row(
             name,
@@ -115,10 +109,8 @@ _HEADER = f"{'model':<13} {'side':<15} {'weights MB':>10} {'ms':>8} {'to autocas
 
 
 def _line(row: Row) -> str:
-    spreads = (f"{q[1]:.2f} ({q[0]:.2f} to {q[2]:.2f})" for q in (row.to_autocast, row.to_half))
-    return f"{row.model:<13} {row.side:<15} {row.weights / 1e6:>10.1f} {row.ms:>8.1f}" + "".join(
-        f" {spread:>22}" for spread in spreads
-    )
+    spreads = f"{spread(row.to_autocast):>22} {spread(row.to_half):>22}"
+    return f"{row.model:<13} {row.side:<15} {row.weights / 1e6:>10.1f} {row.ms:>8.1f} {spreads}"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -133,32 +125,15 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the models asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.inference", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--models", default=",".join(SMALL), help="separated by commas")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="two or more; default: %(default)s")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
-    parser.add_argument("--json", type=Path, help="the store of rows")
-    options = parser.parse_args(arguments)
-    names = options.models.split(",")
-    if unknown := [name for name in names if name not in SMALL]:
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(SMALL)}")
-    if options.rounds < 2:
-        parser.error("--rounds: quartiles need two or more")
-
-    torch.set_num_threads(1)
-    keep_memory()
-    settings = {"rounds": options.rounds, "dtype": options.dtype}
-    if options.device == "cuda":
-        settings["device"] = torch.cuda.get_device_name()
-    store = Store(options.json, Row, settings)
-    held = {row.model for row in store.rows}
-    for name in names:
-        if name not in held:
-            print(f"{name} ...", file=sys.stderr, flush=True)
-            store.extend(measure(name, options.device, DTYPES[options.dtype], options.rounds))
-    print(table(store.rows))
-    return 0
+    command = Command("inference", __doc__)
+    command.names("--models", SMALL)
+    command.rounds(ROUNDS)
+    command.device()
+    options = command.begin(arguments, is_timed=True)
+    store = Store(options.json, Row, settings_of(options, "rounds", "dtype"))
+    asked = options.device, DTYPES[options.dtype], options.rounds
+    store.fill(options.models, "model", lambda name: measure(name, *asked))
+    return verdict(table(store.rows))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ float32 has no 16-bit kernel. The exit status is 1 if the table differs, and eac
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,13 +20,13 @@ from autocastfx.graph.names import base_name, of_function
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.policy.rule import Category
+from benchmarks.command import DTYPES, Command, verdict
 from benchmarks.kernel_calls import KernelCall, kernel_calls
 
 __all__ = ["DTYPES", "FACTS", "LISTED", "differences", "failure", "in_dtype", "rounds_once", "without_kernel"]
 
 LIST, FACTS = load_op_list("float16"), load_kernel_facts()
 LISTED = frozenset(base_name(op) for op, rule in LIST.rules.items() if rule.category is not Category.KEEP)
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def in_dtype(call: KernelCall, dtype: torch.dtype) -> KernelCall:
@@ -66,11 +65,9 @@ def without_kernel(calls: Mapping[str, Iterable[KernelCall]], dtype: torch.dtype
     found: dict[str, str] = {}
     for op, tried in calls.items():
         for call in tried:
-            if (
-                op not in found
-                and not failure(in_dtype(call, torch.float32))
-                and (why := failure(in_dtype(call, dtype)))
-            ):
+            if op in found or failure(in_dtype(call, torch.float32)):
+                continue
+            if why := failure(in_dtype(call, dtype)):
                 found[op] = why
     return found
 
@@ -128,23 +125,20 @@ def differences(missing: Mapping[str, str], tried: Collection[str], device: str,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare the table with this machine."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernel_facts", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--samples", type=int, default=12, help="of each of torch's test operators")
-    options = parser.parse_args(arguments)
+    command = Command("kernel_facts", __doc__, stores=False)
+    command.add_argument("--device", default="cpu")
+    command.number("--samples", 12)  # of each of torch's test operators
+    options = command.parse_args(arguments)
     warnings.simplefilter("ignore")
     calls = kernel_calls(LISTED, options.device, options.samples)
     untried = sorted(LISTED - calls.keys())
     print(f"{len(calls)} of {len(LISTED)} listed ops tried on {options.device}; not tried: {' '.join(untried)}")
-    lines = []
+    lines: list[str] = []
     for name, dtype in DTYPES.items():
         missing = without_kernel(calls, dtype)
         print(f"{name}: no kernel of {', '.join(sorted(missing))}")
         lines += differences(missing, calls, torch.device(options.device).type, name)
-    print(*(lines or ["the table agrees"]), sep="\n")
-    return int(bool(lines))
+    return verdict("the table differs" if lines else "the table agrees", lines)
 
 
 if __name__ == "__main__":

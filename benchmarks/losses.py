@@ -25,26 +25,24 @@ With ``--json`` each run is written at once; runs of the same commit are not rep
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, geometric_mean, variance
 
 import torch
 from torch import nn
 
 from autocastfx.errors import UnsupportedError
+from benchmarks.command import DTYPES, Command, settings_of
 from benchmarks.losses_tasks import FOLLOWED, STEPS, Followed
 from benchmarks.models import FullModel
 from benchmarks.store import Store
 from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, FLOAT32, HALF, Setting, training
 
 SEEDS, LAST, DIGITS = 3, 20, 6
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 CONTROL, MASTERS = "float32, rounded start", "pure half, masters"
 OURS = (DEFAULT, FASTEST)
 # By side: which of training.SIDES it is.
@@ -173,44 +171,18 @@ def _line(row: Row) -> str:
     return f"{row.model:<12} {row.side:<23} {each:<23} {geometric_mean(row.to_autocast):>11.2f}  {ends}"
 
 
-def follow_all(
-    names: Sequence[str], seeds: int, setting: Setting, store: Store[Run], say: Callable[[str], None]
-) -> None:
-    """Train the runs that are not in ``store``."""
-    held = {(run.model, run.side, run.seed) for run in store.rows}
-    for name in names:
-        for seed in range(seeds):
-            for side in SIDES:
-                if (name, side, seed) in held or (side == HALF and setting.dtype == torch.float16):
-                    continue
-                run = follow(name, FOLLOWED[name], side, seed, setting)
-                store.extend([run])
-                said = run.note or f"{run.losses[0]:.3f} to {fmean(run.losses[-LAST:]):.3f}, {run.seconds:.0f} s"
-                say(f"{name}, seed {seed}, {side}: {said}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train the missing runs among those asked for, and print the table of all runs."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--models", default=",".join(FOLLOWED), help="separated by commas")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="default: %(default)s")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
-    parser.add_argument("--json", type=Path, help="the store of runs")
-    options = parser.parse_args(arguments)
-    names = options.models.split(",")
-    if unknown := [name for name in names if name not in FOLLOWED]:
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(FOLLOWED)}")
-    if options.seeds < 2:
-        parser.error("--seeds: a spread needs two or more")
-
-    torch.set_num_threads(1)
-    settings = {"steps": STEPS, "dtype": options.dtype}
-    if options.device == "cuda":
-        settings["device"] = torch.cuda.get_device_name()
-    store = Store(options.json, Run, settings)
+    command = Command("losses", __doc__)
+    command.names("--models", FOLLOWED)
+    command.number("--seeds", SEEDS, 2, "a spread needs two or more")
+    command.device()
+    options = command.begin(arguments)
+    store = Store(options.json, Run, {"steps": STEPS, **settings_of(options, "dtype")})
     setting = Setting(options.device, DTYPES[options.dtype])
-    follow_all(names, options.seeds, setting, store, lambda text: print(text, file=sys.stderr, flush=True))
+    sides = [side for side in SIDES if side != HALF or options.dtype != "float16"]
+    asked = ((name, side, seed) for name in options.models for seed in range(options.seeds) for side in sides)
+    store.fill(asked, "model side seed", lambda run: [follow(run[0], FOLLOWED[run[0]], *run[1:], setting)])
     print(table(store.rows))
     return int(not all(reached for _, reached in targets(rows(store.rows))))
 

@@ -1,42 +1,52 @@
-"""Count the bytes that a training forward saves for backward, by policy, for models at full size.
+"""Count bytes: those that a training forward saves for backward, at full size, or those of each parameter in training.
 
     python -m benchmarks.memory [--models "GPT-2 b8 s1024"] [--policies "float32;float16 half"] [--json PATH]
+    python -m benchmarks.memory --per-parameter [--modes "float32;float16 cached"] [--width 1024] [--json PATH]
 
-Nothing is allocated or computed: tensors are abstract, on the meta device, and placements are for a CUDA device in
-float16. The storages that autograd holds after one forward with loss are counted, each once, without inputs. Parameters
-and their casts are counted separately, because they do not grow with the batch. BERT and GPT-2 write attention out. For
-the others' scaled_dot_product_attention the unfused kernel of products and softmax is assumed, because abstract tensors
-use it. Dropout saves a boolean mask, as its CUDA kernel does.
+By default nothing is allocated or computed: tensors are abstract, on the meta device, and placements are for a CUDA
+device in float16. The storages that autograd holds after one forward with loss are counted, each once, without inputs.
+Parameters and their casts are counted separately, because they do not grow with the batch. BERT and GPT-2 write
+attention out. For the others' scaled_dot_product_attention the unfused kernel of products and softmax is assumed,
+because abstract tensors use it. Dropout saves a boolean mask, as its CUDA kernel does. ``torch_autocast_cuda`` is this
+package's preset of torch.autocast's dispatch on a CUDA device; without such a device torch.autocast itself ignores
+abstract tensors. ``half`` is ``model.half()``. The exit status is 1 if fold="kernel" is above a limit.
 
-``torch_autocast_cuda`` is this package's preset of torch.autocast's dispatch on a CUDA device; without such a device
-torch.autocast itself ignores abstract tensors. ``half`` is ``model.half()``.
+With ``--per-parameter`` a perceptron of ten square layers, with few activations compared to weights, is trained with
+fused AdamW. After the last of three steps, before gradients are dropped, the storages of all live tensors are counted,
+each once. Peaks are the most bytes that the optimizer's part of a step, and the whole step, allocate at one time, by
+the allocator's events.
 
-With ``--json`` each row is written at once; rows of the same commit are not measured again. The exit status is 1 if
-fold="kernel" is above a limit.
+With ``--json`` each row is written at once; rows of the same commit are not measured again.
 """
 
 from __future__ import annotations
 
-import argparse
+import gc
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import product
 from statistics import geometric_mean
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import autocastfx
 from autocastfx.errors import UnsupportedError
+from benchmarks import training
+from benchmarks.command import Command, verdict
 from benchmarks.models import TRAINED, FullModel
 from benchmarks.step_counts import Saved, count
 from benchmarks.store import Store
+
+__all__ = ["MODES", "ParameterRow", "Row", "cuda_dropout", "main", "make_fake", "parameter_table", "table"]
 
 FLOAT32, AUTOCAST, KERNEL, HALF = "float32", "torch_autocast_cuda", "fold=kernel", "half"
 # By policy: the arguments of convert; None is the model itself.
@@ -170,39 +180,181 @@ def _width(policy: str) -> int:
     return max(9, len(policy)) + 2
 
 
-def measure_all(names: Sequence[str], policies: Sequence[str], store: Store[Row], say: Callable[[str], None]) -> None:
-    """Measure the rows that are not in ``store``."""
-    held = {(row.model, row.policy) for row in store.rows}
-    for name in names:
-        for policy in policies:
-            if (name, policy) in held:
-                continue
-            started = time.perf_counter()
-            row = measure(name, TRAINED[name], policy)
-            store.extend([row])
-            said = row.note or f"{row.activations / 1e9:.2f} GB, {row.weights / 1e9:.2f} GB of weights"
-            say(f"{name}, {policy}: {said} ({time.perf_counter() - started:.0f} s)")
+# ---- bytes of a parameter -------------------------------------------------------------------------------------------
+
+WIDTH, DEPTH, BATCH = 1024, 10, 4
+_WORK = "what is measured"
+# By mode: the side of benchmarks.training; none for inference.
+MODES: dict[str, str] = {
+    "float32": training.FLOAT32,
+    "torch.autocast float16, GradScaler": training.AUTOCAST,
+    "float16 cast": "cast, fold=exact",
+    "float16 cached": "cached, fold=exact",
+    "float16 model.half(), masters": training.HALF,
+    "float16 low, inference": "",
+}
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """Bytes per parameter; ``working`` counts live tensors that are none of the others: 16-bit working copies.
+
+    ``optimizer_peak`` and ``step_peak`` are None if nothing is trained. A note says why numbers are missing.
+    """
+
+    mode: str
+    parameters: int = 0
+    weights: float = 0.0
+    gradients: float = 0.0
+    masters: float = 0.0
+    state: float = 0.0
+    working: float = 0.0
+    total: float = 0.0
+    optimizer_peak: float | None = None
+    step_peak: float | None = None
+    note: str = ""
+
+
+class Perceptron(nn.Module):
+    """Square layers, and the mean square of what they give."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layers = (layer for _ in range(DEPTH) for layer in (nn.Linear(width, width), nn.ReLU()))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.layers(x).float().square().mean(),)
+
+
+def live() -> dict[int, int]:
+    """Return the bytes of the storage of each live tensor on the CPU, by address."""
+    gc.collect()
+    held: list[Tensor] = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `.grad` of what is no leaf
+        held += [grad for tensor in held if (grad := tensor.grad) is not None]
+    return _storages(held)
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    found = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.device.type == "cpu"}
+
+
+def peak(work: Callable[[], object], before: Callable[[], object]) -> int:
+    """Return the most bytes that ``work`` holds at one time beyond those at its start.
+
+    ``before`` runs first, because the profiler knows the size of a freed block only if it saw its allocation.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        before()
+        with record_function(_WORK):
+            work()
+    events: Any = found.profiler
+    everything = sorted(events.kineto_results.events(), key=lambda event: event.start_ns())
+    most = now = 0
+    for event in everything[next(i for i, event in enumerate(everything) if event.name() == _WORK) :]:
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def per_parameter(mode: str, width: int) -> ParameterRow:
+    """Count the bytes of a mode; returns a note if ``convert`` refuses it."""
+    before = live()
+    full = FullModel(lambda: Perceptron(width), lambda: {"x": torch.ones(BATCH, width)})
+    try:
+        return _trained(mode, full, before) if MODES[mode] else _inferring(mode, full, before)
+    except UnsupportedError as error:
+        return ParameterRow(mode, note=f"not there yet: {str(error).splitlines()[0]}")
+
+
+def _inferring(mode: str, full: FullModel, before: dict[int, int]) -> ParameterRow:
+    inputs = full.inputs()
+    model = autocastfx.convert(full.build().eval(), (), inputs, dtype=torch.float16, weights="low").eval()
+    with torch.inference_mode():
+        model(**inputs)
+    return _counted(mode, before, {"weights": list(model.parameters())})
+
+
+def _trained(mode: str, full: FullModel, before: dict[int, int]) -> ParameterRow:
+    made = training.training(MODES[mode], full, training.Setting("cpu", torch.float16))
+    drop_gradients = made.optimizer.zero_grad
+    with mock.patch.object(made.optimizer, "zero_grad"):  # gradients are counted after the step
+
+        def step(*, forgets: bool = False) -> None:
+            made.forward_and_backward()
+            made.step()
+            if forgets:
+                drop_gradients()
+
+        step(forgets=True)
+        step_peak = peak(step, lambda: step(forgets=True))
+        drop_gradients()
+        optimizer_peak = peak(made.step, made.forward_and_backward)
+    weights = list(made.model.parameters())
+    masters = [p for group in made.optimizer.param_groups for p in group["params"]]
+    states = [held for state in made.optimizer.state.values() for held in state.values()]
+    kinds = {
+        "weights": weights,
+        "gradients": [p.grad for p in (*weights, *masters) if p.grad is not None],
+        "masters": [p for p in masters if not any(p is weight for weight in weights)],
+        "state": [held for held in states if isinstance(held, Tensor)],
+    }
+    return _counted(mode, before, kinds, optimizer_peak, step_peak)
+
+
+def _counted(mode: str, before: dict[int, int], kinds: dict[str, list[Tensor]], *peaks: int) -> ParameterRow:
+    total = sum(size for address, size in live().items() if before.get(address) != size)
+    count = sum(weight.numel() for weight in kinds["weights"])
+    bytes_of = {kind: sum(_storages(tensors).values()) for kind, tensors in kinds.items()}
+    return ParameterRow(
+        mode,
+        count,
+        **{kind: size / count for kind, size in bytes_of.items()},
+        **dict(zip(("optimizer_peak", "step_peak"), (peak / count for peak in peaks), strict=False)),
+        working=(total - sum(bytes_of.values())) / count,
+        total=total / count,
+    )
+
+
+_KINDS = ("weights", "gradients", "masters", "state", "working", "total")
+
+
+def parameter_table(rows: Sequence[ParameterRow]) -> str:
+    """Write the table to print."""
+    head = f"{'mode':<36}" + "".join(f"{kind:>11}" for kind in (*_KINDS, "optimizer+", "step+"))
+    return "\n".join([head, *map(_line, rows)])
+
+
+def _line(row: ParameterRow) -> str:
+    if row.note:
+        return f"{row.mode:<36} {row.note}"
+    peaks = "".join(f"{'-' if found is None else f'{found:.2f}':>11}" for found in (row.optimizer_peak, row.step_peak))
+    return f"{row.mode:<36}" + "".join(f"{getattr(row, kind):>11.2f}" for kind in _KINDS) + peaks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the models and policies asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--models", default=";".join(TRAINED), help="separated by semicolons")
-    parser.add_argument("--policies", default=";".join(POLICIES), help="separated by semicolons")
-    parser.add_argument("--json", type=Path, help="the store of rows")
-    options = parser.parse_args(arguments)
-    names, policies = options.models.split(";"), options.policies.split(";")
-    for asked, known in ((names, TRAINED), (policies, POLICIES)):
-        if unknown := [one for one in asked if one not in known]:
-            parser.error(f"unknown: {'; '.join(unknown)}; there are {'; '.join(known)}")
-
+    """Measure the models and policies, or the modes, asked for."""
+    command = Command("memory", __doc__)
+    command.names("--models", TRAINED, separator=";")
+    command.names("--policies", POLICIES, separator=";")
+    command.add_argument("--per-parameter", action="store_true", help="count the bytes of each parameter instead")
+    command.names("--modes", MODES, separator=";")
+    command.number("--width", WIDTH)
+    options = command.begin(arguments)
+    if options.per_parameter:
+        parameters = Store(options.json, ParameterRow, {})
+        parameters.rows.clear()  # they do not name the width
+        print(f"bytes for each of {DEPTH * options.width * (options.width + 1):,} parameters")
+        parameters.fill(options.modes, "mode", lambda mode: [per_parameter(mode, options.width)])
+        return verdict(parameter_table(parameters.rows))
     store = Store(options.json, Row, {"dtype": "float16", "placed for": "cuda"})
-    measure_all(names, policies, store, lambda text: print(text, file=sys.stderr, flush=True))
-    print(table(store.rows))
-    failed = failures(store.rows)
-    for line in failed:
-        print(line)
-    return int(bool(failed))
+    asked = product(options.models, options.policies)
+    store.fill(asked, "model policy", lambda pair: [measure(pair[0], TRAINED[pair[0]], pair[1])])
+    return verdict(table(store.rows), failures(store.rows))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,12 @@ one), or runs a number of the package's frames that grows with the number of par
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from types import FrameType
@@ -30,7 +28,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autocastfx
-from benchmarks.machine import machine
+from benchmarks.command import Command, settings_of, verdict
+from benchmarks.store import Store
 
 SIZES = (10, 200, 2000)
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -198,39 +197,23 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([_HEADER, *map(_line, rows)])
 
 
+def _in_a_process(optimizer: str, size: int, rounds: int) -> list[Row]:
+    """Measure in a new process, because what was measured before leaves its traces."""
+    with multiprocessing.get_context("spawn").Pool(1) as fresh:
+        return fresh.apply(measure, (optimizer, size, max(4, rounds * 500 // max(size, 500))))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the optimizers and sizes asked for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.optimizer_step", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS), help="separated by commas")
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of parameters, separated by commas")
-    parser.add_argument("--rounds", type=int, default=1000, help="for 500 parameters or fewer; default: %(default)s")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    options = parser.parse_args(arguments)
-    names, sizes = options.optimizers.split(","), [int(size) for size in options.sizes.split(",")]
-    if unknown := [name for name in names if name not in OPTIMIZERS]:
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(OPTIMIZERS)}")
-
-    torch.set_num_threads(1)  # said in the results
-    rows: list[Row] = []
-    print(_HEADER)
-    for name in names:
-        for size in sizes:
-            print(f"{name} {size} ...", file=sys.stderr, flush=True)
-            rounds = max(4, options.rounds * 500 // max(size, 500))
-            with multiprocessing.get_context("spawn").Pool(1) as fresh:  # what was measured before leaves its traces
-                found = fresh.apply(measure, (name, size, rounds))
-            rows += found
-            for row in found:
-                print(_line(row), flush=True)
-    failed = failures(rows)
-    for line in failed:
-        print(line)
-    if options.json:
-        held = {**machine(), "rounds": options.rounds, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(held, indent=1) + "\n")
-    return int(bool(failed))
+    command = Command("optimizer_step", __doc__)
+    command.names("--optimizers", OPTIMIZERS)
+    command.numbers("--sizes", SIZES)
+    command.number("--rounds", 1000)  # for 500 parameters or fewer
+    options = command.begin(arguments)
+    store = Store(options.json, Row, settings_of(options, "rounds"))
+    asked = itertools.product(options.optimizers, options.sizes)
+    store.fill(asked, "optimizer parameters", lambda pair: _in_a_process(*pair, options.rounds))
+    return verdict(table(store.rows), failures(store.rows))
 
 
 if __name__ == "__main__":

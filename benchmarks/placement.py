@@ -10,13 +10,10 @@ under torch.autocast, and the model's own casts are not counted.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +24,9 @@ from autocastfx.errors import OpListError, UnsupportedError
 from autocastfx.graph.names import of_function, op_name
 from autocastfx.graph.node import origin
 from autocastfx.runtime.operators.casts import saturating_cast
-from benchmarks.machine import moment
+from benchmarks.command import Command, verdict
 from benchmarks.models import BATCH, MODELS, FullModel
+from benchmarks.store import Store
 
 BYTES = 6  # that a cast moves for each element
 AUTOCAST = "torch_autocast_cuda"
@@ -91,15 +89,15 @@ def _bytes(node: fx.Node) -> int:
     return BYTES * (elements.node.hint if isinstance(elements, torch.SymInt) else elements)
 
 
-def measure_all(names: Sequence[str], report: Callable[[Row], None]) -> None:
-    """Report a row for each model and policy, with its ratio if the preset was measured."""
-    for name in names:
-        baseline: int | None = None
-        for policy in POLICIES:
-            row = measure(name, MODELS[name], policy)
-            if policy == AUTOCAST and not row.note:
-                baseline = row.activation_bytes
-            report(replace(row, ratio=row.activation_bytes / baseline if baseline and not row.note else None))
+def by_policy(name: str) -> list[Row]:
+    """Return a row for each policy, with its ratio if the preset was measured."""
+    rows = [measure(name, MODELS[name], policy) for policy in POLICIES]
+    baseline = next((row.activation_bytes for row in rows if row.policy == AUTOCAST and not row.note), 0)
+    has_ratio = [bool(baseline) and not row.note for row in rows]
+    return [
+        replace(row, ratio=row.activation_bytes / baseline) if has else row
+        for row, has in zip(rows, has_ratio, strict=True)
+    ]
 
 
 _HEADER = f"{'model':<18} {'policy':<20} {'parameters':>10} {'MB':>8} {'activations':>11} {'MB':>8} {'to autocast':>11}"
@@ -122,27 +120,14 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the models asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--models", default=",".join(MODELS), help="separated by commas")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    options = parser.parse_args(arguments)
-    names = options.models.split(",")
-    if unknown := [name for name in names if name not in MODELS]:
-        parser.error(f"unknown: {', '.join(unknown)}; models: {', '.join(MODELS)}")
-
-    rows: list[Row] = []
-
-    def report(row: Row) -> None:
-        rows.append(row)
-        print(_line(row), flush=True)
-
-    print(f"batch {BATCH}, float16, placed for cuda\n{_HEADER}")
-    measure_all(names, report)
-    if options.json:
-        versions = {name: version(name) for name in ("torch", "transformers")}
-        given = {"batch": BATCH, "dtype": "float16", "device": "cuda"}
-        held = {**versions, **given, **moment(), "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(held, indent=1) + "\n")
+    command = Command("placement", __doc__)
+    command.names("--models", MODELS)
+    options = command.begin(arguments)
+    given = {"transformers": version("transformers"), "batch": BATCH, "dtype": "float16", "device": "cuda"}
+    store = Store(options.json, Row, given)
+    store.fill(options.models, "model", by_policy)
+    notes = [f"{row.model}, {row.policy}: {row.note}" for row in store.rows if row.note]
+    verdict(table(store.rows), notes)
     return 0
 
 

@@ -9,17 +9,16 @@ steps relative to the distance that y has moved.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import autocastfx
+from benchmarks.command import Command
 from benchmarks.store import Store
 
 OURS, AUTOCAST, HALF = "autocastfx", "torch.autocast", "pure bfloat16"
@@ -107,16 +106,9 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all; the exit status is 1 if torch.autocast is more exact somewhere."""
-    summary = (__doc__ or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.principles", description=summary)
-    parser.add_argument("--json", type=Path, help="the store of rows")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    store = Store(options.json, Row, {})
-    for principle, (_, places) in PRINCIPLES.items():
-        for x in places:
-            if (principle, x) not in {(row.principle, row.x) for row in store.rows}:
-                store.extend(measure(principle, x))
+    store = Store(Command("principles", __doc__).begin(arguments).json, Row, {})
+    asked = ((principle, x) for principle, (_, places) in PRINCIPLES.items() for x in places)
+    store.fill(asked, "principle x", lambda place: measure(*place))
     print(table(store.rows))
     found = {(row.principle, row.x, row.side): row.error for row in store.rows}
     return int(

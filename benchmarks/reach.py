@@ -20,7 +20,6 @@ What float32 itself does not run is left out.
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import multiprocessing
 import re
@@ -43,12 +42,12 @@ from torch.utils import _pytree as pytree
 
 import autocastfx
 from autocastfx.errors import AutocastFXError
-from benchmarks.hand import dynamic
+from benchmarks.command import Command
+from benchmarks.hand import HAND, dynamic
 from benchmarks.reach_models import small_models
 from benchmarks.store import Store
-from benchmarks.zoo_case import ZooModel
-from benchmarks.zoo_hand import HAND
 from benchmarks.zoo_judge import ASSUMED_EPS, distance
+from benchmarks.zoo_models import ZooModel
 
 __all__ = ["GOOD", "WAYS", "Row", "main", "measure", "table"]
 
@@ -290,33 +289,26 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code is 1 if a case is apart or silent."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reach", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--cases", default="*", help="patterns of names, separated by commas")
-    parser.add_argument("--kind", default="transformers,hand")
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--json", type=Path, help="the store of rows: those of the same commit stay")
-    given = parser.parse_args(arguments)
+    command = Command("reach", __doc__)
+    command.add_argument("--cases", default="*", help="patterns of names, separated by commas")
+    command.names("--kind", ("transformers", "hand"))
+    command.names("--ways", WAYS)
+    given = command.begin(arguments)
     cases = [("transformers", case) for case in small_models()] + [("hand", case) for case in (*HAND, *dynamic.CASES)]
-    kinds, patterns = given.kind.split(","), given.cases.split(",")
-    chosen = [(k, c) for k, c in cases if k in kinds and any(fnmatch.fnmatch(c.name, p) for p in patterns)]
-    torch.set_num_threads(1)
+    patterns = given.cases.split(",")
+    chosen = [(k, c) for k, c in cases if k in given.kind and any(fnmatch.fnmatch(c.name, p) for p in patterns)]
     store = Store(given.json, Row, {"transformers": version("transformers")})
     known = {(row.case, row.kind, row.way) for row in store.rows}
     for kind, case in chosen:
-        for way in given.ways.split(","):
-            if (case.name, kind, way) in known:
-                continue
+        for way in (way for way in given.ways if (case.name, kind, way) not in known):
             row = _in_process(case, kind, way)
             if row is None:
                 break
             store.extend([row])
-            print(
-                f"{row.case:<24} {row.way:<8} {row.verdict:<8} {row.seconds:5.1f} s  {row.reason[:100]}",
-                file=sys.stderr,
-            )
-    rows = store.rows
-    print(table(rows))
-    return int(any(row.verdict in ("apart", "silent") for row in rows))
+            said = f"{row.case:<24} {row.way:<8} {row.verdict:<8} {row.seconds:5.1f} s  {row.reason[:100]}"
+            print(said, file=sys.stderr)
+    print(table(store.rows))
+    return int(any(row.verdict in ("apart", "silent") for row in store.rows))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
-from benchmarks.zoo_case import ZooModel, generator
+from benchmarks.zoo_models import ZooModel, generator
 
 __all__ = ["small_models"]
 

@@ -3,33 +3,35 @@
     python -m benchmarks.report
 
 A table follows a line ``<!-- results: NAME.json -->`` and a sentence on the machine. What was measured on GPUs stands
-between ``<!-- gpu: KIND -->`` and ``<!-- end -->``; the kinds are "steps", "picture", with the steps, and "all". The
-metadata of a picture names its source, with a digest of the results and the drawing code. Pictures need the extra
-``plot``.
+between ``<!-- gpu: KIND -->`` and ``<!-- end -->``; the kinds are "steps", "picture", with the steps, and "all".
+
+Pictures are SVG, the same each time, and need the extra ``plot``. Their metadata names the source, with a digest of the
+results and of this file. Their ground is white, on dark pages too. Colours are those of Okabe and Ito, which
+colour-blind people tell apart, and each side has a marker of its own besides.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import geometric_mean
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import (
     accuracy,
     compiled_step,
     conversion,
-    conversion_zoo,
     cuda_plan,
     inference,
     losses,
     memory,
-    memory_per_parameter,
     optimizer_step,
-    pictures,
     placement,
     principles,
     reach,
@@ -38,10 +40,15 @@ from benchmarks import (
     tune_table,
     vocabulary,
 )
-from benchmarks.gpu import rows, table
+from benchmarks.gpu import rows as gpu_rows
+from benchmarks.gpu import table as gpu_table
 from benchmarks.packages import table as packages_table
 from benchmarks.packages.row import Row as PackageRow
-from benchmarks.pictures import PICTURES, svg
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["PICTURES", "TABLES", "Picture", "main", "stale"]
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -49,35 +56,29 @@ IMAGES = DOCS / "images"
 NAMES = ("benchmark-tables", "benchmarks", "placement", "precision", "tuning")
 PAGES = (README, *(DOCS / f"{name}.md" for name in NAMES))
 RESULTS = Path(__file__).resolve().parent / "results"
-# By file: its table, as the benchmark prints it.
-TABLES: dict[str, Callable[[Any], str]] = {
-    "accuracy-cpu.json": lambda held: accuracy.table([accuracy.Row(**row) for row in held["rows"]]),
-    "optimizer-step-cpu.json": lambda held: optimizer_step.table([optimizer_step.Row(**row) for row in held["rows"]]),
-    "memory-per-parameter-cpu.json": lambda held: memory_per_parameter.table(
-        [memory_per_parameter.Row(**row) for row in held["rows"]]
-    ),
-    "conversion-cpu.json": lambda held: conversion.table([conversion.Row(**row) for row in held["rows"]]),
-    "conversion-zoo-cpu.json": lambda held: conversion_zoo.table([conversion_zoo.Row(**row) for row in held["rows"]]),
-    "cuda_plan.json": lambda held: cuda_plan.table([cuda_plan.Row(**row) for row in held["rows"]]),
-    "placement.json": lambda held: placement.table([placement.Row(**row) for row in held["rows"]]),
-    "principles-cpu.json": lambda held: principles.table([principles.Row(**row) for row in held["rows"]]),
-    "memory.json": lambda held: memory.table([memory.Row(**row) for row in held["rows"]]),
-    "train-step-cpu.json": lambda held: step_table.table([step_table.Row(**row) for row in held["rows"]]),
-    "train-step-default-cpu.json": lambda held: step_table.table([step_table.Row(**row) for row in held["rows"]]),
-    "train-step-compiled-cpu.json": lambda held: step_table.compiled_table(
-        [step_table.Row(**row) for row in held["rows"]]
-    ),
-    "compiled-step-cpu.json": lambda held: compiled_step.table([compiled_step.Row(**row) for row in held["rows"]]),
-    "packages-cpu.json": lambda held: packages_table.table([PackageRow(**row) for row in held["rows"]]),
-    "packages-mended-cpu.json": lambda held: packages_table.table([PackageRow(**row) for row in held["rows"]]),
-    "reach-cpu.json": lambda held: reach.table([reach.Row(**row) for row in held["rows"]]),
-    "tune-cpu.json": lambda held: tune_table.table([tune_table.Row(**row) for row in held["rows"]]),
-    "vocabulary-cpu.json": lambda held: vocabulary.table([vocabulary.Row(**row) for row in held["rows"]]),
-    "short-attention-cpu.json": lambda held: short_attention.table(
-        [short_attention.Row(**row) for row in held["rows"]]
-    ),
-    "losses-cpu.json": lambda held: losses.table([losses.Run(**row) for row in held["rows"]]),
-    "inference-cpu.json": lambda held: inference.table([inference.Row(**row) for row in held["rows"]]),
+# By file: what a row is, and the table that the benchmark prints.
+TABLES: dict[str, tuple[Callable[..., Any], Callable[[list[Any]], str]]] = {
+    "accuracy-cpu.json": (accuracy.Row, accuracy.table),
+    "optimizer-step-cpu.json": (optimizer_step.Row, optimizer_step.table),
+    "memory-per-parameter-cpu.json": (memory.ParameterRow, memory.parameter_table),
+    "conversion-cpu.json": (conversion.Row, conversion.table),
+    "conversion-zoo-cpu.json": (conversion.ZooRow, conversion.zoo_table),
+    "cuda_plan.json": (cuda_plan.Row, cuda_plan.table),
+    "placement.json": (placement.Row, placement.table),
+    "principles-cpu.json": (principles.Row, principles.table),
+    "memory.json": (memory.Row, memory.table),
+    "train-step-cpu.json": (step_table.Row, step_table.table),
+    "train-step-default-cpu.json": (step_table.Row, step_table.table),
+    "train-step-compiled-cpu.json": (step_table.Row, step_table.compiled_table),
+    "compiled-step-cpu.json": (compiled_step.Row, compiled_step.table),
+    "packages-cpu.json": (PackageRow, packages_table.table),
+    "packages-mended-cpu.json": (PackageRow, packages_table.table),
+    "reach-cpu.json": (reach.Row, reach.table),
+    "tune-cpu.json": (tune_table.Row, tune_table.table),
+    "vocabulary-cpu.json": (vocabulary.Row, vocabulary.table),
+    "short-attention-cpu.json": (short_attention.Row, short_attention.table),
+    "losses-cpu.json": (losses.Run, losses.table),
+    "inference-cpu.json": (inference.Row, inference.table),
 }
 _TABLE = re.compile(r"(<!-- results: (\S+) -->\n).*?\n```text\n.*?```\n", re.DOTALL)
 _GPU = re.compile(r"(<!-- gpu: (steps|picture|all) -->\n).*?(<!-- end -->\n)", re.DOTALL)
@@ -86,19 +87,300 @@ GPU_PICTURE = """![Time of a training step on a GPU of the default, of cached we
 half, to torch.autocast's, by model and dtype](images/gpu-step.svg)"""
 
 
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a side is drawn in all pictures."""
+
+    colour: str
+    marker: str
+
+
+_EXACT, _KERNEL, _HALF = Look("#0072B2", "o"), Look("#D55E00", "D"), Look("#009E73", "s")
+_AUTOCAST, _CONTROL, _MASTERS = Look("#000000", "X"), Look("#777777", "P"), Look("#CC79A7", "v")
+_LOOKS = (_EXACT, _KERNEL, _HALF, _AUTOCAST, _CONTROL, _MASTERS)
+_STYLE = {
+    **{"svg.fonttype": "none", "svg.hashsalt": "autocastfx", "font.size": 10, "axes.axisbelow": True},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd"},
+}
+_BAND = "#f2f2f2"  # behind every other row
+_MOST = 2.2  # an axis of ratios ends here at the latest
+# By label: a value, or its quartiles.
+Points = Mapping[str, "float | Sequence[float]"]
+
+
+@dataclass(frozen=True)
+class Dots:
+    """What one axis shows: its title, what ratios are to, and the points of each side."""
+
+    title: str
+    to: str
+    sides: Mapping[str, Points]
+
+
+def svg(figure: Figure, description: str) -> str:
+    """The picture as text, with ``description`` in its metadata."""
+    from matplotlib import style
+
+    out = io.StringIO()
+    with style.context(["default", _STYLE]):
+        figure.savefig(out, format="svg", metadata={"Date": None, "Description": description})
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _figure(width: float, height: float, columns: int = 1, **options: Any) -> tuple[Figure, list[Any]]:
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    with style.context(["default", _STYLE]):  # whatever the user's own is
+        figure = Figure(figsize=(width, height), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # inches
+        return figure, list(figure.subplots(1, columns, squeeze=False, **options)[0])
+
+
+def _dots(parts: Sequence[Dots], looks: Mapping[str, Look], width: float) -> Figure:
+    """Ratios by label, one row each, beside a line at 1; what is beyond an axis is a number at its end."""
+    labels = list(dict.fromkeys(label for part in parts for points in part.sides.values() for label in points))
+    figure, axes = _figure(width, 1.5 + 0.42 * len(labels), len(parts), sharey=True)
+    for axis, part in zip(axes, parts, strict=True):
+        found = [number for points in part.sides.values() for value in points.values() for number in _three(value)]
+        shown = [1.0, *(number for number in found if number <= _MOST)]
+        pad = 0.06 * (max(shown) - min(shown))
+        end = max(shown) + (pad if max(found) <= _MOST else 5 * pad)  # with room for the numbers of what is beyond
+        axis.set_xlim(min(shown) - pad, end)
+        axis.axvline(1, color="black", linewidth=1.2)
+        for row in range(1, len(labels), 2):
+            axis.axhspan(row - 0.5, row + 0.5, color=_BAND, linewidth=0, zorder=0)
+        for place, (side, points) in enumerate(part.sides.items()):
+            look, offset = looks[side], 0.24 * (place - (len(part.sides) - 1) / 2)
+            for label, value in points.items():
+                _dot(axis, labels.index(label) + offset, _three(value), look, end)
+        axis.set_title(part.title, fontsize=11)
+        axis.set_xlabel(f"times {part.to}")
+        axis.tick_params(axis="y", length=0)
+        axis.grid(axis="y", visible=False)
+    axes[0].set_yticks(range(len(labels)), labels)
+    axes[0].set_ylim(len(labels) - 0.5, -0.5)
+    _legend(figure, looks)
+    return figure
+
+
+def _three(value: float | Sequence[float]) -> tuple[float, float, float]:
+    low, middle, high = (value,) * 3 if isinstance(value, (float, int)) else value
+    return low, middle, high
+
+
+def _dot(axis: Any, y: float, quartiles: tuple[float, float, float], look: Look, end: float) -> None:
+    low, middle, high = quartiles
+    if middle > end:
+        axis.text(end, y, f"{middle:.3g} \u2192", color=look.colour, ha="right", va="center", fontweight="bold")
+        return
+    axis.plot([low, min(high, end)], [y, y], color=look.colour, linewidth=2)
+    axis.plot(middle, y, look.marker, color=look.colour, markersize=6)
+
+
+def _legend(figure: Figure, looks: Mapping[str, Look]) -> None:
+    from matplotlib.lines import Line2D
+
+    keys = [Line2D([], [], color=look.colour, marker=look.marker, linestyle="") for look in looks.values()]
+    figure.legend(keys, list(looks), loc="outside lower center", ncols=len(looks), frameon=False)
+
+
+def _train_step(rows: Sequence[step_table.Row]) -> Figure:
+    autocast = {row.model: row for row in rows if row.side == step_table.AUTOCAST}
+
+    def of(number: Callable[[step_table.Row], float]) -> dict[str, Points]:
+        chosen = ((side, [row for row in rows if row.side == side and not row.note]) for side in looks)
+        return {side: {row.model: number(row) / number(autocast[row.model]) for row in found} for side, found in chosen}
+
+    looks = {step_table.DEFAULT: _EXACT, step_table.FASTEST: _KERNEL, step_table.HALF: _HALF}
+    timed = [row for row in rows if row.backward_to_autocast]
+    times = {side: {row.model: row.backward_to_autocast for row in timed if row.side == side} for side in looks}
+    parts = [
+        Dots("forward and backward, time", "torch.autocast's", times),
+        Dots("bytes that casts move", "torch.autocast's", of(lambda row: row.cast_bytes)),
+        Dots("bytes saved for backward", "torch.autocast's", of(lambda row: row.saved)),
+    ]
+    return _dots(parts, looks, 9.2)
+
+
+def _memory(rows: Sequence[memory.Row]) -> Figure:
+    looks = {"fold=exact": _EXACT, memory.KERNEL: _KERNEL, memory.HALF: _HALF}
+    sides = {side: memory.ratios(rows, side, memory.AUTOCAST) for side in looks}
+    return _dots([Dots("bytes of activations saved for backward", f"{memory.AUTOCAST}'s", sides)], looks, 8)
+
+
+def _placement(rows: Sequence[placement.Row]) -> Figure:
+    looks = {"default, fold=exact": _EXACT, "default, fold=kernel": _KERNEL}
+    sides = {
+        side: {row.model: row.ratio for row in rows if row.policy == side and row.ratio is not None} for side in looks
+    }
+    return _dots([Dots("bytes that casts of activations move", "torch_autocast_cuda's", sides)], looks, 8)
+
+
+def _optimizer_step(rows: Sequence[optimizer_step.Row]) -> Figure:
+    looks = {optimizer_step.OURS: _EXACT, optimizer_step.BARE: _HALF}
+    mine = {side: [row for row in rows if row.side == side] for side in looks}
+    sides = {
+        side: {f"{row.optimizer}, {row.parameters} parameters": row.ratio for row in found}
+        for side, found in mine.items()
+    }
+    return _dots([Dots("the host's time of an optimizer's step", "GradScaler's", sides)], looks, 8)
+
+
+def _conversion(rows: Sequence[conversion.Row]) -> Figure:
+    figure, (axis,) = _figure(8, 4.2)
+    for shape, look in zip(dict.fromkeys(row.shape for row in rows), _LOOKS, strict=False):
+        mine = [row for row in rows if row.shape == shape]
+        nodes, seconds = [row.nodes for row in mine], [row.classify + row.place for row in mine]
+        axis.loglog(nodes, seconds, color=look.colour, marker=look.marker, label=shape)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_xlabel("nodes of the graph")
+    axis.set_ylabel("seconds to classify and place")
+    axis.legend(frameon=False, title="shape")
+    return figure
+
+
+_FOLLOWING = {
+    **{losses.CONTROL: _CONTROL, losses.AUTOCAST: _AUTOCAST, losses.DEFAULT: _EXACT, losses.FASTEST: _KERNEL},
+    **{losses.MASTERS: _MASTERS, losses.HALF: _HALF},
+}
+
+
+def _losses(rows: Sequence[losses.Run]) -> Figure:
+    found = losses.rows(rows)
+    models, sides = (list(dict.fromkeys(getattr(row, name) for row in found)) for name in ("model", "side"))
+    figure, axes = _figure(9.2, 3.6, len(models), sharex=True, sharey=True)
+    for axis, model in zip(axes, models, strict=True):
+        for row in (row for row in found if row.model == model):
+            look, y = _FOLLOWING[row.side], sides.index(row.side)
+            middle = geometric_mean(row.distances)
+            axis.plot(row.distances, [y] * len(row.distances), look.marker, color=look.colour, alpha=0.7)
+            axis.plot([middle] * 2, [y - 0.35, y + 0.35], color=look.colour, linewidth=2.5)
+            if row.side == losses.AUTOCAST:
+                axis.axvline(middle, color="black", linewidth=1.2)
+        for y in range(1, len(sides), 2):
+            axis.axhspan(y - 0.5, y + 0.5, color=_BAND, linewidth=0, zorder=0)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_title(model, fontsize=11)
+        axis.set_xlabel("distance from float32, nats")
+        axis.tick_params(axis="y", length=0)
+        axis.grid(axis="y", visible=False)
+    axes[0].set_yticks(range(len(sides)), sides)
+    axes[0].set_ylim(len(sides) - 0.5, -0.5)
+    return figure
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is drawn from the rows of a file of results; ``model``: from those of this model alone."""
+
+    results: str
+    row: Callable[..., Any]
+    draw: Callable[[Any], Figure]
+    model: str = ""
+
+
+def _principles(rows: Sequence[principles.Row]) -> Figure:
+    """An axis for each principle: the error of each side, from small to large."""
+    looks = {principles.OURS: _EXACT, principles.AUTOCAST: _AUTOCAST, principles.HALF: _HALF}
+    titles = {
+        "provenance": ("Steps of an ODE", "steps"),
+        "shape": ("Rotary angles", "position"),
+        "demand": ("log(1 - p)", "logit of p"),
+    }
+    figure, axes = _figure(9, 3.6, len(titles))
+    for axis, (principle, (title, label)) in zip(axes, titles.items(), strict=True):
+        for size, (side, look) in zip((11, 8, 5), reversed(looks.items()), strict=True):  # equal ones are all seen
+            points = sorted((row.x, row.error) for row in rows if (row.principle, row.side) == (principle, side))
+            axis.plot(*zip(*points, strict=True), look.marker, linestyle="-", color=look.colour, markersize=size)
+        axis.set(title=title, xlabel=label, yscale="log")
+        if principle != "demand":
+            axis.set_xscale("log")
+    axes[0].set_ylabel("relative error")
+    _legend(figure, looks)
+    return figure
+
+
+def _tune_front(rows: Sequence[tune_table.Row]) -> Figure:
+    """Bytes against error: the tuned plans that no other tuned plan beats, connected; and the op lists."""
+    row = next(row for row in rows if row.dtype == "bfloat16")
+    figure, (axis,) = _figure(8, 4.4)
+    points = [*row.front, [row.fewer_bytes, row.fewer_error], [row.nearer_bytes, row.nearer_error]]
+    front: list[list[float]] = []
+    for moved, error in sorted(points):
+        if error > 0 and (not front or error < front[-1][1]):  # an axis of ratios holds no 0
+            front.append([moved, error])
+    axis.plot(*zip(*front, strict=True), _EXACT.marker, linestyle="-", color=_EXACT.colour, label="tuned")
+    axis.plot(*([x] for x in row.kernel), _KERNEL.marker, color=_KERNEL.colour, label="tuned, fold=kernel")
+    for name, (moved, error) in {tune_table.DEFAULT: [1.0, 1.0], **row.lists}.items():
+        if moved:
+            is_right = moved > 1.2
+            axis.plot(moved, error, _AUTOCAST.marker, color=_AUTOCAST.colour)
+            place = {"xytext": (-7 if is_right else 7, 6), "ha": "right" if is_right else "left"}
+            axis.annotate(name, (moved, error), textcoords="offset points", **place)
+        else:  # bytes that are not counted
+            axis.axhline(error, color=_CONTROL.colour, linestyle="--", label=f"{name}, bytes not counted")
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.margins(x=0.12, y=0.1)
+    axis.set(title=f"{row.model}, {row.dtype}", xlabel="bytes moved, times the default list's")
+    axis.set_ylabel("error of the gradient, times the default list's")
+    axis.legend(frameon=False, loc="lower left")
+    return figure
+
+
+def _gpu_step(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """An axis for each card: the time of eager steps to torch.autocast's."""
+    looks = {step_table.DEFAULT: _EXACT, step_table.FASTEST: _KERNEL, step_table.HALF: _HALF}
+    timed = [
+        row for row in gpu_rows.latest(rows) if row["stage"].startswith("eager step") and row.get("step_to_autocast")
+    ]
+    parts = []
+    for card in dict.fromkeys(row["card"] for row in timed):
+        mine = [row for row in timed if row["card"] == card]
+        sides: dict[str, Points] = {
+            side: {f"{row['model']}, {row['dtype']}": row["step_to_autocast"] for row in mine if row["side"] == side}
+            for side in looks
+        }
+        parts.append(Dots(f"training step, time, {card}", "torch.autocast's", sides))
+    return _dots(parts, looks, 9.2)
+
+
+PICTURES: dict[str, Picture] = {
+    "gpu-step.svg": Picture("gpu/rows.jsonl", dict, _gpu_step),
+    "principles.svg": Picture("principles-cpu.json", principles.Row, _principles),
+    "train-step.svg": Picture("train-step-cpu.json", step_table.Row, _train_step),
+    "memory.svg": Picture("memory.json", memory.Row, _memory),
+    "placement.svg": Picture("placement.json", placement.Row, _placement),
+    "optimizer-step.svg": Picture("optimizer-step-cpu.json", optimizer_step.Row, _optimizer_step),
+    "conversion.svg": Picture("conversion-cpu.json", conversion.Row, _conversion),
+    "losses.svg": Picture("losses-cpu.json", losses.Run, _losses),
+    "tune-front.svg": Picture("tune-cpu.json", tune_table.Row, _tune_front, "GPT-2 2x64"),
+}
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
 def updated(page: str) -> str:
     """Return ``page`` with each table replaced by the stored results."""
 
     def fresh(match: re.Match[str]) -> str:
         held = json.loads((RESULTS / match[2]).read_text(encoding="utf-8"))
-        return f"{match[1]}\n{_where(held)}\n\n```text\n{TABLES[match[2]](held)}\n```\n"
+        kind, table = TABLES[match[2]]
+        return f"{match[1]}\n{_where(held)}\n\n```text\n{table([kind(**row) for row in held['rows']])}\n```\n"
 
     return _GPU.sub(lambda match: f"{match[1]}\n{_on_gpus(match[2])}\n\n{match[3]}", _TABLE.sub(fresh, page))
 
 
 def _on_gpus(kind: str) -> str:
-    measured = rows.read(RESULTS / "gpu")
-    tables = {"all": table.markdown, "steps": table.step_summary, "picture": table.step_table}
+    measured = gpu_rows.read(RESULTS / "gpu")
+    tables = {"all": gpu_table.markdown, "steps": gpu_table.step_summary, "picture": gpu_table.step_table}
     found = tables[kind](measured)
     return f"{GPU_PICTURE}\n\n{found}" if found and kind == "picture" else found or NO_GPU
 
@@ -113,15 +395,19 @@ def _where(held: dict[str, Any]) -> str:
 def described(name: str) -> str:
     """Return the metadata that an up-to-date picture of this name has."""
     results = PICTURES[name].results
-    parts = (RESULTS / results, Path(pictures.__file__))
+    parts = (RESULTS / results, Path(__file__))
     digest = hashlib.sha256("".join(part.read_text(encoding="utf-8") for part in parts).encode()).hexdigest()
-    return f"Drawn from benchmarks/results/{results} by benchmarks/pictures.py, digest {digest[:16]}"
+    return f"Drawn from benchmarks/results/{results} by benchmarks/report.py, digest {digest[:16]}"
 
 
 def results_of(name: str) -> list[dict[str, Any]]:
     """Return the stored rows that the picture of this name is drawn from."""
     path = RESULTS / PICTURES[name].results
-    return rows.read(path.parent) if path.name == rows.NAME else json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return (
+        gpu_rows.read(path.parent)
+        if path.name == gpu_rows.NAME
+        else json.loads(path.read_text(encoding="utf-8"))["rows"]
+    )
 
 
 def drawn(name: str) -> str:

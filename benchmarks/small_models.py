@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import FullModel, ResNet, ResNet50
 
-__all__ = ["SMALL", "UNet"]
+__all__ = ["SMALL", "UNet", "bert", "gpt2", "images", "llama", "tokens"]
 
 BATCH, TOKENS, VOCABULARY, CLASSES = 8, 128, 4096, 100
 
@@ -51,7 +51,7 @@ class UNet(nn.Module):
         return nn.functional.cross_entropy(logits, labels), logits
 
 
-def _images(side: int) -> dict[str, Tensor]:
+def images(side: int) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(0)
     pixels = torch.randn(BATCH, 3, side, side, generator=random)
     return {"pixel_values": pixels, "labels": torch.randint(CLASSES, (BATCH,), generator=random)}
@@ -59,10 +59,10 @@ def _images(side: int) -> dict[str, Tensor]:
 
 def _segmented(side: int) -> dict[str, Tensor]:
     labels = torch.randint(3, (BATCH, side, side), generator=torch.Generator().manual_seed(1))
-    return {**_images(side), "labels": labels}
+    return {**images(side), "labels": labels}
 
 
-def _tokens(*, masked: bool = False) -> dict[str, Tensor]:
+def tokens(*, masked: bool = False) -> dict[str, Tensor]:
     ids = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
     mask = {"attention_mask": torch.ones_like(ids)} if masked else {}
     return {"input_ids": ids, "labels": ids.clone(), **mask}
@@ -77,19 +77,19 @@ def _vit(**options: Any) -> nn.Module:
     return transformers.ViTForImageClassification(config)
 
 
-def _bert(**options: Any) -> nn.Module:
+def bert(**options: Any) -> nn.Module:
     config = transformers.BertConfig(**_WIDTH, intermediate_size=1024, vocab_size=VOCABULARY, **options)
     return transformers.BertForMaskedLM(config)
 
 
-def _gpt2(**options: Any) -> nn.Module:
+def gpt2(**options: Any) -> nn.Module:
     sizes = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": TOKENS, "vocab_size": VOCABULARY}
     special = {"bos_token_id": 0, "eos_token_id": 0}
     config = transformers.GPT2Config(**sizes, **special, use_cache=False, **options)  # type: ignore[arg-type]
     return transformers.GPT2LMHeadModel(config)
 
 
-def _llama(**options: Any) -> nn.Module:
+def llama(**options: Any) -> nn.Module:
     config = transformers.LlamaConfig(
         **_WIDTH, intermediate_size=688, vocab_size=VOCABULARY, use_cache=False, **options
     )
@@ -117,16 +117,16 @@ _EAGER = {"attn_implementation": "eager"}
 # As transformers builds them by default, with scaled_dot_product_attention, but where "eager" says that attention is
 # written out, as are GPT-2's GELU (gelu_new), and Llama's and T5's norms.
 SMALL: dict[str, FullModel] = {
-    "ResNet-18 112": FullModel(_seeded(lambda: ResNet((2, 2, 2, 2), classes=CLASSES)), lambda: _images(112)),
-    "ResNet-50 112": FullModel(_seeded(lambda: ResNet50(classes=CLASSES)), lambda: _images(112)),
-    "ViT 4x192": FullModel(_seeded(_vit), lambda: _images(112)),
-    "ViT eager": FullModel(_seeded(_vit, **_EAGER), lambda: _images(112)),
-    "BERT 4x256": FullModel(_seeded(_bert), lambda: _tokens(masked=True)),
-    "BERT eager": FullModel(_seeded(_bert, **_EAGER), lambda: _tokens(masked=True)),
-    "GPT-2 4x256": FullModel(_seeded(_gpt2), _tokens),
-    "GPT-2 eager": FullModel(_seeded(_gpt2, **_EAGER), _tokens),
-    "Llama 4x256": FullModel(_seeded(_llama), _tokens),
-    "Llama eager": FullModel(_seeded(_llama, **_EAGER), _tokens),
-    "T5 2+2x256": FullModel(_seeded(_t5), lambda: _tokens(masked=True)),
+    "ResNet-18 112": FullModel(_seeded(lambda: ResNet((2, 2, 2, 2), classes=CLASSES)), lambda: images(112)),
+    "ResNet-50 112": FullModel(_seeded(lambda: ResNet50(classes=CLASSES)), lambda: images(112)),
+    "ViT 4x192": FullModel(_seeded(_vit), lambda: images(112)),
+    "ViT eager": FullModel(_seeded(_vit, **_EAGER), lambda: images(112)),
+    "BERT 4x256": FullModel(_seeded(bert), lambda: tokens(masked=True)),
+    "BERT eager": FullModel(_seeded(bert, **_EAGER), lambda: tokens(masked=True)),
+    "GPT-2 4x256": FullModel(_seeded(gpt2), tokens),
+    "GPT-2 eager": FullModel(_seeded(gpt2, **_EAGER), tokens),
+    "Llama 4x256": FullModel(_seeded(llama), tokens),
+    "Llama eager": FullModel(_seeded(llama, **_EAGER), tokens),
+    "T5 2+2x256": FullModel(_seeded(_t5), lambda: tokens(masked=True)),
     "U-Net 64": FullModel(_seeded(UNet), lambda: _segmented(64)),
 }

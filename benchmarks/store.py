@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -13,6 +15,7 @@ from benchmarks.machine import machine
 __all__ = ["Store"]
 
 R = TypeVar("R")
+K = TypeVar("K")
 
 
 class Store(Generic[R]):
@@ -41,3 +44,18 @@ class Store(Generic[R]):
             part = self.path.with_name(self.path.name + ".part")
             part.write_text(text + "\n", encoding="utf-8")
             part.replace(self.path)
+
+    def fill(self, wanted: Iterable[K], key: str, measure: Callable[[K], Iterable[R]]) -> None:
+        """Measure what is wanted and no row has, and add its rows at once; each is named on stderr.
+
+        Args:
+            wanted: what to measure, as the rows name it.
+            key: the attributes of a row that name what was measured, separated by spaces.
+            measure: returns the rows of one that is wanted.
+        """
+        held = {attrgetter(*key.split())(row) for row in self.rows}
+        for one in wanted:
+            if one not in held:
+                named = one if isinstance(one, tuple) else (one,)
+                print(f"{', '.join(map(str, named))} ...", file=sys.stderr, flush=True)
+                self.extend(measure(one))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import quantiles
 
 import torch
 
-__all__ = ["keep_memory", "milliseconds", "ratios", "turns"]
+__all__ = ["keep_memory", "milliseconds", "ratios", "spread", "timed", "turns"]
 
 _MMAP_MAX, _TRIM_THRESHOLD, _TOP_PAD = -4, -1, -2  # malloc.h of glibc
 _LARGE = 2**31 - 1
@@ -54,3 +54,19 @@ def ratios(mine: Sequence[float], others: Sequence[float] | None) -> list[float]
     if others is None:
         return []
     return [round(quartile, 4) for quartile in quantiles([a / b for a, b in zip(mine, others, strict=True)], n=4)]
+
+
+def timed(sides: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
+    """Return the milliseconds of each round, by side; the sides take turns."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for is_counted, name in turns(list(sides), rounds):
+        taken = milliseconds(sides[name], device)
+        if is_counted:
+            found[name].append(taken)
+    return found
+
+
+def spread(quartiles: Sequence[float], digits: int = 2) -> str:
+    """Write a median with its quartiles."""
+    low, middle, high = (f"{quartile:.{digits}f}" for quartile in quartiles)
+    return f"{middle} ({low} to {high})"

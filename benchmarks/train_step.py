@@ -26,17 +26,16 @@ something is above a limit; compiled models have no limits.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from autocastfx.errors import UnsupportedError
+from benchmarks.command import DTYPES, Command, settings_of, verdict
 from benchmarks.small_models import SMALL
 from benchmarks.step_counts import count
 from benchmarks.step_table import Row, compiled_table, table, targets
@@ -47,7 +46,6 @@ from benchmarks.training import AUTOCAST, HALF, SIDES, Setting, Training, traini
 WARM_UP = 2  # steps before anything is measured
 ROUNDS, PROCESSES = 6, 2
 Times = dict[str, tuple[list[float], list[float]]]  # by side: of forward and backward, and of a whole step
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def counts(name: str, side: str, found: Training, device: str) -> dict[str, Any]:
@@ -154,46 +152,25 @@ def _timed(rows: dict[str, Row], found: Times) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the models asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--models", default=",".join(SMALL), help="separated by commas")
-    parser.add_argument("--sides", default="|".join(SIDES), help="separated by |; default: all")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of a process; 0 counts alone; default: %(default)s")
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="for each model; default: %(default)s")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
-    parser.add_argument("--compile", action="store_true", help="time the models under torch.compile")
-    parser.add_argument("--json", type=Path, help="the store of rows")
-    options = parser.parse_args(arguments)
-    names = options.models.split(",")
-    if unknown := [name for name in names if name not in SMALL]:
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(SMALL)}")
-    sides = options.sides.split("|")
-    if unknown := [side for side in sides if side not in SIDES]:
-        parser.error(f"unknown: {', '.join(unknown)}; there are {' | '.join(SIDES)}")
-    if options.rounds == 1 or options.rounds < 0:
-        parser.error("--rounds: quartiles need two or more; 0 counts alone")
-    if options.processes < 1:
-        parser.error("--processes: at least one")
-
-    torch.set_num_threads(1)
-    keep_memory()
+    command = Command("train_step", __doc__)
+    command.names("--models", SMALL)
+    command.names("--sides", SIDES, separator="|")
+    command.number("--rounds", ROUNDS, 0)  # of a process; 0 counts alone
+    command.number("--processes", PROCESSES)
+    command.device()
+    command.add_argument("--compile", action="store_true", help="time the models under torch.compile")
+    options = command.begin(arguments, is_timed=True)
+    if options.rounds == 1:
+        command.error("--rounds: quartiles need two or more; 0 counts alone")
     processes = options.processes if options.rounds else 1
-    settings = {"rounds": options.rounds, "dtype": options.dtype, "compiled": options.compile, "processes": processes}
-    if sides != list(SIDES):
-        settings["sides"] = sides
-    if options.device == "cuda":
-        settings["device"] = torch.cuda.get_device_name()
+    settings = {**settings_of(options, "rounds", "dtype"), "compiled": options.compile, "processes": processes}
+    if options.sides != list(SIDES):
+        settings["sides"] = options.sides
     store = Store(options.json, Row, settings)
-    held = {row.model for row in store.rows}
-    for name in names:
-        if name in held:
-            continue
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        setting = Setting(options.device, DTYPES[options.dtype], options.compile)
-        store.extend(measured(name, setting, options.rounds, processes, sides))
+    setting = Setting(options.device, DTYPES[options.dtype], options.compile)
+    store.fill(options.models, "model", lambda name: measured(name, setting, options.rounds, processes, options.sides))
     if options.compile:
-        print(compiled_table(store.rows))
-        return 0
+        return verdict(compiled_table(store.rows))
     print(table(store.rows))
     return int(not all(reached for _, reached in targets(store.rows)))
 

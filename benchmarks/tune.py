@@ -27,7 +27,6 @@ more error; ``float32`` where float32 itself moves no more bytes than the defaul
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import itertools
 import math
@@ -36,15 +35,15 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
+import transformers
 
 import autocastfx
 from autocastfx.numerics.plan_search import Budget, PlanSearch
 from autocastfx.numerics.tune import _prices, tune
 from autocastfx.report.lint.roofline import find_gpu
+from benchmarks.command import DTYPES, Command, verdict
 from benchmarks.store import Store
 from benchmarks.tune_judge import Bench, Judged
 from benchmarks.tune_models import MODELS, available, trained
@@ -166,29 +165,21 @@ def _ratio(one: Judged, other: Judged) -> list[float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the models chosen, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="*", help="a glob of names")
-    parser.add_argument("--dtypes", default="bfloat16,float16")
-    parser.add_argument("--json", type=Path)
-    chosen = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+    command = Command("tune", __doc__)
+    command.add_argument("--models", default="*", help="a glob of names")
+    command.names("--dtypes", DTYPES)
+    chosen = command.begin(arguments)
     warnings.simplefilter("ignore")
-    store = Store(chosen.json, Row, {"transformers": __import__("transformers").__version__})
-    done = {(row.model, row.dtype) for row in store.rows}
-    for name, dtype in itertools.product(fnmatch.filter(MODELS, chosen.models), chosen.dtypes.split(",")):
-        if (name, dtype) in done:
-            continue
-        if name not in available():
-            print(f"{name:12} {dtype}: its weights are not installed, left out", file=sys.stderr)
-            continue
-        if dtype == "float16" and name in LEFT_OUT:
-            print(f"{name:12} float16: {LEFT_OUT[name]}, left out", file=sys.stderr)
-            continue
-        row = measure(name, dtype)
-        store.extend([row])
-        print(f"{name:12} {dtype}: {row.seconds:.0f} s", file=sys.stderr, flush=True)
-    print(table(store.rows))
-    return 0
+    asked: list[tuple[str, str]] = []
+    for name, dtype in itertools.product(fnmatch.filter(MODELS, chosen.models), chosen.dtypes):
+        why = LEFT_OUT.get(name) if dtype == "float16" else None
+        if why := why if name in available() else "its weights are not installed":
+            print(f"{name}, {dtype}: {why}, left out", file=sys.stderr)
+        else:
+            asked.append((name, dtype))
+    store = Store(chosen.json, Row, {"transformers": transformers.__version__})
+    store.fill(asked, "model dtype", lambda pair: [measure(*pair)])
+    return verdict(table(store.rows))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,9 @@ the gradient. Neither includes the logits. On a CPU the live results of operator
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -30,13 +28,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autocastfx.runtime.operators.cross_entropy_loss import cross_entropy_loss
+from benchmarks.command import DTYPES, Command, settings_of, verdict
 from benchmarks.store import Store
-from benchmarks.timing import keep_memory, milliseconds, ratios, turns
+from benchmarks.timing import ratios, spread, timed
 
 AUTOCAST, DEFAULT, KERNEL, HALF = "torch.autocast", "autocastfx", 'autocastfx, fold="kernel"', "pure half"
 CLASSES = (4_096, 32_000, 50_257, 128_256)  # a small one, and those of Llama 2, GPT-2 and Llama 3
 POSITIONS, ROUNDS = 1024, 12
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -116,11 +114,8 @@ def measure(classes: int, positions: int, device: str, dtype: torch.dtype, round
     logits = torch.randn(positions, classes, device=device).to(dtype).requires_grad_()
     target = torch.randint(0, classes, (positions,), device=device)
     sides = losses(device, dtype)
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    for is_counted, name in turns(list(sides), rounds):
-        taken = milliseconds(lambda loss=sides[name]: torch.autograd.grad(loss(logits, target), logits), device)
-        if is_counted:
-            found[name].append(taken)
+    work = {name: lambda loss=loss: torch.autograd.grad(loss(logits, target), logits) for name, loss in sides.items()}
+    found = timed(work, rounds, device)
     rows: list[Row] = []
     for name, loss in sides.items():
         quartiles = ratios(found[name], found[AUTOCAST])
@@ -139,44 +134,23 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _line(row: Row, peak: int) -> str:
-    spread = f"{row.to_autocast[1]:.2f} ({row.to_autocast[0]:.2f} to {row.to_autocast[2]:.2f})"
     memory = f"{row.kept / 1e6:>8.1f} {row.peak / 1e6:>8.1f} {row.peak / peak:>11.2f}"
-    return f"{row.classes:>7} {row.side:<25} {row.ms:>8.2f} {spread:>20} {memory}"
+    return f"{row.classes:>7} {row.side:<25} {row.ms:>8.2f} {spread(row.to_autocast):>20} {memory}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the vocabularies asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.vocabulary", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--classes", default=",".join(map(str, CLASSES)), help="separated by commas")
-    parser.add_argument("--positions", type=int, default=POSITIONS, help="rows of logits; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="two or more; default: %(default)s")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
-    parser.add_argument("--json", type=Path, help="the store of rows")
-    options = parser.parse_args(arguments)
-    try:
-        sizes = [int(size) for size in options.classes.split(",")]
-    except ValueError:
-        parser.error(f"--classes: numbers separated by commas, not {options.classes!r}")
-    if min(*sizes, options.positions) < 1:
-        parser.error("--classes and --positions are at least 1")
-    if options.rounds < 2:
-        parser.error("--rounds: quartiles need two or more")
-
+    command = Command("vocabulary", __doc__)
+    command.numbers("--classes", CLASSES)
+    command.number("--positions", POSITIONS)
+    command.rounds(ROUNDS)
+    command.device()
+    options = command.begin(arguments, is_timed=True)
     torch.manual_seed(0)
-    torch.set_num_threads(1)
-    keep_memory()
-    settings = {"rounds": options.rounds, "dtype": options.dtype, "positions": options.positions}
-    if options.device == "cuda":
-        settings["device"] = torch.cuda.get_device_name()
-    store = Store(options.json, Row, settings)
-    held = {row.classes for row in store.rows}
-    for classes in sizes:
-        if classes not in held:
-            print(f"{classes} ...", file=sys.stderr, flush=True)
-            store.extend(measure(classes, options.positions, options.device, DTYPES[options.dtype], options.rounds))
-    print(table(store.rows))
-    return 0
+    store = Store(options.json, Row, settings_of(options, "rounds", "dtype", "positions"))
+    asked = options.positions, options.device, DTYPES[options.dtype], options.rounds
+    store.fill(options.classes, "classes", lambda classes: measure(classes, *asked))
+    return verdict(table(store.rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tiny transformers models with seeded random weights, for `benchmarks.zoo`.
+"""Tiny transformers models with seeded random weights, and what a model of the zoo is, for `benchmarks.zoo`.
 
 Each architecture is one row of data: the model's class, its configuration and the function that makes its inputs.
 ``inputs(batch, size)`` returns keyword arguments; ``size`` counts tokens, and sets image sides and audio lengths.
@@ -6,7 +6,10 @@ Each architecture is one row of data: the model's class, its configuration and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,11 +17,49 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from benchmarks.zoo_case import Inputs, ZooModel, generator
+__all__ = ["ZOO", "Inputs", "ZooModel", "draw", "generator"]
 
 VOCAB = 96
 CLASSES = 5
 PAD, IGNORE = 1, -100
+
+
+Inputs = Callable[[int, int], dict[str, Any]]
+_NUMBER = ContextVar("number", default=0)
+
+
+@contextmanager
+def draw(number: int) -> Generator[None]:
+    """While open, inputs are made from the draw of this number."""
+    token = _NUMBER.set(number)
+    try:
+        yield
+    finally:
+        _NUMBER.reset(token)
+
+
+def generator(batch: int, size: int) -> torch.Generator:
+    """Return a generator for random inputs of these sizes: the same numbers each time, others in another draw."""
+    return torch.Generator().manual_seed(1000 * batch + size + 1_000_003 * _NUMBER.get())
+
+
+@dataclass(frozen=True)
+class ZooModel:
+    """A model of the zoo.
+
+    Attributes:
+        name: unique in the zoo.
+        build: makes the model, its weights drawn from a fixed seed.
+        inputs: keyword inputs for a batch and a size.
+        refused: a regular expression that the error must match, if the model must be refused.
+        refused_in: the modes in which it must be refused.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Inputs
+    refused: str = ""
+    refused_in: tuple[str, ...] = ("train", "eval")
 
 
 # ---- inputs: one function for each kind of model --------------------------------------------------------------------

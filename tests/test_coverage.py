@@ -10,13 +10,10 @@ import pytest
 from autocastfx.graph.names import base_name
 from autocastfx.policy.op_list import load_op_list, preset_path
 from autocastfx.policy.yaml_tree import parse_file
-from benchmarks.zoo_hand import HAND
-from benchmarks.zoo_models import ZOO
-from benchmarks.zoo_ops import floating_ops
+from benchmarks.zoo import MODELS, floating_ops
 
 PATH = Path(__file__).parent.parent / "benchmarks" / "results" / "zoo-ops.json"
 OPS: dict[str, int] = json.loads(PATH.read_text())["ops"]
-MODELS = {model.name: model for model in (*ZOO, *HAND)}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

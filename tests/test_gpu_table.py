@@ -57,11 +57,8 @@ def test_what_is_slower_is_told_with_its_kernels() -> None:
         assert _told(ours, theirs, clearly) == f"1.250; {said}"
 
 
-def test_kernels_of_another_stage_explain_nothing() -> None:
+def test_only_medians_above_1_are_slower_and_only_kernels_of_the_same_stage_explain_it() -> None:
     assert _told({"gemm": 3.0}, {"gemm": 2.0}, [1.1, 1.25, 1.5], "compiled step, m") == "1.250; not profiled"
-
-
-def test_only_medians_above_1_are_slower() -> None:
     assert _told({}, {}, [0.5, 1.0, 1.5]) == ""
     assert _told({"a": 1.0}, {"a": 0.5}, [0.9, 1.004, 1.1]) == "1.004, 1 is within the quartiles; a +0.50 ms"
 

@@ -69,8 +69,7 @@ def _train(model: nn.Module, low: torch.dtype | None) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("way", judge.WAYS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("way", "dtype"), [*((way, LOW) for way in judge.WAYS), ("train", torch.float16)])
 def test_a_model_that_is_right(way: str, dtype: torch.dtype) -> None:
     case = _case(checkpointed=lambda: Net(checkpoints=True), train=_train)
     assert judge.ways_of(case) == judge.WAYS
@@ -123,7 +122,7 @@ def _changing(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Tens
     monkeypatch.setattr(judge, "_by_hand", changed)
 
 
-@pytest.mark.parametrize("change", [lambda g: g * 2, torch.zeros_like, lambda g: g * float("nan")])
+@pytest.mark.parametrize("change", [torch.zeros_like, lambda g: g * float("nan")])
 def test_wrong_numbers_are_silent(change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     _changing(monkeypatch, "0.last.bias", change)
     row = _row(_case(), "convert")

@@ -1,4 +1,4 @@
-"""The benchmark of tuning: its judge, its table and picture, and what tuning finds unaided."""
+"""The benchmark of tuning: its judge, its table and picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autocastfx
-from benchmarks import pictures, tune, tune_finds
+from benchmarks import report, tune
 from benchmarks.tune_judge import Bench, Judged, measured
 from benchmarks.tune_models import Case
 from benchmarks.tune_table import Row, table
@@ -75,14 +75,6 @@ def test_below_is_the_best_plan_of_no_more_bytes() -> None:
     assert tune._below([dear], replace(at, bytes=0), Judged(11, (1.0, 1.0)))[0] == 0, "bytes that are not counted"
 
 
-def test_errors_are_compared_batch_by_batch() -> None:
-    one, other = Judged(10, (1.0, 3.0)), Judged(10, (2.0, 3.0))
-    assert tune._ratio(one, other) == pytest.approx([(10 / 13) ** 0.5, 0.25])
-    exact = Judged(10, (0.0, 0.0))
-    assert tune._ratio(exact, exact) == [1.0, 0.0]
-    assert tune._ratio(one, exact)[0] == float("inf")
-
-
 ROW = Row(
     **{"model": "a", "dtype": "bfloat16", "nodes": 4, "spearman": 0.9, "plans": [0.8, 1.2], "unseen": [0.6, 1.2]},
     **{
@@ -114,27 +106,9 @@ def test_the_tables_count_what_meets_its_mark() -> None:
 def test_the_picture_holds_the_front_and_all_lists() -> None:
     pytest.importorskip("matplotlib")
     beaten = replace(ROW, front=[*ROW.front, [0.9, 1.5]])
-    (axis,) = pictures._tune_front([beaten]).axes
+    (axis,) = report._tune_front([beaten]).axes
     lines = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axis.get_lines()}
     assert lines["tuned"] == [(0.8, 1.0), (1.0, 0.5)]
     assert lines["tuned, fold=kernel"] == [(0.7, 1.1)]
     texts = {text.get_text() for text in axis.texts} | set(lines)
     assert {"default", "fold=kernel", "conservative", "torch_autocast_cuda, bytes not counted"} <= texts
-
-
-def test_the_start_of_what_is_to_be_found_protects_nothing() -> None:
-    find = tune_finds.FINDS["positions"]
-    given = next(find.batches(0))[0]
-    plan = autocastfx.convert(find.build(), given, dtype=LOW, op_list=tune_finds.unprotected()).plan
-    runs = {str(node.placement.run) for node in plan.nodes if node.module == "angles" and node.op in ("mul", "sin")}
-    assert runs == {"low"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", tune_finds.FINDS)
-def test_what_needs_float32_is_found_unaided(name: str) -> None:
-    found = tune_finds.found(tune_finds.FINDS[name])
-    assert found.is_found
-    assert found.start > 1.5 * found.tuned
-    assert not replace(found, kept=found.named - 1).is_found
-    assert not replace(found, rounded=found.tuned).is_found

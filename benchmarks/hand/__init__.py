@@ -1,1 +1,10 @@
-"""The hand-written cases of the zoo, a module for each kind of difficulty; ``benchmarks.zoo_hand`` joins them."""
+"""The hand-written hard cases of the zoo, a module for each kind of difficulty: small models, each with one of them."""
+
+from __future__ import annotations
+
+from benchmarks.hand import attention, numbers, state, structure
+from benchmarks.zoo_models import ZooModel
+
+__all__ = ["HAND"]
+
+HAND: tuple[ZooModel, ...] = (*attention.CASES, *state.CASES, *numbers.CASES, *structure.CASES)

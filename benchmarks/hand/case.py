@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo_case import Inputs, ZooModel, generator
+from benchmarks.zoo_models import Inputs, ZooModel, generator
 
 __all__ = ["WIDTH", "case", "images", "linears", "masked", "rows", "tokens"]
 

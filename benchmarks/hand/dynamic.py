@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.hand.case import WIDTH, case, linears, rows
-from benchmarks.zoo_case import generator
+from benchmarks.zoo_models import generator
 
 __all__ = ["CASES"]
 

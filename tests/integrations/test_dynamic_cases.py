@@ -12,9 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import autocastfx
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
-from benchmarks.hand import dynamic
-from benchmarks.zoo_case import ZooModel
-from benchmarks.zoo_hand import HAND
+from benchmarks.hand import HAND, dynamic
+from benchmarks.zoo_models import ZooModel
 from tests.helpers import relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
