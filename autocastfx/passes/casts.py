@@ -42,11 +42,11 @@ class CastStyle:
 
     Attributes:
         made_by: the pass, for the marks of the casts.
+        low: the 16-bit dtype.
         written: values that are written into, and cast anew for each reader.
         bound: the magnitude at which a cast of a value to a dtype saturates finite numbers; None for a plain cast.
         for_each: one cast for each reader, in the order in which torch.autocast makes them; else one for all.
         once: ``get_attr`` targets whose cast to ``low`` is made once even so, each with a number that tied ones share.
-        low: the 16-bit dtype.
     """
 
     made_by: str
