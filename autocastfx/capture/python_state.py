@@ -280,7 +280,7 @@ def watched_state(found: PythonState) -> Generator[None, None, None]:
     before = {id(m): (path, m, dict(m.__dict__)) for path, m in model.named_modules()}
     contents = {path: _contents(m) for path, m, _ in before.values()}
     objects: dict[int, tuple[str, str, Any, dict[str, Any]]] = {}
-    draws = _draws()
+    draws = _draws(model)
 
     def note(module: nn.Module, name: str) -> Any:
         value = object.__getattribute__(module, name)
@@ -322,8 +322,9 @@ def watched_state(found: PythonState) -> Generator[None, None, None]:
         kept = [p for p, v in parts.items() if v is None or is_same(now.get(p, _MISSING), v)]
         found.reads.update({(path, f"{name}.{p}"): Read(path, name, parts[p], p) for p in kept})
         changed += [(path, f"{name}.{part}") for part in {**parts, **now} if part and part not in kept]
-    for source, now in _draws().items():
-        if now != draws[source]:
+    for source, now in _draws(model).items():
+        if now != draws.get(source, now):
+            _restore(model, source, draws[source])
             raise CaptureError(
                 f"{type(model).__name__} draws random numbers of {source} in forward: a graph would use the same ones "
                 "in every call. Draw them with torch (torch.rand), or outside of forward, and pass them in."
@@ -335,10 +336,45 @@ def watched_state(found: PythonState) -> Generator[None, None, None]:
     found.changes = tuple(f"{path}.{name}" if path else name for path, name in changed)
 
 
-def _draws() -> dict[str, Any]:
+def _draws(model: nn.Module) -> dict[str, Any]:
+    """The states of the generators of Python and numpy: those of the process, and those that modules keep."""
     numpy: Any = sys.modules.get("numpy")
     states: dict[str, Any] = {"Python's random module": random.getstate()}
-    return {**states, "numpy.random": pickle.dumps(numpy.random.get_state(legacy=False))} if numpy else states
+    if numpy:
+        states["numpy.random"] = pickle.dumps(numpy.random.get_state(legacy=False))
+    return {**states, **{f"its own {path!r}": _state(one) for path, one in private_generators(model).items()}}
+
+
+def private_generators(model: nn.Module) -> dict[str, Any]:
+    """The generators of Python and numpy that modules keep as attributes, by path; not those without a state."""
+    numpy: Any = sys.modules.get("numpy")
+    kinds = (random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, value in _table(module).items()
+        if isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
+    }
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    held = generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state(legacy=False)
+    return pickle.dumps(held)
+
+
+def _restore(model: nn.Module, source: str, state: Any) -> None:
+    """Give a generator that a module keeps the state from before a capture that is refused."""
+    for path, generator in private_generators(model).items():
+        if source != f"its own {path!r}":
+            continue
+        if isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = pickle.loads(state)
+        else:
+            generator.set_state(pickle.loads(state))
 
 
 def _table(held: Any) -> dict[Any, Any]:

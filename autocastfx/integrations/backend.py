@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -16,12 +17,14 @@ from torch import fx, nn
 from autocastfx.capture.call import arguments_of, check_arguments, conversion_is_off, device_of, refuse_for_low_model
 from autocastfx.capture.leave_intact import own_thread_state
 from autocastfx.capture.progress import stage
+from autocastfx.capture.python_state import private_generators
 from autocastfx.capture.whole_calls import places
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import (
     ArgumentError,
     AutocastFXError,
     CaptureError,
+    StateWarning,
     UncapturedGraphWarning,
     UnmatchedRuleWarning,
     UnsupportedError,
@@ -284,6 +287,7 @@ class CompileBackend:
             CaptureError: Dynamo skips code, with ``uncaptured="error"``; in a call of the model.
         """
         if not conversion_is_off():
+            _warn_of_generators(model)
             self._models.add(model)
             model._compiled_call_impl = CompiledCall(model, self, options)
         return model
@@ -434,6 +438,19 @@ def _warn_of_fused_layers(graph: CompiledGraph) -> None:
 
 
 # ``enable`` and ``disable``: convert a model that stays the object it is.
+
+
+def _warn_of_generators(model: nn.Module) -> None:
+    """Warn of generators that modules keep, and of which torch.compile repeats the first number for ever."""
+    kept = [path for path, one in private_generators(model).items() if isinstance(one, random.Random)]
+    if kept:
+        warnings.warn(
+            f"{type(model).__name__} keeps generators of random numbers ({', '.join(kept)}): what forward draws from "
+            "them is the same in every call under torch.compile. Draw with torch (torch.rand), or with the functions "
+            "of the module random.",
+            StateWarning,
+            stacklevel=4,
+        )
 
 
 def enable(

@@ -389,6 +389,23 @@ def test_random_numbers_outside_torch_are_refused(draw: Any, source: str) -> Non
     assert (random.getstate(), repr(np.random.get_state())) == state
 
 
+@pytest.mark.parametrize("generator", [random.Random(0), np.random.default_rng(0), np.random.RandomState(0)])
+@pytest.mark.parametrize(
+    "draw", [lambda m, y: y * float(m.part.rng.random()), lambda m, y: y if m.part.rng.random() < 1 else -y]
+)
+def test_random_numbers_of_the_models_own_generator_are_refused(generator: Any, draw: Any) -> None:
+    model = Model(draw)
+    model.part = nn.Identity()
+    model.part.rng = generator
+    state = pickle.dumps(generator)
+    with pytest.raises(CaptureError, match=r"Model draws random numbers of its own 'part\.rng' in forward"):
+        converted(model)
+    assert pickle.dumps(generator) == state
+    unused = Model(lambda m, y: y * 2)
+    unused.rng = generator
+    converted(unused)
+
+
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_the_parameters_that_a_recurrent_layer_lists_are_no_change(kind: Callable[..., nn.Module]) -> None:
     with warnings.catch_warnings():

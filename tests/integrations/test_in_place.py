@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autocastfx
 from autocastfx import AmpModule
-from autocastfx.errors import UncapturedGraphWarning, UnsupportedError, VariantError
+from autocastfx.errors import StateWarning, UncapturedGraphWarning, UnsupportedError, VariantError
 from tests.helpers import relative_error
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -408,3 +409,26 @@ def test_the_default_dtype_is_that_of_where_the_model_is() -> None:
         assert backend is not None
         assert backend.low is expected
     assert autocastfx.CompileBackend().low is (torch.float16 if torch.cuda.is_available() else torch.bfloat16)
+
+
+class Drawing(nn.Module):
+    def __init__(self, generator: random.Random) -> None:
+        super().__init__()
+        self.linear, self.rng = nn.Linear(4, 4), generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.rng.random()
+
+
+@pytest.mark.parametrize("generator", [random.Random(0), random.SystemRandom()])
+def test_a_generator_whose_numbers_torch_compile_repeats_is_told(generator: random.Random) -> None:
+    """It would be no news for torch.compile: should it draw anew one day, there is nothing to tell."""
+    model, x = Drawing(generator), torch.ones(2, 4)
+    if isinstance(generator, random.SystemRandom):
+        autocastfx.enable(model, dtype="bfloat16")
+        assert len({float(model(x).detach().norm()) for _ in range(4)}) == 4
+        return
+    with pytest.warns(StateWarning, match=r"Drawing keeps generators of random numbers \(rng\)") as told:
+        autocastfx.enable(model, dtype="bfloat16")
+    assert [one.filename for one in told] == [__file__]
+    assert len({float(model(x).detach().norm()) for _ in range(4)}) == 1
