@@ -17,7 +17,7 @@ _TO = torch.ops.aten.to.dtype
 
 
 class PlannedDtypes(ABC):
-    """What placements mean in dtypes: of each read, and of what each captured node gives."""
+    """The dtypes that placements ask for: of each value that is read, and of each result."""
 
     @abstractmethod
     def read(self, node: fx.Node, use: Use, source: fx.Node) -> torch.dtype | None:

@@ -93,7 +93,7 @@ class Trial:
 
 
 class CallError(Exception):
-    """What was watched raises: the model's forward, its loss or their backward, and not the code that watches."""
+    """A model's forward, its loss, or their backward has raised. A fault of the code that watches is no CallError."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
@@ -418,7 +418,7 @@ def compare_calls(
 
 
 def _original(model: nn.Module, trial: Trial) -> tuple[str, Behaviour | None]:
-    """What the model does; or why it cannot be compared with."""
+    """Return what the model does; or None, and why nothing can be compared with it."""
     try:
         original = behaviour_of(model, model, trial)
     except CallError as error:

@@ -127,7 +127,7 @@ def _tell_nothing(_: Any) -> None:
 
 @dataclass(frozen=True)
 class Original:
-    """What a converted model was made from, and how more of its variants are made.
+    """The model that a converted model was made from, and how further variants are made.
 
     Attributes:
         converter: makes variants of captured graphs.
