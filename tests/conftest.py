@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from autocastfx.runtime.variant_table import VariantTable
 
-# `make test` draws the same examples in each run, `make test-all` new ones.
+# `make test` draws the same examples and values in each run, `make test-all` new ones.
 settings.register_profile("same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.register_profile("new", settings.get_profile("same"), derandomize=False)
 settings.load_profile("same")
@@ -35,8 +35,19 @@ SAMPLED = frozenset(
 CASES = 3  # of a test in sampled.txt, for `make test`
 
 
+def profile_of(config: pytest.Config) -> str:
+    """``settings.get_current_profile_name`` may say another: that of a library that loaded its own."""
+    return cast("str | None", config.getoption("--hypothesis-profile")) or "same"
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """A file that was read before may have imported torch's own tests, which load a profile of hypothesis."""
+    settings.load_profile(profile_of(collector.config))
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    settings.load_profile(profile_of(config))
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         name = item.nodeid.removeprefix("tests/").partition("[")[0]
@@ -52,6 +63,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+@pytest.fixture(autouse=True)
+def _same_values(request: pytest.FixtureRequest) -> None:
+    """What a test draws depends on no test before it, so that it fails for everybody or for nobody."""
+    if profile_of(request.config) == "same":
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,7 +117,7 @@ def _unchecked_in_its_rooms(request: pytest.FixtureRequest) -> Iterator[None]:
     """In rooms that look at decisions, `make test` leaves out the comparison of each conversion with its model."""
     with pytest.MonkeyPatch.context() as patch:
         room = request.path.relative_to(Path(__file__).parent).parts[0]
-        if room in DECIDING and settings.get_current_profile_name() == "same":
+        if room in DECIDING and profile_of(request.config) == "same":
             patch.setattr("autocastfx.conversion._CHECKED", -1)
         yield
 

@@ -233,11 +233,13 @@ def test_the_phase_of_a_rotation_is_that_of_float32() -> None:
 
 
 class Normalised(nn.Module):
-    """Values divided by the root of their energy."""
+    """Values divided by the root of their energy, which is positive for positive ``x``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
+        for parameter in self.layer.parameters():
+            nn.init.uniform_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
