@@ -11,8 +11,6 @@ import torch
 
 from benchmarks.timing import keep_memory
 
-__all__ = ["DTYPES", "Command", "settings_of", "verdict"]
-
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

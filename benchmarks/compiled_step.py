@@ -45,8 +45,6 @@ from benchmarks.store import Store
 from benchmarks.timing import keep_memory, ratios, spread, timed
 from benchmarks.zoo_judge import distance
 
-__all__ = ["MODELS", "Row", "main", "measured"]
-
 LOW = torch.bfloat16
 AUTOCAST, BACKEND = "torch.autocast", "backend"
 SIDES = (AUTOCAST, BACKEND)

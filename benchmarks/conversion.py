@@ -49,8 +49,6 @@ from benchmarks.command import Command, verdict
 from benchmarks.store import Store
 from benchmarks.zoo import FIRST_SIZE, MODELS, MODES, ZooModel
 
-__all__ = ["SHAPES", "Row", "ZooRow", "main", "table", "zoo_table"]
-
 SIZES = (100, 300, 1000, 3000, 10000)
 REPEATS = 3
 LIMITS = {"place": 5.0, "passes": 10.0}  # seconds, for a graph of the last size

@@ -28,8 +28,6 @@ from tests.numerics.corpus import CASES
 from tests.numerics.corpus.case import Case
 from tests.numerics.corpus.judge import DTYPES, Judgement, judge_model, judge_ours, refer
 
-__all__ = ["Row", "main", "measure"]
-
 RATIOS = {"none": 1.2, "exact": 1.2, "kernel": 2.0}  # by convert's fold
 VERSIONS = ("ours", "autocast", "islands")
 _HEADER = (

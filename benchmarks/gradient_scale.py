@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-__all__ = ["gradient_distances", "gradient_scales"]
-
 
 def gradient_scales(reference: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the scale of each gradient's error: its norm, but at least that of a typical gradient of its module.

@@ -48,8 +48,6 @@ from benchmarks.store import Store
 from benchmarks.timing import milliseconds, ratios, spread, timed, turns
 from benchmarks.training import AUTOCAST, DEFAULT, FLOAT32, Setting, Training, training
 
-__all__ = ["MODELS", "Row", "WatchRow", "main", "measured", "watched"]
-
 CACHED, PLAIN = "cached, fold=exact", "plain graph"
 SIDES = (FLOAT32, AUTOCAST, DEFAULT, CACHED, PLAIN)
 LIMITS = ((DEFAULT, AUTOCAST, 1.0), (CACHED, DEFAULT, 1.0), (DEFAULT, PLAIN, 1.15), (CACHED, PLAIN, 1.15))

@@ -25,8 +25,6 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.graph.names import base_name, of_function
 
-__all__ = ["KernelCall", "kernel_calls"]
-
 aten = torch.ops.aten
 
 

@@ -23,8 +23,6 @@ from autocastfx.policy.rule import Category
 from benchmarks.command import DTYPES, Command, verdict
 from benchmarks.kernel_calls import KernelCall, kernel_calls
 
-__all__ = ["DTYPES", "FACTS", "LISTED", "differences", "failure", "in_dtype", "rounds_once", "without_kernel"]
-
 LIST, FACTS = load_op_list("float16"), load_kernel_facts()
 LISTED = frozenset(base_name(op) for op, rule in LIST.rules.items() if rule.category is not Category.KEEP)
 

@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from benchmarks.accuracy_tasks import ALPHABET, CharacterGPT, DigitsCNN, Task
 from benchmarks.models import FullModel, ResNet
 
-__all__ = ["FOLLOWED", "STEPS", "Followed", "Images", "Text"]
-
 STEPS, CONTEXT = 200, 64
 
 

@@ -46,8 +46,6 @@ from benchmarks.models import TRAINED, FullModel
 from benchmarks.step_counts import Saved, count
 from benchmarks.store import Store
 
-__all__ = ["MODES", "ParameterRow", "Row", "cuda_dropout", "main", "make_fake", "parameter_table", "table"]
-
 FLOAT32, AUTOCAST, KERNEL, HALF = "float32", "torch_autocast_cuda", "fold=kernel", "half"
 # By policy: the arguments of convert; None is the model itself.
 POLICIES: dict[str, dict[str, Any] | None] = {

@@ -10,8 +10,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-__all__ = ["MODELS", "TRAINED", "FullModel", "ResNet", "ResNet50"]
-
 BATCH = 8
 
 

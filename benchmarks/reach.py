@@ -49,8 +49,6 @@ from benchmarks.store import Store
 from benchmarks.zoo_judge import ASSUMED_EPS, distance
 from benchmarks.zoo_models import ZooModel
 
-__all__ = ["GOOD", "WAYS", "Row", "main", "measure", "table"]
-
 LOW = torch.bfloat16
 BATCH = 2
 SIZES = (12, 13, 9, 16, 20)  # the first; the others where that is too far

@@ -14,8 +14,6 @@ from transformers.models.auto import modeling_auto as auto
 
 from benchmarks.zoo_models import ZooModel, generator
 
-__all__ = ["small_models"]
-
 _LARGEST = 3_000_000  # parameters: what the rule cannot make small is left out
 # The names that configurations give to sizes, and the values that they get here.
 _SIZES: dict[int, tuple[str, ...]] = {

@@ -27,7 +27,6 @@ from benchmarks import (
     accuracy,
     compiled_step,
     conversion,
-    cuda_plan,
     inference,
     losses,
     memory,
@@ -35,7 +34,6 @@ from benchmarks import (
     placement,
     principles,
     reach,
-    short_attention,
     step_table,
     tune_table,
     vocabulary,
@@ -47,8 +45,6 @@ from benchmarks.packages.row import Row as PackageRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["PICTURES", "TABLES", "Picture", "main", "stale"]
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -63,7 +59,6 @@ TABLES: dict[str, tuple[Callable[..., Any], Callable[[list[Any]], str]]] = {
     "memory-per-parameter-cpu.json": (memory.ParameterRow, memory.parameter_table),
     "conversion-cpu.json": (conversion.Row, conversion.table),
     "conversion-zoo-cpu.json": (conversion.ZooRow, conversion.zoo_table),
-    "cuda_plan.json": (cuda_plan.Row, cuda_plan.table),
     "placement.json": (placement.Row, placement.table),
     "principles-cpu.json": (principles.Row, principles.table),
     "memory.json": (memory.Row, memory.table),
@@ -76,7 +71,6 @@ TABLES: dict[str, tuple[Callable[..., Any], Callable[[list[Any]], str]]] = {
     "reach-cpu.json": (reach.Row, reach.table),
     "tune-cpu.json": (tune_table.Row, tune_table.table),
     "vocabulary-cpu.json": (vocabulary.Row, vocabulary.table),
-    "short-attention-cpu.json": (short_attention.Row, short_attention.table),
     "losses-cpu.json": (losses.Run, losses.table),
     "inference-cpu.json": (inference.Row, inference.table),
 }

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from benchmarks.models import FullModel, ResNet, ResNet50
 
-__all__ = ["SMALL", "UNet", "bert", "gpt2", "images", "llama", "tokens"]
-
 BATCH, TOKENS, VOCABULARY, CLASSES = 8, 128, 4096, 100
 
 

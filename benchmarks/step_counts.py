@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Casts", "Counter", "Saved", "allocates"]
-
 aten = torch.ops.aten
 _NOTHING = ("aten::empty", "aten::new_empty", "aten::_unsafe_view")  # names of what computes nothing begin so
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

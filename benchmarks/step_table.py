@@ -8,8 +8,6 @@ from statistics import geometric_mean
 
 from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, HALF
 
-__all__ = ["Row", "compiled_table", "table", "targets"]
-
 
 @dataclass(frozen=True)
 class Row:

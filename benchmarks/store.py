@@ -12,8 +12,6 @@ from typing import Any, Generic, TypeVar
 
 from benchmarks.machine import machine
 
-__all__ = ["Store"]
-
 R = TypeVar("R")
 K = TypeVar("K")
 

@@ -10,8 +10,6 @@ from statistics import quantiles
 
 import torch
 
-__all__ = ["keep_memory", "milliseconds", "ratios", "spread", "timed", "turns"]
-
 _MMAP_MAX, _TRIM_THRESHOLD, _TOP_PAD = -4, -1, -2  # malloc.h of glibc
 _LARGE = 2**31 - 1
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 import autocastfx
 from benchmarks.models import FullModel
 
-__all__ = ["SIDES", "Setting", "Training", "adamw", "training", "training_of"]
-
 
 @dataclass(frozen=True)
 class Side:

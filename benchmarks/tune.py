@@ -49,8 +49,6 @@ from benchmarks.tune_judge import Bench, Judged
 from benchmarks.tune_models import MODELS, available, trained
 from benchmarks.tune_table import DEFAULT, Row, table
 
-__all__ = ["Row", "main", "measure", "table"]
-
 MEASURED, HELD_OUT, JUDGED = 10, 2, 8
 JUDGED_ON_MORE = {"digits CNN": 64}
 LISTS = ("conservative", "torch_autocast_cuda")

@@ -26,8 +26,6 @@ from autocastfx.plan.plan import Forced, Plan, PlannedNode, Precision, Prices
 from autocastfx.policy.op_list import load_op_list
 from benchmarks.tune_models import Case
 
-__all__ = ["Bench", "Judged", "measured"]
-
 NODES, PLANS = 24, 8
 _MOVES = (Precision.LOW, Precision.FLOAT32)
 _FREE = ("allow", "deny", "infer")

@@ -24,8 +24,6 @@ from benchmarks.accuracy_tasks import ALPHABET, CharacterGPT, DigitsCNN, DigitsV
 from benchmarks.losses_tasks import FOLLOWED
 from benchmarks.models import ResNet
 
-__all__ = ["MODELS", "Case", "available", "gpt2", "trained"]
-
 WARM_UP, CONTEXT, BATCH = 40, 64, 8
 _MINILM, _LENGTH = "MiniLM 6x384", 32
 

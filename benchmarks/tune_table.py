@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["DEFAULT", "Row", "table"]
-
 DEFAULT = "default"
 
 

@@ -49,8 +49,6 @@ from benchmarks.machine import moment
 from benchmarks.zoo_judge import LEVELS, Distance, Forward, gradients_apart, outputs_apart, typical, worst
 from benchmarks.zoo_models import ZOO, ZooModel, draw
 
-__all__ = ["DRAWS", "FIRST_SIZE", "MODELS", "MODES", "Kept", "Row", "ZooModel", "floating_ops", "main", "measure"]
-
 MODELS = {model.name: model for model in (*ZOO, *HAND)}
 FIRST_SIZE = (2, 16)
 OTHER_SIZE = (3, 24)

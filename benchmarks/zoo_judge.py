@@ -18,19 +18,6 @@ from torch import Tensor
 
 from benchmarks.gradient_scale import gradient_distances
 
-__all__ = [
-    "ASSUMED_EPS",
-    "LEVELS",
-    "Distance",
-    "Forward",
-    "Level",
-    "distance",
-    "gradients_apart",
-    "outputs_apart",
-    "typical",
-    "worst",
-]
-
 # Where torch.autocast itself fails, its distance is taken to be this many eps: about the median of the zoo.
 ASSUMED_EPS = 2
 _LEAST = 1e-6

@@ -17,8 +17,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-__all__ = ["ZOO", "Inputs", "ZooModel", "draw", "generator"]
-
 VOCAB = 96
 CLASSES = 5
 PAD, IGNORE = 1, -100

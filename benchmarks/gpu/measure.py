@@ -16,8 +16,6 @@ import torch
 from benchmarks.gpu.stage import Rounds, Row
 from benchmarks.timing import ratios
 
-__all__ = ["Times", "Work", "elapsed", "failure", "interleaved", "kernels", "release", "said", "settle", "timed"]
-
 ATTENTION = ("flash", "fmha", "cudnn", "cutlass", "efficient", "math", "attention", "softmax", "sdpa")
 
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from benchmarks.models import FullModel, ResNet, ResNet50
 from benchmarks.small_models import SMALL
 
-__all__ = ["MODELS", "built", "without_dropout"]
-
 Inputs = dict[str, Tensor]
 
 

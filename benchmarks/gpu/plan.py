@@ -8,8 +8,6 @@ from typing import Any
 
 from benchmarks.gpu.stage import Rounds, Stage
 
-__all__ = ["CALLS", "plan"]
-
 FLOAT32, AUTOCAST, HALF = "float32", "torch.autocast", "pure half"
 CAST, CACHED, KERNEL, FASTEST = "cast, fold=exact", "cached, fold=exact", "cast, fold=kernel", "cached, fold=kernel"
 TIMED = (AUTOCAST, CAST, FASTEST, HALF)

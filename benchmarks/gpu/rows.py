@@ -16,8 +16,6 @@ from pathlib import Path
 
 from benchmarks.gpu.stage import Row
 
-__all__ = ["KEY", "RESULTS", "append", "ended", "latest", "measured", "read"]
-
 NAME = "rows.jsonl"
 KEY = ("card", "stage", "model", "side", "dtype")
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "gpu"

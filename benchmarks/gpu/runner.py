@@ -27,8 +27,6 @@ from typing import Any
 from benchmarks.gpu import rows
 from benchmarks.gpu.stage import Given, Row, Stage
 
-__all__ = ["Settings", "run"]
-
 NEARLY = 15  # with fewer seconds left no stage starts
 PATIENCE = 60  # seconds after its start for which a process may prepare without being disturbed
 LOGGED = 200_000  # characters of a stage's output

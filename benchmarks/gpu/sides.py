@@ -22,8 +22,6 @@ from autocastfx.runtime.variant_table import Original
 from benchmarks.gpu.models import built
 from benchmarks.training import SIDES, Setting, Training, adamw, training_of
 
-__all__ = ["DTYPES", "Source", "source"]
-
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-__all__ = ["ROUNDS", "Given", "Rounds", "Row", "Stage"]
-
 Row = dict[str, Any]
 
 

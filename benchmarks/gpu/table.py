@@ -16,8 +16,6 @@ from typing import Any
 from benchmarks.gpu import rows as stored
 from benchmarks.gpu.stage import Row
 
-__all__ = ["markdown", "short", "step_summary", "step_table"]
-
 SAID = {"torch": "torch", "triton": "triton", "transformers": "transformers", "python": "Python", "commit": "commit"}
 ENVIRONMENT, FACTS = "environment", "kernel facts"
 HIDDEN = ("card", "stage", "call", "longest")

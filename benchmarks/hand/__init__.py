@@ -5,6 +5,4 @@ from __future__ import annotations
 from benchmarks.hand import attention, numbers, state, structure
 from benchmarks.zoo_models import ZooModel
 
-__all__ = ["HAND"]
-
 HAND: tuple[ZooModel, ...] = (*attention.CASES, *state.CASES, *numbers.CASES, *structure.CASES)

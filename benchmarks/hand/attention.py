@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from benchmarks.hand.case import WIDTH, case, linears, masked, rows
 
-__all__ = ["CASES"]
-
 LOWEST = torch.finfo(torch.float32).min
 _QKV = linears("q", "k", "v")
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from benchmarks.zoo_models import Inputs, ZooModel, generator
 
-__all__ = ["WIDTH", "case", "images", "linears", "masked", "rows", "tokens"]
-
 WIDTH = 16  # features of every row
 
 

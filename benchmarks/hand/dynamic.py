@@ -17,8 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.hand.case import WIDTH, case, linears, rows
 from benchmarks.zoo_models import generator
 
-__all__ = ["CASES"]
-
 
 def rescaled_when_large(self: Any, x: Tensor) -> Tensor:
     y = self.a(x)

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from benchmarks.hand.case import WIDTH, case, images, linears
 
-__all__ = ["CASES"]
-
 
 def large_squared_norm(self: Any, x: Tensor) -> Tensor:
     y = self.a(x) * 300

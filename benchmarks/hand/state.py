@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.hand.case import WIDTH, case, images, linears, rows, tokens
 
-__all__ = ["CASES"]
-
 
 def item_assignment(self: Any, x: Tensor) -> Tensor:
     y = self.a(x)

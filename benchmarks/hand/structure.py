@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from benchmarks.hand.case import WIDTH, case, linears, rows
 
-__all__ = ["CASES"]
-
 
 def nested_outputs(self: Any, x: Tensor) -> dict[str, Any]:
     y = self.a(x)

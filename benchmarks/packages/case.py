@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Case", "Given", "Train", "is_floating", "sum_of_squares"]
-
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 Train = Callable[[nn.Module, torch.dtype | None], None]
 

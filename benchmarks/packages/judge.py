@@ -25,8 +25,6 @@ from benchmarks.packages.case import Case, Given, is_floating
 from benchmarks.packages.row import Row
 from benchmarks.zoo_judge import ASSUMED_EPS, Distance, distance, worst
 
-__all__ = ["WAYS", "judge", "ways_of"]
-
 WAYS = ("convert", "enable", "train", "checkpointed convert", "checkpointed enable", "check")
 STEPS = 3
 DRAWS = 5

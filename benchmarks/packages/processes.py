@@ -16,8 +16,6 @@ from benchmarks.packages.case import Case
 from benchmarks.packages.judge import judge, ways_of
 from benchmarks.packages.row import Row
 
-__all__ = ["Work", "installed", "rows_of"]
-
 SECONDS = 600  # for a row
 Work = tuple[str, str, str]  # the case, the dtype and the way
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FAULTS", "VERDICTS", "Row"]
-
 VERDICTS = ("ok", "warned", "refused", "silent", "foreign", "not run")
 FAULTS = ("silent", "foreign")
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from benchmarks.packages.row import VERDICTS, Row
 
-__all__ = ["table"]
-
 _LONG = 140
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["SENTENCES", "tokenizer"]
-
 SENTENCES = (
     *("the cat sat on the mat", "a dog ran in the park", "the park is near the sea", "a cat and a dog ran"),
     *("the sea is cold", "a mat is on the sea", "the dog sat near a cat", "in the park a cat sat"),

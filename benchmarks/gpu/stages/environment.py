@@ -15,8 +15,6 @@ from benchmarks.gpu.measure import elapsed
 from benchmarks.gpu.stage import Given, Row
 from benchmarks.machine import machine
 
-__all__ = ["ceilings", "environment"]
-
 PACKAGES = ("triton", "transformers", "expecttest")
 
 

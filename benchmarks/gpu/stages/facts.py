@@ -20,8 +20,6 @@ from benchmarks.gpu.stage import Given, Row
 from benchmarks.gpu.stages.samples import is_there, stand_in
 from benchmarks.zoo_judge import distance
 
-__all__ = ["facts"]
-
 aten = torch.ops.aten
 WIDTH = 512
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]  # of an input, a weight and a bias

@@ -15,8 +15,6 @@ from benchmarks.gpu.measure import Work, failure, interleaved, release, settle, 
 from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
 from benchmarks.zoo_judge import distance
 
-__all__ = ["both_layouts", "products", "quantised", "rowwise"]
-
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LEAST = 1e-12  # torchao's: what is smaller becomes 0, and the scale stays finite
 BFLOAT16, COPY = "bfloat16", "copy"

@@ -17,8 +17,6 @@ from benchmarks.gpu.measure import Work, interleaved, timed
 from benchmarks.gpu.sides import DTYPES
 from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
 
-__all__ = ["kernels"]
-
 TRITON, PARTS, TORCH, FUSED = "Triton", "parts", "torch", "torch, fused"
 SIDES = (TRITON, PARTS, TORCH, FUSED)
 

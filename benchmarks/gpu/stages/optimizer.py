@@ -13,8 +13,6 @@ import autocastfx
 from benchmarks.gpu.measure import Work, interleaved, release, timed
 from benchmarks.gpu.stage import Given, Rounds, Row
 
-__all__ = ["optimizer"]
-
 OURS, THEIRS, BARE = "LossScalingOptimizer", "GradScaler", "bare"
 SHORT = Rounds(seconds=2)
 # By what the model's name ends in; clipped ones first unscale the gradients and limit their norm.

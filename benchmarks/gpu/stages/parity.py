@@ -19,8 +19,6 @@ from benchmarks.gradient_scale import gradient_distances
 from benchmarks.training import AUTOCAST, FLOAT32, SIDES
 from benchmarks.zoo_judge import distance
 
-__all__ = ["parity"]
-
 SCALE = 1024.0  # of the loss, so that small gradients do not vanish in float16; the same on all sides
 
 

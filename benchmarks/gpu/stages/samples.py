@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["is_there", "stand_in"]
-
 # torch.testing._internal derives its own test cases from this class; the samples use neither.
 TEXT = "import unittest\n\nTestCase = unittest.TestCase\n"
 

@@ -11,8 +11,6 @@ import autocastfx
 from benchmarks.gpu.sides import DTYPES
 from benchmarks.gpu.stage import Given, Row
 
-__all__ = ["smoke"]
-
 
 def smoke(given: Given, steps: int = 3) -> Iterator[Row]:
     """Yield the losses of each dtype.

@@ -16,8 +16,6 @@ from benchmarks.gpu.sides import DTYPES, Source, source
 from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
 from benchmarks.training import AUTOCAST, HALF, SIDES, Setting, Training, training_of
 
-__all__ = ["in_a_graph", "memory", "steps"]
-
 
 def steps(
     given: Given,

@@ -11,8 +11,6 @@ from pathlib import Path
 from benchmarks.gpu.stage import Given, Row
 from benchmarks.gpu.stages.samples import stand_in
 
-__all__ = ["suite"]
-
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "mark.gpu"
 # None of the options in pyproject.toml, which a plugin may have to know that is not there.

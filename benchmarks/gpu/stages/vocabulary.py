@@ -11,8 +11,6 @@ from benchmarks import vocabulary as benchmark
 from benchmarks.gpu.sides import DTYPES
 from benchmarks.gpu.stage import Given, Row
 
-__all__ = ["vocabulary"]
-
 
 def vocabulary(given: Given, classes: Sequence[int], positions: int, rounds: int) -> Iterator[Row]:
     """Yield a row for each vocabulary, side and dtype."""

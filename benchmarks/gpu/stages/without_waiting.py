@@ -16,8 +16,6 @@ from benchmarks.gpu.stages.steps import in_a_graph
 from benchmarks.training import Setting, Training
 from benchmarks.zoo_judge import distance
 
-__all__ = ["graphed", "synchronising"]
-
 WARM_UP = 3  # steps
 
 
