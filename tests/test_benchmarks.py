@@ -1,26 +1,19 @@
-"""What benchmarks share goes on where it stopped; each counts what is there, and judges by its rule."""
+"""What benchmarks share goes on where it stopped, and each benchmark judges by its rule."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import autocastfx
-from autocastfx.runtime.operators import cross_entropy_loss
-from benchmarks import accuracy, conversion, host_time, memory, optimizer_step, placement, report, vocabulary
+from benchmarks import accuracy, conversion, memory, optimizer_step, report
 from benchmarks.accuracy_tasks import TASKS, CharacterGPT
 from benchmarks.command import Command
-from benchmarks.models import FullModel, ResNet50
 from benchmarks.store import Store
-from tests.helpers import TORCH
 
 pytestmark = pytest.mark.usefixtures("threads_kept")
 
@@ -81,15 +74,6 @@ def test_what_is_held_is_not_measured_again(tmp_path: Path, capsys: pytest.Captu
 # ---- conversion -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", conversion.SHAPES)
-def test_graphs_have_the_size_asked_for_and_something_to_place(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion, "REPEATS", 1)
-    row = conversion.measure(shape, 60)
-    assert 60 <= row.nodes < 90
-    assert 0 < row.low < row.nodes
-    assert row.passes > row.classify + row.place
-
-
 def test_both_limits_of_conversion_hold_for_the_last_size() -> None:
     small, large = (conversion.Row("unet", nodes, 0.4, 5.1, 10.2, 7) for nodes in (3000, 10004))
     assert conversion.failures([small, large]) == [
@@ -120,70 +104,7 @@ def test_passes_that_take_long_beside_the_capture_fail(
     assert "verify 40 %" in capsys.readouterr().out
 
 
-# ---- casts of a placement -------------------------------------------------------------------------------------------
-
-
-def _tiny() -> FullModel:
-    inputs = {"pixel_values": torch.empty(2, 3, 32, 32), "labels": torch.zeros(2, dtype=torch.long)}
-    return FullModel(lambda: ResNet50((1, 1), 8, 10), lambda: {k: v.to("meta") for k, v in inputs.items()})
-
-
-def test_casts_of_parameters_and_of_the_rest_are_counted_apart() -> None:
-    row = placement.measure("tiny", _tiny(), "default, fold=exact")
-    modules = [m for m in ResNet50((1, 1), 8, 10).modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
-    weights = [parameter for module in modules for parameter in module.parameters()]
-    assert row.parameter_casts == len(weights)
-    assert row.parameter_bytes == 6 * sum(weight.numel() for weight in weights)
-    image = 2 * 3 * 32 * 32
-    assert (row.activation_casts, row.activation_bytes) == (1, 6 * image), "the loss reads the 16-bit logits"
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.softmax(-1).mT
-
-
-def test_what_is_made_of_parameters_alone_counts_as_one() -> None:
-    row = placement.measure("scaled", FullModel(Scaled, lambda: {"x": torch.ones(3, 8)}), "default, fold=exact")
-    assert (row.parameter_casts, row.parameter_bytes, row.activation_bytes) == (1, 6 * 64, 6 * 3 * 8)
-
-
-def test_ratios_are_to_the_preset_and_what_is_missing_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    policies = {"one": {}, "two": {"op_list": ["default"]}, "three": {"op_list": "no_such_preset"}}
-    for name, value in {"POLICIES": policies, "AUTOCAST": "one", "MODELS": {"tiny": _tiny()}}.items():
-        monkeypatch.setattr(placement, name, value)
-    path = tmp_path / "rows.json"
-    assert placement.main(["--json", str(path)]) == 0
-    assert [row["ratio"] for row in json.loads(path.read_text())["rows"]] == [1.0, 1.0, None]
-    assert "not there yet: no preset is named 'no_such_preset'" in capsys.readouterr().out
-
-
 # ---- a step of the optimizer ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def _no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Converted models of other tests, if they are not collected yet, look at each optimizer's step."""
-    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_post_hooks", OrderedDict())
-
-
-@pytest.mark.usefixtures("_no_other_model")
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW fused", "Adagrad fused"])
-def test_a_step_reads_and_runs_no_more_for_more_parameters(optimizer: str) -> None:
-    if optimizer == "Adagrad fused" and TORCH < (2, 13):
-        pytest.skip("before torch 2.13 it takes no scale")
-    small, large = ({row.side: row for row in optimizer_step.measure(optimizer, n, rounds=6)} for n in (3, 40))
-    ours, theirs, bare = (large[name] for name in optimizer_step.SIDES)
-    assert ours.host_reads - bare.host_reads == (0 if "fused" in optimizer else 1)
-    assert bare.aten_calls < ours.aten_calls < theirs.aten_calls
-    assert small[ours.side].package_frames == ours.package_frames > 0
-    assert theirs.package_frames == bare.package_frames == 0
 
 
 def test_what_does_not_hold_is_told() -> None:
@@ -271,61 +192,3 @@ def test_the_results_that_are_kept_hold() -> None:
     assert accuracy.failures(rows) == []
     held = json.loads((report.RESULTS / "optimizer-step-cpu.json").read_text())["rows"]
     assert optimizer_step.failures([optimizer_step.Row(**row) for row in held]) == []
-
-
-# ---- a loss over a vocabulary ---------------------------------------------------------------------------------------
-
-
-def test_the_memory_of_a_loss_over_a_vocabulary_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, number in {"_CLASSES": 32, "_PER_THREAD": 32, "_PARTS": 1}.items():
-        monkeypatch.setattr(cross_entropy_loss, name, number)
-    loss, total = 4, 4
-    for classes in (16, 32):
-        rows = {row.side: row for row in vocabulary.measure(classes, 4, "cpu", torch.bfloat16, 2)}
-        autocast, half, ours = (rows[s] for s in (vocabulary.AUTOCAST, vocabulary.HALF, vocabulary.DEFAULT))
-        assert autocast.kept == 4 * 4 * classes + loss + total
-        assert autocast.peak >= 3 * 4 * 4 * classes  # the logarithms, their gradient and that of the logits
-        assert half.kept == 2 * 4 * classes + loss // 2 + total // 2
-        assert ours.kept == (autocast.kept if classes == 16 else loss + total)
-    assert ours.peak < 2 * 4 * 32 + 4 * 4 * 32, "less than the gradient and one float32 copy"
-
-
-# ---- the host's time ------------------------------------------------------------------------------------------------
-
-
-class Skips(nn.Module):
-    def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, labels: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        found = x if mask is None else x * mask
-        return found if labels is None else found - labels
-
-
-def test_the_plain_graph_takes_a_call_that_skips_an_argument() -> None:
-    inputs = {"x": torch.randn(4), "labels": torch.randn(4)}
-    amp_model = autocastfx.convert(Skips(), inputs, dtype="bfloat16")
-    assert torch.equal(host_time._plain(amp_model, inputs)()[0], amp_model(**inputs))
-
-
-def test_host_time_is_measured_and_held_against_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_time, "SMALL", {"tiny": host_time.MODELS["MLP 16 layers"]})
-    forward = ["--models", "MLP 16 layers", "--rounds", "2", "--json", str(tmp_path / "forward.json")]
-    watch = ["--watch", "--watched", "tiny", "--every", "10", "--rounds", "4", "--json", str(tmp_path / "watch.json")]
-    for limit, status in ((0.0, 1), (1e9, 0)):  # the rows that are kept are not measured again
-        monkeypatch.setattr(host_time, "LIMITS", [(one, other, limit) for one, other, _ in host_time.LIMITS])
-        monkeypatch.setattr(host_time, "WATCH_LIMIT", limit)
-        assert host_time.main([*forward, "--watched", "tiny"]) == host_time.main(watch) == status
-    rows = {row["side"]: row for row in json.loads((tmp_path / "forward.json").read_text())["rows"]}
-    assert list(rows) == list(host_time.SIDES)
-    assert list(rows[host_time.CACHED]["to"]) == [host_time.DEFAULT, host_time.PLAIN]
-    (row,) = json.loads((tmp_path / "watch.json").read_text())["rows"]
-    assert row["nodes"] > 32
-    assert row["observed_ms"] > row["plain_ms"] > 0
-
-
-@pytest.mark.slow
-def test_a_first_dump_is_timed_and_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    assert host_time.main(["--first-dump", "1e9", "--layers", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "shown: capturing BertForMaskedLM in train mode"
-    assert lines[-1].startswith("reached")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -69,26 +67,6 @@ def test_saved_bytes_of_a_perceptron(policy: str, activations: int) -> None:
     assert (row.activations, row.weights) == (activations, (4 if policy == FLOAT32 else 2) * 9 * 2)
 
 
-@pytest.mark.parametrize("policy", [FLOAT32, "fold=exact", HALF])
-def test_dropout_saves_a_mask_of_booleans_as_on_a_gpu(policy: str) -> None:
-    def saved(dropout: float) -> int:
-        return memory.measure("tiny", FullModel(lambda: Perceptron(dropout), _inputs), policy).activations
-
-    assert saved(0.5) - saved(0.0) == BATCH * 9 * (1 + (4 if policy == FLOAT32 else 2)), "the mask and what it gives"
-
-
-def test_tied_weights_stay_tied() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = self.b = nn.Linear(8, 8, bias=False)
-
-        def forward(self, pixel_values: Tensor, labels: Tensor) -> tuple[Tensor]:
-            return (self.b(self.a(pixel_values).relu()).relu().sum(),)
-
-    assert memory.measure("tied", FullModel(Tied, _inputs), FLOAT32).weights == 4 * 64
-
-
 def test_memory_fails_above_its_limits() -> None:
     def rows(kernel: int, model: str = "m") -> list[memory.Row]:
         sizes = {AUTOCAST: 1000, HALF: 800, KERNEL: kernel}
@@ -134,37 +112,6 @@ def test_counts_and_times_of_a_training_step(tiny: str, tmp_path: Path, monkeypa
     train_step.main(arguments)
 
 
-def test_rounds_of_all_processes_count_and_each_begins_with_another_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    orders: list[tuple[str, ...]] = []
-
-    class Pool:
-        """Runs in this process what a new one would."""
-
-        def __init__(self, workers: int, begin: Callable[[], None], maxtasksperchild: int) -> None:
-            assert (workers, maxtasksperchild) == (1, 1), "a new process for each"
-
-        def __enter__(self) -> Pool:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-            return function(*arguments)
-
-    def measure(name: str, setting: training.Setting, rounds: int, sides: tuple[str, ...]) -> Any:
-        orders.append(sides)
-        found = {side: ([float(len(orders) + i)] * rounds, [1.0] * rounds) for i, side in enumerate(training.SIDES)}
-        return {side: step_table.Row(name, side) for side in sides}, found
-
-    monkeypatch.setattr(multiprocessing.get_context("spawn"), "Pool", Pool)
-    monkeypatch.setattr(train_step, "measure", measure)
-    rows = train_step.measured("m", training.Setting("cpu", torch.bfloat16), 3, 3, tuple(training.SIDES))
-    assert [order[0] for order in orders] == ["float32", "cast, fold=exact", "cached, fold=exact"]
-    assert all(set(order) == set(training.SIDES) for order in orders)
-    assert [row.side for row in rows] == list(training.SIDES)
-    assert rows[0].backward_ms == 2.0, "the median of 1, 2 and 3, three times each"
-
-
 def test_targets_are_told_with_their_figures() -> None:
     def row(side: str, **fields: Any) -> step_table.Row:
         ratios = {"backward_to_autocast": [1.0, 1.0, 1.0], "backward_to_half": [1.1] * 3, "step_to_autocast": [1.0] * 3}
@@ -194,18 +141,6 @@ def test_each_side_is_first_as_often() -> None:
     assert [is_counted for is_counted, _ in taken] == [False] * 3 + [True] * 9
     assert timing.ratios([1.0, 4.0], [1.0, 2.0])[1] == 1.5
     assert timing.ratios([1.0], None) == []
-
-
-# ---- inference ------------------------------------------------------------------------------------------------------
-
-
-def test_weight_memory_of_inference(tiny: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    assert inference.main(["--rounds", "2", "--json", str(path)]) == 0
-    rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]}
-    parameters = 8 * 9 + 9 + 9 * 2 + 2
-    known = {"float32": 4, "torch.autocast": 4, "cast": 4, "cached": 6, "low": 2, "pure half": 2}
-    assert {side: row["weights"] for side, row in rows.items()} == {s: n * parameters for s, n in known.items()}
 
 
 # ---- results ---------------------------------------------------------------------------------------------

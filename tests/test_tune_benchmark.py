@@ -1,69 +1,14 @@
-"""The benchmark of tuning: its judge, its table and picture."""
+"""The benchmark of tuning: which plan stands below a list's, its table and its picture."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
-import autocastfx
 from benchmarks import report, tune
-from benchmarks.tune_judge import Bench, Judged, measured
-from benchmarks.tune_models import Case
+from benchmarks.tune_judge import Judged
 from benchmarks.tune_table import Row, table
-
-LOW = torch.bfloat16
-
-
-class Norms(nn.Module):
-    """Two products with norms between, which are float32 in the list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 4)
-        self.norm, self.other = nn.LayerNorm(64), nn.LayerNorm(64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.other(F.gelu(self.norm(self.first(x)))))
-
-
-def _batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield torch.randn(256, 32, generator=generator), torch.randint(4, (256,), generator=generator)
-
-
-def _loss(output: Any, batch: Any) -> Tensor:
-    return F.cross_entropy(output, batch[1])
-
-
-CASE = Case(Norms, _batches, _loss, lambda batch: batch[0])
-BATCHES = list(itertools.islice(_batches(0), 4))
-
-
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        model = Norms().train()
-    base = autocastfx.convert(model, BATCHES[0][0], dtype=LOW)
-    return Bench(model, CASE, "bfloat16", measured(base, CASE, BATCHES[:2]), BATCHES[2:])
-
-
-def test_predictions_and_errors_of_the_judged_batches_agree(bench: Bench) -> None:
-    rank, count = bench.spearman()
-    assert count == len(bench.open) > 3
-    assert rank > 0.5
-    here, unseen = bench.ratios()
-    assert len(here) == len(unseen) == 8
-    assert all(0.5 < ratio < 2 for ratio in here)
-    assert here != unseen
 
 
 def test_below_is_the_best_plan_of_no_more_bytes() -> None:
