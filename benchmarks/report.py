@@ -67,7 +67,6 @@ TABLES: dict[str, tuple[Callable[..., Any], Callable[[list[Any]], str]]] = {
     "train-step-compiled-cpu.json": (step_table.Row, step_table.compiled_table),
     "compiled-step-cpu.json": (compiled_step.Row, compiled_step.table),
     "packages-cpu.json": (PackageRow, packages_table.table),
-    "packages-mended-cpu.json": (PackageRow, packages_table.table),
     "reach-cpu.json": (reach.Row, reach.table),
     "tune-cpu.json": (tune_table.Row, tune_table.table),
     "vocabulary-cpu.json": (vocabulary.Row, vocabulary.table),
