@@ -47,13 +47,7 @@ from autocastfx.plan.ranges import Ranges
 from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
-from autocastfx.report.conversion_warnings import (
-    warn_of_other_parameters,
-    warn_of_slow_kernels,
-    warn_of_unmatched_effects,
-    warn_of_unmatched_ranges,
-    warn_of_unmatched_rules,
-)
+from autocastfx.report import conversion_warnings
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.behaviour import Difference, compare_calls, trials_of
 from autocastfx.runtime.module_tree import foreseen
@@ -158,7 +152,7 @@ def convert(
     started = time.perf_counter()
     module, target = _as_module(model), named_device(device)
     _refuse_enabled(module)
-    warn_of_other_parameters(module, stacklevel=3)
+    conversion_warnings.warn_of_other_parameters(module, stacklevel=3)
     args, kwargs = inputs_of(example_inputs, example_kwargs)
     is_given = example_inputs is not None or example_kwargs is not None
     if not is_given and isinstance(model, ExportedProgram) and model.example_inputs is not None:
@@ -205,7 +199,7 @@ def convert(
                 raise CaptureError(f"check=True could compare no call: {missing}. Give other example inputs.")
             if not check:
                 _check_unasked(amp_model, module, (args, dict(kwargs)), time.perf_counter() - started)
-    warn_of_slow_kernels(amp_model, converter.low)
+    conversion_warnings.warn_of_slow_kernels(amp_model, converter.low)
     if amp_model.variants:  # else the first call captures, and tells
         _tell_unmatched(amp_model, stacklevel=3, ranges=isinstance(calibrate, (Ranges, str, os.PathLike)))
     if weights == "low":
@@ -268,10 +262,10 @@ def _tell_unmatched(amp_model: AmpModule, stacklevel: int = 2, *, ranges: bool =
     """
     converter = cast("Converter", amp_model._original.converter)
     if ranges:
-        warn_of_unmatched_ranges(amp_model, converter.ranges, stacklevel)
+        conversion_warnings.warn_of_unmatched_ranges(amp_model, converter.ranges, stacklevel)
     if converter.prices is not None:
-        warn_of_unmatched_effects(amp_model, converter.prices.sensitivity, stacklevel)
-    warn_of_unmatched_rules(amp_model, converter.op_list, converter.facts, stacklevel)
+        conversion_warnings.warn_of_unmatched_effects(amp_model, converter.prices.sensitivity, stacklevel)
+    conversion_warnings.warn_of_unmatched_rules(amp_model, converter.op_list, converter.facts, stacklevel)
     if converter.plan is not None and (message := converter.plan.unmatched(v.plan for v in amp_model.variants)):
         warnings.warn(message, UnmatchedPlanWarning, stacklevel=stacklevel)
 

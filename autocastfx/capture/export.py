@@ -17,6 +17,7 @@ from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
+from autocastfx.capture import rewrites
 from autocastfx.capture.call import Call, CallSignature, CallStructure
 from autocastfx.capture.failure import AgainError, asks_for_values, capture_error, quiet
 from autocastfx.capture.leave_intact import capturing, intact
@@ -28,19 +29,6 @@ from autocastfx.capture.python_state import (
     refuse_backward_hooks,
     unfollowed,
     watched_state,
-)
-from autocastfx.capture.rewrites import (
-    COMPARISONS,
-    CUMULATIVE_NORMS,
-    REPAIRS,
-    CallRules,
-    CarriedNumbers,
-    Casts,
-    Rule,
-    detach_unwritten,
-    masks_taken_as_given,
-    set_data_rule,
-    tensor_hook_rules,
 )
 from autocastfx.capture.shape_guard import ShapeGuard, shape_guard
 from autocastfx.capture.tidy import tidy
@@ -58,7 +46,7 @@ def _embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tens
     return F.embedding(input, weight, *args, **kwargs)
 
 
-INTEGER_INDICES: Mapping[Any, Rule] = {F.embedding: _embedding}
+INTEGER_INDICES: Mapping[Any, rewrites.Rule] = {F.embedding: _embedding}
 
 
 # Refuse derivatives that a model's forward takes itself: a graph captured by torch.export cannot hold them.
@@ -74,7 +62,7 @@ def _refuse(take: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-DERIVATIVES: Mapping[Any, Rule] = {
+DERIVATIVES: Mapping[Any, rewrites.Rule] = {
     take: partial(_refuse, take) for take in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 }
 
@@ -176,7 +164,7 @@ def capture(
     refuse_backward_hooks(model)
     call = replace(call, tensors=_apart(call.tensors, model, held))
     failures: list[Exception] = []
-    numbers, rebound = CarriedNumbers(), set[str]()
+    numbers, rebound = rewrites.CarriedNumbers(), set[str]()
     attempts = list(_ATTEMPTS[_ATTEMPTS.index(sizes) :])
     while attempts:
         attempt = attempts.pop(0)
@@ -225,19 +213,23 @@ _BRANCHING = ("cond", "while_loop", "map_impl", "scan")  # whose functions torch
 
 
 def _export(
-    flat: _FlatCall, tensors: tuple[torch.Tensor, ...], attempt: str, numbers: CarriedNumbers, called: list[Any]
+    flat: _FlatCall,
+    tensors: tuple[torch.Tensor, ...],
+    attempt: str,
+    numbers: rewrites.CarriedNumbers,
+    called: list[Any],
 ) -> ExportedProgram:
     shapes = (tuple(_dynamic(t, attempt) for t in tensors),)
     rules = {
-        **Casts().rules(),
-        **COMPARISONS,
-        **REPAIRS,
-        **set_data_rule(flat.module),
-        **CUMULATIVE_NORMS,
+        **rewrites.Casts().rules(),
+        **rewrites.COMPARISONS,
+        **rewrites.REPAIRS,
+        **rewrites.set_data_rule(flat.module),
+        **rewrites.CUMULATIVE_NORMS,
         **INTEGER_INDICES,
         **DERIVATIVES,
         **numbers.rules(),
-        **tensor_hook_rules(flat.module, called),
+        **rewrites.tensor_hook_rules(flat.module, called),
     }
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())  # without gradients some modules take fused paths
@@ -245,10 +237,10 @@ def _export(
             cast("Any", fx_config).patch(backed_size_oblivious=True)
         )  # do not specialize on a size of 1
         stack.enter_context(torch._C._DisableAutocast())
-        stack.enter_context(masks_taken_as_given())
+        stack.enter_context(rewrites.masks_taken_as_given())
         stack.enter_context(any_size())
         stack.enter_context(numbers.carried())
-        stack.enter_context(CallRules(rules, SLOW if attempt == "all" else float("inf")))
+        stack.enter_context(rewrites.CallRules(rules, SLOW if attempt == "all" else float("inf")))
         return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
 
 
@@ -274,7 +266,7 @@ def _captured(
     module: Any = program.module(check_guards=False) if checked else program.module()
     attributes: dict[str, Any] = {}
     graph = tidy(module, names, called, attributes, call.structure.tensor_names(), follows=follows)
-    detach_unwritten(graph)
+    rewrites.detach_unwritten(graph)
     drop_settled(graph, attributes)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     out_spec = program.call_spec.out_spec

@@ -31,26 +31,8 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.errors import AutocastFXError, CaptureError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.graph.node import module_path, stack_trace
 from autocastfx.graph.sizes import any_size
+from autocastfx.integrations import skipped_code as skipped
 from autocastfx.integrations.checked_copies import Backend, converted_copies, plain_copy
-from autocastfx.integrations.skipped_code import (
-    CALLER,
-    InAutocast,
-    SkippedCode,
-    caller,
-    compiler_is_off,
-    forward_code,
-    holds,
-    is_caller,
-    look_again,
-    modules_of,
-    no_call,
-    now,
-    plain_name,
-    skipped_since,
-    skips,
-    tried,
-    whole,
-)
 from autocastfx.plan.plan import Precision
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.view import source_line
@@ -130,7 +112,7 @@ def breaks() -> int:
     return len(graph_break_reasons)
 
 
-def left_since(count: int, model: nn.Module) -> Iterator[SkippedCode]:
+def left_since(count: int, model: nn.Module) -> Iterator[skipped.SkippedCode]:
     """Yield what the breaks in a call of ``model`` since :func:`breaks` was ``count`` leave to Python, uncaptured.
 
     A module of torch is captured by itself then, through its :func:`caller`. If the graph breaks in it again, the
@@ -145,17 +127,19 @@ def left_since(count: int, model: nn.Module) -> Iterator[SkippedCode]:
         inner = next((i for i, frame in enumerate(stack) if is_torchs(frame.filename)), None)
         if _DISABLED in reason:
             # What runs under torch.autocast is excluded, too, and was told of. A model that is, itself, has no stack.
-            if stack and one.user_stack[-1].filename != CALLER:
+            if stack and one.user_stack[-1].filename != skipped.CALLER:
                 yield replace(_code(stack[-1], "it calls a function under torch.compiler.disable"), is_excluded=True)
             continue
         if inner is None:
             if _RECURRENT in reason:
                 yield _code(stack[-1], reason)
             elif len(stack) > 1 and not _is_looked_at(stack[1]):
-                yield _code(stack[0], f"the graph breaks in {plain_name(stack[1].name)}, which it calls: {reason}")
+                yield _code(
+                    stack[0], f"the graph breaks in {skipped.plain_name(stack[1].name)}, which it calls: {reason}"
+                )
             continue
         left = _code(stack[inner], reason)
-        holders = modules_of(model, left)
+        holders = skipped.modules_of(model, left)
         is_new = any(module.__dict__.get("_compiled_call_impl") is None for module in holders)
         if holders and all(type(module).forward is nn.Sequential.forward for module in holders) and not is_new:
             continue  # it calls its modules, and does nothing besides
@@ -179,7 +163,7 @@ def _has_line(code: CodeType, line: int) -> bool:
     return any(line == one for _, _, one in code.co_lines())
 
 
-def left_by_torch() -> SkippedCode | None:
+def left_by_torch() -> skipped.SkippedCode | None:
     """Return the code that has called a function of torch's that is running, and in which Dynamo captures nothing.
 
     Activation checkpointing is one, where the graph breaks in what it calls: records name that place alone. The call of
@@ -199,12 +183,12 @@ def left_by_torch() -> SkippedCode | None:
     reason = f"the graph breaks in what {inner.f_code.co_name} calls"
     if is_excluded:
         reason = "it calls a module under torch.compiler.disable"
-    name, file = plain_name(frame.f_code.co_name), frame.f_code.co_filename
-    return SkippedCode(name, file, frame.f_lineno, reason, is_excluded=is_excluded)
+    name, file = skipped.plain_name(frame.f_code.co_name), frame.f_code.co_filename
+    return skipped.SkippedCode(name, file, frame.f_lineno, reason, is_excluded=is_excluded)
 
 
-def _code(frame: FrameSummary, reason: str) -> SkippedCode:
-    return SkippedCode(frame.name, frame.filename, frame.lineno or 0, reason)
+def _code(frame: FrameSummary, reason: str) -> skipped.SkippedCode:
+    return skipped.SkippedCode(frame.name, frame.filename, frame.lineno or 0, reason)
 
 
 def is_torchs(file: str) -> bool:
@@ -216,7 +200,7 @@ def is_torchs(file: str) -> bool:
 
 def _calls_modules(file: str) -> bool:
     """True for the code between a module's call and its forward."""
-    return file in (_MODULE, CALLER)
+    return file in (_MODULE, skipped.CALLER)
 
 
 # Turn Dynamo's errors of a call into ours, which say in a few lines what failed and where, or into skipped code.
@@ -294,7 +278,7 @@ def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs:
 
 def _innermost(stack: StackSummary | None) -> str:
     """Return the innermost line that is not torch's."""
-    own = [one for one in stack or () if one.filename != CALLER and not is_torchs(one.filename)]
+    own = [one for one in stack or () if one.filename != skipped.CALLER and not is_torchs(one.filename)]
     return place(own[-1].filename, own[-1].lineno or 0) if own else ""
 
 
@@ -315,7 +299,7 @@ class _Backend(Backend, Protocol):
     low: torch.dtype
     uncaptured: str
     graphs: list[CompiledGraph]
-    skipped: list[SkippedCode]
+    skipped: list[skipped.SkippedCode]
     runs: int
 
     @property
@@ -335,17 +319,21 @@ class CompiledCall:
         from torch._dynamo.eval_frame import skip_code
 
         self.model, self.backend, self.options = model, backend, options
-        self.call: Callable[..., Any] = torch.compile(caller(model), backend=backend, **options)
+        self.call: Callable[..., Any] = torch.compile(skipped.caller(model), backend=backend, **options)
         self._is_broken = False  # code runs between graphs, and modules that it calls may be new
         self._around: list[Callable[[], AbstractContextManager[None]]] = []
         self._parts: dict[nn.Module, CompiledCall] = {}
         self._looked: set[nn.Module] = set()  # parts that have been called where Dynamo captures nothing
-        self._left: list[SkippedCode] = []
+        self._left: list[skipped.SkippedCode] = []
         self._told: set[str] = set()
         self._skips = -1  # how often Dynamo had skipped code at the end of the last call
         self._graphs: list[CompiledGraph] = []  # captured in calls of the model
         self._thread = threading.local()
-        for function in (self._call_part, PartCall.__call__, InAutocast.__call__):  # Dynamo looks at what they call
+        for function in (
+            self._call_part,
+            PartCall.__call__,
+            skipped.InAutocast.__call__,
+        ):  # Dynamo looks at what they call
             skip_code(function.__code__)
         self._take_parts()
 
@@ -353,9 +341,9 @@ class CompiledCall:
         """Call the model, and see to the code that Dynamo has not captured in this call."""
         if any_torch_dispatch_mode_on_stack():  # Dynamo would skip the model's code, and that for good
             return self._run_as_it_is("a TorchDispatchMode around the call", args, kwargs)
-        if self._skips != skips():
-            look_again(max(self._skips, 0), self.backend.skipped)
-        before, moment, broken = tried(), now(), breaks()
+        if self._skips != skipped.skips():
+            skipped.look_again(max(self._skips, 0), self.backend.skipped)
+        before, moment, broken = skipped.tried(), skipped.now(), breaks()
         count, runs = len(self.backend.graphs), self.backend.runs
         if self._is_broken:
             self._take_parts()
@@ -372,14 +360,14 @@ class CompiledCall:
             if (plain := plain_error(error, self.model, args, kwargs)) is None:
                 raise
             raise plain from None
-        if tried() != before:
-            self._see_to([*skipped_since(moment, self.model), *left_since(broken, self.model)])
+        if skipped.tried() != before:
+            self._see_to([*skipped.skipped_since(moment, self.model), *left_since(broken, self.model)])
             self._is_broken |= breaks() != broken
-        self._skips = skips()
+        self._skips = skipped.skips()
         if self._left:
             left, self._left = self._left, []
             self._see_to(left)
-        if self.backend.runs == runs and not isinstance(self.call, InAutocast):
+        if self.backend.runs == runs and not isinstance(self.call, skipped.InAutocast):
             self._see_to_no_graph()
         self._graphs += self.backend.graphs[count:]
         self.backend.tell_unmatched(self.model)
@@ -387,10 +375,10 @@ class CompiledCall:
 
     def _see_to_no_graph(self) -> None:
         """Say why no graph ran in a call, if it is known."""
-        if (why := compiler_is_off()) is not None:
+        if (why := skipped.compiler_is_off()) is not None:
             self._tell(why, "in float32")
         elif not (self.backend.graphs or self.backend.skipped):
-            self._see_to([whole(self.model)])
+            self._see_to([skipped.whole(self.model)])
 
     def _run_as_it_is(self, why: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the model without Dynamo, as ``uncaptured`` says."""
@@ -401,8 +389,8 @@ class CompiledCall:
         with self._as_own():
             return torch.compiler.disable(self.model._call_impl)(*args, **kwargs)
 
-    def _in_autocast(self, module: nn.Module, name: str) -> InAutocast:
-        return InAutocast(module, name, device_of(self.model).type, self.backend.low, self._as_own)
+    def _in_autocast(self, module: nn.Module, name: str) -> skipped.InAutocast:
+        return skipped.InAutocast(module, name, device_of(self.model).type, self.backend.low, self._as_own)
 
     @contextmanager
     def _as_own(self) -> Generator[None]:
@@ -432,11 +420,13 @@ class CompiledCall:
         if self.backend.takes_recurrent_layers and any(isinstance(m, nn.RNNBase) for m in found):
             self._around.append(_recurrent_layers_captured)
         for module in found:
-            code = forward_code(module)
+            code = skipped.forward_code(module)
             is_free = module is not self.model and module.__dict__.get("_compiled_call_impl") is None
             if is_free and code is not None and type(module).__getstate__ is nn.Module.__getstate__:
                 part = PartCall(module, self._call_part)
-                module._compiled_call_impl = caller(module, self._call_part) if is_torchs(code.co_filename) else part
+                module._compiled_call_impl = (
+                    skipped.caller(module, self._call_part) if is_torchs(code.co_filename) else part
+                )
 
     def _call_part(self, part: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a part: as it is if the model calls it, or a tracer or autograd, else converted."""
@@ -467,30 +457,33 @@ class CompiledCall:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave it out of copies of modules that copy all their attributes."""
-        return no_call, ()
+        return skipped.no_call, ()
 
     def undo(self) -> None:
         """Give the model's own call back, and those of the modules in it."""
         for module in self.model.modules():
             call = module.__dict__.get("_compiled_call_impl")
-            if isinstance(call, (CompiledCall, InAutocast, PartCall)) or is_caller(call):
+            if isinstance(call, (CompiledCall, skipped.InAutocast, PartCall)) or skipped.is_caller(call):
                 module._compiled_call_impl = None
 
     def _modules_in_autocast(self) -> set[nn.Module]:
         """Return the modules that run in regions of torch.autocast."""
         calls = ((m, self.call if m is self.model else m._compiled_call_impl) for m in self.model.modules())
-        return {inner for module, call in calls if isinstance(call, InAutocast) for inner in module.modules()}
+        return {inner for module, call in calls if isinstance(call, skipped.InAutocast) for inner in module.modules()}
 
     def has_left(self, graph: CompiledGraph) -> bool:
         """Return whether the code that a graph was captured from runs under torch.autocast by now."""
         if graph not in self._graphs:
             return any(part.has_left(graph) for part in self._parts.values())
         modules, known = self._modules_in_autocast(), self.backend.paths()
-        paths, codes = {known.get(id(module)) for module in modules}, [forward_code(module) for module in modules]
+        paths, codes = (
+            {known.get(id(module)) for module in modules},
+            [skipped.forward_code(module) for module in modules],
+        )
 
         def is_inside(node: fx.Node) -> bool:
             line = source_line(stack_trace(node))
-            is_in_code = line is not None and any(holds(code, line.path, line.number) for code in codes)
+            is_in_code = line is not None and any(skipped.holds(code, line.path, line.number) for code in codes)
             return is_in_code or module_path(node) in paths
 
         planned = {node.name for node in graph.plan.nodes} if graph.plan is not None else set[str]()
@@ -503,13 +496,13 @@ class CompiledCall:
         planned = (node for graph in self.backend.graphs if graph.plan is not None for node in graph.plan.nodes)
         return any(node.placement.run is Precision.LOW and node.module in paths for node in planned)
 
-    def _see_to(self, skipped: Sequence[SkippedCode]) -> None:
+    def _see_to(self, codes: Sequence[skipped.SkippedCode]) -> None:
         """Decide how skipped code runs from now on, and say so."""
         backend, low = self.backend, self.backend.low
-        for one in skipped:
+        for one in codes:
             if one.file == logging.__file__:
                 continue  # a logger computes nothing
-            holders = modules_of(self.model, one) or [self.model]
+            holders = skipped.modules_of(self.model, one) or [self.model]
             if one in backend.skipped or set(holders) <= self._modules_in_autocast():
                 continue
             told = f"torch.compile cannot capture {'all of ' if one.is_excluded else ''}{one}"

@@ -23,20 +23,8 @@ from autocastfx.errors import CalibrationError, UncapturedGraphWarning, Unsuppor
 from autocastfx.files import NON_FINITE_AS_TEXT, plain_data
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.policy.op_list import OpListLike
+from autocastfx.runtime import behaviour
 from autocastfx.runtime.amp_module import AmpModule
-from autocastfx.runtime.behaviour import (
-    Behaviour,
-    CallError,
-    Compared,
-    Difference,
-    Trial,
-    apart,
-    behaviour_of,
-    changed,
-    compare_calls,
-    mode_differences,
-    trials_of,
-)
 from autocastfx.runtime.module_tree import foreseen
 
 _TIMES = 1.2  # torch.autocast's error that a converted model may have, as in the zoo
@@ -83,7 +71,7 @@ class Check:
 
     model: str
     dtype: str
-    differences: tuple[Difference, ...]
+    differences: tuple[behaviour.Difference, ...]
     calls: tuple[str, ...]
     dropped: tuple[str, ...]
     values: tuple[CheckedValue, ...]
@@ -246,30 +234,30 @@ class _Checking:
     ) -> None:
         self.model, self.ours, self.bare = model, ours, bare
         self.low, self.modes = low, modes
-        self.compared: list[Compared] = []
+        self.compared: list[behaviour.Compared] = []
         self.errors: dict[str, list[tuple[float, float | None]]] = {}
-        self.raised: list[Difference] = []
+        self.raised: list[behaviour.Difference] = []
         self.unmeasured: list[str] = []
 
     def add(self, arguments: Any, batch: Any, loss_fn: LossFunction | None) -> None:
         """Compare the calls of a batch."""
-        trials = [*trials_of(arguments, self.modes), *_further(arguments, self.modes[0])]
+        trials = [*behaviour.trials_of(arguments, self.modes), *_further(arguments, self.modes[0])]
         loss: Callable[[Any], torch.Tensor] | None = None
         if loss_fn is not None:
             loss = partial(_loss, batch=batch, loss_fn=loss_fn, scale=_SCALE if self.low is torch.float16 else 1.0)
-        self.compared.append(compare_calls(self.model, self.bare, trials))
+        self.compared.append(behaviour.compare_calls(self.model, self.bare, trials))
         for place, trial in enumerate(trials[:2]):
             self._measure(replace(trial, loss=loss), is_given=place == 1)
 
-    def _measure(self, trial: Trial, *, is_given: bool) -> None:
+    def _measure(self, trial: behaviour.Trial, *, is_given: bool) -> None:
         """Note how far the converted model and torch.autocast are from float32.
 
         A loss that raises for a batch as it is given is the caller's error.
         """
         device = device_of(self.model, *trial.arguments)
         try:
-            exact = behaviour_of(self.model, self.model, trial)
-        except CallError as error:
+            exact = behaviour.behaviour_of(self.model, self.model, trial)
+        except behaviour.CallError as error:
             if trial.loss is not None and is_given:
                 raise error.error from None
             self.unmeasured.append(f"{trial.name}, for exactness: {error}".splitlines()[0])
@@ -280,13 +268,13 @@ class _Checking:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UncapturedGraphWarning)  # of a copy: the enabled model itself tells
-                ours = behaviour_of(self.model, self.ours, trial)
-        except CallError as error:  # what the original did without
-            self.raised.append(Difference("the converted model", f"raises {error}", trial.name))
+                ours = behaviour.behaviour_of(self.model, self.ours, trial)
+        except behaviour.CallError as error:  # what the original did without
+            self.raised.append(behaviour.Difference("the converted model", f"raises {error}", trial.name))
             return
         try:
-            theirs = behaviour_of(self.model, _under_autocast(self.model, device.type, self.low), trial)
-        except CallError:  # torch.autocast's own, which is told as a failure
+            theirs = behaviour.behaviour_of(self.model, _under_autocast(self.model, device.type, self.low), trial)
+        except behaviour.CallError:  # torch.autocast's own, which is told as a failure
             theirs = None
         for name, error, autocast in _errors(exact, ours, theirs):
             self.errors.setdefault(name, []).append((error, autocast))
@@ -294,7 +282,7 @@ class _Checking:
     def found(self) -> Check:
         """Return the result."""
         converted = self.ours if isinstance(self.ours, AmpModule) and not self.ours._original.baked else None
-        modes = () if converted is None else mode_differences(self.model, converted)
+        modes = () if converted is None else behaviour.mode_differences(self.model, converted)
         parts = self.compared
         return Check(
             model=type(self.model).__name__,
@@ -318,22 +306,22 @@ def _under_autocast(model: nn.Module, device: str, low: torch.dtype) -> Callable
     return call
 
 
-def _further(arguments: Any, modes: tuple[bool, ...]) -> Iterator[Trial]:
+def _further(arguments: Any, modes: tuple[bool, ...]) -> Iterator[behaviour.Trial]:
     """Yield calls beyond those by which a conversion is checked."""
-    yield Trial("a second call", changed(arguments), modes, times=2)
+    yield behaviour.Trial("a second call", behaviour.changed(arguments), modes, times=2)
     leaves, spec = pytree.tree_flatten(arguments)
     tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
     first_of = {(one.shape, one.dtype): one for one in reversed(tensors)}
     if len(first_of) < len(tensors):
         same = [first_of[one.shape, one.dtype] if isinstance(one, torch.Tensor) else one for one in leaves]
-        yield Trial("one tensor for arguments that are alike", pytree.tree_unflatten(same, spec), modes)
+        yield behaviour.Trial("one tensor for arguments that are alike", pytree.tree_unflatten(same, spec), modes)
     if any(one.is_floating_point() and not one.requires_grad for one in tensors):
         learning = [_learning(one) for one in leaves]
-        yield Trial("gradients of the arguments", pytree.tree_unflatten(learning, spec), modes)
+        yield behaviour.Trial("gradients of the arguments", pytree.tree_unflatten(learning, spec), modes)
     sizes = {one.shape[0] for one in tensors if one.ndim}
     if len(sizes) == 1 and min(sizes) > 2:
         less = [one[:-1] if isinstance(one, torch.Tensor) and one.ndim else one for one in leaves]
-        yield Trial("one row less", pytree.tree_unflatten(less, spec), modes)
+        yield behaviour.Trial("one row less", pytree.tree_unflatten(less, spec), modes)
 
 
 def _learning(leaf: Any) -> Any:
@@ -341,7 +329,9 @@ def _learning(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_() if is_float else leaf
 
 
-def _errors(exact: Behaviour, ours: Behaviour, theirs: Behaviour | None) -> Iterator[tuple[str, float, float | None]]:
+def _errors(
+    exact: behaviour.Behaviour, ours: behaviour.Behaviour, theirs: behaviour.Behaviour | None
+) -> Iterator[tuple[str, float, float | None]]:
     """Yield for each floating output and gradient, and for all gradients as one, both errors."""
     gradients: list[str] = []
     for name, reference in exact.tensors.items():
@@ -359,12 +349,12 @@ def _errors(exact: Behaviour, ours: Behaviour, theirs: Behaviour | None) -> Iter
         yield name, _apart(reference, ours, name), None if theirs is None else _apart(reference, theirs, name)
 
 
-def _apart(reference: torch.Tensor, other: Behaviour, name: str) -> float:
+def _apart(reference: torch.Tensor, other: behaviour.Behaviour, name: str) -> float:
     found = other.tensors.get(name)
-    return math.inf if found is None else apart(reference, found)
+    return math.inf if found is None else behaviour.apart(reference, found)
 
 
-def _whole(exact: Behaviour, other: Behaviour, names: Sequence[str]) -> float:
+def _whole(exact: behaviour.Behaviour, other: behaviour.Behaviour, names: Sequence[str]) -> float:
     far, norm = 0.0, 0.0
     for name in names:
         reference = cast("torch.Tensor", exact.tensors[name])

@@ -16,15 +16,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
-from autocastfx.graph.alias import (
-    alias_sets,
-    handed_out,
-    is_view,
-    is_view_or_copy,
-    reachable,
-    seen_by_functions,
-    takes_any_layout,
-)
+from autocastfx.graph import alias
 from autocastfx.graph.magnitude import is_here
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import (
@@ -67,7 +59,9 @@ def is_made_finite(made: fx.Node, attributes: Mapping[str, Any], written: Collec
         attributes: what ``get_attr`` nodes read, parameters and buffers apart.
         written: values in whose storage something writes.
     """
-    made_of = set(reachable([made], lambda n: filter(has_float32, n.all_input_nodes) if _is_looked_into(n) else ()))
+    made_of = set(
+        alias.reachable([made], lambda n: filter(has_float32, n.all_input_nodes) if _is_looked_into(n) else ())
+    )
     return made_of.isdisjoint(written) and all(_stays_finite(node, attributes) for node in made_of)
 
 
@@ -79,7 +73,7 @@ def _stays_finite(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
     if op_name(node) == "lift_fresh_copy":  # of a constant in the code
         held = attributes.get(str(node.all_input_nodes[0].target))
         return isinstance(held, torch.Tensor) and is_here(held) and bool(held.isfinite().all())
-    is_finite = base_name(op_name(node)) in _STAYS_FINITE or is_view_or_copy(node)
+    is_finite = base_name(op_name(node)) in _STAYS_FINITE or alias.is_view_or_copy(node)
     return is_finite and all(math.isfinite(n) for _, n in constants(node))
 
 
@@ -105,7 +99,7 @@ def recompose(
     patterns = [pattern for pattern in patterns if pattern.may_be_in(ops)]
     if not patterns:
         return ()
-    mutated = set(alias_sets(graph))
+    mutated = set(alias.alias_sets(graph))
     done: list[Recomposed] = []
     for node in reversed(graph.nodes):  # from the end: the last op of the longer comes first
         for pattern in patterns:
@@ -144,17 +138,17 @@ def _occurrence(
 
 def _between(sources: Sequence[fx.Node], end: fx.Node) -> set[fx.Node]:
     """``end`` and all that it is computed from, up to ``sources``."""
-    return set(reachable([end], lambda node: (read for read in node.all_input_nodes if read not in sources)))
+    return set(alias.reachable([end], lambda node: (read for read in node.all_input_nodes if read not in sources)))
 
 
 def _layout_is_read(node: fx.Node) -> bool:
     """True if anything depends on the result's strides: a ``view`` of other strides may fail."""
-    same_layout = reachable([node], lambda n: filter(_passes_layout, n.users))
+    same_layout = alias.reachable([node], lambda n: filter(_passes_layout, n.users))
     return any(op_name(user) in _READS_LAYOUT for each in same_layout for user in each.users)
 
 
 def _passes_layout(node: fx.Node) -> bool:
-    return op_name(node) == "dropout" or (is_view(node) and not takes_any_layout(node))
+    return op_name(node) == "dropout" or (alias.is_view(node) and not alias.takes_any_layout(node))
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -401,8 +395,8 @@ def merge_repeated(
     Returns:
         ``recomposed``, and what was merged.
     """
-    changing = alias_sets(graph).keys() | seen_by_functions(graph, attributes) | _statistics(graph)
-    outputs = handed_out(graph)
+    changing = alias.alias_sets(graph).keys() | alias.seen_by_functions(graph, attributes) | _statistics(graph)
+    outputs = alias.handed_out(graph)
     first: dict[tuple[object, str], fx.Node] = {}
     found: dict[fx.Node, list[str]] = {}
     for node in list(graph.nodes):

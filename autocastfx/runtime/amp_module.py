@@ -23,21 +23,7 @@ from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError, VariantError
 from autocastfx.graph.node import NodeRun, Observer, attribute
 from autocastfx.plan.plan import Plan, Precision
-from autocastfx.runtime.module_tree import (
-    OriginalModes,
-    Part,
-    class_of_converted,
-    forget_original,
-    forwarded,
-    mirror,
-    read_again,
-    refuse_replacing,
-    refuse_sharded,
-    set_modes,
-    set_on_original,
-    signed_forward,
-    switch,
-)
+from autocastfx.runtime import module_tree
 from autocastfx.runtime.stored_low import own_tensors, refuse_gradients, refuse_training, stored_low
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.variant_table import Modes, Original, VariantTable, up_to_date
@@ -114,7 +100,7 @@ class AmpModule(fx.GraphModule):
         """GraphModule makes a class for each instance; here models of one class share one, so that they can stack."""
         if original.model is None:
             return super().__new__(cls, model, signature, original)
-        return object.__new__(class_of_converted(type(original.model), AmpModule))
+        return object.__new__(module_tree.class_of_converted(type(original.model), AmpModule))
 
     def __init__(self, model: nn.Module, signature: CallSignature, original: Original) -> None:
         super().__init__(nn.Module(), fx.Graph())
@@ -123,15 +109,15 @@ class AmpModule(fx.GraphModule):
         self._original = original
         self._observers: tuple[Observer, ...] = ()
         self._autocastfx_copies = WorkingCopies(self)
-        mirror(model, self, {id(model): self}, is_tree=type(model) is nn.Module)  # as _tree makes it
-        self._own_modules = tuple(m for m in self.modules() if m is self or isinstance(m, Part))
-        self._original_modes = OriginalModes(original.model)
+        module_tree.mirror(model, self, {id(model): self}, is_tree=type(model) is nn.Module)  # as _tree makes it
+        self._own_modules = tuple(m for m in self.modules() if m is self or isinstance(m, module_tree.Part))
+        self._original_modes = module_tree.OriginalModes(original.model)
         self._table = "_variants"
         while self._table in self._modules:  # a model that was converted before, and exported, holds one already
             self._table += "_"
         self.add_module(self._table, VariantTable(self._table, original))
         self._ddp_params_and_buffers_to_ignore = self._mounted.constants  # the same on every rank
-        self.forward = MethodType(signed_forward(signature), self)
+        self.forward = MethodType(module_tree.signed_forward(signature), self)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the variant that fits the call. If none does, capture one while the original is at hand.
@@ -156,7 +142,7 @@ class AmpModule(fx.GraphModule):
             else:
                 outputs = function(self, *call.tensors)
         except RuntimeError as error:
-            refuse_sharded(self, error)
+            module_tree.refuse_sharded(self, error)
             raise
         if self._is_low:
             refuse_gradients(outputs)
@@ -210,7 +196,7 @@ class AmpModule(fx.GraphModule):
                 first = self._mounted.capture_modes(call, modes, self._held())
                 self._original.tell_unmatched(self)
                 return first
-            read_again(self._own_modules)
+            module_tree.read_again(self._own_modules)
             made = self._mounted.fitting(call, modes)  # meanwhile, by another thread
             return made or self._mounted.further(call, modes, self._held())
 
@@ -310,8 +296,8 @@ class AmpModule(fx.GraphModule):
             )
         model, known = self._original.model, self._original.switched
         if known is not None:
-            set_modes(self._own_modules, known[mode])
-        elif model is None or not switch(self._own_modules, model, self._held, training=mode):
+            module_tree.set_modes(self._own_modules, known[mode])
+        elif model is None or not module_tree.switch(self._own_modules, model, self._held, training=mode):
             super().train(mode)
         self._original_modes.forget()
         self._autocastfx_copies.expire()  # weights are exchanged between training and evaluation, not always visibly
@@ -339,8 +325,8 @@ class AmpModule(fx.GraphModule):
         self._original = self._mounted.original = self._original.without_model()
         for variant in self.variants:
             variant.captured = None  # it was decided for float32 weights
-        self._original_modes = OriginalModes(None)
-        forget_original(self._own_modules)
+        self._original_modes = module_tree.OriginalModes(None)
+        module_tree.forget_original(self._own_modules)
         self.train(False)
 
     def refresh_weights(self) -> None:
@@ -378,7 +364,7 @@ class AmpModule(fx.GraphModule):
             original = self.__dict__.get("_original")
             if original is None or original.model is None or name.startswith("__"):
                 raise
-            return forwarded(original.model, self, name, error)
+            return module_tree.forwarded(original.model, self, name, error)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Add a module, which takes no other's place.
@@ -386,13 +372,13 @@ class AmpModule(fx.GraphModule):
         Raises:
             UnsupportedError: there is a part of this name.
         """
-        refuse_replacing(self, name, module)
+        module_tree.refuse_replacing(self, name, module)
         super().add_module(name, module)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse_replacing(self, name, value)
+        module_tree.refuse_replacing(self, name, value)
         if "_table" in self.__dict__ and name not in self.__dict__ and self._mounted.reads(name):
-            set_on_original(self._original.model, name, value)
+            module_tree.set_on_original(self._original.model, name, value)
         else:
             super().__setattr__(name, value)
 

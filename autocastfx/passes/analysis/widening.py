@@ -18,16 +18,7 @@ from autocastfx.graph.alias import is_view_or_copy
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import argument, dtypes, is_member, uses, value
 from autocastfx.graph.sizes import abstract_call, concrete_sizes, dtypes_of, in_dtype_of
-from autocastfx.plan.plan import (
-    Cause,
-    Decision,
-    Forced,
-    Placement,
-    Precision,
-    Why,
-    decision_by_list,
-    refuse_banned,
-)
+from autocastfx.plan.plan import Cause, Decision, Forced, Placement, Precision, Why, decision_by_list, refuse_banned
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import Matcher
 from autocastfx.policy.rule import Category, ModuleRule, Rule
