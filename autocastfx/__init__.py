@@ -122,7 +122,7 @@ _HOMES = {
     "training.loss_scaler": "LossScaler",
     "training.optimizer": "LossScalingOptimizer StepResult",
 }
-# Names that were here before, and the modules that have them.
+# Names that were here before, and the modules that have them; after a ``=`` their names there.
 _MOVED = {
     "errors": (
         "AutocastFXError BannedOpError BisectError CalibrationError CaptureError EvaluationsError GpuError "
@@ -131,7 +131,7 @@ _MOVED = {
         "UnmatchedPlanWarning UnmatchedRuleWarning UnsupportedError VariantError VerifyError"
     ),
     "graph.magnitude": "Exponents Margin Shares",
-    "numerics.bisect": "Bisection Place",
+    "numerics.bisect": "Bisection Place=OpInModule",
     "numerics.check": "Check CheckedValue",
     "numerics.find_overflow": "InputRange Overflow",
     "numerics.gradient_histogram": "GradientHistogram",
@@ -153,18 +153,21 @@ _MOVED = {
     "report.lint.roofline": "Total",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-_NEW_HOME_OF = {name: home for home, names in _MOVED.items() for name in names.split()}
+_NEW_HOME_OF = {
+    one.partition("=")[0]: (home, one.rpartition("=")[2]) for home, names in _MOVED.items() for one in names.split()
+}
 
 
 def __getattr__(name: str) -> Any:
     if (home := _HOME_OF.get(name)) is None:
-        if (home := _NEW_HOME_OF.get(name)) is None:
+        if name not in _NEW_HOME_OF:
             raise AttributeError(f"module 'autocastfx' has no attribute {name!r}")
-        said = f"autocastfx.{name} is autocastfx.{home}.{name} now; the old name goes with the next version."
+        home, new_name = _NEW_HOME_OF[name]
+        said = f"autocastfx.{name} is autocastfx.{home}.{new_name} now; the old name goes with the next version."
         warnings.warn(said, DeprecationWarning, stacklevel=2)
-        return getattr(import_module(f"autocastfx.{home}"), name)
-    found = globals()[name] = getattr(import_module(f"autocastfx.{home}"), name)
-    return found
+        return getattr(import_module(f"autocastfx.{home}"), new_name)
+    value = globals()[name] = getattr(import_module(f"autocastfx.{home}"), name)
+    return value
 
 
 def __dir__() -> list[str]:

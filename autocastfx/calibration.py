@@ -139,8 +139,8 @@ class _Run:
         graph = self._graph(signature, call)
         with torch.no_grad(), torch._C._DisableAutocast():
             seen = graph.run(call, self.tensors)
-        for key, found, count in seen:
-            now = Range(mode_of(self.training), *key, found.largest, found.rms, count)
+        for key, magnitude, count in seen:
+            now = Range(mode_of(self.training), *key, magnitude.largest, magnitude.rms, count)
             self.found[key] = now if (before := self.found.get(key)) is None else before.merged(now)
 
     def _graph(self, signature: CallSignature, call: Call) -> MeasuredGraph:
@@ -149,9 +149,9 @@ class _Run:
             if graph.captured.structure == call.structure and graph.captured.guard.holds(shapes):
                 return graph
         parameters = self.model.named_parameters(remove_duplicate=False)
-        held: dict[str, torch.Tensor] = {**dict(parameters), **dict(self.model.named_buffers(remove_duplicate=False))}
+        named: dict[str, torch.Tensor] = {**dict(parameters), **dict(self.model.named_buffers(remove_duplicate=False))}
         sizes = self.graphs[0].captured.sizes if self.graphs else "all"
-        made = capture(self.model, signature, call, training=self.training, held=held, leaves=self.leaves, sizes=sizes)
+        made = capture(self.model, signature, call, training=self.training, held=named, leaves=self.leaves, sizes=sizes)
         if not made.guard.holds(shapes):
             raise CaptureError(f"{type(self.model).__name__} was captured for sizes that are not the batch's")
         graph = MeasuredGraph.of(made)

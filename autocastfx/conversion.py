@@ -289,10 +289,10 @@ def refuse_unpredicted(converter: Converter) -> None:
 
 
 def _sensitivity(given: Sensitivity | str | os.PathLike[str], dtype: str) -> Sensitivity:
-    found = given if isinstance(given, Sensitivity) else Sensitivity.load(given)
-    if found.dtype != dtype:
-        raise SensitivityError(f"the sensitivity was measured for {found.dtype}, and this converts to {dtype}.")
-    return found
+    sensitivity = given if isinstance(given, Sensitivity) else Sensitivity.load(given)
+    if sensitivity.dtype != dtype:
+        raise SensitivityError(f"the sensitivity was measured for {sensitivity.dtype}, and this converts to {dtype}.")
+    return sensitivity
 
 
 def _as_module(model: object) -> nn.Module:
@@ -323,12 +323,12 @@ def _bind(signature: CallSignature, module: nn.Module, args: tuple[Any, ...], kw
 
 def _capture_first(amp_model: AmpModule, call: Call, module: nn.Module, original: Original) -> None:
     """Capture the variants of ``call``: for training and evaluation, and for inference alone with weights="low"."""
-    table, held = amp_model._mounted, amp_model._held()
+    table, tensors = amp_model._mounted, amp_model._held()
     if original.is_low:
         modes = amp_model._modes() if original.baked else foreseen(module, training=False).modes
-        table.capture(call, modes, held)
+        table.capture(call, modes, tensors)
     else:
-        table.capture_modes(call, amp_model._modes(), held)
+        table.capture_modes(call, amp_model._modes(), tensors)
 
 
 def convert_again(amp_model: AmpModule, op_list: OpList) -> AmpModule | None:
@@ -356,8 +356,8 @@ def without_casts(amp_model: AmpModule, modes: Sequence[bool] | None = None) -> 
 
 def _may_run(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True if the model can run and is small enough to be checked unasked."""
-    held = [*module.parameters(), *module.buffers(), *pytree.tree_leaves((tuple(args), dict(kwargs)))]
-    tensors = [one for one in held if isinstance(one, torch.Tensor)]
+    values = [*module.parameters(), *module.buffers(), *pytree.tree_leaves((tuple(args), dict(kwargs)))]
+    tensors = [one for one in values if isinstance(one, torch.Tensor)]
     is_abstract = any(one.is_meta or isinstance(one, FakeTensor) for one in tensors)
     return not is_abstract and sum(p.nbytes for p in module.parameters()) <= _CHECKED
 
@@ -408,8 +408,12 @@ def _check_capture(amp_model: AmpModule, module: nn.Module, arguments: Any, spen
         bare = without_casts(amp_model, modes)
         if bare is None:
             return "what was captured is not at hand"
-        found = compare_calls(module, bare, here, seconds=left)
-        calls, dropped, differing = [*calls, *found.calls], [*dropped, *found.dropped], [*differing, *found.differences]
+        compared = compare_calls(module, bare, here, seconds=left)
+        calls, dropped, differing = (
+            [*calls, *compared.calls],
+            [*dropped, *compared.dropped],
+            [*differing, *compared.differences],
+        )
     missing = f"; not compared: {'; '.join(dropped)}" if dropped else ""
     took = time.perf_counter() - started
     _LOG.info("compared with the model: %s%s: %.1f s", "; ".join(calls) or "nothing", missing, took)
@@ -437,11 +441,11 @@ def convert_captured(
     if original.model is None or None in captured:
         return None
     again = AmpModule(original.model, original.signature, replace(original, converter=converter))
-    held = amp_model._held()
-    for found in captured:
-        if found is not None:
+    tensors = amp_model._held()
+    for capture in captured:
+        if capture is not None:
             target = original.device if keeps_device else None
-            again._mounted.add(converter(found, held, target or found.device))
+            again._mounted.add(converter(capture, tensors, target or capture.device))
     return again
 
 

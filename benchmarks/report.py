@@ -106,7 +106,7 @@ Points = Mapping[str, "float | Sequence[float]"]
 
 @dataclass(frozen=True)
 class Dots:
-    """What one axis shows: its title, what ratios are to, and the points of each side."""
+    """The points on one axis, by side; ``to`` names what their ratios are to."""
 
     title: str
     to: str
@@ -270,7 +270,7 @@ def _losses(rows: Sequence[losses.Run]) -> Figure:
 
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn from the rows of a file of results; ``model``: from those of this model alone."""
+    """A picture, and the file of results that it is drawn from: all rows, or those of ``model`` alone."""
 
     results: str
     row: Callable[..., Any]

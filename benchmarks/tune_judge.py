@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -111,7 +111,7 @@ class Bench:
 
     @property
     def _converter(self) -> Converter:
-        return self.base._original.converter  # type: ignore[union-attr]
+        return cast("Converter", self.base._original.converter)
 
     def search(self, sensitivity: Sensitivity, prices: Prices) -> PlanSearch:
         """Search among the plans of the default list, with other scores of the nodes and the same prices of bytes."""

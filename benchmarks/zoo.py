@@ -104,7 +104,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a file holds of a model.
+    """A row of the stored file: the verdicts and ratios of one model, over all its cases.
 
     Attributes:
         cases: the dtypes and levels of folding that were measured.

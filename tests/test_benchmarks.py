@@ -1,4 +1,4 @@
-"""What benchmarks share goes on where it stopped, and each benchmark judges by its rule."""
+"""A benchmark resumes from its stored rows, and judges by its rule."""
 
 from __future__ import annotations
 

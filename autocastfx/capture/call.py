@@ -133,8 +133,8 @@ class CallStructure:
 
 def _word(leaf: tuple[Any, ...]) -> str:
     """Write a leaf as ``float32[2d]``, or as its value."""
-    kind, of, held = leaf[:3]
-    return f"{str(of).removeprefix('torch.')}[{held}d]" if kind == "tensor" else shown(held)
+    kind, of, detail = leaf[:3]
+    return f"{str(of).removeprefix('torch.')}[{detail}d]" if kind == "tensor" else shown(detail)
 
 
 def sized(tensor: torch.Tensor) -> str:
@@ -363,14 +363,14 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return parts, {}
 
 
-def _is_array(held: object) -> bool:
-    return type(held).__module__ == "numpy"
+def _is_array(value: object) -> bool:
+    return type(value).__module__ == "numpy"
 
 
 def device_of(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> torch.device:
     """Return the device of the model's first parameter or buffer, else of the first tensor among the inputs."""
-    held = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((tuple(args), dict(kwargs or {})))]
-    return next((one.device for one in held if isinstance(one, torch.Tensor)), torch.device("cpu"))
+    candidates = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((tuple(args), dict(kwargs or {})))]
+    return next((one.device for one in candidates if isinstance(one, torch.Tensor)), torch.device("cpu"))
 
 
 def named_device(given: torch.device | str | None) -> torch.device | None:

@@ -92,28 +92,28 @@ def aten_graph(
             graph.erase_node(node)
     drop_settled(graph, attributes)
     _check_constants(attributes)
-    parameters = {name: held for name, held in zip(names, inputs, strict=True) if isinstance(held, nn.Parameter)}
+    parameters = {name: value for name, value in zip(names, inputs, strict=True) if isinstance(value, nn.Parameter)}
     for node in graph.nodes:
         if node.op == "placeholder" and node.target in parameters:
             node.op = "get_attr"
     return DynamoGraph(graph, attributes, parameters, {name: i for i, name in enumerate(names)})
 
 
-def run_as_dynamo(found: DynamoGraph, graph: fx.Graph, attributes: Mapping[str, Any]) -> fx.GraphModule:
+def run_as_dynamo(captured: DynamoGraph, graph: fx.Graph, attributes: Mapping[str, Any]) -> fx.GraphModule:
     """Return a module that takes Dynamo's inputs in Dynamo's order.
 
     Args:
-        found: what was captured.
-        graph: a rewritten copy of ``found.graph``, which reads parameters by ``get_attr``.
+        captured: what was captured.
+        graph: a rewritten copy of ``captured.graph``, which reads parameters by ``get_attr``.
         attributes: the values of its other ``get_attr`` nodes.
     """
     lifted = fx.Graph()
-    inputs = {name: lifted.create_node("placeholder", name, name=name.replace(".", "_")) for name in found.places}
+    inputs = {name: lifted.create_node("placeholder", name, name=name.replace(".", "_")) for name in captured.places}
     for node in inputs.values():
         node.target = node.name  # an argument of Python, and no path
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if node.op == "placeholder" or (node.op == "get_attr" and node.target in found.parameters):
+        if node.op == "placeholder" or (node.op == "get_attr" and node.target in captured.parameters):
             made[node] = inputs[str(node.target)]
             made[node].meta.update(node.meta)
         else:
@@ -128,11 +128,13 @@ def _check_constants(attributes: Mapping[str, Any]) -> None:
     Raises:
         CaptureError: there is one.
     """
-    for held in attributes.values():
-        if isinstance(held, FakeTensor):
-            raise CaptureError(f"the values of a tensor of size {list(held.shape)} come from code that is not recorded")
-        if isinstance(held, fx.GraphModule):
-            _check_constants({name: attribute(held, name) for name in _constants(held)})
+    for constant in attributes.values():
+        if isinstance(constant, FakeTensor):
+            raise CaptureError(
+                f"the values of a tensor of size {list(constant.shape)} come from code that is not recorded"
+            )
+        if isinstance(constant, fx.GraphModule):
+            _check_constants({name: attribute(constant, name) for name in _constants(constant)})
 
 
 def _refuse_late_hooks(module: fx.GraphModule) -> None:
@@ -180,10 +182,10 @@ def _constants(module: fx.GraphModule) -> Iterator[str]:
 def _names(given: Sequence[fx.Node], inputs: Sequence[Any], paths: Mapping[int, str]) -> list[str]:
     """Name the inputs as the model does, or by where Dynamo found them."""
     names: list[str] = []
-    for node, held in zip(given, inputs, strict=True):
+    for node, value in zip(given, inputs, strict=True):
         argument = node.meta.get("grapharg")
         source = getattr(argument, "source", None)
-        name = paths.get(id(held)) or (_path(source.name) if source is not None else "")
+        name = paths.get(id(value)) or (_path(source.name) if source is not None else "")
         name = re.sub(r"\W", "_", name) if not re.fullmatch(r"[\w.]+", name) else name
         name = name or node.name
         while name in names:
@@ -194,12 +196,12 @@ def _names(given: Sequence[fx.Node], inputs: Sequence[Any], paths: Mapping[int, 
 
 def _root(given: Sequence[fx.Node], inputs: Sequence[Any], paths: Mapping[int, str]) -> str:
     """Return the path of the module whose code Dynamo has captured, if that was called by itself; else empty."""
-    for node, held in zip(given, inputs, strict=True):
+    for node, value in zip(given, inputs, strict=True):
         source = getattr(node.meta.get("grapharg"), "source", None)
         if source is not None and source.name.startswith("L['self']"):
-            known, found = paths.get(id(held), ""), _path(source.name)
-            if known.endswith(f".{found}"):
-                return known.removesuffix(f".{found}")
+            known, inner_path = paths.get(id(value), ""), _path(source.name)
+            if known.endswith(f".{inner_path}"):
+                return known.removesuffix(f".{inner_path}")
     return ""
 
 
@@ -239,16 +241,16 @@ class WholeCall:
     @property
     def recomputed(self) -> fx.GraphModule | None:
         """The graph that runs again in backward, of activation checkpointing."""
-        found = self.arguments[0] if self.operator.name() in _RECOMPUTED else None
-        return found[0] if found is not None and isinstance(found[0], fx.GraphModule) else None
+        first = self.arguments[0] if self.operator.name() in _RECOMPUTED else None
+        return first[0] if first is not None and isinstance(first[0], fx.GraphModule) else None
 
     def with_recomputed(self, module: fx.GraphModule) -> WholeCall:
         """The same call, of another graph that takes the same inputs."""
         if self.recomputed is not None and _CONTEXTS in self.recomputed.meta:
             module.meta[_CONTEXTS] = self.recomputed.meta[_CONTEXTS]
-        found = WholeCall(self.operator, ())
-        found.arguments = [(module,), *self.arguments[1:]]
-        return found
+        call = WholeCall(self.operator, ())
+        call.arguments = [(module,), *self.arguments[1:]]
+        return call
 
     def __call__(self, *tensors: Any, **kwargs: Any) -> Any:
         """Call the operator with ``tensors`` among its other arguments."""
@@ -273,7 +275,7 @@ class _Tracer(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(target, HigherOrderOperator) and target.name() in _WHOLE:
             whole = WholeCall(target, args)
-            tensors = tuple(one for one, held in zip(args, whole.arguments, strict=True) if held is None)
+            tensors = tuple(one for one, fixed in zip(args, whole.arguments, strict=True) if fixed is None)
             return self._record(whole, tensors, kwargs, partial(target, *args, **kwargs))
         if (repair := REPAIRS.get(target)) is not None:
             return repair(*args, **kwargs)
@@ -288,13 +290,13 @@ class _Tracer(fx.Interpreter):
 def _traced(
     module: fx.GraphModule, given: Sequence[fx.Node], inputs: Sequence[Any], whole: Collection[Any]
 ) -> tuple[fx.GraphModule, list[Callable[..., Any]]]:
-    values = [node.meta.get("example_value", held) for node, held in zip(given, inputs, strict=True)]
+    values = [node.meta.get("example_value", value) for node, value in zip(given, inputs, strict=True)]
     called: list[Callable[..., Any]] = []
 
     def run(*args: Any) -> tuple[Any, ...]:
         with preserve_node_meta():
-            found: Any = _Tracer(flat, called, whole).run(*args)
-        return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+            outputs: Any = _Tracer(flat, called, whole).run(*args)
+        return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
     modes = (cast("Any", value).fake_mode for value in values if isinstance(value, FakeTensor))
     mode: FakeTensorMode = next(modes, None) or FakeTensorMode()

@@ -120,11 +120,11 @@ class _FlatCall(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         arguments = self._structure.arguments(tensors)
-        given = {name: pytree.tree_flatten(held) for name, held in arguments.items()}
+        given = {name: pytree.tree_flatten(argument) for name, argument in arguments.items()}
         args, kwargs = self._signature.split(arguments, in_order=unfollowed(self.module))
         with buffers_written_back(self.module, self.rebound), watched_state(self.state):
             result = self.module(*args, **kwargs)
-        changed = [name for name, held in arguments.items() if not _is_as_given(held, *given[name])]
+        changed = [name for name, argument in arguments.items() if not _is_as_given(argument, *given[name])]
         self.state.changes += tuple(f"argument {name}" for name in changed)
         return result
 
@@ -183,22 +183,24 @@ def capture(
                     if asks_for_values(error):
                         break
                     continue
-            found = _captured(program, set(held), called, call, tuple(training), _device(held, call), attempt, follows)
-            by_compiler = any(op_name(node) in _BRANCHING for node in found.graph.nodes)
+            captured = _captured(
+                program, set(held), called, call, tuple(training), _device(held, call), attempt, follows
+            )
+            by_compiler = any(op_name(node) in _BRANCHING for node in captured.graph.nodes)
             state = flat.state.guard(everything=by_compiler)
-            return replace(found, state=state, changes=flat.state.changes, pads=bool(padded))
+            return replace(captured, state=state, changes=flat.state.changes, pads=bool(padded))
     raise capture_error(model, failures, training=any(training), called=str(call))
 
 
 def _apart(
-    tensors: tuple[torch.Tensor, ...], model: nn.Module, held: Mapping[str, torch.Tensor]
+    tensors: tuple[torch.Tensor, ...], model: nn.Module, replacements: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """Return the tensors, each an object of its own, for a graph knows its inputs by identity.
 
     A tensor that is given twice (``model(ids, labels=ids)``) would be one input, read in both places ever after; and
     one that the model holds would be no input at all.
     """
-    seen = {id(tensor) for tensor in held.values()}
+    seen = {id(tensor) for tensor in replacements.values()}
     seen.update(id(one) for m in model.modules() for one in m.__dict__.values() if isinstance(one, torch.Tensor))
     apart: list[torch.Tensor] = []
     for tensor in tensors:
@@ -248,8 +250,8 @@ def _dynamic(tensor: torch.Tensor, attempt: str) -> dict[int, Any]:
     return dict.fromkeys(range({"all": tensor.ndim, "first": min(1, tensor.ndim), "none": 0}[attempt]), Dim.AUTO)
 
 
-def _device(held: Mapping[str, torch.Tensor], call: Call) -> torch.device:
-    return next((t.device for t in (*held.values(), *call.tensors)), torch.device("cpu"))
+def _device(replacements: Mapping[str, torch.Tensor], call: Call) -> torch.device:
+    return next((t.device for t in (*replacements.values(), *call.tensors)), torch.device("cpu"))
 
 
 def _captured(

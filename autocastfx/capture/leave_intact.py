@@ -77,11 +77,11 @@ _CLOSE: Mapping[str, Callable[[], object]] = {
 
 def _take_hooks() -> list[tuple[Any, Any]]:
     """Take the thread's hooks on saved tensors away, and return them, the innermost first."""
-    found: list[tuple[Any, Any]] = []
+    hooks: list[tuple[Any, Any]] = []
     while (pair := _autograd._top_saved_tensors_default_hooks(True)) is not None:
-        found.append(pair)
+        hooks.append(pair)
         _autograd._pop_saved_tensors_default_hooks()
-    return found
+    return hooks
 
 
 # Patch functions during a capture, for the capturing thread alone.
@@ -168,8 +168,8 @@ def capturing() -> Generator[None, None, None]:
     def run_and_forget(source: str, namespace: dict[str, Any], *rest: Any) -> None:
         before = dict(namespace)
         run(source, namespace, *rest)
-        made = [held for name, held in namespace.items() if held is not before.get(name)]
-        for function in (held for held in made if isinstance(held, types.FunctionType)):
+        made = [value for name, value in namespace.items() if value is not before.get(name)]
+        for function in (value for value in made if isinstance(value, types.FunctionType)):
             weakref.finalize(function.__code__, _forget, function.__code__.co_filename).atexit = False
 
     with CAPTURING, tracing_here(), patched_here(graph_module, "_exec_with_source", run_and_forget):
@@ -187,7 +187,9 @@ _NO_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
 @contextmanager
-def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.Tensor]) -> Generator[None, None, None]:
+def intact(
+    model: nn.Module, training: Sequence[bool], replacements: Mapping[str, torch.Tensor]
+) -> Generator[None, None, None]:
     """While open, ``model`` has the given modes and tensors; afterwards it is as before.
 
     Attributes that ``forward`` sets, and may leave fake tensors in, are restored, containers and objects by content. So
@@ -196,7 +198,7 @@ def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.
     Args:
         model: the caller's model.
         training: the flag of each module, in the order of ``model.modules()``.
-        held: parameters and buffers by name that replace the model's own.
+        replacements: parameters and buffers by name that replace the model's own.
     """
     modules = list(model.modules())
     saved = _saved_contents(model)
@@ -208,7 +210,7 @@ def intact(model: nn.Module, training: Sequence[bool], held: Mapping[str, torch.
         for prefix, module in model.named_modules():
             for table in (cast("dict[str, Any]", module._parameters), cast("dict[str, Any]", module._buffers)):
                 for name in table:
-                    table[name] = held.get(f"{prefix}.{name}" if prefix else name, table[name])
+                    table[name] = replacements.get(f"{prefix}.{name}" if prefix else name, table[name])
         with random_numbers_kept():
             yield
     finally:
@@ -247,26 +249,26 @@ def _saved_contents(model: nn.Module) -> list[tuple[Any, Any]]:
     are neither parameters nor buffers. Objects inside those objects are left out: a trainer, say, refers to everything.
     """
     registered = {id(t) for t in (*model.parameters(), *model.buffers())}
-    found: dict[int, tuple[Any, Any]] = {}
+    saved: dict[int, tuple[Any, Any]] = {}
     queue: deque[tuple[Any, bool]] = deque([(model, True)])
     while queue:
         item, of_module = queue.popleft()
-        if id(item) in found or id(item) in registered or isinstance(item, _NO_STATE):
+        if id(item) in saved or id(item) in registered or isinstance(item, _NO_STATE):
             continue
         members: Any = ()
         if isinstance(item, torch.Tensor):
             if type(item) in (torch.Tensor, nn.Parameter) and not item.is_inference():
-                found[id(item)] = (item, (item._version, item.detach().clone()))
+                saved[id(item)] = (item, (item._version, item.detach().clone()))
         elif isinstance(item, (list, dict, set, deque)):
             kind: Any = next(kind for kind in (list, dict, set, deque) if isinstance(item, kind))
-            found[id(item)] = (item, kind.copy(item))  # a subclass's own copy may do more
+            saved[id(item)] = (item, kind.copy(item))  # a subclass's own copy may do more
             members = item.values() if isinstance(item, dict) else item
         elif isinstance(item, tuple):
             members = item
         elif of_module and isinstance(getattr(item, "__dict__", None), dict):
             members, of_module = (item.__dict__,), isinstance(item, nn.Module)
         queue.extend((member, of_module) for member in members)
-    return list(found.values())
+    return list(saved.values())
 
 
 def _restore(owner: Any, content: Any) -> None:

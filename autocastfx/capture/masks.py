@@ -64,10 +64,10 @@ class Affine:
         """The same tensor, of this shape, without slopes along single elements."""
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-        found = (
+        slopes = (
             0 if statically_known_true(size == 1) else slope for slope, size in zip(self.slopes, shape, strict=True)
         )
-        return Affine(self.start, tuple(found))
+        return Affine(self.start, tuple(slopes))
 
 
 @dataclass(frozen=True)
@@ -155,16 +155,16 @@ _RESHAPES = ("unsqueeze", "squeeze", "view", "reshape", "_unsafe_view")
 _Places = Sequence[tuple[int | None, Any, int]]
 
 
-def seen_through(node: fx.Node, held: Known) -> Known | None:
-    """The result of the view, copy or cast ``node``, whose source is ``held``; None if it is not known."""
+def seen_through(node: fx.Node, operand: Known) -> Known | None:
+    """The result of the view, copy or cast ``node`` of the tensor ``operand``; None if it is not known."""
     before, after = tensors(node.all_input_nodes[0])[0], tensors(node)[0]
     places = _places(node, before, after)
-    return None if places is None else held.moved(lambda affine: _placed(affine, places, after.ndim))
+    return None if places is None else operand.moved(lambda affine: _placed(affine, places, after.ndim))
 
 
-def _placed(held: Affine, places: _Places, ndim: int) -> Affine:
-    start, slopes = held.start, [0] * ndim
-    for slope, (dim, first, step) in zip(held.slopes, places, strict=True):
+def _placed(operand: Affine, places: _Places, ndim: int) -> Affine:
+    start, slopes = operand.start, [0] * ndim
+    for slope, (dim, first, step) in zip(operand.slopes, places, strict=True):
         start = start + slope * first if slope else start
         if dim is not None:
             slopes[dim] = slope * step
@@ -237,7 +237,7 @@ _OF_TWO: dict[str, Callable[[Any, Any], Any]] = {
     **{"eq": operator.eq, "ne": operator.ne},
 }
 
-_Found = Mapping[fx.Node, Known]
+_KnownNodes = Mapping[fx.Node, Known]
 
 
 def known_values(graph: fx.Graph, written: Set[fx.Node]) -> dict[fx.Node, Known]:
@@ -250,19 +250,19 @@ def known_values(graph: fx.Graph, written: Set[fx.Node]) -> dict[fx.Node, Known]
     known: dict[fx.Node, Known] = {}
     for node in graph.nodes:
         if node.op == "call_function" and len(tensors(node)) == 1 and node not in written:
-            tensor, found = tensors(node)[0], _made(node) or _moved(node, known) or _computed(node, known)
-            found = found.simplified(tensor.shape) if found is not None else None
-            if found is not None and _has(tensor.dtype, found):
-                known[node] = found
+            tensor, result = tensors(node)[0], _made(node) or _moved(node, known) or _computed(node, known)
+            result = result.simplified(tensor.shape) if result is not None else None
+            if result is not None and _has(tensor.dtype, result):
+                known[node] = result
     return known
 
 
-def of_operand(operand: Any, known: _Found, ndim: int = 0) -> Known | None:
+def of_operand(operand: Any, known: _KnownNodes, ndim: int = 0) -> Known | None:
     """A known tensor or a number, broadcast to ``ndim`` dimensions if it has fewer; None if it is not known."""
     if isinstance(operand, fx.Node) and tensors(operand):
         return broadcast(known[operand], ndim) if operand in known else None
-    found = number(operand)
-    return None if found is None else everywhere(found, ndim)
+    scalar = number(operand)
+    return None if scalar is None else everywhere(scalar, ndim)
 
 
 def _has(dtype: torch.dtype, known: Known) -> bool:
@@ -271,10 +271,10 @@ def _has(dtype: torch.dtype, known: Known) -> bool:
         return dtype in _INTEGERS
     numbers = (known.yes, known.no) if isinstance(known, Chosen) else (known.start,)
     if dtype == torch.bool:
-        return all(held in (0, 1) for held in numbers)
+        return all(element in (0, 1) for element in numbers)
     if dtype.is_floating_point:
-        return all(torch.tensor(held, dtype=torch.float64).to(dtype).item() == held for held in numbers)
-    return dtype in _INTEGERS and all(abs(held) < _LARGEST and float(held).is_integer() for held in numbers)
+        return all(torch.tensor(element, dtype=torch.float64).to(dtype).item() == element for element in numbers)
+    return dtype in _INTEGERS and all(abs(element) < _LARGEST and float(element).is_integer() for element in numbers)
 
 
 def _made(node: fx.Node) -> Known | None:
@@ -292,7 +292,7 @@ def _made(node: fx.Node) -> Known | None:
     return None
 
 
-def _moved(node: fx.Node, known: _Found) -> Known | None:
+def _moved(node: fx.Node, known: _KnownNodes) -> Known | None:
     """Of a view, a copy or a cast."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or source not in known or not is_view_or_copy(node):
@@ -303,11 +303,11 @@ def _moved(node: fx.Node, known: _Found) -> Known | None:
     return seen_through(node, known[source]) if op_name(node) == "to" or before.dtype == after.dtype else None
 
 
-def _computed(node: fx.Node, known: _Found) -> Known | None:
+def _computed(node: fx.Node, known: _KnownNodes) -> Known | None:
     name, ndim = op_name(node), tensors(node)[0].ndim
     if name in _OF_ONE:
-        held = known.get(node.all_input_nodes[0])
-        return _OF_ONE[name](node, held, known) if held is not None else None
+        operand = known.get(node.all_input_nodes[0])
+        return _OF_ONE[name](node, operand, known) if operand is not None else None
     if node.kwargs or not all(isinstance(a, (fx.Node, int, float)) for a in node.args):
         return None
     operands = [of_operand(a, known, ndim) for a in node.args]
@@ -316,7 +316,7 @@ def _computed(node: fx.Node, known: _Found) -> Known | None:
         return _picked(*operands) if name == "where" else _picked(operands[1], operands[2], operands[0])
     if name in _NOTS and is_bool and operands[0] is not None:
         return mapped(lambda a, _: int(not a), operands[0], everywhere(0, ndim))
-    if name in ANDS and is_bool and any(constant(held) == 0 for held in operands):
+    if name in ANDS and is_bool and any(constant(operand) == 0 for operand in operands):
         return everywhere(0, ndim)
     a, b = operands if len(operands) == 2 else (None, None)
     if a is None or b is None:
@@ -337,9 +337,9 @@ def _picked(mask: Known | None, yes: Known | None, no: Known | None) -> Known | 
 
 def _of_two(node: fx.Node, name: str, a: Known, b: Known) -> Known | None:
     a, b, name = (b, a, "sub") if name == "rsub" else (a, b, name)
-    found = mapped(lambda x, y: _OF_TWO[name](x, y) * 1, a, b)
-    if found is not None or not isinstance(a, Affine) or not isinstance(b, Affine):
-        return found
+    result = mapped(lambda x, y: _OF_TWO[name](x, y) * 1, a, b)
+    if result is not None or not isinstance(a, Affine) or not isinstance(b, Affine):
+        return result
     if name in (*SUMS, "mul"):
         return _added(name, a, b) if tensors(node)[0].dtype in _INTEGERS else None
     above, below = a.plus(b, -1), b.plus(a, -1)
@@ -360,53 +360,53 @@ def _added(name: str, a: Affine, b: Affine) -> Affine | None:
 # ---- ops of one tensor ----------------------------------------------------------------------------------------------
 
 
-def _triangle(node: fx.Node, held: Known, known: _Found) -> Known | None:
-    filled, above = constant(held), number(argument(node, "diagonal") or 0)
+def _triangle(node: fx.Node, operand: Known, known: _KnownNodes) -> Known | None:
+    filled, above = constant(operand), number(argument(node, "diagonal") or 0)
     if filled is None or above is None:
         return None
-    before = (0,) * (held.ndim - 2)
+    before = (0,) * (operand.ndim - 2)
     is_lower = op_name(node) == "tril"
     return Chosen((Affine(above, (*before, 1, -1)) if is_lower else Affine(-above, (*before, -1, 1)),), filled, 0)
 
 
-def _summed(node: fx.Node, held: Known, known: _Found) -> Known | None:
-    filled = constant(held)
-    if not isinstance(filled, int) or not held.ndim:
+def _summed(node: fx.Node, operand: Known, known: _KnownNodes) -> Known | None:
+    filled = constant(operand)
+    if not isinstance(filled, int) or not operand.ndim:
         return None
-    along = argument(node, "dim") % held.ndim
-    return Affine(filled, tuple(filled if dim == along else 0 for dim in range(held.ndim)))
+    along = argument(node, "dim") % operand.ndim
+    return Affine(filled, tuple(filled if dim == along else 0 for dim in range(operand.ndim)))
 
 
-def _differences(node: fx.Node, held: Known, known: _Found) -> Known | None:
+def _differences(node: fx.Node, operand: Known, known: _KnownNodes) -> Known | None:
     """Of neighbours, where all are the same; the first may have one element that stands before it."""
     before, dim = argument(node, "prepend"), argument(node, "dim")
-    if argument(node, "n") not in (None, 1) or argument(node, "append") is not None or not isinstance(held, Affine):
+    if argument(node, "n") not in (None, 1) or argument(node, "append") is not None or not isinstance(operand, Affine):
         return None
-    along = (-1 if dim is None else dim) % held.ndim
-    step = held.slopes[along]
+    along = (-1 if dim is None else dim) % operand.ndim
+    step = operand.slopes[along]
     if before is not None:
-        first = of_operand(before, known, held.ndim)
+        first = of_operand(before, known, operand.ndim)
         if not isinstance(first, Affine) or tensors(before)[0].shape[along] != 1:
             return None
-        apart = held.plus(first, -1)
+        apart = operand.plus(first, -1)
         others = [slope for at, slope in enumerate(apart.slopes) if at != along]
         if any(others) or not isinstance(apart.start, int) or apart.start != step:
             return None
-    return everywhere(step, held.ndim)
+    return everywhere(step, operand.ndim)
 
 
-def _indexed(node: fx.Node, held: Known, known: _Found) -> Known | None:
+def _indexed(node: fx.Node, operand: Known, known: _KnownNodes) -> Known | None:
     """Where all dimensions are indexed, by tensors of places."""
     ndim, indices = tensors(node)[0].ndim, argument(node, "indices")
-    found = [(index, known.get(index)) for index in indices]
+    index_places = [(index, known.get(index)) for index in indices]
     places = [
         broadcast(place, ndim)
-        for index, place in found
+        for index, place in index_places
         if isinstance(place, Affine)
         and tensors(index)[0].dtype in _INTEGERS
         and place.is_at_least(0, tensors(index)[0].shape)
     ]
-    if len(places) != held.ndim or len(places) != len(indices):
+    if len(places) != operand.ndim or len(places) != len(indices):
         return None
 
     def composed(of: Affine) -> Affine:
@@ -415,10 +415,10 @@ def _indexed(node: fx.Node, held: Known, known: _Found) -> Known | None:
             total = total.plus(place, slope) if isinstance(place, Affine) else total
         return total
 
-    return held.moved(composed)
+    return operand.moved(composed)
 
 
-_OF_ONE: dict[str, Callable[[fx.Node, Known, _Found], Known | None]] = {
+_OF_ONE: dict[str, Callable[[fx.Node, Known, _KnownNodes], Known | None]] = {
     **{"cumsum": _summed, "diff": _differences, "index": _indexed},
     **dict.fromkeys(("tril", "triu"), _triangle),
 }
@@ -474,8 +474,8 @@ def _source(node: fx.Node, known: Mapping[fx.Node, Known], written: Set[fx.Node]
 
 def _widens(zeros: Any, total: fx.Node) -> bool:
     """True if ``total`` is float32 because ``zeros`` are, by torch's promotion: a number widens no dimensions."""
-    found = tensors(zeros) if isinstance(zeros, fx.Node) else ()
-    return any(t.dtype == torch.float32 and (t.ndim > 0 or tensors(total)[0].ndim == 0) for t in found)
+    zero_tensors = tensors(zeros) if isinstance(zeros, fx.Node) else ()
+    return any(t.dtype == torch.float32 and (t.ndim > 0 or tensors(total)[0].ndim == 0) for t in zero_tensors)
 
 
 def _stands_for(kept: fx.Node, node: fx.Node) -> bool:

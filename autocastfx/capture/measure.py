@@ -46,14 +46,14 @@ class MeasuredGraph:
         names = [n.name for n in self.captured.graph.nodes if n.op == "placeholder"]
         inputs = [t.detach() for t in call.tensors]
         inputs = [t.clone() if n in self.written else t for n, t in zip(names, inputs, strict=True)]
-        held = {**self.constants, **tensors}
+        attributes = {**self.constants, **tensors}
         seen: _Seen = []
-        _measure(self.captured.graph, held.__getitem__, seen, "", *inputs)
+        _measure(self.captured.graph, attributes.__getitem__, seen, "", *inputs)
         read = read_magnitudes([measured for _, measured in seen])
-        return [(key, *found) for (key, _), found in zip(seen, read, strict=True)]
+        return [(key, *reading) for (key, _), reading in zip(seen, read, strict=True)]
 
 
-def _measure(graph: fx.Graph, held: Callable[[str], Any], seen: _Seen, prefix: str, *inputs: Any) -> Any:
+def _measure(graph: fx.Graph, lookup: Callable[[str], Any], seen: _Seen, prefix: str, *inputs: Any) -> Any:
     """Run ``graph``, and add each float32 value to ``seen``, those in sub-graphs that are converted inside too."""
 
     def observe(node: fx.Node, value: Any, _read: Sequence[Any]) -> None:
@@ -61,10 +61,10 @@ def _measure(graph: fx.Graph, held: Callable[[str], Any], seen: _Seen, prefix: s
             seen.append((key_of(node, prefix), measured))
 
     def read(node: fx.Node) -> Any:
-        found = held(str(node.target))
-        if not isinstance(found, fx.GraphModule) or not all(map(is_converted_inside, node.users)):
-            return found
-        return partial(_measure, found.graph, partial(attribute, found), seen, f"{prefix}{node.target}/")
+        value = lookup(str(node.target))
+        if not isinstance(value, fx.GraphModule) or not all(map(is_converted_inside, node.users)):
+            return value
+        return partial(_measure, value.graph, partial(attribute, value), seen, f"{prefix}{node.target}/")
 
     return NodeRun(graph, read, observe).run(*inputs, enable_io_processing=False)
 
@@ -77,15 +77,15 @@ def written_outside(graph: fx.Graph, attributes: Mapping[str, Any]) -> frozenset
         attributes: values of its ``get_attr`` nodes, sub-graphs among them.
     """
     outside = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
-    if not any(_writes(held) for held in attributes.values()):
+    if not any(_writes(value) for value in attributes.values()):
         shared = alias_sets(graph)
         outside = [n for n in outside if n in shared]
     return frozenset(n.name if n.op == "placeholder" else str(n.target) for n in outside)
 
 
-def _writes(held: Any) -> bool:
+def _writes(value: Any) -> bool:
     """True if a sub-graph writes into any tensor."""
-    graphs = [m for m in held.modules() if isinstance(m, fx.GraphModule)] if isinstance(held, nn.Module) else []
+    graphs = [m for m in value.modules() if isinstance(m, fx.GraphModule)] if isinstance(value, nn.Module) else []
     ops = (n.target for m in graphs for n in m.graph.nodes)
     return any(isinstance(op, OpOverload) and op._schema.is_mutable for op in ops)
 

@@ -52,33 +52,33 @@ def is_same(a: Any, b: Any) -> bool:
     return type(a) in _LEAVES and a == b
 
 
-def plain_parts(held: Any) -> dict[str, Any]:
+def plain_parts(instance: Any) -> dict[str, Any]:
     """Return an object's plain attributes by name, such as a configuration's fields.
 
-    A list, set or dictionary counts as the tuple of its items, if all are plain; if ``held`` itself is one, its name
-    is ``""``.
+    A list, set or dictionary counts as the tuple of its items, if all are plain; if ``instance`` itself is one, its
+    name is ``""``.
     """
-    whole = _as_tuple(held)
+    whole = _as_tuple(instance)
     if whole is not None:
         return {"": whole}
-    if isinstance(held, _OTHERS) or callable(held) or not hasattr(held, "__dict__"):
+    if isinstance(instance, _OTHERS) or callable(instance) or not hasattr(instance, "__dict__"):
         return {}
-    parts = ((n, v if is_plain(v) else _as_tuple(v)) for n, v in cast("dict[str, Any]", vars(held)).items())
-    return {name: value for name, value in parts if value is not None or vars(held)[name] is None}
+    parts = ((n, v if is_plain(v) else _as_tuple(v)) for n, v in cast("dict[str, Any]", vars(instance)).items())
+    return {name: value for name, value in parts if value is not None or vars(instance)[name] is None}
 
 
-def _as_tuple(held: Any) -> tuple[Any, ...] | None:
+def _as_tuple(instance: Any) -> tuple[Any, ...] | None:
     items: Iterable[Any] = ()
-    if type(held) is dict:
-        items = cast("dict[Any, Any]", held).items()
-    elif type(held) in (set, frozenset):
-        items = sorted(held, key=repr)
-    elif type(held) is list:
-        items = cast("list[Any]", held)
+    if type(instance) is dict:
+        items = cast("dict[Any, Any]", instance).items()
+    elif type(instance) in (set, frozenset):
+        items = sorted(instance, key=repr)
+    elif type(instance) is list:
+        items = cast("list[Any]", instance)
     else:
         return None
-    found = tuple(items)
-    return found if is_plain(found) else None
+    members = tuple(items)
+    return members if is_plain(members) else None
 
 
 # The hooks of a model's modules: a graph holds what they do to tensors in forward, and does not call them.
@@ -263,20 +263,20 @@ class PythonState:
         """Return the attributes that the graph depends on: those read, or with ``everything`` all plain ones."""
         reads = dict(self.reads)
         for path, module in self.model.named_modules() if everything else ():
-            held = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
-            reads.update({(path, n): Read(path, n, v) for n, v in held.items() if is_plain(v)})
+            attributes = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
+            reads.update({(path, n): Read(path, n, v) for n, v in attributes.items() if is_plain(v)})
         return StateGuard(tuple(reads.values()))
 
 
 @contextmanager
-def watched_state(found: PythonState) -> Generator[None, None, None]:
-    """While open, record reads of plain attributes of the model and its modules in ``found``; at the end, changes.
+def watched_state(state: PythonState) -> Generator[None, None, None]:
+    """While open, record reads of plain attributes of the model and its modules in ``state``; at the end, changes.
 
     Raises:
         CaptureError: forward computes with a number that it changes, or draws random numbers of Python or numpy: a
             graph would repeat the value of this call for ever.
     """
-    model = found.model
+    model = state.model
     before = {id(m): (path, m, dict(m.__dict__)) for path, m in model.named_modules()}
     contents = {path: _contents(m) for path, m, _ in before.values()}
     objects: dict[int, tuple[str, str, Any, dict[str, Any]]] = {}
@@ -291,11 +291,11 @@ def watched_state(found: PythonState) -> Generator[None, None, None]:
         if id(value) not in objects and value is table.get(name) and (parts := plain_parts(value)):
             objects[id(value)] = path, name, value, parts
         if is_plain(value) and value is (table[name] if name in table else _of_class(type(module), name)):
-            found.reads.setdefault(key, Read(path, name, value))
-        if key in found.reads and key not in found.lines:  # a read after a change depends on the first value
+            state.reads.setdefault(key, Read(path, name, value))
+        if key in state.reads and key not in state.lines:  # a read after a change depends on the first value
             frame = sys._getframe(1)
             if not _is_update(frame.f_code, frame.f_lasti, name):
-                found.lines[key] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                state.lines[key] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         return value
 
     with patched_here(nn.Module, "__getattribute__", note):
@@ -307,20 +307,20 @@ def watched_state(found: PythonState) -> Generator[None, None, None]:
         if name not in derived_by_hooks(m)
     ]
     for path, name in changed:
-        read = found.reads.get((path, name))
-        if read is not None and isinstance(read.value, (int, float)) and (path, name) in found.lines:
+        read = state.reads.get((path, name))
+        if read is not None and isinstance(read.value, (int, float)) and (path, name) in state.lines:
             raise CaptureError(
                 f"forward changes {read.path!r} (here from {shown(read.value)}) and computes with it, at "
-                f"{found.lines[path, name]}: a graph would use this value in every call. Keep it in a buffer, which a "
+                f"{state.lines[path, name]}: a graph would use this value in every call. Keep it in a buffer, which a "
                 "graph updates, or change it outside of forward."
             )
-        if (path, name) not in found.lines:  # only a counter: the graph does not depend on it
-            found.reads.pop((path, name), None)
-    for path, name, held, parts in objects.values():
-        now = plain_parts(held)
+        if (path, name) not in state.lines:  # only a counter: the graph does not depend on it
+            state.reads.pop((path, name), None)
+    for path, name, instance, parts in objects.values():
+        now = plain_parts(instance)
         # A None that forward fills in counts as kept: any such call fills it in (transformers' config.problem_type).
         kept = [p for p, v in parts.items() if v is None or is_same(now.get(p, _MISSING), v)]
-        found.reads.update({(path, f"{name}.{p}"): Read(path, name, parts[p], p) for p in kept})
+        state.reads.update({(path, f"{name}.{p}"): Read(path, name, parts[p], p) for p in kept})
         changed += [(path, f"{name}.{part}") for part in {**parts, **now} if part and part not in kept]
     for source, now in _draws(model).items():
         if now != draws.get(source, now):
@@ -333,7 +333,7 @@ def watched_state(found: PythonState) -> Generator[None, None, None]:
         now = _contents(m)
         other = [n for n, c in contents[path].items() if n in now and not same_content(now[n], c)]
         changed += [(path, name) for name in other if (path, name) not in changed]
-    found.changes = tuple(f"{path}.{name}" if path else name for path, name in changed)
+    state.changes = tuple(f"{path}.{name}" if path else name for path, name in changed)
 
 
 def _draws(model: nn.Module) -> dict[str, Any]:
@@ -360,8 +360,8 @@ def private_generators(model: nn.Module) -> dict[str, Any]:
 def _state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
-    held = generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state(legacy=False)
-    return pickle.dumps(held)
+    state = generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state(legacy=False)
+    return pickle.dumps(state)
 
 
 def _restore(model: nn.Module, source: str, state: Any) -> None:
@@ -377,13 +377,13 @@ def _restore(model: nn.Module, source: str, state: Any) -> None:
             generator.set_state(pickle.loads(state))
 
 
-def _table(held: Any) -> dict[Any, Any]:
+def _table(instance: Any) -> dict[Any, Any]:
     """Return an object's ``__dict__`` without calling its class's ``__getattribute__``."""
     try:
-        found: dict[Any, Any] = object.__getattribute__(held, "__dict__")
+        table: dict[Any, Any] = object.__getattribute__(instance, "__dict__")
     except AttributeError:
         return _EMPTY
-    return found
+    return table
 
 
 def _of_class(kind: type, name: str) -> Any:
@@ -392,8 +392,8 @@ def _of_class(kind: type, name: str) -> Any:
 
 def _contents(module: nn.Module) -> dict[str, Any]:
     """Copy the attributes that are containers."""
-    held = {n: v for n, v in module.__dict__.items() if n not in _OF_MODULES}
-    return {n: type(v)(v) for n, v in held.items() if type(v) in (list, dict, set)}
+    attributes = {n: v for n, v in module.__dict__.items() if n not in _OF_MODULES}
+    return {n: type(v)(v) for n, v in attributes.items() if type(v) in (list, dict, set)}
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -447,7 +447,7 @@ def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, N
     yield
     after = {path: (table, name, table[name]) for path, table, name in _slots(model)}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    found: set[str] = set()
+    reassigned: set[str] = set()
     for path in {**before, **after}:
         old, new = (slots[path][2] if path in slots else None for slots in (before, after))
         if old is new:
@@ -470,9 +470,9 @@ def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, N
                 f"forward assigns the buffer {path!r} anew, which is registered under several names: write into it "
                 "(buffer.copy_(new)), or register it once."
             )
-        found.add(path)
-    if not found <= known:
-        known |= found
+        reassigned.add(path)
+    if not reassigned <= known:
+        known |= reassigned
         raise AgainError
     for path in known:
         before[path][2].copy_(after[path][2].detach())

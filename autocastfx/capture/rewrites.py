@@ -183,17 +183,17 @@ def set_data_rule(model: nn.Module) -> Mapping[Any, Rule]:
     return {_SET: partial(_set, model)}
 
 
-def _set(model: nn.Module, held: torch.Tensor, new: torch.Tensor) -> None:
-    if (held.dtype, held.device, held.shape) != (new.dtype, new.device, new.shape):
+def _set(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+    if (old.dtype, old.device, old.shape) != (new.dtype, new.device, new.shape):
         named = (*model.named_parameters(), *model.named_buffers())
-        name = next((repr(name) for name, tensor in named if tensor is held), "a tensor")
+        name = next((repr(name) for name, tensor in named if tensor is old), "a tensor")
         frame = calling_frame()
         raise CaptureError(
-            f"forward gives {name} other data: {_kind(held)} becomes {_kind(new)}, at "
+            f"forward gives {name} other data: {_kind(old)} becomes {_kind(new)}, at "
             f"{place(frame.f_code.co_filename, frame.f_lineno)}. A graph holds tensors of fixed sizes and dtypes: "
             "change it before the conversion."
         )
-    set_data(held, new)
+    set_data(old, new)
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -468,7 +468,7 @@ def _register(
     model: nn.Module, called: list[Callable[..., Any]], tensor: torch.Tensor, hook: Callable[..., Any]
 ) -> Any:
     mode = get_proxy_mode()
-    if any(tensor is held for held in (*model.parameters(), *model.buffers())):
+    if any(tensor is registered for registered in (*model.parameters(), *model.buffers())):
         _raise("register_hook", "on a parameter: each call would add another. Register it once, outside of forward")
     if (name := _not_repeated(hook)) is not None:
         _raise("register_hook", f"whose function holds {name}, which a graph would keep from this call for ever")
@@ -502,8 +502,8 @@ class _Handle:
 
 
 def _grad_fn(tensor: torch.Tensor) -> Any:
-    found = tensor.grad_fn
-    return None if found is None else _GradFn(found)
+    function = tensor.grad_fn
+    return None if function is None else _GradFn(function)
 
 
 class _GradFn:
@@ -524,16 +524,16 @@ def _not_repeated(hook: Any, seen: tuple[Any, ...] = ()) -> str | None:
         return None
     seen = (*seen, hook)
     if isinstance(hook, functools.partial):
-        held = {**{f"argument {i}": one for i, one in enumerate(hook.args)}, **hook.keywords, "func": hook.func}
+        contents = {**{f"argument {i}": one for i, one in enumerate(hook.args)}, **hook.keywords, "func": hook.func}
     elif isinstance(hook, types.MethodType):
-        held = {"self": hook.__self__, "func": hook.__func__}
+        contents = {"self": hook.__self__, "func": hook.__func__}
     elif isinstance(hook, types.FunctionType):
-        held = {**inspect.getclosurevars(hook).nonlocals, **(hook.__kwdefaults__ or {})}
-        held.update({f"default {i}": one for i, one in enumerate(hook.__defaults__ or ())})
+        contents = {**inspect.getclosurevars(hook).nonlocals, **(hook.__kwdefaults__ or {})}
+        contents.update({f"default {i}": one for i, one in enumerate(hook.__defaults__ or ())})
     else:
         is_bare = isinstance(hook, types.BuiltinFunctionType) and hook.__self__ is None
         return None if is_bare else str(type(hook).__name__)
-    for name, one in held.items():
+    for name, one in contents.items():
         if not is_plain(one) and (inner := _not_repeated(one, seen)) is not None:
             return repr(name) if not callable(one) else inner
     return None

@@ -152,8 +152,8 @@ def _fixed_by_code(
     dynamic = {(i, d) for _, i, d in symbols}
     fixed = [(i, d, size) for i, sizes in enumerate(captured) for d, size in enumerate(sizes) if (i, d) not in dynamic]
     for i, d, size in fixed:
-        if len(found := lines.get(size, set[str]())) == 1:
-            yield i, d, next(iter(found))
+        if len(size_lines := lines.get(size, set[str]())) == 1:
+            yield i, d, next(iter(size_lines))
 
 
 def _line(guard: Any) -> str:

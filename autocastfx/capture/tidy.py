@@ -63,8 +63,8 @@ def flatten_transforms(module: fx.GraphModule) -> fx.GraphModule:
     """
     if not any(node.target in _ENTER for node in module.graph.nodes):
         return module
-    held = (_example(node) for node in module.graph.nodes)
-    mode = next((one.fake_mode for one in held if isinstance(one, FakeTensor)), None) or FakeTensorMode()
+    examples = (_example(node) for node in module.graph.nodes)
+    mode = next((one.fake_mode for one in examples if isinstance(one, FakeTensor)), None) or FakeTensorMode()
     root = fx.GraphModule(module, module.graph)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     is_differentiated = True
@@ -153,10 +153,10 @@ def _flatten(
     inputs = list(dict.fromkeys(one for node in region for one in node.all_input_nodes if one not in inside))
     outputs = [node for node in region if any(user not in inside for user in node.users)]
     batched = fx.Graph()
-    held = {node: batched.placeholder(node.name) for node in inputs}
+    batched_nodes = {node: batched.placeholder(node.name) for node in inputs}
     for node in region:
-        held[node] = batched.node_copy(node, held.__getitem__)
-    batched.output(tuple(held[node] for node in outputs))
+        batched_nodes[node] = batched.node_copy(node, batched_nodes.__getitem__)
+    batched.output(tuple(batched_nodes[node] for node in outputs))
     run = _Run(fx.GraphModule(root, batched)).run
     with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), torch.random.fork_rng(devices=[]):
         traced: fx.GraphModule = cast("Any", make_fx)(run)(*(_example(node) for node in inputs))
@@ -209,10 +209,10 @@ def tidy(
         if node in copies:
             return copies[node]
         if node.op == "get_attr":
-            held, target = str(node.target), str(node.target).removeprefix("module.")
+            path, target = str(node.target), str(node.target).removeprefix("module.")
             if target not in names:
-                target = held if target in attributes else target
-                attributes[target] = _attribute(attribute(module, held), called, follows)
+                target = path if target in attributes else target
+                attributes[target] = _attribute(attribute(module, path), called, follows)
             copied = graph.create_node("get_attr", target, name=target.replace(".", "_"))
         elif node.op == "placeholder":
             name = next(input_names, None) or _as_argument(re.sub(r"^[a-z]_(module_)?", "", node.name))
@@ -263,11 +263,11 @@ def _as_argument(name: str) -> str:
     return name if name.isidentifier() else f"_{name}"
 
 
-def _attribute(held: Any, called: list[Any], follows: bool) -> Any:
-    if not isinstance(held, fx.GraphModule):
-        return held.detach() if isinstance(held, torch.Tensor) else held
+def _attribute(original: Any, called: list[Any], follows: bool) -> Any:
+    if not isinstance(original, fx.GraphModule):
+        return original.detach() if isinstance(original, torch.Tensor) else original
     inner: dict[str, Any] = {}
-    graph = tidy(held, set(), called, inner, follows=follows)
+    graph = tidy(original, set(), called, inner, follows=follows)
     return fx.GraphModule(inner, graph)
 
 

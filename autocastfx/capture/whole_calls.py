@@ -40,16 +40,16 @@ def attention_written_out() -> Generator[None]:
 @contextmanager
 def padding_noted() -> Generator[list[nn.TransformerEncoder]]:
     """Note the encoders that are called with a padding mask, and may leave 0 in the padded places of their output."""
-    found: list[nn.TransformerEncoder] = []
+    encoders: list[nn.TransformerEncoder] = []
     forward: Any = nn.TransformerEncoder.forward
 
     def noted(self: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None) -> Any:
         if src_key_padding_mask is not None and mask is None and self.use_nested_tensor and not self.training:
-            found.append(self)
+            encoders.append(self)
         return forward(self, src, mask, src_key_padding_mask, is_causal)
 
     with patched_here(nn.TransformerEncoder, "forward", noted):
-        yield found
+        yield encoders
 
 
 class _Leaf(HigherOrderOperator):
@@ -99,14 +99,14 @@ def whole_calls(functions: Iterable[str]) -> Generator[list[Callable[..., Any]],
     have this open.
     """
     called: list[Callable[..., Any]] = []
-    found: Any = inspect.getattr_static(torch.autograd.Function, "apply")  # written in Python; from torch 2.15 on in C
+    method: Any = inspect.getattr_static(torch.autograd.Function, "apply")  # written in Python; from torch 2.15 on in C
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch.utils.checkpoint":
             refuse_checkpoint()
         inside_torch = cls.__module__.split(".")[0] == "torch"
         call = AutogradCall(cls)
-        original: Any = found.__get__(None, cls)
+        original: Any = method.__get__(None, cls)
         return record_call(call, lambda: original(*args, **kwargs), args, kwargs, called, trace=inside_torch)
 
     with ExitStack() as stack:
@@ -125,20 +125,20 @@ def places(paths: Iterable[str]) -> list[tuple[Any, str, Any]]:
     A function has several names if modules import it (``from ops import fused``). Static methods are found in their
     class.
     """
-    found: list[tuple[Any, str, Any]] = []
+    bindings: list[tuple[Any, str, Any]] = []
     wanted: dict[int, Any] = {}
     for path in paths:
         owner, function, attribute = located(path.rpartition(".")[0]), located(path), path.rpartition(".")[2]
         if isinstance(owner, type):
             if isinstance(inspect.getattr_static(owner, attribute, None), staticmethod):
-                found.append((owner, attribute, function))
+                bindings.append((owner, attribute, function))
         elif callable(function) and not isinstance(function, type):
             wanted[id(function)] = function
     modules = {id(module): module for module in sys.modules.values()} if wanted else {}
     for module in modules.values():
-        names = [(name, held) for name, held in getattr(module, "__dict__", {}).items() if id(held) in wanted]
-        found += [(module, name, function) for name, function in names]
-    return found
+        names = [(name, value) for name, value in getattr(module, "__dict__", {}).items() if id(value) in wanted]
+        bindings += [(module, name, function) for name, function in names]
+    return bindings
 
 
 def _whole(function: Callable[..., Any], called: list[Callable[..., Any]]) -> Callable[..., Any]:

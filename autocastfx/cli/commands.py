@@ -155,7 +155,7 @@ class Diagnosis:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield from (f"{name}: {found}" for name, found in self.versions.items())
+        yield from (f"{name}: {number}" for name, number in self.versions.items())
         yield from (f"device {kind}: {name}" for kind, name in self.devices)
         for kind, by_dtype in self.no_kernel.items():
             for dtype, ops in by_dtype.items():
@@ -314,12 +314,12 @@ def explain(options: Namespace) -> int:
     """Run ``explain MODEL WHAT …``."""
     amp_model = converted(options, options.op_list or "default")
     try:
-        found = {what: (select(amp_model.plan, what), explain_node(amp_model, what)) for what in options.what}
+        answers = {what: (select(amp_model.plan, what), explain_node(amp_model, what)) for what in options.what}
     except KeyError as error:
         raise ModelSpecError(f"{error.args[0]}.") from error
     if options.json:
-        return print_json([{"what": what, "nodes": nodes, "text": text} for what, (nodes, text) in found.items()])
-    print("\n".join(text for _, text in found.values()), end="")
+        return print_json([{"what": what, "nodes": nodes, "text": text} for what, (nodes, text) in answers.items()])
+    print("\n".join(text for _, text in answers.values()), end="")
     return 0
 
 
@@ -336,12 +336,12 @@ def diff(options: Namespace) -> int:
         before, after = (converted(options, op_list, model).plan for op_list in options.op_list)
     else:
         raise ModelSpecError("diff takes MODEL with --op-list A --op-list B, or two plan files of dump --format json.")
-    found = diff_plans(before, after)
+    difference = diff_plans(before, after)
     if options.json:
-        print_json(_of_diff(found))
+        print_json(_of_diff(difference))
     else:
-        print(found)
-    return int(bool(found))
+        print(difference)
+    return int(bool(difference))
 
 
 def convert_model(options: Namespace) -> int:
@@ -358,10 +358,10 @@ def convert_model(options: Namespace) -> int:
 
 def doctor(options: Namespace) -> int:
     """Run ``doctor``."""
-    found = examine()
+    diagnosis = examine()
     if options.json:
-        return print_json(found)
-    print(found)
+        return print_json(diagnosis)
+    print(diagnosis)
     return 0
 
 
@@ -435,9 +435,9 @@ def _read_plan(path: Path) -> Plan:
         raise PlanError(f"{path} is no plan that dump --format json wrote: {error}.") from error
 
 
-def _of_diff(found: PlanDiff) -> dict[str, Any]:
-    changed = [{"name": d.name, "moved": d.moved, "before": d.before, "after": d.after} for d in found.changed]
-    return {"changed": changed, "removed": found.removed, "added": found.added}
+def _of_diff(difference: PlanDiff) -> dict[str, Any]:
+    changed = [{"name": d.name, "moved": d.moved, "before": d.before, "after": d.after} for d in difference.changed]
+    return {"changed": changed, "removed": difference.removed, "added": difference.added}
 
 
 def _of_rule(rule: Any) -> dict[str, Any]:

@@ -89,10 +89,10 @@ def _run_lint(options: argparse.Namespace) -> int:
         raise ModelSpecError("lint reads sizes: give --inputs.")
     try:
         find_gpu(options.gpu)  # before work that may take minutes
-        found = lint(converted(options, options.op_list or "default", device="cuda"), options.gpu)
+        findings = lint(converted(options, options.op_list or "default", device="cuda"), options.gpu)
     except GpuError as error:
         raise ModelSpecError(str(error)) from error
-    print(found.to_json() if options.json else found)
+    print(findings.to_json() if options.json else findings)
     return 0
 
 
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # characters such as arrows must not end a command
     try:
         with _current_directory_importable(), _warnings_in_one_line():
-            found: int | Callable[[], int] = options.run(options)
+            outcome: int | Callable[[], int] = options.run(options)
             sys.stdout.flush()
     except KeyboardInterrupt:
         return interrupted()
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"autocastfx: error: {_brief(error)}", file=sys.stderr)
         return _code(error)
-    return found() if callable(found) else found  # a script: its errors and warnings are shown as without us
+    return outcome() if callable(outcome) else outcome  # a script: its errors and warnings are shown as without us
 
 
 def _code(error: Exception) -> int:

@@ -66,11 +66,11 @@ class FactoryCall:
         Raises:
             ModelSpecError: it is no such text, or an argument is no literal.
         """
-        found = _FORM.fullmatch(spec)
-        if found is None:
+        match = _FORM.fullmatch(spec)
+        if match is None:
             raise ModelSpecError(f"cannot read {spec!r}: {form}.")
-        args, kwargs = _literals(spec, found[3]) if found[3] is not None else ((), {})
-        return cls(spec, found[1], found[2], args, kwargs, found[3] is not None)
+        args, kwargs = _literals(spec, match[3]) if match[3] is not None else ((), {})
+        return cls(spec, match[1], match[2], args, kwargs, match[3] is not None)
 
     def result(self) -> Any:
         """Import the module and call what it holds, each with seed 0. A model that stands there ready is not called.
@@ -135,7 +135,7 @@ def _nearest_module(name: str) -> str:
     """Suggest a module beside the one that is missing."""
     around, _, last = name.rpartition(".")
     paths = getattr(importlib.import_module(around), "__path__", []) if around else None
-    hint = nearest(last, (found.name for found in pkgutil.iter_modules(paths)))
+    hint = nearest(last, (module.name for module in pkgutil.iter_modules(paths)))
     return hint.replace("'", f"'{around}.", 1) if around else hint
 
 
@@ -212,11 +212,11 @@ def load_inputs(specs: Sequence[str], device: torch.device) -> tuple[tuple[Any, 
     args, kwargs = list[Any](), dict[str, Any]()
     generator = torch.Generator().manual_seed(0)
     for spec in specs:
-        found = _SHAPE.fullmatch(spec)
-        if found is None:
+        match = _SHAPE.fullmatch(spec)
+        if match is None:
             alone = "; a factory gives all inputs and stands alone" if is_factory_call(spec) else ""
             raise ModelSpecError(f"cannot read the input {spec!r}: it is {_FORMS}{alone}.")
-        tensor, name = _tensor(found, generator).to(device), found["name"]
+        tensor, name = _tensor(match, generator).to(device), match["name"]
         if name is None:
             args.append(tensor)
         elif name in kwargs:
@@ -322,40 +322,40 @@ def load_weights(model: nn.Module, spec: str, path: Path) -> None:
     """
     _check_is_file(path, "weights")
     try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        weights: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's own message advises to run the file's code
         raise ModelSpecError(
             f"{path} holds more than tensors, or is no file of torch.save ({type(error).__name__}). --weights takes a "
             "state_dict and runs nothing, with --trust or without: save model.state_dict() by itself."
         ) from error
-    _check_fits(_state_dict(found, path), model.state_dict(), path, spec)
-    model.load_state_dict(found, strict=True)
+    _check_fits(_state_dict(weights, path), model.state_dict(), path, spec)
+    model.load_state_dict(weights, strict=True)
 
 
-def _state_dict(found: Any, path: Path) -> Mapping[str, torch.Tensor]:
-    if not isinstance(found, Mapping):
-        raise ModelSpecError(f"{path} holds a {type(found).__name__}: --weights takes a state_dict, tensors by name.")
-    other = next((name for name, value in found.items() if not isinstance(value, torch.Tensor)), None)
+def _state_dict(weights: Any, path: Path) -> Mapping[str, torch.Tensor]:
+    if not isinstance(weights, Mapping):
+        raise ModelSpecError(f"{path} holds a {type(weights).__name__}: --weights takes a state_dict, tensors by name.")
+    other = next((name for name, value in weights.items() if not isinstance(value, torch.Tensor)), None)
     if other is not None:
-        inner = next((name for name, value in found.items() if _is_state_dict(value)), None)
+        inner = next((name for name, value in weights.items() if _is_state_dict(value)), None)
         way = f" One seems to be under {inner!r}: save it by itself." if inner is not None else ""
-        kind = type(found[other]).__name__
+        kind = type(weights[other]).__name__
         raise ModelSpecError(
             f"{path}: {other!r} is a {kind}, and --weights takes a state_dict alone, tensors by name.{way}"
         )
-    return found
+    return weights
 
 
 def _is_state_dict(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(isinstance(v, torch.Tensor) for v in value.values())
 
 
-def _check_fits(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], path: Path, spec: str) -> None:
-    missing, unknown = [n for n in wanted if n not in found], [n for n in found if n not in wanted]
+def _check_fits(weights: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], path: Path, spec: str) -> None:
+    missing, unknown = [n for n in wanted if n not in weights], [n for n in weights if n not in wanted]
     shapes = [
-        f"{name} is {list(found[name].shape)}, here {list(tensor.shape)}"
+        f"{name} is {list(weights[name].shape)}, here {list(tensor.shape)}"
         for name, tensor in wanted.items()
-        if name in found and found[name].shape != tensor.shape
+        if name in weights and weights[name].shape != tensor.shape
     ]
     hint = nearest(unknown[0], missing) if unknown else ""
     prefix = next((p for p in _prefixes(unknown) if all(n.removeprefix(p) in wanted for n in unknown)), "")
@@ -438,20 +438,20 @@ def conversion_arguments(options: Namespace, device: torch.device) -> dict[str, 
         CaptureError: a factory of batches raises.
     """
     given = {name: getattr(options, name, None) for name in _NAMES}
-    found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if "device" in found:
+    arguments: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if "device" in arguments:
         try:
-            named_device(found["device"])
+            named_device(arguments["device"])
         except ValueError as error:
             raise ModelSpecError(f"--{error}.") from None
-    if found.get("recompose"):
+    if arguments.get("recompose"):
         try:
-            chosen(found["recompose"])
+            chosen(arguments["recompose"])
         except ValueError as error:
             raise ModelSpecError(f"--{error}.") from error
-    if "calibrate" in found:
-        found["calibrate"] = _calibration(found["calibrate"], device)
-    return found
+    if "calibrate" in arguments:
+        arguments["calibrate"] = _calibration(arguments["calibrate"], device)
+    return arguments
 
 
 def _calibration(specs: Sequence[str], device: torch.device) -> Any:

@@ -117,19 +117,21 @@ def _compare(options: argparse.Namespace) -> int:
         raise ModelSpecError(f"the model has an input called {taken[0]!r} itself: leave --{taken[0]} away.")
     with random_numbers_kept():
         torch.manual_seed(options.seed)  # both calls below restore the random state that they start from
-        found = compare(None, amp_model, *args, **how, **kwargs)
-        overflow = None if options.json or found.first_non_finite is None else find_overflow(amp_model, *args, **kwargs)
+        comparison = compare(None, amp_model, *args, **how, **kwargs)
+        overflow = (
+            None if options.json or comparison.first_non_finite is None else find_overflow(amp_model, *args, **kwargs)
+        )
     if options.page is not None:
-        dump(amp_model, options.page, "html", comparison=found)
+        dump(amp_model, options.page, "html", comparison=comparison)
     if options.json:
-        print(found.to_json())
-        return int(not found.is_finite)
-    print(found.table(options.most, in_order=options.in_order))
+        print(comparison.to_json())
+        return int(not comparison.is_finite)
+    print(comparison.table(options.most, in_order=options.in_order))
     if options.gradients:
-        print("\ngradients", found.table(options.most, in_order=options.in_order, gradients=True), sep="\n")
+        print("\ngradients", comparison.table(options.most, in_order=options.in_order, gradients=True), sep="\n")
     if overflow is not None:
         print(f"\n{overflow}")
-    return int(not found.is_finite)
+    return int(not comparison.is_finite)
 
 
 def _check_model(options: argparse.Namespace) -> int:
@@ -139,9 +141,9 @@ def _check_model(options: argparse.Namespace) -> int:
     place = device_of(model)
     how = conversion_arguments(options, place)
     batch = load_inputs(options.inputs, place)
-    found = check(model, [batch], dtype=options.dtype, op_list=options.op_list or "default", **how)
-    print(found.to_json() if options.json else found)
-    return int(not found.ok)
+    findings = check(model, [batch], dtype=options.dtype, op_list=options.op_list or "default", **how)
+    print(findings.to_json() if options.json else findings)
+    return int(not findings.ok)
 
 
 def _bisect(options: argparse.Namespace) -> int:
@@ -160,7 +162,7 @@ def _bisect(options: argparse.Namespace) -> int:
     metric = own or OutputDistance(model, args, kwargs, options.metric, options.seed)
     try:
         with _shown() as show:
-            found = bisect(
+            bisection = bisect(
                 model,
                 args,
                 metric,
@@ -181,12 +183,12 @@ def _bisect(options: argparse.Namespace) -> int:
     except BisectError as error:
         print(f"autocastfx: error: {error}", file=sys.stderr)
         return 1
-    found.op_list.save(options.output)
+    bisection.op_list.save(options.output)
     if options.json:
         names = ("places", "metric", "low", "float32", "evaluations")
-        print(json.dumps(plain_data({name: getattr(found, name) for name in names}, NON_FINITE_AS_TEXT), indent=1))
+        print(json.dumps(plain_data({name: getattr(bisection, name) for name in names}, NON_FINITE_AS_TEXT), indent=1))
         return 0
-    print(found)
+    print(bisection)
     print(f"{options.output}: give it after the others, as in --op-list default {options.output}")
     return 0
 
@@ -281,7 +283,7 @@ def _run_tune(options: Namespace) -> int:
     measured = None
     if options.sensitivity is not None:
         measured = _measured(options, model, batches, functions["loss"], functions["inputs"], how)
-    found = tune(
+    tuned = tune(
         model,
         batches,
         functions["loss"],
@@ -295,13 +297,13 @@ def _run_tune(options: Namespace) -> int:
         **how,
     )
     if options.output is not None:
-        found.save(options.output)
+        tuned.save(options.output)
     if options.plot is not None:
-        found.plot(options.plot)
+        tuned.plot(options.plot)
     if options.json:
-        print_json(_plain(found))
+        print_json(_plain(tuned))
     else:
-        print(found.report())
+        print(tuned.report())
     return 0
 
 
@@ -390,8 +392,8 @@ def _is_of(known: Sensitivity, plan: Plan) -> bool:
     """True if most of what was measured is in the plan; graphs for other calls may differ from it."""
     keys = {(node.name, node.op, node.module) for node in plan.nodes}
     replaced = {name for one in plan.recomposed for name in one.replaced}
-    found = [effect.key in keys or effect.name in replaced for effect in known.effects if effect.name != OUTPUT]
-    return 2 * sum(found) > len(found)
+    matches = [effect.key in keys or effect.name in replaced for effect in known.effects if effect.name != OUTPUT]
+    return 2 * sum(matches) > len(matches)
 
 
 def _known(file: Path) -> Sensitivity | None:
@@ -401,8 +403,8 @@ def _known(file: Path) -> Sensitivity | None:
         raise ModelSpecError(str(error)) from error
 
 
-def _plain(found: Tuned) -> dict[str, Any]:
+def _plain(tuned: Tuned) -> dict[str, Any]:
     """The result as data; errors that are not finite are null."""
-    points = {"start": found.start, "tuned": found.point, "front": list(found.front)}
-    rules = {"op_list": found.text(), "gains": found.gains, "sensitivity": str(found.sensitivity)}
-    return {"budget": {"error": found.budget.error, "bytes": found.budget.bytes}, **points, **rules}
+    points = {"start": tuned.start, "tuned": tuned.point, "front": list(tuned.front)}
+    rules = {"op_list": tuned.text(), "gains": tuned.gains, "sensitivity": str(tuned.sensitivity)}
+    return {"budget": {"error": tuned.budget.error, "bytes": tuned.budget.bytes}, **points, **rules}

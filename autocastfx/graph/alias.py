@@ -52,15 +52,15 @@ def reachable(starts: Iterable[T], neighbours: Callable[[T], Iterable[T]]) -> di
         starts: each leads to itself.
         neighbours: one step further; called once for each that is reached.
     """
-    found = {start: start for start in starts}
-    queue = deque(found)
+    reached = {start: start for start in starts}
+    queue = deque(reached)
     while queue:
         here = queue.popleft()
         for near in neighbours(here):
-            if near not in found:
-                found[near] = found[here]
+            if near not in reached:
+                reached[near] = reached[here]
                 queue.append(near)
-    return found
+    return reached
 
 
 # Find values of a graph that share storage, and the nodes that write into it.
@@ -121,7 +121,7 @@ def alias_sets(
     for node in graph.nodes:
         if find(node) in roots:
             members[find(node)].add(node)
-    sets = {root: AliasSet(root, frozenset(found)) for root, found in members.items()}
+    sets = {root: AliasSet(root, frozenset(nodes)) for root, nodes in members.items()}
     return {node: one for one in sets.values() for node in one.members}
 
 
@@ -158,8 +158,8 @@ def _may_write_unseen(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
 
 def _writes_or_hands_on(module: fx.GraphModule) -> bool:
     """True if a graph may write into what it is given, or gives a view of it, into which others may write."""
-    held, nodes = attributes_of(module, module.graph), module.graph.nodes
-    writes = any(mutated_inputs(node) for node in nodes) or bool(seen_by_functions(module.graph, held))
+    attributes, nodes = attributes_of(module, module.graph), module.graph.nodes
+    writes = any(mutated_inputs(node) for node in nodes) or bool(seen_by_functions(module.graph, attributes))
     return writes or any(node.op in ("placeholder", "get_attr") for node in handed_out(module.graph))
 
 

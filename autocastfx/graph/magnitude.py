@@ -22,11 +22,11 @@ from autocastfx.graph.node import Use, argument, constants, has_float32, tensors
 
 def _read(numbers: Sequence[torch.Tensor]) -> list[Any]:
     """Read tensors of one shape, with one transfer from each device."""
-    found: dict[int, Any] = {}
+    values: dict[int, Any] = {}
     for device in dict.fromkeys(one.device for one in numbers):
         here = [i for i, one in enumerate(numbers) if one.device == device]
-        found.update(zip(here, torch.stack([numbers[i] for i in here]).cpu().tolist(), strict=True))
-    return [found[i] for i in range(len(numbers))]
+        values.update(zip(here, torch.stack([numbers[i] for i in here]).cpu().tolist(), strict=True))
+    return [values[i] for i in range(len(numbers))]
 
 
 # Measure the largest and the typical magnitude of a float32 value's elements.
@@ -58,13 +58,13 @@ class Measured(NamedTuple):
         return Magnitude(float(self.largest), float(self.rms))
 
 
-def magnitude(found: Any) -> Measured | None:
-    """Measure all float32 tensors in ``found`` without waiting for an accelerator.
+def magnitude(value: Any) -> Measured | None:
+    """Measure all float32 tensors in ``value`` without waiting for an accelerator.
 
     Returns None if there is no dense float32 tensor with elements in this process; fake and distributed tensors do not
     count.
     """
-    leaves = (leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor))
+    leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
     reached = [_of(leaf.detach()) for leaf in leaves if leaf.dtype == torch.float32 and leaf.numel() and is_here(leaf)]
     if not reached:
         return None
@@ -427,8 +427,8 @@ def filled(node: fx.Node) -> tuple[str, float] | None:
 
 def _passes_on(node: fx.Node, name: str) -> bool:
     """True if a mask, or scores, read as argument ``name`` make the result of ``node`` a mask or scores."""
-    op, found = op_name(node), tensors(node)
-    if len(found) != 1 or not found[0].is_floating_point():
+    op, results = op_name(node), tensors(node)
+    if len(results) != 1 or not results[0].is_floating_point():
         return False
     if op in _MASKED:
         factor = argument(node, "alpha" if op in ("add", "sub") else "beta")  # by which a mask is multiplied

@@ -144,12 +144,12 @@ def located(path: str) -> Any:
     """Look a dotted path up in loaded modules, without importing; None if nothing is found."""
     parts = path.split(".")
     for n in range(len(parts), 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:n]))
-        if found is not None:
+        target: Any = sys.modules.get(".".join(parts[:n]))
+        if target is not None:
             for part in parts[n:]:
-                is_class = isinstance(found, type)
-                found = getattr(found, part, None) if is_class else getattr(found, "__dict__", {}).get(part)
-            return found
+                is_class = isinstance(target, type)
+                target = getattr(target, part, None) if is_class else getattr(target, "__dict__", {}).get(part)
+            return target
     return None
 
 
@@ -158,11 +158,11 @@ def canonical(path: str) -> str:
 
     ``torch.nn.LayerNorm`` becomes the path where it is defined, ``torch.relu`` becomes ``relu``.
     """
-    found = located(path)
-    if isinstance(found, type):
-        return f"{found.__module__}.{found.__qualname__}"
+    target = located(path)
+    if isinstance(target, type):
+        return f"{target.__module__}.{target.__qualname__}"
     functions = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
-    return of_function(found) if isinstance(found, functions) else path
+    return of_function(target) if isinstance(target, functions) else path
 
 
 # The arguments of ops: names and types, and the values that a node passes, defaults included.
@@ -195,7 +195,7 @@ def argument_types(op: str) -> Mapping[str, tuple[ArgumentType, ...]] | None:
 
     For a Python function the types are empty. None if the op's arguments are unknown.
     """
-    found: dict[str, dict[ArgumentType, None]] = {}
+    types_by_name: dict[str, dict[ArgumentType, None]] = {}
     if names_function(op):
         function = located(op)
         try:
@@ -206,8 +206,8 @@ def argument_types(op: str) -> Mapping[str, tuple[ArgumentType, ...]] | None:
     schemas = _schemas(op)
     for schema in schemas:
         for argument in schema.arguments:
-            found.setdefault(argument.name, {})[ArgumentType(str(argument.real_type))] = None
-    return MappingProxyType({name: tuple(types) for name, types in found.items()}) if schemas else None
+            types_by_name.setdefault(argument.name, {})[ArgumentType(str(argument.real_type))] = None
+    return MappingProxyType({name: tuple(types) for name, types in types_by_name.items()}) if schemas else None
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -239,9 +239,9 @@ def _signatures(target: Any) -> list[inspect.Signature]:
 
 
 def _by_name(node: fx.Node, schema: Any) -> dict[str, Any]:
-    found = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    found.update({a.name: given for a, given in zip(schema.arguments, node.args, strict=False)})
-    return {**found, **node.kwargs}
+    values = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    values.update({a.name: given for a, given in zip(schema.arguments, node.args, strict=False)})
+    return {**values, **node.kwargs}
 
 
 def _fits(node: fx.Node, schema: Any) -> bool:

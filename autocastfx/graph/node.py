@@ -53,8 +53,8 @@ def schema(op: OpOverload) -> Schema:
     )
 
 
-def _type(found: object) -> str:
-    return str(found).replace("Optional[", "").rstrip("]")
+def _type(schema_type: object) -> str:
+    return str(schema_type).replace("Optional[", "").rstrip("]")
 
 
 # Turn symbolic sizes into numbers: their values for the example inputs, or their bounds.
@@ -66,15 +66,15 @@ def example(number: Any) -> Any:
         return number
     node = number.node
     if node.hint is None:  # torch 2.11 has no hint for a symbol that it later found equal to an input's size
-        found = node.expr.xreplace(node.shape_env.backed_var_to_val)
-        return None if found.free_symbols else node.pytype(found)
+        expression = node.expr.xreplace(node.shape_env.backed_var_to_val)
+        return None if expression.free_symbols else node.pytype(expression)
     return node.hint
 
 
 def example_size(number: Any) -> Any:
     """Do as ``example``, but return 1 for a size that depends on data."""
-    found = example(number)
-    return 1 if found is None and isinstance(number, torch.SymInt) else found
+    size = example(number)
+    return 1 if size is None and isinstance(number, torch.SymInt) else size
 
 
 def largest_size(number: Any) -> float:
@@ -211,13 +211,13 @@ def _named_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
 
 def uses(node: fx.Node) -> tuple[Use, ...]:
     """Return every place where ``node`` reads a node, in order; list arguments are flattened."""
-    found: list[Use] = []
+    reads: list[Use] = []
     for name, arg in _named_arguments(node):
         if isinstance(arg, fx.Node):
-            found.append(Use(name, arg))
+            reads.append(Use(name, arg))
         elif isinstance(arg, _CONTAINERS):
-            map_arg(arg, lambda n, name=name: found.append(Use(name, n)))
-    return tuple(found)
+            map_arg(arg, lambda n, name=name: reads.append(Use(name, n)))
+    return tuple(reads)
 
 
 def map_uses(node: fx.Node, change: Callable[[str, fx.Node], fx.Node]) -> None:
@@ -255,9 +255,9 @@ def argument(node: fx.Node, name: str) -> Any:
 
 def number(argument: Any) -> Any:
     """Return a number, or a symbolic size, that is given as it is or by a node; None for anything else and for NaN."""
-    held = value(argument) if isinstance(argument, fx.Node) else argument
-    is_number = isinstance(held, (int, float)) and not math.isnan(held)
-    return held if is_number or isinstance(held, torch.SymInt) else None
+    candidate = value(argument) if isinstance(argument, fx.Node) else argument
+    is_number = isinstance(candidate, (int, float)) and not math.isnan(candidate)
+    return candidate if is_number or isinstance(candidate, torch.SymInt) else None
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
@@ -355,14 +355,14 @@ class NodeRun(fx.Interpreter):
 
     Args:
         graph: of functions alone.
-        held: gives what a ``get_attr`` node reads.
+        given: gives what a ``get_attr`` node reads.
         observe: is called after each node. It may keep values, but not change them.
     """
 
-    def __init__(self, graph: fx.Graph, held: Callable[[fx.Node], Any], observe: Observer | None = None) -> None:
+    def __init__(self, graph: fx.Graph, given: Callable[[fx.Node], Any], observe: Observer | None = None) -> None:
         super().__init__(nn.Module(), graph=graph)
         self.extra_traceback = False
-        self._given, self._observe = held, observe
+        self._given, self._observe = given, observe
 
     def run_node(self, n: fx.Node) -> Any:
         """Run ``n``, and show its value."""

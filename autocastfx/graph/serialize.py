@@ -23,15 +23,16 @@ class GraphData:
     def of(cls, module: fx.GraphModule) -> GraphData:
         """Turn the graph of ``module``, and the tensors and sub-graphs that it reads, into data."""
         targets = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
-        held = {t: getattr(module, t) for t in targets}
+        attributes = {t: getattr(module, t) for t in targets}
         return cls(
-            data_of(module.graph, {}), {t: cls.of(a) if isinstance(a, fx.GraphModule) else a for t, a in held.items()}
+            data_of(module.graph, {}),
+            {t: cls.of(a) if isinstance(a, fx.GraphModule) else a for t, a in attributes.items()},
         )
 
     def module(self) -> fx.GraphModule:
         """Rebuild the module."""
-        held = {t: a.module() if isinstance(a, GraphData) else a for t, a in self.attributes.items()}
-        return fx.GraphModule(held, graph_of(self.nodes))
+        attributes = {t: a.module() if isinstance(a, GraphData) else a for t, a in self.attributes.items()}
+        return fx.GraphModule(attributes, graph_of(self.nodes))
 
 
 class _Ref(str):

@@ -74,8 +74,8 @@ def _results(
         raise RuntimeError(f"a recurrent layer takes one dtype, not {input.dtype} and {differing.pop()}")
     width = states[0].shape[-1] * (2 if bidirectional else 1)
     output = input.new_empty((*sizes, width))
-    found = (output.transpose(0, 1) if batch_first else output, *map(torch.empty_like, states))
-    return tuple(_made_of(t, read) for t in found)
+    results = (output.transpose(0, 1) if batch_first else output, *map(torch.empty_like, states))
+    return tuple(_made_of(t, read) for t in results)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -136,12 +136,12 @@ def _place(size: Any, index: Any) -> Any:
     """Where in ``size`` a slice begins or ends; None if it is not known from which end the index counts."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-    found = _fake_impls._compute_slice_index(size, index)
-    if found is None and guard_or_false(index >= 0):
+    place = _fake_impls._compute_slice_index(size, index)
+    if place is None and guard_or_false(index >= 0):
         return torch.sym_min(index, size)
-    if found is None and guard_or_false(index < 0):
+    if place is None and guard_or_false(index < 0):
         return torch.sym_max(index + size, 0)
-    return found
+    return place
 
 
 _KEYS = tuple(
@@ -252,8 +252,8 @@ def concrete_sizes(graph: fx.Graph) -> Callable[[Any], Any]:
             if id(leaf) not in made:
                 made[id(leaf)] = leaf, _of_example_sizes(leaf, mode)
             return made[id(leaf)][1]
-        found = example(leaf)
-        return leaf.node.pytype(1) if found is None and isinstance(leaf, (torch.SymFloat, torch.SymBool)) else found
+        number = example(leaf)
+        return leaf.node.pytype(1) if number is None and isinstance(leaf, (torch.SymFloat, torch.SymBool)) else number
 
     def concrete_value(abstract: Any) -> Any:
         is_leaf = isinstance(abstract, torch.Tensor)
@@ -376,10 +376,10 @@ def _of_equation(equation: str, operands: Sequence[Any], size: Size) -> Product 
         known, shape = _sizes(operand, size), _shape(operand)
         if known is None:
             return None
-        found = dict(zip(before, shape, strict=False)) | dict(zip(reversed(after), reversed(shape), strict=False))
+        by_letter = dict(zip(before, shape, strict=False)) | dict(zip(reversed(after), reversed(shape), strict=False))
         sizes.update(zip(before, known, strict=False))
         sizes.update(zip(reversed(after), reversed(known), strict=False))
-        letters.append(found | ({"...": None} if dots and len(shape) > len(before + after) else {}))
+        letters.append(by_letter | ({"...": None} if dots and len(shape) > len(before + after) else {}))
     kept = {*result.replace("...", ""), "..."}
     shared = set.intersection(*(set(each) for each in letters))
     apart = [n for each in letters for letter, n in each.items() if letter in kept and letter not in shared]
@@ -394,12 +394,12 @@ def _is_one(size: Any) -> bool:
 
 def _shape(node: object) -> tuple[Any, ...]:
     """Return the sizes of a node's first tensor, symbolic or not."""
-    found = tensors(node) if isinstance(node, fx.Node) and value(node) is not None else ()
-    return tuple(found[0].shape) if found else ()
+    node_tensors = tensors(node) if isinstance(node, fx.Node) and value(node) is not None else ()
+    return tuple(node_tensors[0].shape) if node_tensors else ()
 
 
 def _sizes(node: object, size: Size) -> list[Any] | None:
     """Return the sizes of a node's first tensor as numbers; None if one is unknown."""
-    found = tensors(node) if isinstance(node, fx.Node) and value(node) is not None else ()
-    sizes = [size(n) for n in found[0].shape] if found else [None]
+    node_tensors = tensors(node) if isinstance(node, fx.Node) and value(node) is not None else ()
+    sizes = [size(n) for n in node_tensors[0].shape] if node_tensors else [None]
     return None if None in sizes else sizes

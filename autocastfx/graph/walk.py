@@ -104,6 +104,6 @@ def walk(
         if not inner:
             yield Located(prefix + node.name, node, outer)
         for target, module in inner.items():
-            held = attributes_of(module, module.graph)
+            inner_attributes = attributes_of(module, module.graph)
             sources = {**outer, **values_given(node, module.graph)}
-            yield from walk(module.graph, held, f"{prefix}{target.rpartition('.')[2]}/", sources)
+            yield from walk(module.graph, inner_attributes, f"{prefix}{target.rpartition('.')[2]}/", sources)

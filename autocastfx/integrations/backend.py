@@ -132,11 +132,11 @@ def float32_where_it_fails(run: Callable[..., Any], exact: Callable[..., Any], k
             except RuntimeError as error:
                 failure = error
         with torch.autocast(kind, enabled=False):
-            found = exact(*inputs)
+            result = exact(*inputs)
         if failure is not None:
             is_float32 = True
             warn_of_failure("the graph", failure)
-        return found
+        return result
 
     return call
 
@@ -254,18 +254,18 @@ class CompileBackend:
             VerifyError: a defect of this package.
         """
         device = next((one.device for one in inputs if isinstance(one, torch.Tensor)), torch.device("cpu"))
-        found: list[CompiledGraph] = []
+        graphs: list[CompiledGraph] = []
         guard_hooks()
         if conversion_is_off():
             return self._compile(module, inputs, device)
         try:
             with own_thread_state(), stage(f"converting a graph of {len(module.graph.nodes)} nodes"):
-                converted = self._converted(module, inputs, device, found)
+                converted = self._converted(module, inputs, device, graphs)
         except Exception as error:  # whatever an operator or a tracer raises: it is told
             if isinstance(error, AutocastFXError) and not isinstance(error, CaptureError):
                 raise
             return self._compile_unconverted(module, inputs, device, error)
-        for graph in found:
+        for graph in graphs:
             _warn_of_fused_layers(graph)
             self._add(graph)
         return self._compile(converted, inputs, device)
@@ -313,17 +313,17 @@ class CompileBackend:
     def paths(self) -> dict[int, str]:
         """Return the paths of modules and parameters of the compiled models, by their ``id``."""
         named = (one for model in self._models for one in (*model.named_modules(), *model.named_parameters()))
-        return {id(held): name for name, held in named}
+        return {id(member): name for name, member in named}
 
     def _converted(
         self,
         module: fx.GraphModule,
         inputs: list[Any] | None,
         device: torch.device,
-        found: list[CompiledGraph],
+        graphs: list[CompiledGraph],
         converter: Converter | None = None,
     ) -> fx.GraphModule:
-        """Convert a graph, and those that it recomputes, by one converter; adds to ``found``."""
+        """Convert a graph, and those that it recomputes, by one converter; adds to ``graphs``."""
         from autocastfx.capture.dynamo_graph import WholeCall, aten_graph, run_as_dynamo
 
         captured = aten_graph(module, inputs, self._whole, self.paths())
@@ -332,9 +332,9 @@ class CompileBackend:
         converted = run_as_dynamo(captured, made.graph, made.attributes)
         for node in converted.graph.nodes:
             if isinstance(node.target, WholeCall) and (inside := node.target.recomputed) is not None:
-                node.target = node.target.with_recomputed(self._converted(inside, None, device, found, converter))
+                node.target = node.target.with_recomputed(self._converted(inside, None, device, graphs, converter))
         converted.recompile()
-        found.append(CompiledGraph(converted, made.plan))
+        graphs.append(CompiledGraph(converted, made.plan))
         facts = self._converter.facts
         match_graph(self._matched, captured.graph, captured.attributes, made.graph, made.plan, facts)
         return converted
@@ -347,10 +347,10 @@ class CompileBackend:
         lists = self._converter.op_list
         if lists.placement == "follow":
             return self._converter
-        held = {id(p): p for p in parameters}
-        owners = [m for m in self._models if not held.keys().isdisjoint(map(id, m.parameters()))]
-        owners = owners if held else list(self._models)
-        dtypes = [p.dtype for group in (held.values(), *(m.parameters() for m in owners)) for p in group]
+        by_id = {id(p): p for p in parameters}
+        owners = [m for m in self._models if not by_id.keys().isdisjoint(map(id, m.parameters()))]
+        owners = owners if by_id else list(self._models)
+        dtypes = [p.dtype for group in (by_id.values(), *(m.parameters() for m in owners)) for p in group]
         for owner in owners:
             lists = replace(kept_in_float32(owner, self.low).merged(lists), name=lists.name)
         return replace(self._converter, op_list=lists, is_low_model=one_low_dtype(dtypes) == self.low)

@@ -78,11 +78,11 @@ def check_capture(model: nn.Module, backend: Backend, arguments: Any) -> None:
     """
     modes = [foreseen(model, training=training).modes for training in (True, False)]
     with converted_copies(model, backend.bare()) as (bare,):
-        found = compare_calls(plain_copy(model), bare, trials_of(arguments, modes))
-    if not found.calls:
-        raise CaptureError(f"check= could compare no call: {'; '.join(found.dropped)}. Give other inputs.")
-    if found.differences:
-        first, *rest = found.differences
+        compared = compare_calls(plain_copy(model), bare, trials_of(arguments, modes))
+    if not compared.calls:
+        raise CaptureError(f"check= could compare no call: {'; '.join(compared.dropped)}. Give other inputs.")
+    if compared.differences:
+        first, *rest = compared.differences
         more = f", and {len(rest)} more differences" if rest else ""
         raise CaptureError(
             f"what torch.compile captures of {type(model).__name__} does not do what the model does: {first}{more}. "

@@ -262,8 +262,8 @@ def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs:
         return error.inner_exception
     if not isinstance(error, TorchRuntimeError):
         return None
-    found = _CAUSE.search(str(error))
-    what = found["said"] if found is not None else str(error).partition("\n")[0]
+    cause = _CAUSE.search(str(error))
+    what = cause["said"] if cause is not None else str(error).partition("\n")[0]
     what = what.partition(r"\nException raised from")[0]  # of C++, with its stack
     at = [
         f"at {where}" if (where := _innermost(getattr(error, "real_stack", None))) else "",
@@ -415,11 +415,11 @@ class CompiledCall:
         Dynamo looks at the functions that Python calls between graphs, but not at torch's: a :func:`caller` is none of
         these. RNN, GRU and LSTM are left out, because their copies copy all attributes.
         """
-        found = list(self.model.modules())
-        self._around = [attention_written_out] if any(isinstance(m, _FUSED) for m in found) else []
-        if self.backend.takes_recurrent_layers and any(isinstance(m, nn.RNNBase) for m in found):
+        modules = list(self.model.modules())
+        self._around = [attention_written_out] if any(isinstance(m, _FUSED) for m in modules) else []
+        if self.backend.takes_recurrent_layers and any(isinstance(m, nn.RNNBase) for m in modules):
             self._around.append(_recurrent_layers_captured)
-        for module in found:
+        for module in modules:
             code = skipped.forward_code(module)
             is_free = module is not self.model and module.__dict__.get("_compiled_call_impl") is None
             if is_free and code is not None and type(module).__getstate__ is nn.Module.__getstate__:

@@ -65,10 +65,10 @@ def _widen_node(node: ir.Node, schema: Any, *, all_low: bool) -> None:
         dtype = _made_dtype(node, dtypes.get(variable, set()))
         if value.dtype is None and dtype is not None:
             value.dtype = dtype
-    for variable, found in dtypes.items():
-        low = found & {DataType.FLOAT16, DataType.BFLOAT16}
+    for variable, read_dtypes in dtypes.items():
+        low = read_dtypes & {DataType.FLOAT16, DataType.BFLOAT16}
         kinds = {f"tensor({dtype.name.lower()})" for dtype in low}
-        mixed = DataType.FLOAT in found or not kinds <= set(allowed.get(variable, [variable]))
+        mixed = DataType.FLOAT in read_dtypes or not kinds <= set(allowed.get(variable, [variable]))
         if low and (mixed or (all_low and node.op_type not in _CASTS)):
             for value in dict.fromkeys(one for one, its in read if its == variable and one.dtype in low):
                 _cast_before(node, value)
@@ -200,8 +200,8 @@ class _Called(nn.Module):
     def __init__(self, amp_model: AmpModule) -> None:
         super().__init__()
         self.__dict__["called"] = amp_model
-        for held in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
-            self.__dict__[held] = amp_model.__dict__[held]
+        for table in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+            self.__dict__[table] = amp_model.__dict__[table]
         self.training = amp_model.training
         self.forward = MethodType(signed_forward(amp_model._signature), self)
 
@@ -218,7 +218,7 @@ def _exported(amp_model: AmpModule, args: tuple[Any, ...], kwargs: dict[str, Any
     with cast("Any", fx_config).patch(backed_size_oblivious=True):  # a size of 1 stays dynamic
         program = torch.export.export(_Called(amp_model), args, kwargs, dynamic_shapes=sizes, strict=False)
     for graph in (module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)):
-        for node in (found for target in _ATTENTION for found in graph.find_nodes(op="call_function", target=target)):
+        for node in (call for target in _ATTENTION for call in graph.find_nodes(op="call_function", target=target)):
             with graph.inserting_after(node):
                 copy = graph.call_function(_ATEN.clone.default, (node,), {"memory_format": torch.contiguous_format})
             node.replace_all_uses_with(copy)

@@ -56,11 +56,11 @@ def in_float32(returned: Any, low: torch.dtype, given: Any) -> Any:
     return pytree.tree_map(widened, returned)
 
 
-def _attributes(held: Any) -> dict[str, Any]:
-    table: Any = getattr(held, "__dict__", None)
+def _attributes(leaf: Any) -> dict[str, Any]:
+    table: Any = getattr(leaf, "__dict__", None)
     if isinstance(table, dict):
         return dict(cast("dict[str, Any]", table))
-    return {one.name: getattr(held, one.name) for one in fields(held)} if is_dataclass(held) else {}  # with slots
+    return {one.name: getattr(leaf, one.name) for one in fields(leaf)} if is_dataclass(leaf) else {}  # with slots
 
 
 def _widened_values(values: Mapping[Any, Any], low: torch.dtype) -> dict[Any, Any]:
@@ -89,8 +89,8 @@ def backwards_tried(kind: str) -> Generator[None]:
         if not function.__module__.startswith("torch.") and not _cannot_try():
             copies = pytree.tree_map_only(Tensor, partial(_copy, any_gradient=not torch.is_grad_enabled()), args)
             with random_numbers_kept(), torch.enable_grad():
-                found = original(function, *copies, **kwargs)
-            _run_backward(found, kind)
+                returned = original(function, *copies, **kwargs)
+            _run_backward(returned, kind)
         return original(function, *args, **kwargs)
 
     with patch.object(Function, "apply", classmethod(apply)):
@@ -106,8 +106,8 @@ def _copy(tensor: Tensor, any_gradient: bool) -> Tensor:
     return tensor.detach().clone().requires_grad_(needs)
 
 
-def _run_backward(found: Any, kind: str) -> None:
-    leaves = (leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor))
+def _run_backward(returned: Any, kind: str) -> None:
+    leaves = (leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor))
     node = next((leaf.grad_fn for leaf in leaves if isinstance(leaf.grad_fn, BackwardCFunction)), None)
     if node is not None:
         outputs = cast("Any", node)._input_metadata
@@ -202,9 +202,9 @@ def is_caller(call: object) -> bool:
 
 def skipped_since(moment: int, model: nn.Module) -> list[SkippedCode]:
     """Return what Dynamo has skipped in a call of ``model`` since ``moment``, a result of :func:`now`."""
-    found = [one for one in _failures() if (one.start_time_us or 0) >= moment]
-    _SKIPS.extend(map(_code, found))
-    return [_skipped(one, model) for one in found]
+    records = [one for one in _failures() if (one.start_time_us or 0) >= moment]
+    _SKIPS.extend(map(_code, records))
+    return [_skipped(one, model) for one in records]
 
 
 # Dynamo skips code for all models of the process once it has failed in one, and says so only then.
@@ -372,17 +372,17 @@ class InAutocast:
         if not self.is_float32:
             try:
                 with torch.autocast(self.kind, self.low), nullcontext() if self.is_tried else _tried(self.kind):
-                    found = call(*args, **kwargs)
+                    returned = call(*args, **kwargs)
                 self.is_tried = True
-                return in_float32(found, self.low, (args, kwargs))
+                return in_float32(returned, self.low, (args, kwargs))
             except _FAILURES as error:
                 failure = error
         with torch.autocast(self.kind, enabled=False):
-            found = call(*args, **kwargs)  # if the model itself fails, this does too
+            returned = call(*args, **kwargs)  # if the model itself fails, this does too
         if failure is not None:
             self.is_float32 = True
             warn_of_failure(self.name, failure)
-        return found
+        return returned
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.conversion import convert, convert_again
 from autocastfx.errors import ArgumentError, ArgumentTypeError, BisectError, EvaluationsError, UnmatchedRuleWarning
 from autocastfx.files import parsed_json, read_whole, write_whole
-from autocastfx.graph.node import attribute
+from autocastfx.graph.node import attributes_of
 from autocastfx.graph.walk import walk
 from autocastfx.numerics.find_overflow import Overflow, find_overflow
 from autocastfx.plan.plan import Plan, PlannedNode, Precision, joint_error
@@ -36,7 +36,7 @@ Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class OpInModule:
     """An op inside a module: all its nodes there, which one rule of an op list covers.
 
     At the root ``module`` is empty; the rule is then one for the op in all modules.
@@ -49,13 +49,13 @@ class Place:
         return f"{self.module}.{self.op}" if self.module else self.op
 
 
-def places_of(plan: Plan) -> tuple[Place, ...]:
+def places_of(plan: Plan) -> tuple[OpInModule, ...]:
     """Return the places whose nodes run in 16 bits, in graph order."""
     low = (node for node in plan.nodes if node.placement.run is Precision.LOW)
-    return tuple(dict.fromkeys(Place(node.module, node.op) for node in low))
+    return tuple(dict.fromkeys(OpInModule(node.module, node.op) for node in low))
 
 
-def search_order(amp_model: AmpModule, places: Sequence[Place], call: Call | None) -> tuple[Place, ...]:
+def search_order(amp_model: AmpModule, places: Sequence[OpInModule], call: Call | None) -> tuple[OpInModule, ...]:
     """Return ``places`` in the order of preference among those that mend a metric alike.
 
     First come those of the node at which a call overflows; then those of larger predicted errors, where the plan has
@@ -69,38 +69,37 @@ def search_order(amp_model: AmpModule, places: Sequence[Place], call: Call | Non
     Raises:
         NodeError: a node raises in the call.
     """
-    found = find_overflow(amp_model, *call[0], **call[1]) if call is not None else None
-    faulty = set(_at_fault(found, amp_model.plan)) if found else set[Place]()
+    overflow = find_overflow(amp_model, *call[0], **call[1]) if call is not None else None
+    faulty = set(_at_fault(overflow, amp_model.plan)) if overflow else set[OpInModule]()
     errors, moved = _predicted(amp_model.plan), _bytes_moved(amp_model)
     return tuple(sorted(places, key=lambda p: (p not in faulty, -errors.get(p, 0.0), moved[p])))  # which is stable
 
 
-def _at_fault(found: Overflow, plan: Plan) -> Iterator[Place]:
-    readers = {name for cast in plan.casts if cast.name == found.name for name in cast.readers}
+def _at_fault(overflow: Overflow, plan: Plan) -> Iterator[OpInModule]:
+    readers = {name for cast in plan.casts if cast.name == overflow.name for name in cast.readers}
     for node in plan.nodes:
-        if node.name == found.name or node.name in readers:
-            yield Place(node.module, node.op)
+        if node.name == overflow.name or node.name in readers:
+            yield OpInModule(node.module, node.op)
 
 
-def _predicted(plan: Plan) -> dict[Place, float]:
+def _predicted(plan: Plan) -> dict[OpInModule, float]:
     """The predicted errors of places; none without a sensitivity."""
-    nodes: dict[Place, list[PlannedNode]] = {}
+    nodes: dict[OpInModule, list[PlannedNode]] = {}
     for node in plan.nodes:
-        nodes.setdefault(Place(node.module, node.op), []).append(node)
-    return {place: error for place, found in nodes.items() if (error := joint_error(found)) is not None}
+        nodes.setdefault(OpInModule(node.module, node.op), []).append(node)
+    return {place: error for place, planned in nodes.items() if (error := joint_error(planned)) is not None}
 
 
-def _bytes_moved(amp_model: AmpModule) -> Counter[Place]:
+def _bytes_moved(amp_model: AmpModule) -> Counter[OpInModule]:
     """The bytes that the nodes of each place read and write; none for a model that was not captured yet."""
-    found, plan, graph = Counter[Place](), amp_model.plan, amp_model.graph
+    moved, plan, graph = Counter[OpInModule](), amp_model.plan, amp_model.graph
     if plan.unverified:
-        return found
-    places = {node.name: Place(node.module, node.op) for node in plan.nodes}
-    held = {str(n.target): attribute(amp_model, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
-    for one in walk(graph, held):
+        return moved
+    places = {node.name: OpInModule(node.module, node.op) for node in plan.nodes}
+    for one in walk(graph, attributes_of(amp_model, graph)):
         if one.name in places:
-            found[places[one.name]] += work_of(one.node).bytes
-    return found
+            moved[places[one.name]] += work_of(one.node).bytes
+    return moved
 
 
 # Store the evaluations of a bisection in a file, so that an interrupted search can continue.
@@ -202,8 +201,8 @@ class OutputDistance:
 
     def __call__(self, amp_model: nn.Module) -> float:
         """Measure the distance of a converted model's output."""
-        found = zip(self._run(amp_model), self._expected, strict=True)
-        distances = [self._distance(ours, theirs) for ours, theirs in found]
+        pairs = zip(self._run(amp_model), self._expected, strict=True)
+        distances = [self._distance(ours, theirs) for ours, theirs in pairs]
         return max(distances, key=lambda distance: (distance != distance, distance))  # NaN is worst
 
     def _run(self, model: nn.Module) -> list[torch.Tensor]:
@@ -246,7 +245,7 @@ class Bisection:
         op_list: the op list to add: ``convert(model, ..., op_list=["default", found.op_list])``.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[OpInModule, ...]
     metric: float
     low: float
     float32: float
@@ -314,7 +313,7 @@ def bisect(
     lists: list[Any] = list(op_list) if isinstance(op_list, Sequence) and not isinstance(op_list, str) else [op_list]
     first = convert(model, example_inputs, op_list=lists, **options)
 
-    def make(places: Sequence[Place]) -> AmpModule:
+    def make(places: Sequence[OpInModule]) -> AmpModule:
         rules = op_list_of(places) if places else OpList()
         again = convert_again(first, rules)
         if again is not None:
@@ -323,7 +322,7 @@ def bisect(
             warnings.simplefilter("ignore", UnmatchedRuleWarning)  # the first conversion has warned
             return convert(model, example_inputs, op_list=[*lists, rules], **options)
 
-    def order() -> Sequence[Place]:
+    def order() -> Sequence[OpInModule]:
         return search_order(first, places, _arguments(example_inputs, options.get("example_kwargs")))
 
     plan, places = first.plan, places_of(first.plan)
@@ -346,20 +345,22 @@ def _arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any
 
 @dataclass
 class _Search:
-    make: Callable[[Sequence[Place]], AmpModule]
+    make: Callable[[Sequence[OpInModule]], AmpModule]
     metric: Metric
     evaluations: Evaluations
     report: Report | None
     made: int = 0
 
-    def run(self, places: tuple[Place, ...], order: Callable[[], Sequence[Place]], tolerance: float) -> Bisection:
+    def run(
+        self, places: tuple[OpInModule, ...], order: Callable[[], Sequence[OpInModule]], tolerance: float
+    ) -> Bisection:
         low, wide = self.measure((), 1), self.measure(places, 0)
         if not wide <= tolerance:
             raise BisectError(
                 f"with all {len(places)} places in float32 the metric is {wide:g}, which is beyond the tolerance of "
                 f"{tolerance:g}: precision is not the cause, or the tolerance is too small for what stays in 16 bits."
             )
-        kept: tuple[Place, ...] = ()
+        kept: tuple[OpInModule, ...] = ()
         now, searched = low, () if low <= tolerance else order()
         while not now <= tolerance:
             rest = tuple(place for place in searched if place not in kept)
@@ -377,7 +378,7 @@ class _Search:
         reason = f"found by bisection: {now:.4g} with this list, {low:.4g} without, where {tolerance:.4g} is tolerated"
         return Bisection(ordered, now, low, wide, self.made, op_list_of(ordered, reason))
 
-    def measure(self, places: tuple[Place, ...], left: int) -> float:
+    def measure(self, places: tuple[OpInModule, ...], left: int) -> float:
         key = " ".join(sorted(map(str, places)))
         if key not in self.evaluations.known:
             if self.report is not None:
@@ -387,7 +388,7 @@ class _Search:
         return self.evaluations.known[key]
 
 
-def op_list_of(places: Sequence[Place], reason: str = "tried by bisection") -> OpList:
+def op_list_of(places: Sequence[OpInModule], reason: str = "tried by bisection") -> OpList:
     """Make an op list that runs the places in float32.
 
     Args:

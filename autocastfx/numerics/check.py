@@ -125,13 +125,13 @@ class Check:
 
     def to_json(self) -> str:
         """Write the check as JSON text; Infinity and NaN as the strings "inf" and "nan"."""
-        held = {**plain_data(self, NON_FINITE_AS_TEXT), "ok": self.ok}
-        return json.dumps(held, indent=1, ensure_ascii=False, allow_nan=False)
+        data = {**plain_data(self, NON_FINITE_AS_TEXT), "ok": self.ok}
+        return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
 
 
-def _more(found: Sequence[object]) -> Iterator[str]:
-    if len(found) > _MOST:
-        yield f"    and {len(found) - _MOST} more"
+def _more(entries: Sequence[object]) -> Iterator[str]:
+    if len(entries) > _MOST:
+        yield f"    and {len(entries) - _MOST} more"
 
 
 def _error(value: CheckedValue) -> str:
@@ -350,8 +350,8 @@ def _errors(
 
 
 def _apart(reference: torch.Tensor, other: behaviour.Behaviour, name: str) -> float:
-    found = other.tensors.get(name)
-    return math.inf if found is None else behaviour.apart(reference, found)
+    tensor = other.tensors.get(name)
+    return math.inf if tensor is None else behaviour.apart(reference, tensor)
 
 
 def _whole(exact: behaviour.Behaviour, other: behaviour.Behaviour, names: Sequence[str]) -> float:

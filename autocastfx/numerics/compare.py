@@ -55,11 +55,11 @@ class TargetDistance:
         """
         self._expected = []
         for i, batch in enumerate(self.batches):
-            found = self._target(self.model, batch, i, 1.0)
-            norm = _norm(found)
+            target = self._target(self.model, batch, i, 1.0)
+            norm = _norm(target)
             if not 0 < norm < math.inf:
                 raise SensitivityError(f"the {self.of} of batch {i} is zero or not finite in float32: leave it out.")
-            self._expected.append((found, norm, max((float(t.abs().max()) for t in found if t.numel()), default=0.0)))
+            self._expected.append((target, norm, max((float(t.abs().max()) for t in target if t.numel()), default=0.0)))
 
     def __call__(self, amp_model: nn.Module, low: torch.dtype) -> float:
         """Measure the root mean square over the batches; infinite if a value overflows.
@@ -71,8 +71,8 @@ class TargetDistance:
         squares: list[float] = []
         for i, (batch, (expected, norm, largest)) in enumerate(zip(self.batches, self._expected, strict=True)):
             scale = gradient_scale(largest, low) / 16 if self.of == "gradient" else 1.0
-            found = self._target(amp_model, batch, i, max(1.0, scale))
-            distance = _norm(x - y for x, y in zip(found, expected, strict=True)) / norm
+            target = self._target(amp_model, batch, i, max(1.0, scale))
+            distance = _norm(x - y for x, y in zip(target, expected, strict=True)) / norm
             squares.append(distance * distance if math.isfinite(distance) else math.inf)
         return math.sqrt(sum(squares) / len(squares))
 
@@ -93,12 +93,12 @@ class TargetDistance:
                     return [t.detach().float() for t in made if t.is_floating_point()]
                 loss = loss_of(output, batch, self.loss_fn) * scale
                 wanted = [p for p in self.model.parameters() if p.requires_grad]
-                found = torch.autograd.grad(loss, wanted, allow_unused=True)
+                gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
         finally:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
-        given = cast("Sequence[torch.Tensor | None]", found)
+        given = cast("Sequence[torch.Tensor | None]", gradients)
         return [torch.zeros_like(p) if g is None else g / scale for g, p in zip(given, wanted, strict=True)]
 
 
@@ -166,14 +166,14 @@ def compare(
     nodes = _values(run)
     leaves: list[ComparedParameter] = []
     if gradients:
-        for found in run_backwards(run, loss, factor):
-            if not found.low:
+        for pair in run_backwards(run, loss, factor):
+            if not pair.low:
                 continue
-            deviation = Deviation.of(found.low, found.full)
-            if found.is_leaf:
-                leaves.append(ComparedParameter(**vars(deviation), name=found.name))
-            elif found.name in nodes:
-                nodes[found.name] = replace(nodes[found.name], gradient=deviation)
+            deviation = Deviation.of(pair.low, pair.full)
+            if pair.is_leaf:
+                leaves.append(ComparedParameter(**vars(deviation), name=pair.name))
+            elif pair.name in nodes:
+                nodes[pair.name] = replace(nodes[pair.name], gradient=deviation)
     return Comparison(
         nodes=tuple(nodes.values()),
         skipped=run.unmatched,
@@ -215,11 +215,11 @@ def _compared(step: Step, planned: PlannedNode | None, inherited: float) -> Comp
     )
 
 
-def _named(parameters: list[ComparedParameter], held: Mapping[str, torch.Tensor]) -> tuple[ComparedParameter, ...]:
+def _named(parameters: list[ComparedParameter], tensors: Mapping[str, torch.Tensor]) -> tuple[ComparedParameter, ...]:
     """Rename tied parameters to their first name, and sort by the model's order; inputs of the call come last."""
     first: dict[int, str] = {}
-    for name, tensor in held.items():
+    for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
-    found = [replace(p, name=first[id(held[p.name])]) if p.name in held else p for p in parameters]
-    places = {name: place for place, name in enumerate(held)}
-    return tuple(sorted(found, key=lambda parameter: places.get(parameter.name, len(places))))
+    renamed = [replace(p, name=first[id(tensors[p.name])]) if p.name in tensors else p for p in parameters]
+    places = {name: place for place, name in enumerate(tensors)}
+    return tuple(sorted(renamed, key=lambda parameter: places.get(parameter.name, len(places))))

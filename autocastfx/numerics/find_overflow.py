@@ -78,8 +78,8 @@ class Overflow:
     @property
     def headline(self) -> str:
         """The node and what it gives, as a sentence."""
-        found = " and ".join(f"{n} {what}" for n, what in ((self.infinite, "Inf"), (self.nans, "NaN")) if n)
-        return f"{self.name} ({self.op}) in module {self.module or '(root)'} gives {found} in {self.dtype}."
+        counts = " and ".join(f"{n} {what}" for n, what in ((self.infinite, "Inf"), (self.nans, "NaN")) if n)
+        return f"{self.name} ({self.op}) in module {self.module or '(root)'} gives {counts} in {self.dtype}."
 
     def __str__(self) -> str:
         lines = [self.headline if self.is_fault else f"no fault: {self.headline}"]
@@ -125,7 +125,7 @@ def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow
     """
     run = run_side_by_side(None, amp_model, inputs, kwargs, ask=_reads)
     known = _Known({entry.name: entry for entry in run.variant.plan.nodes}, run.names)
-    trail, found = _Trail(has_float32=run.full is not None), list[Overflow]()
+    trail, overflows = _Trail(has_float32=run.full is not None), list[Overflow]()
     with closing(run.steps()) as steps:
         for step in steps:
             if trail.is_finite(step):
@@ -134,20 +134,20 @@ def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow
             begins, in_float32 = trail.judge(step)
             if begins and (in_float32 is False or (in_float32 is None and trail.has_float32)):
                 return _overflow(step, in_float32, known)
-            trail.add(step.node, len(found) if begins else None)
+            trail.add(step.node, len(overflows) if begins else None)
             if begins:
-                found.append(_overflow(step, in_float32, known))
+                overflows.append(_overflow(step, in_float32, known))
             known.note_vanished(step)
     reached = trail.causes_of(run.low.flat.graph.output_node())
     if reached:
-        return found[min(reached)]
-    return _note(found[0]) if found else None
+        return overflows[min(reached)]
+    return _note(overflows[0]) if overflows else None
 
 
-def _note(found: Overflow) -> Overflow:
-    """``found`` as what is no fault."""
-    too = "precision is not the cause: float32 gives it here too, and" if found.in_float32 else "nothing:"
-    return replace(found, is_fault=False, fix="", advice=f"{too} it reaches no output of the model.")
+def _note(overflow: Overflow) -> Overflow:
+    """``overflow`` as what is no fault."""
+    too = "precision is not the cause: float32 gives it here too, and" if overflow.in_float32 else "nothing:"
+    return replace(overflow, is_fault=False, fix="", advice=f"{too} it reaches no output of the model.")
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def _overflow(step: Step, in_float32: bool | None, known: _Known) -> Overflow:
         infinite=sum(int(t.isinf().sum()) for t in values),
         nans=sum(int(t.isnan().sum()) for t in values),
         inputs=tuple(
-            InputRange(name, *one[:3]) for name, found in zip(names, step.before, strict=True) for one in found
+            InputRange(name, *one[:3]) for name, reads in zip(names, step.before, strict=True) for one in reads
         ),
         line=str(source_line(stack_trace(node.all_input_nodes[0] if cast else node)) or ""),
         because=because,

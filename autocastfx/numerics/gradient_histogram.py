@@ -104,8 +104,8 @@ def plot(activations: Exponents, weights: Exponents, loss_scale: float, path: st
         ) from error
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     axes: Any = figure.subplots(2, 2, sharex=True, sharey="row")
-    found = _seen(activations, weights)
-    ends = [-29, 17, *found, *(e + shift for e in found)]
+    exponents = _seen(activations, weights)
+    ends = [-29, 17, *exponents, *(e + shift for e in exponents)]
     span = (min(ends) - 2, max(ends) + 3)
     for row, (title, part) in zip(
         axes, (("Activation gradients", activations), ("Weight gradients", weights)), strict=True
@@ -146,8 +146,8 @@ def _draw(axis: Any, part: Exponents, scale: float, span: tuple[int, int]) -> No
 
 def _seen(*parts: Exponents) -> range:
     """Return the exponents from the first to the last with a share of at least ``_LEAST``."""
-    found = [e for part in parts for e in part.counts if _share(part, e) >= _LEAST]
-    return range(min(found), max(found) + 1)
+    exponents = [e for part in parts for e in part.counts if _share(part, e) >= _LEAST]
+    return range(min(exponents), max(exponents) + 1)
 
 
 def _share(part: Exponents, exponent: int) -> float:
@@ -209,10 +209,10 @@ class GradientHistogram:
         Raises:
             CalibrationError: none was recorded.
         """
-        found = max(self.activations.largest, self.weights.largest)
-        if not found:
+        largest = max(self.activations.largest, self.weights.largest)
+        if not largest:
             raise CalibrationError(_NOTHING)
-        return found
+        return largest
 
     def suggested_loss_scale(self, *, margin: float = 1.0) -> float:
         """The largest power of two by which no recorded gradient overflows in float16; ``suggest_loss_scale(largest)``.
@@ -235,12 +235,12 @@ class GradientHistogram:
             CalibrationError: none was recorded.
             ValueError: ``loss_scale`` is no power of two.
         """
-        found = (self.activations + self.weights).margin(
+        margin = (self.activations + self.weights).margin(
             self.suggested_loss_scale() if loss_scale is None else loss_scale
         )
-        if found is None:
+        if margin is None:
             raise CalibrationError(_NOTHING)
-        return found
+        return margin
 
     def table(self, loss_scale: float | None = None) -> str:
         """The counts as text, what becomes of the gradients in float16, and how far they are from its limits.
@@ -277,20 +277,20 @@ class GradientHistogram:
 
     def _read(self, kind: str) -> dict[str, Exponents]:
         keys = [key for key in self._tallies if key[0] == kind]
-        found: dict[str, Exponents] = {}
+        histograms: dict[str, Exponents] = {}
         for (_, name, _), exponents in zip(keys, read_tallies([self._tallies[key] for key in keys]), strict=True):
-            found[name] = found.get(name, NOTHING) + exponents
-        return found
+            histograms[name] = histograms.get(name, NOTHING) + exponents
+        return histograms
 
     def record(self, kind: str, name: str, gradient: torch.Tensor) -> None:
         """Count a gradient; it stays as it is. A hook of ``torch.Tensor.register_hook``."""
         if not self._is_recording or not gradient.is_floating_point():
             return
-        held = gradient.coalesce()._values() if gradient.layout is torch.sparse_coo else local(gradient)
-        key = (kind, name, held.device)
+        elements = gradient.coalesce()._values() if gradient.layout is torch.sparse_coo else local(gradient)
+        key = (kind, name, elements.device)
         if key not in self._tallies:
-            self._tallies[key] = Tally(held.device)
-        self._tallies[key].add(held, self._factor(held.device))
+            self._tallies[key] = Tally(elements.device)
+        self._tallies[key].add(elements, self._factor(elements.device))
 
     def _factor(self, device: torch.device) -> torch.Tensor | None:
         if isinstance(self._scale, LossScalingOptimizer):

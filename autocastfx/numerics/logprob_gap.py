@@ -27,17 +27,17 @@ def loss_of(output: Any, batch: Any, loss_fn: LossFunction | None) -> torch.Tens
     Raises:
         SensitivityError: it is no single number, or does not depend on anything that requires a gradient.
     """
-    found: Any = _own_loss(output) if loss_fn is None else loss_fn(output, batch)
-    if not isinstance(found, torch.Tensor) or found.numel() != 1:
-        kind = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+    loss: Any = _own_loss(output) if loss_fn is None else loss_fn(output, batch)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         asks = "give loss_fn(output, batch), which" if loss_fn is None else "loss_fn"
         raise SensitivityError(f"the loss is {kind}: {asks} returns one number, as a tensor.")
-    if not found.requires_grad:
+    if not loss.requires_grad:
         raise SensitivityError(
             "the loss does not depend on anything that requires a gradient: compute it from the output without detach "
             "and no_grad."
         )
-    return found.float().reshape(())
+    return loss.float().reshape(())
 
 
 def _own_loss(output: Any) -> Any:
@@ -133,7 +133,7 @@ def _of_batch(a: Model, b: Model, batch: Any, chosen: Callable[[Any], torch.Tens
 def _logits_of(
     a: Model, b: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    found: list[torch.Tensor] = []
+    pair: list[torch.Tensor] = []
     for name, model in (("a", a), ("b", b)):
         with random_numbers_kept(), torch.no_grad():
             given = model(*args, **kwargs)
@@ -143,8 +143,8 @@ def _logits_of(
                 f"{place}: {name} returns no logits but {_kind(given)}: return a tensor of shape (..., tokens, "
                 "vocabulary), or an object or a mapping with 'logits'."
             )
-        found.append(logits)
-    first, second = found
+        pair.append(logits)
+    first, second = pair
     if first.shape != second.shape:
         raise ArgumentError(f"{place}: a gives logits of shape {tuple(first.shape)}, and b of {tuple(second.shape)}.")
     return first, second
@@ -161,17 +161,17 @@ def _tokens_of(
     """Return the logits of both models that chose tokens of a call, and these tokens."""
     named = _named(model, args, kwargs)
     integers = {id(t): t for t in pytree.tree_leaves((args, dict(kwargs))) if _is_integer(t)}
-    found = next((named[name] for name in ("labels", "input_ids") if _is_integer(named.get(name))), None)
-    if found is None and len(integers) == 1:
-        (found,) = integers.values()
-    if found is None:
+    token_ids = next((named[name] for name in ("labels", "input_ids") if _is_integer(named.get(name))), None)
+    if token_ids is None and len(integers) == 1:
+        (token_ids,) = integers.values()
+    if token_ids is None:
         raise ArgumentError(
             f"{place}: no labels, no input_ids, and {len(integers)} integer inputs: give chosen=, a function from a "
             "batch to its chosen tokens."
         )
-    tokens = cast("torch.Tensor", found)
+    tokens = cast("torch.Tensor", token_ids)
     config: object = getattr(model, "config", None)
-    if found is named.get("labels") and getattr(config, "is_encoder_decoder", False):
+    if token_ids is named.get("labels") and getattr(config, "is_encoder_decoder", False):
         return first, second, tokens
     mask = named.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape:
@@ -201,14 +201,14 @@ def _gaps(first: torch.Tensor, second: torch.Tensor, tokens: torch.Tensor, place
     ours, theirs = (_log_probabilities(logits[counts.to(logits.device)], picked) for logits in (first, second))
     gaps = torch.where(ours == theirs, 0.0, (ours - theirs).abs())  # both may be -inf
     if gaps.isnan().any():
-        names = " and ".join(name for name, found in (("a", ours), ("b", theirs)) if found.isnan().any())
+        names = " and ".join(name for name, logarithms in (("a", ours), ("b", theirs)) if logarithms.isnan().any())
         raise ArgumentError(f"{place}: log probabilities of {names} are NaN. find_overflow names where NaN begins.")
     return gaps
 
 
 def _log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    found = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    return found.gather(-1, tokens.to(logits.device)[:, None].long())[:, 0].cpu()
+    logarithms = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    return logarithms.gather(-1, tokens.to(logits.device)[:, None].long())[:, 0].cpu()
 
 
 def _checked(tokens: object, place: str) -> torch.Tensor:

@@ -41,9 +41,9 @@ def write_out_of_place(flat: FlatGraph) -> None:
     """
     order = {node: i for i, node in enumerate(flat.graph.nodes)}
     for shared in {one.root: one for one in alias_sets(flat.graph).values()}.values():
-        found = dict(_replaced(shared, order))
-        if found and None not in found.values():
-            for writer, target in found.items():
+        targets = dict(_replaced(shared, order))
+        if targets and None not in targets.values():
+            for writer, target in targets.items():
                 flat.ops[writer] = op_name(writer)
                 writer.target = cast("OpOverload", target)
 
@@ -60,12 +60,12 @@ def _replaced(shared: AliasSet, order: dict[fx.Node, int]) -> Iterator[tuple[fx.
 def _out_of_place(writer: fx.Node) -> OpOverload | None:
     target = cast("OpOverload", writer.target)
     packet = getattr(getattr(torch.ops, target.namespace), base_name(op_name(writer)), None)
-    found = getattr(packet, target._overloadname, None)
+    overload = getattr(packet, target._overloadname, None)
     read = {dtype for node in writer.all_input_nodes for dtype in dtypes(node) if dtype.is_floating_point}
-    if not isinstance(found, OpOverload) or found is target or read != set(dtypes(writer)):  # it would promote
+    if not isinstance(overload, OpOverload) or overload is target or read != set(dtypes(writer)):  # it would promote
         return None
-    ours, theirs = ([argument.name for argument in op._schema.arguments] for op in (target, found))
-    return found if ours == theirs else None
+    ours, theirs = ([argument.name for argument in op._schema.arguments] for op in (target, overload))
+    return overload if ours == theirs else None
 
 
 # Run one node in 16 bits and in float32 on the same rounded inputs: the difference is what its kernel rounds.
@@ -240,14 +240,14 @@ class Replay:
             kwargs: Any = {name: map_arg(argument, take) for name, argument in node.kwargs.items()}
             made = [t for t in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(t, torch.Tensor)]
             made = [t for t in made if t.is_floating_point()]
-            found: list[torch.Tensor | None] = [None] * len(leaves)
+            leaf_gradients: list[torch.Tensor | None] = [None] * len(leaves)
             roots = [(t, g) for t, g in zip(made, gradients, strict=False) if g is not None and t.requires_grad]
             if roots:
                 given = [g.to(t.dtype) for t, g in roots]
                 ends = [t for t, _ in roots]
                 back = cast("Sequence[Any]", torch.autograd.grad(ends, leaves, given, allow_unused=True))
-                found = [None if g is None else _times(g.float(), 1 / self.scale) for g in back]
-        return [t.detach().float() for t in made], found
+                leaf_gradients = [None if g is None else _times(g.float(), 1 / self.scale) for g in back]
+        return [t.detach().float() for t in made], leaf_gradients
 
 
 def _float32(value: Any) -> list[torch.Tensor]:
@@ -275,14 +275,14 @@ def errors_at(ops: Set[str], amp_model: AmpModule, args: Sequence[Any], kwargs: 
     """
     if not any(base_name(node.op) in ops for variant in amp_model.variants for node in variant.plan.nodes):
         return {}
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for step in run_side_by_side(None, amp_model, args, kwargs).steps():
         ours, full = floating(step.value), floating(step.reference)
         if step.twin is None or base_name(op_name(step.twin)) not in ops or not (ours and full):
             continue
         exact = full[0].float()
-        found[step.name] = _rms((ours[0].float() - exact)[_is_counted(exact.abs())])
-    return found
+        errors[step.name] = _rms((ours[0].float() - exact)[_is_counted(exact.abs())])
+    return errors
 
 
 def least_error(value: torch.Tensor, low: torch.dtype) -> float:
@@ -329,15 +329,15 @@ def jumps(
     """
     inputs = {read.use: values(read.use.node).detach() for read in reads}
     before = replay.gradients(node, values, inputs, gradients)
-    found: dict[int, torch.Tensor] = {}
+    gradient_jumps: dict[int, torch.Tensor] = {}
     for read in reads:
         given = inputs[read.use]
         noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(read.place)).to(given.device)
         moved = {**inputs, read.use: given + noise * (error * _FARTHER)}
         here, there = before[read.place], replay.gradients(node, values, moved, gradients)[read.place]
         if here is not None and there is not None:
-            found[read.place] = ((there - here) / (error * math.sqrt(_FARTHER))).to(torch.bfloat16)
-    return found
+            gradient_jumps[read.place] = ((there - here) / (error * math.sqrt(_FARTHER))).to(torch.bfloat16)
+    return gradient_jumps
 
 
 _Sums = dict[tuple[str, str], torch.Tensor]
@@ -415,7 +415,7 @@ class NodeEffects:
         return self._effects(self.run.projections(self.seeds, results), taken, norm)
 
     def _effects(self, pieces: Iterable[tuple[SegmentRun, Project]], taken: Taken, norm: float) -> tuple[Effect, ...]:
-        found: list[tuple[Effect, ...]] = []
+        piece_effects: list[tuple[Effect, ...]] = []
         for piece, project in pieces:
             self._jump_all(piece)
             self._replay_all(piece)
@@ -428,9 +428,9 @@ class NodeEffects:
                 project(number, taken)
                 self._tangents.clear()
                 rows.append(self._sums)
-            found.append(self._of_piece(piece, rows, norm))
+            piece_effects.append(self._of_piece(piece, rows, norm))
             self._kernels, self._read, self._returned, self._jumps = {}, {}, {}, {}
-        return tuple(effect for effects in reversed(found) for effect in effects)
+        return tuple(effect for effects in reversed(piece_effects) for effect in effects)
 
     def _jump_all(self, piece: SegmentRun) -> None:
         switches, low = self.replay.ports.facts.switches, self.replay.low
@@ -444,9 +444,9 @@ class NodeEffects:
             error = max(converted or 0.0, least)
             if error > 0:
                 gradients = [known.get(number) for number in range(max(known) + 1)]
-                found = jumps(self.replay, node, piece.values.__getitem__, reads, gradients, error)
+                gradient_jumps = jumps(self.replay, node, piece.values.__getitem__, reads, gradients, error)
                 self.jumped.append(1.0 if converted is None else (converted / error) ** 2)
-                self._jumps |= {(node, place): jump for place, jump in found.items()}
+                self._jumps |= {(node, place): jump for place, jump in gradient_jumps.items()}
 
     def _replay_all(self, piece: SegmentRun) -> None:
         names = self.run.flat.names
@@ -510,7 +510,7 @@ class NodeEffects:
         sums[what, name] = sums[what, name] + effect if (what, name) in sums else effect
 
     def _of_piece(self, piece: SegmentRun, rows: list[dict[fx.Node, _Sums]], norm: float) -> tuple[Effect, ...]:
-        found: list[Effect] = []
+        effects: list[Effect] = []
         for node in piece.reads:
             is_output = node.op == "output"
             if not (is_output or node in self._kernels):
@@ -519,8 +519,8 @@ class NodeEffects:
             zero = torch.zeros(())
             columns = {key: tuple(float(row.get(node, {}).get(key, zero)) / norm for row in rows) for key in keys}
             overflows = not is_output and any(n in self._beyond for n in _read_or_made(node))
-            found.append(_effect(self.mode, node, self.run.flat, columns, len(self.seeds), overflows=overflows))
-        return tuple(found)
+            effects.append(_effect(self.mode, node, self.run.flat, columns, len(self.seeds), overflows=overflows))
+        return tuple(effects)
 
 
 def _effect(

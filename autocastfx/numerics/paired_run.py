@@ -66,14 +66,14 @@ class Tape:
 
     def end(self, node: fx.Node, value: Any) -> None:
         """Record the end of ``node`` and its ``value``. Values passed on belong to the node that made them."""
-        found: list[Edge | None] = []
+        edges: list[Edge | None] = []
         for tensor in pytree.tree_leaves(value):
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 edge = edge_of(tensor) if tensor.requires_grad else None
                 is_own = edge is not None and not _is_leaf(edge[0]) and edge[0]._sequence_nr() >= self.starts[node]
-                found.append(edge if is_own else None)
-        if any(edge is not None for edge in found):
-            self.made[node] = found
+                edges.append(edge if is_own else None)
+        if any(edge is not None for edge in edges):
+            self.made[node] = edges
         self.ends[node] = _now()
 
     def keep(self, nodes: Iterable[fx.Node]) -> None:
@@ -105,7 +105,7 @@ class Backward:
     @property
     def pending(self) -> int:
         """The number of gradients kept now."""
-        return sum(gradient is not None for found in self._waiting.values() for gradient in found)
+        return sum(gradient is not None for gradients in self._waiting.values() for gradient in gradients)
 
     def run_to(self, mark: int) -> None:
         """Run all functions with sequence numbers from ``mark`` on."""
@@ -118,8 +118,8 @@ class Backward:
 
     def gradient(self, edge: Edge) -> torch.Tensor | None:
         """Return the gradient of a value, or None. It is complete once the functions of all its readers have run."""
-        found = self._waiting.get(edge[0])
-        return found[edge[1]] if found is not None else None
+        gradients = self._waiting.get(edge[0])
+        return gradients[edge[1]] if gradients is not None else None
 
     def forget(self, edge: Edge) -> None:
         """Drop the gradient of a leaf."""
@@ -135,9 +135,9 @@ class Backward:
             if not _is_leaf(function):
                 self._given += 1
                 heapq.heappush(self._order, (-function._sequence_nr(), self._given, function))
-        held = self._waiting[function]
-        fitting, before = _fitting(gradient, kinds[output]), held[output]
-        held[output] = fitting if before is None else before + fitting
+        gradients = self._waiting[function]
+        fitting, before = _fitting(gradient, kinds[output]), gradients[output]
+        gradients[output] = fitting if before is None else before + fitting
 
 
 def _is_leaf(function: Any) -> bool:
@@ -170,7 +170,7 @@ def _apply(function: Any, gradients: Sequence[torch.Tensor | None]) -> list[tupl
         results = [result for result, needed in zip(given, function.needs_input_grad, strict=False) if needed]
         edges = [edge for edge in edges if edge[0] is not None]
     pairs = zip(edges, results, strict=True)
-    return [(edge, found) for edge, found in pairs if edge[0] is not None and found is not None]
+    return [(edge, result) for edge, result in pairs if edge[0] is not None and result is not None]
 
 
 # Run one of two graphs side by side, node by node, without changing the caller's tensors and random numbers.
@@ -206,13 +206,13 @@ class Side(NodeRun):
         """Return ``own``; with gradients, also leaves in place of the caller's tensors, which must not get any."""
         if self.tape is None:
             return dict(own)
-        found, leaves = dict(own), dict[int, torch.Tensor]()
+        stand_ins, leaves = dict(own), dict[int, torch.Tensor]()
         for name, tensor in tensors.items():
             if tensor.requires_grad:
                 leaf = leaves.setdefault(id(tensor), own.get(name, tensor).detach().requires_grad_())
                 self.tape.leaf(name, leaf)
-                found[name] = leaf.clone() if name in written else leaf  # a leaf cannot be written into
-        return found
+                stand_ins[name] = leaf.clone() if name in written else leaf  # a leaf cannot be written into
+        return stand_ins
 
     def run_one(self, node: fx.Node) -> Any:
         """Run ``node`` in the modes of its regions, and return its value."""
@@ -243,9 +243,9 @@ class Side(NodeRun):
     def outputs(self) -> Any:
         """Run the remaining nodes, free all values, and return the graph's output."""
         self.run_up_to(self.flat.graph.output_node())
-        found = map_arg(self.flat.graph.output_node().args[0], self.env.__getitem__)
+        output = map_arg(self.flat.graph.output_node().args[0], self.env.__getitem__)
         self.env.clear()
-        return found
+        return output
 
     @contextmanager
     def random(self) -> Generator[None]:
@@ -429,23 +429,23 @@ def run_side_by_side(
     return PairedRun(variant, run, beside, twins, made + gone, ask)
 
 
-def _is_low(held: Mapping[str, torch.Tensor]) -> bool:
-    return one_low_dtype(t.dtype for t in held.values() if isinstance(t, nn.Parameter)) is not None
+def _is_low(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return one_low_dtype(t.dtype for t in tensors.values() if isinstance(t, nn.Parameter)) is not None
 
 
 def _check_fits(theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> None:
-    """True if a model's tensors have the names, sizes and dtypes of the float32 original's."""
+    """Refuse a model whose tensors do not have the names, sizes and dtypes of the float32 original's."""
     for name, tensor in ours.items():
-        found = theirs.get(name)
-        if found is None:
+        given = theirs.get(name)
+        if given is None:
             raise ArgumentError(
                 f"the first argument is another model than was converted: it has no {name!r}. Give the "
                 "float32 original."
             )
-        narrowed = found.dtype in LOW_DTYPES and found.dtype != tensor.dtype
-        if found.shape != tensor.shape or narrowed:
+        narrowed = given.dtype in LOW_DTYPES and given.dtype != tensor.dtype
+        if given.shape != tensor.shape or narrowed:
             raise ArgumentError(
-                f"the first argument is not the float32 original: its {name!r} is {_kind(found)}, and that of the "
+                f"the first argument is not the float32 original: its {name!r} is {_kind(given)}, and that of the "
                 f"converted model {_kind(tensor)}."
             )
 
@@ -525,7 +525,7 @@ def run_backwards(run: PairedRun, loss: Loss | None, scale: float) -> Generator[
 
 
 def _starts(run: PairedRun, loss: Loss, scale: float) -> list[Backward]:
-    found: list[Backward] = []
+    starts: list[Backward] = []
     for output in run.outputs():
         with run.modes():
             value: Any = loss(output)
@@ -538,8 +538,8 @@ def _starts(run: PairedRun, loss: Loss, scale: float) -> list[Backward]:
                 "the loss does not depend on anything that requires a gradient: unfreeze a parameter, or call "
                 "requires_grad_() on an input of the call."
             )
-        found.append(Backward(value, torch.full_like(value, scale)))
-    return found
+        starts.append(Backward(value, torch.full_like(value, scale)))
+    return starts
 
 
 def _sum(output: Any) -> torch.Tensor:
@@ -564,11 +564,11 @@ class _Half:
 
 def _leaves(low: Tape, full: Tape) -> dict[Edge, list[str]]:
     """Return the names of the leaves that both graphs have, by their edge in ``low``; tied parameters have several."""
-    found: dict[Edge, list[str]] = {}
+    leaves: dict[Edge, list[str]] = {}
     for name, edge in low.leaves.items():
         if name in full.leaves:
-            found.setdefault(edge, []).append(name)
-    return found
+            leaves.setdefault(edge, []).append(name)
+    return leaves
 
 
 def _complete(leaves: dict[Edge, list[str]], low: _Half, full: _Half) -> Iterator[Gradients]:

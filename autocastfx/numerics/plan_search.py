@@ -165,10 +165,10 @@ def group_of(node: PlannedNode) -> Group:
 
 def _sides(plan: Plan) -> dict[Group, str]:
     """The precision of each module and op; those that run in both are left out."""
-    found: dict[Group, set[str]] = {}
+    group_sides: dict[Group, set[str]] = {}
     for node in filter(_computes, plan.nodes):
-        found.setdefault(group_of(node), set()).add(_SIDES[node.placement.run])
-    return {group: next(iter(sides)) for group, sides in found.items() if len(sides) == 1}
+        group_sides.setdefault(group_of(node), set()).add(_SIDES[node.placement.run])
+    return {group: next(iter(sides)) for group, sides in group_sides.items() if len(sides) == 1}
 
 
 def _differing(plan: Plan, wanted: Plan) -> list[Group]:
@@ -184,10 +184,10 @@ class _Reasons:
     by_group: dict[Group, list[PlannedNode]] = field(init=False)
 
     def __post_init__(self) -> None:
-        found: dict[Group, list[PlannedNode]] = {}
+        by_group: dict[Group, list[PlannedNode]] = {}
         for node in filter(_computes, self.plan.nodes):
-            found.setdefault(group_of(node), []).append(node)
-        object.__setattr__(self, "by_group", found)
+            by_group.setdefault(group_of(node), []).append(node)
+        object.__setattr__(self, "by_group", by_group)
 
     def __call__(self, groups: Sequence[Group], side: str) -> str:
         nodes = [node for group in groups for node in self.by_group.get(group, ())]
@@ -220,9 +220,9 @@ def _written(chosen: Mapping[Group, str], sides: Mapping[Group, str], reasons: _
         else:
             for group in asked:
                 rules.setdefault((group[0], sides[group]), []).append((op, [group]))
-    for (path, side), found in rules.items():
-        reason = reasons([group for _, groups in found for group in groups], side)
-        yield {"path": path or "re:^$", "category": side, "reason": reason, "ops": sorted({op for op, _ in found})}
+    for (path, side), ops in rules.items():
+        reason = reasons([group for _, groups in ops for group in groups], side)
+        yield {"path": path or "re:^$", "category": side, "reason": reason, "ops": sorted({op for op, _ in ops})}
 
 
 def _layered(path: str) -> str:
@@ -258,9 +258,9 @@ def filled(rules: OpList, plan: Plan, most: float, convert: Callable[[OpList], P
                 return
             tried.add(group)
             further = rules.merged(raised(group))
-            found = convert(further)
-            if found.traffic.moved <= most and (found.error or 0.0) < (plan.error or 0.0):
-                rules, plan, improved = further, found, True
+            candidate = convert(further)
+            if candidate.traffic.moved <= most and (candidate.error or 0.0) < (plan.error or 0.0):
+                rules, plan, improved = further, candidate, True
                 yield plan
                 break
 
@@ -307,7 +307,7 @@ def cut_between(plan: Plan, price: float, most: float, cut: Callable[[OpList, fl
     """
     rules, cuts = OpList(), 0
     while True:
-        found: list[tuple[float, OpList, float, Plan]] = []
+        candidates: list[tuple[float, OpList, float, Plan]] = []
         for group in by_share(plan)[:_MOST_TRIED]:
             further = rules.merged(raised(group))
             for lower in _LOWER:
@@ -316,9 +316,9 @@ def cut_between(plan: Plan, price: float, most: float, cut: Callable[[OpList, fl
                 cuts += 1
                 one = cut(further, lower * price)
                 if one.traffic.moved <= most:
-                    found.append((one.error or 0.0, further, lower * price, one))
+                    candidates.append((one.error or 0.0, further, lower * price, one))
                     break
-        best = min(found, key=lambda each: each[0], default=None)
+        best = min(candidates, key=lambda each: each[0], default=None)
         if best is None or best[0] >= (plan.error or 0.0):
             return
         _, rules, price, plan = best
@@ -382,10 +382,10 @@ class PlanSearch:
         """
         self._sweep(limit)
         ratios = [started.error / started.predicted] if started.error and started.predicted else [1.0]
-        found = self._near(limit, ratios[0])
+        candidates = self._near(limit, ratios[0])
         tried: list[Found] = []
-        while len(tried) < _MOST_MEASURED and (following := _next(found, limit, ratios, tried)) is not None:
-            found.remove(following)
+        while len(tried) < _MOST_MEASURED and (following := _next(candidates, limit, ratios, tried)) is not None:
+            candidates.remove(following)
             said = following if following.rules is not None else self._said(following.plan)
             is_over = limit.bytes is not None and not limit.keeps(said.point)  # rules may move more than their plan
             if is_over or any(_key(one.plan) == _key(said.plan) for one in tried):
@@ -471,8 +471,8 @@ class PlanSearch:
         distinct = {_key(plan): plan for _, plan in sorted(self.plans.items())}
         plans = sorted(distinct.values(), key=lambda plan: plan.traffic.moved)
         between = list(self._between(limit))
-        found = [Found(_expected(plan, ratio), plan) for plan in between]
-        return [*_around(plans, limit, ratio), *found, *self._filled([*plans, *between[-1:]], limit, ratio)]
+        new_cuts = [Found(_expected(plan, ratio), plan) for plan in between]
+        return [*_around(plans, limit, ratio), *new_cuts, *self._filled([*plans, *between[-1:]], limit, ratio)]
 
     def _between(self, limit: Limit) -> Iterator[Plan]:
         """For a limit of bytes, cut plans anew, from the dearest cut within it."""
@@ -497,11 +497,11 @@ class PlanSearch:
                     break
 
     def _said(self, plan: Plan) -> Found:
-        rules, found = rules_for(plan, self.start, lambda r: self._plan_of(self._with(r)), self.prices.sensitivity)
-        return Found(_point("tuned", found), found, rules)
+        rules, tuned = rules_for(plan, self.start, lambda r: self._plan_of(self._with(r)), self.prices.sensitivity)
+        return Found(_point("tuned", tuned), tuned, rules)
 
 
-def _next(found: Sequence[Found], limit: Limit, ratios: Sequence[float], tried: Sequence[Found]) -> Found | None:
+def _next(candidates: Sequence[Found], limit: Limit, ratios: Sequence[float], tried: Sequence[Found]) -> Found | None:
     """Return the plan to measure next: the best that should keep the limit, by the errors so far; None if none is left.
 
     Beyond a limit of errors, a plan would be kept by the chance of the few batches that are held out. Within a limit of
@@ -510,11 +510,11 @@ def _next(found: Sequence[Found], limit: Limit, ratios: Sequence[float], tried: 
     best = min((limit.rank(one.point) for one in tried if limit.keeps(one.point)), default=None)
     ratio = statistics.median(ratios)
     for slack in (1.0,) if limit.bytes is None else (1.0, _SLACK):
-        expected = [_expected(one.plan, ratio / slack) for one in found]
+        expected = [_expected(one.plan, ratio / slack) for one in candidates]
         fits = [(limit.rank(point), i) for i, point in enumerate(expected) if limit.keeps(point)]
         fits = [pair for pair in fits if best is None or pair[0] < best]
         if fits:
-            return found[min(fits)[1]]
+            return candidates[min(fits)[1]]
     return None
 
 
@@ -528,8 +528,8 @@ def _point(name: str, plan: Plan) -> Point:
 
 
 def _expected(plan: Plan, ratio: float) -> Point:
-    found = _point("", plan)
-    return replace(found, measured=found.predicted * ratio)
+    point = _point("", plan)
+    return replace(point, measured=point.predicted * ratio)
 
 
 def _around(plans: Sequence[Plan], limit: Limit, ratio: float) -> list[Found]:

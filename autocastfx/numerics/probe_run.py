@@ -37,8 +37,8 @@ def directions(like: Mapping[int, torch.Tensor], seed: int) -> dict[int, torch.T
 def signs(like: torch.Tensor, seed: int) -> torch.Tensor:
     """Return a random float32 tensor of ±1, of the shape and device of ``like``."""
     generator = torch.Generator().manual_seed(seed % 2**32)
-    found = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
-    return found.mul_(2).sub_(1).to(like.device, torch.float32)
+    bits = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
+    return bits.mul_(2).sub_(1).to(like.device, torch.float32)
 
 
 @dataclass
@@ -88,7 +88,7 @@ class ProbeRun:
             kept: the number of tensors that will be kept for a value between segments, as for :func:`segments_of`.
             passed: the number of further ones, likewise.
         """
-        tensors = {name: held for name, held in flat.held.items() if isinstance(held, torch.Tensor)}
+        tensors = {name: value for name, value in flat.held.items() if isinstance(value, torch.Tensor)}
         written = written_outside(flat.graph, flat.held)
         trained = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
         numbers: dict[int, int] = {}
@@ -133,8 +133,8 @@ class ProbeRun:
 
     def _copies(self, nodes: Iterable[fx.Node], of: Mapping[fx.Node, Any] | None = None) -> dict[fx.Node, Any]:
         """Copies of what inputs and attributes hold, which share their storages likewise."""
-        nodes, held = list(nodes), self._outside if of is None else of
-        return dict(zip(nodes, copy.deepcopy([held[node] for node in nodes]), strict=True))
+        nodes, values = list(nodes), self._outside if of is None else of
+        return dict(zip(nodes, copy.deepcopy([values[node] for node in nodes]), strict=True))
 
     def _drop(self) -> None:
         if self._held is not None:
@@ -208,19 +208,19 @@ class ProbeRun:
 
     def _tangents(self, seeds: Sequence[int]) -> list[_Values]:
         """The tangents of the values between segments in each direction."""
-        found: list[_Values] = [{} for _ in seeds]
+        all_tangents: list[_Values] = [{} for _ in seeds]
         for i in range(len(self.segments) - 1) if self._returned is not None else ():
             piece = self._segment(i)
-            for tangents, seed in zip(found, seeds, strict=True):
+            for tangents, seed in zip(all_tangents, seeds, strict=True):
                 made = piece.tangents(tangents, directions(piece.to_parameters, seed))
                 tangents.update({node: _kept(tangent) for node, tangent in made.items()})
-        return found
+        return all_tangents
 
     def _release(self, nodes: Iterable[fx.Node], tangents: Iterable[_Values]) -> None:
         """Free what is held for values that only later segments read, which are done."""
-        for held in (self._outside, self._returned or {}, *tangents):
+        for values in (self._outside, self._returned or {}, *tangents):
             for node in nodes:
-                held.pop(node, None)
+                values.pop(node, None)
 
     def close(self) -> None:
         """Free all values."""

@@ -212,15 +212,15 @@ class _Places:
         """
         best = [(0.0, 0)]  # for each of ``ends``: the elements given before it, and the cut before it
         for k in range(1, len(self.ends)):
-            found = (math.inf, 0)
+            least = (math.inf, 0)
             for j in reversed(range(k)):
                 inside, before = self.inside(j, k), best[j][0]
                 if inside > most:
                     break  # and from farther back still more
                 if inside + self.kept * before + self.passed * self.passing[j] <= most:
                     given = sum(self.own[i] for i in alive[k] if i >= self.ends[j])
-                    found = min(found, (before + given, j))
-            best.append(found)
+                    least = min(least, (before + given, j))
+            best.append(least)
         if best[-1][0] == math.inf:
             return None
         cuts, k = list[int](), len(self.ends) - 1
@@ -369,7 +369,7 @@ class SegmentRun:
 
     def _tapped(self, node: fx.Node) -> Callable[[fx.Node], Any]:
         """Return what gives ``node`` each value that it reads; of a float32 one a view of its own."""
-        found = self.reads[node] = list[Read]()
+        reads = self.reads[node] = list[Read]()
         places: Iterator[Use] = iter(uses(node))
         is_open = node not in self.shared and op_name(node) != "getitem"
 
@@ -380,8 +380,8 @@ class SegmentRun:
             if not is_open or read in self.shared or not is_float32(read) or not made.requires_grad:
                 return made
             tap = made.view_as(made)
-            one = Read(node, len(found), use)
-            found.append(one)
+            one = Read(node, len(reads), use)
+            reads.append(one)
             tap.register_hook(partial(self._at_read, one))
             return tap
 
@@ -457,8 +457,8 @@ class SegmentRun:
         wanted = [*inputs.values(), *self.parameters.values()]
         if not roots or not wanted:
             return
-        found = gradients_again(roots, wanted, given)
-        of_inputs, of_parameters = found[: len(inputs)], found[len(inputs) :]
+        derivatives = gradients_again(roots, wanted, given)
+        of_inputs, of_parameters = derivatives[: len(inputs)], derivatives[len(inputs) :]
         self.to_inputs = _known_of(inputs, of_inputs)
         self.to_parameters = _known_of(self.parameters, of_parameters)
 
@@ -471,8 +471,8 @@ class SegmentRun:
             return {}
         roots, by = zip(*pairs, strict=True)
         self._taken, self._is_first = Taken(), False
-        found = differentiated(roots, given, by, again=True)
-        return _known_of(self._given, found)
+        derivatives = differentiated(roots, given, by, again=True)
+        return _known_of(self._given, derivatives)
 
     def second_pass(
         self,
@@ -499,8 +499,8 @@ class SegmentRun:
         if not pairs or not leaves:
             return {}
         ends, given = zip(*pairs, strict=True)
-        found = differentiated(ends, leaves, given, again=again)
-        return _known_of(self.inputs, found)  # the first leaves
+        derivatives = differentiated(ends, leaves, given, again=again)
+        return _known_of(self.inputs, derivatives)  # the first leaves
 
     def forget(self) -> None:
         """Free what derivatives do not need."""
@@ -512,10 +512,10 @@ class SegmentRun:
     def close(self) -> None:
         """Free all values: they hold hooks, and those the run."""
         self._taken, self.output = Taken(), None
-        for held in (self.values, self.inputs, self.parameters, self.at_values, self.returned, self._given):
-            held.clear()
-        for held in (self.to_inputs, self.to_parameters, self._leaves):
-            held.clear()
+        for collection in (self.values, self.inputs, self.parameters, self.at_values, self.returned, self._given):
+            collection.clear()
+        for collection in (self.to_inputs, self.to_parameters, self._leaves):
+            collection.clear()
 
     def _projected(
         self, of_inputs: Mapping[fx.Node, torch.Tensor], of_parameters: Mapping[int, torch.Tensor]
@@ -525,9 +525,9 @@ class SegmentRun:
         return [(gradient, by.to(gradient.dtype)) for gradient, by in pairs if gradient.requires_grad]
 
 
-def _known_of(keys: Iterable[_Key], found: Sequence[torch.Tensor | None]) -> dict[_Key, torch.Tensor]:
+def _known_of(keys: Iterable[_Key], derivatives: Sequence[torch.Tensor | None]) -> dict[_Key, torch.Tensor]:
     """The derivatives that there are."""
-    return {key: one for key, one in zip(keys, found, strict=False) if one is not None}
+    return {key: one for key, one in zip(keys, derivatives, strict=False) if one is not None}
 
 
 class _Stop(torch.autograd.Function):

@@ -146,7 +146,7 @@ class Measuring:
         variant = self.amp_model._variant_for(args, kwargs)
         captured = captured_of(variant)
         call = CallSignature.of(self.amp_model.forward).bind(args, kwargs)
-        held_values: Mapping[str, Any] = {**captured.attributes, **self.amp_model._held()}
+        attributes: Mapping[str, Any] = {**captured.attributes, **self.amp_model._held()}
         ports = replace(converter, device=variant.plan.device).ports
         # Held for a value between segments: itself, its gradient and its tangents, and the projections' derivatives by
         # it; tangents and derivatives in bfloat16.
@@ -154,7 +154,7 @@ class Measuring:
         with random_numbers_kept():
             switches = ports.facts.switches if self.of == "gradient" else frozenset[str]()
             errors = errors_at(switches, self.amp_model, args, kwargs)
-            flat = flatten(captured.graph, held_values.__getitem__)
+            flat = flatten(captured.graph, attributes.__getitem__)
             write_out_of_place(flat)
             run = ProbeRun.of(flat, call, ports.stays_float32, kept=kept, passed=passed)
             may_jump = any(op_name(node) in switches for node in flat.graph.nodes)
@@ -162,15 +162,15 @@ class Measuring:
             effects = NodeEffects(run, Replay(ports, converter.low), mode_of(captured.training), seeds, errors)
             try:
                 if self.of == "output":
-                    found = effects.of_output()
+                    measured = effects.of_output()
                 elif run.parameters:
                     output = pytree.tree_unflatten(run.output, captured.out_spec)
-                    found = effects.of_gradient(self._loss(output, batch))
+                    measured = effects.of_gradient(self._loss(output, batch))
                 else:
                     raise SensitivityError("no parameter requires a gradient: unfreeze those trained, or of='output'.")
             finally:
                 run.close()
-        one = Sensitivity(self.of, variant.plan.low, self.probes, 1, found, effects.unmeasured)
+        one = Sensitivity(self.of, variant.plan.low, self.probes, 1, measured, effects.unmeasured)
         if any(effects.jumped) and self.probes >= _LEAST_FOR_JUMPS:
             share = sum(effects.jumped) / len(effects.jumped)
             one = self._with_jumps(one, variant, batch, share)

@@ -94,11 +94,11 @@ class Tuned:
 
     def _bias(self) -> Iterator[str]:
         """Yield how much of the predicted error is the same in all batches."""
-        found, effects = self.sensitivity, [node.effect for node in self.plan.nodes if node.effect]
-        if not effects or found.batches == 1:
+        sensitivity, effects = self.sensitivity, [node.effect for node in self.plan.nodes if node.effect]
+        if not effects or sensitivity.batches == 1:
             return
         signature = added(effects)
-        bias, least = found.bias(signature), found.least_bias(rms(signature))
+        bias, least = sensitivity.bias(signature), sensitivity.least_bias(rms(signature))
         shows = f"{bias:.1e} of the predicted error is" if bias > least else "none of the predicted error seems"
         yield f"bias:   {shows} the same in all batches, and adds up over steps; less than {least:.1e} does not show."
 

@@ -315,10 +315,10 @@ class Watch:
     ) -> None:
         calls = tuple(self._calls)
         self.stop()
-        if isinstance(error, LossScaleError) and calls and (found := self._search(calls)):  # at the scale's floor
+        if isinstance(error, LossScaleError) and calls and (overflow := self._search(calls)):  # at the scale's floor
             number = self._present
             self._finished += self._is_told
-            self._explain(number, found)
+            self._explain(number, overflow)
 
     def stop(self) -> None:
         """Watch no more, and drop the inputs of the last call. What was seen can still be read."""
@@ -365,17 +365,17 @@ class Watch:
         if is_skipped:
             self._explain(self._finished, self._search(calls))
 
-    def _explain(self, step: int, found: Overflow | None) -> None:
-        """Note that ``step`` was skipped because of ``found``, and warn of it."""
-        self._skipped.append(SkippedStep(step, found))
-        if found is None:
+    def _explain(self, step: int, overflow: Overflow | None) -> None:
+        """Note that ``step`` was skipped because of ``overflow``, and warn of it."""
+        self._skipped.append(SkippedStep(step, overflow))
+        if overflow is None:
             return
-        self._counts.note_overflow(found.name, step)
-        if found.name not in self._warned:
-            self._warned.add(found.name)
-            says = "print the watch for the rule that mends it" if found.fix else found.advice
+        self._counts.note_overflow(overflow.name, step)
+        if overflow.name not in self._warned:
+            self._warned.add(overflow.name)
+            says = "print the watch for the rule that mends it" if overflow.fix else overflow.advice
             warnings.warn(
-                f"step {step} was skipped: {found.headline} {says[0].upper()}{says[1:]}".rstrip(".") + ".",
+                f"step {step} was skipped: {overflow.headline} {says[0].upper()}{says[1:]}".rstrip(".") + ".",
                 SkippedStepWarning,
                 stacklevel=3,
             )
@@ -384,8 +384,8 @@ class Watch:
         with random_numbers_kept():
             for call in calls:
                 set_random_state(call.random)
-                if found := find_overflow(self._model, *call.args, **call.kwargs):
-                    return found
+                if overflow := find_overflow(self._model, *call.args, **call.kwargs):
+                    return overflow
         return None
 
     @property

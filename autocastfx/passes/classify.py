@@ -78,9 +78,9 @@ class Classifier:
         is_far = self.low == torch.bfloat16 and self.op_list.placement != "follow"
         fitting = fills(graph, largest_mask(self.low)) if is_far else {}
         while True:  # each time with fewer
-            found, meets = self._with_fills(graph, largest, fitting)
+            classification, meets = self._with_fills(graph, largest, fitting)
             if not meets:
-                return found
+                return classification
             fitting = {node: fill for node, fill in fitting.items() if node not in meets}
 
     def _with_fills(
@@ -223,10 +223,10 @@ class Classifier:
         limit = self.op_list.depth_limit(name, of_group=kind == "elements")
         if limit is None or limit.most is None:
             return None
-        found = product(node, kind or "elements", self.size)
-        if found is None or self._is_at_most(node, kind or "elements", found, limit.most):
+        sizes = product(node, kind or "elements", self.size)
+        if sizes is None or self._is_at_most(node, kind or "elements", sizes, limit.most):
             return None
-        reason = f"reduces {found.depth} elements, more than reduction_depth {limit.most}"
+        reason = f"reduces {sizes.depth} elements, more than reduction_depth {limit.most}"
         return Decision(Category.DENY, reason, limit.source or NO_SOURCE)
 
     def _square(self, node: fx.Node, listed: Decision) -> Decision:
@@ -247,13 +247,13 @@ class Classifier:
         reason = f"adds up {sizes.depth} elements, fewer than product_depth {limit.most}: elementwise work"
         return Decision(Category.INFER, reason, limit.source or NO_SOURCE)
 
-    def _is_at_most(self, node: fx.Node, kind: str, found: Product, most: int) -> bool:
+    def _is_at_most(self, node: fx.Node, kind: str, sizes: Product, most: int) -> bool:
         """True if ``node`` adds up ``most`` elements or fewer.
 
         If it may add up more in another call, the graph is for calls where it does not. A decision for many elements
         holds for fewer, too.
         """
-        if found.depth > most:
+        if sizes.depth > most:
             return False
         settled = product(node, kind, settled_size)
         return settled is not None and bool(settled.depth <= most)
@@ -321,9 +321,9 @@ class Classify(Pass):
         rules, facts, low = policy.op_list, policy.facts, policy.low
         calibrated = policy.ranges is not None
         limit = Limit(low, policy.headroom if calibrated else 1.0)
-        held = {n: v for n, v in values.magnitudes.items() if calibrated or n in state.parameters}
-        reached = reach(state.graph, state.measured, held, rules, limit)
-        measured = {node: found.largest for node, found in state.measured.items()}
+        magnitudes = {n: v for n, v in values.magnitudes.items() if calibrated or n in state.parameters}
+        reached = reach(state.graph, state.measured, magnitudes, rules, limit)
+        measured = {node: magnitude.largest for node, magnitude in state.measured.items()}
         size, most = (example, largest_size) if state.guesses is None else (unknown_size, unknown_size)
         ops = ((node, rules.rule(op_name(node))) for node in state.graph.nodes)
         allowed = {node: rule is not None and rule.category.is_low for node, rule in ops}
@@ -334,10 +334,10 @@ class Classify(Pass):
             {n: number for n, number in values.largest.items() if n in values.fixed_scalars},
             size,
         )
-        found = classifier(state.graph, values.largest)
-        found = replace(found, wide=found.wide | reached.wide)
+        classification = classifier(state.graph, values.largest)
+        classification = replace(classification, wide=classification.wide | reached.wide)
         if rules.placement != "follow":  # torch.autocast demands nothing
             cancelling = cancellations(state.graph, values, rules, facts)
             demands = Demands(policy.ports, state.parameters, cancelling)
-            found = replace(found, decisions=demands(state.graph, found.decisions))
-        return replace(state, classification=found)
+            classification = replace(classification, decisions=demands(state.graph, classification.decisions))
+        return replace(state, classification=classification)

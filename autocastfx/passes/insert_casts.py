@@ -155,13 +155,13 @@ class InsertCasts(Pass):
 
     def __call__(self, state: State) -> State:
         """The state, its graph changed."""
-        policy, graph, found = self.policy, state.graph, state.classification
+        policy, graph, classification = self.policy, state.graph, state.classification
         written = alias_sets(graph, policy.ports.written).keys()
         changing = {node for node in state.placements if not written.isdisjoint(node.all_input_nodes)}
-        style = CastStyle("rewrite", policy.low, written, Bounds.of(graph, found.wide, state.parameters))
+        style = CastStyle("rewrite", policy.low, written, Bounds.of(graph, classification.wide, state.parameters))
         insert_casts(graph, self._planned(state), style)
         adapt_calls(
-            *(state.placements, policy.ports, found.fills, policy.low),
+            *(state.placements, policy.ports, classification.fills, policy.low),
             rounds=policy.fold == "kernel",
             changing=changing,
         )
@@ -189,9 +189,9 @@ def drop_loss_casts(graph: fx.Graph, category: Callable[[fx.Node], Category | No
         category: of a node, by the list.
     """
     over_classes = [(node, category(node)) for node in graph.nodes if is_over_classes(node)]
-    losses = [node for node, found in over_classes if found is not None and found.is_float32]
+    losses = [node for node, listed in over_classes if listed is not None and listed.is_float32]
     written = alias_sets(graph).keys() if losses else ()
-    found: list[Recomposed] = []
+    dropped: list[Recomposed] = []
     for loss in losses:
         node = argument(loss, "self")
         while len(node.users) == 1 and node not in written and (_is_plain_cast(node) or moves_each_once(node)):
@@ -199,12 +199,12 @@ def drop_loss_casts(graph: fx.Graph, category: Callable[[fx.Node], Category | No
             if _is_plain_cast(node):
                 if not is_float32(source) or category(node) in (Category.BAN, Category.KEEP):
                     break
-                found.append(Recomposed(LOSS_CAST, loss.name, (node.name,)))
+                dropped.append(Recomposed(LOSS_CAST, loss.name, (node.name,)))
                 node.replace_all_uses_with(source)
                 stand_for(source, *all_names(node))
                 graph.erase_node(node)
             node = source
-    return tuple(found)
+    return tuple(dropped)
 
 
 def _is_plain_cast(node: fx.Node) -> bool:
@@ -221,8 +221,8 @@ class DropLossCasts(Pass):
         """The state with what was dropped."""
         if LOSS_CAST not in self.policy.recompose:
             return state
-        found = drop_loss_casts(state.graph, self.policy.category)
-        return state.with_recomposed((*state.recomposed, *found)) if found else state
+        dropped = drop_loss_casts(state.graph, self.policy.category)
+        return state.with_recomposed((*state.recomposed, *dropped)) if dropped else state
 
 
 # The last step for a graph made without inputs: casts of values whose dtype is not known touch only what they mean.

@@ -177,7 +177,7 @@ def _converted(
     policy: Settings,
     source: fx.Graph,
     attributes: Mapping[str, Any],
-    held: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     known: _Measured,
     guesses: frozenset[str] | None = None,
     prefix: str = "",
@@ -204,12 +204,12 @@ def _converted(
     state = State(
         graph=graph,
         attributes=made.attributes,
-        parameters=frozenset(n for n, t in held.items() if isinstance(t, nn.Parameter)),
-        values=HeldValues.of({**held, **attributes}),
+        parameters=frozenset(n for n, t in tensors.items() if isinstance(t, nn.Parameter)),
+        values=HeldValues.of({**tensors, **attributes}),
         dtypes={node: dtypes(node) for node in graph.nodes},
         ops={node: op_name(node) for node in graph.nodes},
-        cached=cast_once(held),
-        parameter_ids={name: id(t) for name, t in held.items() if isinstance(t, nn.Parameter)},
+        cached=cast_once(tensors),
+        parameter_ids={name: id(t) for name, t in tensors.items() if isinstance(t, nn.Parameter)},
         measured={n: known.magnitudes[key] for n in graph.nodes if (key := key_of(n, prefix)) in known.magnitudes},
         errors=errors,
         prefix=prefix,
@@ -232,8 +232,10 @@ def _converted(
     return made
 
 
-def _prefixed(found: Recomposed, prefix: str) -> Recomposed:
-    return Recomposed(found.pattern, prefix + found.node, tuple(prefix + name for name in found.replaced))
+def _prefixed(recomposed: Recomposed, prefix: str) -> Recomposed:
+    return Recomposed(
+        recomposed.pattern, prefix + recomposed.node, tuple(prefix + name for name in recomposed.replaced)
+    )
 
 
 # The plan's entries of a converted graph: its nodes, the inserted casts, and the reads of working copies.
@@ -294,5 +296,5 @@ def _planned_copies(graph: fx.Graph) -> list[PlannedCopy]:
     ]
 
 
-def _dtype_names(found: tuple[torch.dtype, ...]) -> str:
-    return ",".join(dtype_name(d) for d in found)
+def _dtype_names(value_dtypes: tuple[torch.dtype, ...]) -> str:
+    return ",".join(dtype_name(d) for d in value_dtypes)

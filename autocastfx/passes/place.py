@@ -107,18 +107,18 @@ class Placer(Pass):
             PlanError: the edited plan asks for what cannot be.
         """
         policy, state = self.policy, self._without_overflows(state)
-        found = state.classification
-        units = units_of(state.graph, found.decisions, policy.ports)
-        simple = self._with_views(state, found.decisions, place_simply(found.decisions, units))
+        classification = state.classification
+        units = units_of(state.graph, classification.decisions, policy.ports)
+        simple = self._with_views(state, classification.decisions, place_simply(classification.decisions, units))
         is_priced = policy.prices is not None and policy.prices.per_error is not None
         is_simple = policy.op_list.placement == "simple" and not is_priced
         placements = simple if is_simple else self._cheaply(state, units)
         if policy.plan is not None:
-            obeyed = policy.plan.obey(found.decisions, placements, found.unable, state.prefix)
-            state = replace(state, classification=replace(found, decisions=obeyed.pinned))
+            obeyed = policy.plan.obey(classification.decisions, placements, classification.unable, state.prefix)
+            state = replace(state, classification=replace(classification, decisions=obeyed.pinned))
             units = units_of(state.graph, obeyed.pinned, policy.ports)
             decisions, placements = obeyed.result(self._cheaply(state, units))
-            state = replace(state, classification=replace(found, decisions=decisions))
+            state = replace(state, classification=replace(classification, decisions=decisions))
         traffic = Traffic(self._moved(state, units, placements), self._moved(state, units, simple))
         return replace(state, placements=placements, traffic=traffic)
 
@@ -140,24 +140,28 @@ class Placer(Pass):
 
     def _without_overflows(self, state: State) -> State:
         """The state with a decision for float32 on each node whose measured values are beyond the dtype's range."""
-        prices, found = self.policy.prices, state.classification
+        prices, classification = self.policy.prices, state.classification
         if prices is None or prices.per_error is None:
             return state
         reason = f"a measured value is beyond {self.policy.low_name}'s range"
         decisions = {
             node: Decision(Category.DENY, reason, Forced.RANGE)
             for node, effect in state.errors.effects.items()
-            if effect.overflows and node in found.decisions and not self._is_hard(node, found)
+            if effect.overflows and node in classification.decisions and not self._is_hard(node, classification)
         }
-        return replace(state, classification=replace(found, decisions={**found.decisions, **decisions}))
+        return replace(
+            state, classification=replace(classification, decisions={**classification.decisions, **decisions})
+        )
 
     def _measured(self, state: State, units: Units) -> tuple[frozenset[fx.Node], list[Term]]:
         """The nodes that errors and bytes place, for no hard rule and no person decides them; and what errors cost."""
-        prices, found, errors = self.policy.prices, state.classification, state.errors
+        prices, classification, errors = self.policy.prices, state.classification, state.errors
         if prices is None or prices.per_error is None:
             return frozenset(), []
-        known = (node for node, effect in errors.effects.items() if effect.computes and node in found.decisions)
-        measured = frozenset(node for node in known if not self._is_hard(node, found))
+        known = (
+            node for node, effect in errors.effects.items() if effect.computes and node in classification.decisions
+        )
+        measured = frozenset(node for node in known if not self._is_hard(node, classification))
         alone = [unit for unit in units if len(unit.nodes) == 1 and unit.nodes[0] in measured]
         return measured, [
             *errors.terms(units, prices.per_error),
@@ -165,12 +169,12 @@ class Placer(Pass):
             *product_terms(units, self.policy.facts.reduces, prices.bytes_per_flop),
         ]
 
-    def _is_hard(self, node: fx.Node, found: Classification) -> bool:
-        decision, rule = found.decisions[node], self.policy.matcher(node)
+    def _is_hard(self, node: fx.Node, classification: Classification) -> bool:
+        decision, rule = classification.decisions[node], self.policy.matcher(node)
         is_open = decision.category in (Category.ALLOW, Category.DENY, Category.INFER, Category.CLEAR)
         is_persons = rule is not None and not rule.shipped
-        special = node in found.wide or node in found.unable or node in found.fills
-        meets_wide = not found.wide.isdisjoint(node.all_input_nodes)
+        special = node in classification.wide or node in classification.unable or node in classification.fills
+        meets_wide = not classification.wide.isdisjoint(node.all_input_nodes)
         return not is_open or isinstance(decision.source, Forced) or is_persons or special or meets_wide
 
     def _with_views(
@@ -188,10 +192,10 @@ class Placer(Pass):
         """The parameters that are read low without a cast in each call."""
         if self.policy.weights == "cast":
             return frozenset()
-        found = [n for n in state.graph.nodes if n.op == "get_attr" and n.target in state.parameters]
-        found = [n for n in found if n not in state.classification.wide]  # their casts saturate
+        parameters = [n for n in state.graph.nodes if n.op == "get_attr" and n.target in state.parameters]
+        parameters = [n for n in parameters if n not in state.classification.wide]  # their casts saturate
         if self.policy.weights == "low":
             reads = LowReads(placements, self.policy.ports)
-            mixed = {state.parameter_ids[str(n.target)] for n in found if not reads.all_of(n)}
-            found = [n for n in found if state.parameter_ids[str(n.target)] not in mixed]
-        return frozenset(found)
+            mixed = {state.parameter_ids[str(n.target)] for n in parameters if not reads.all_of(n)}
+            parameters = [n for n in parameters if state.parameter_ids[str(n.target)] not in mixed]
+        return frozenset(parameters)

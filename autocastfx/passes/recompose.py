@@ -71,8 +71,8 @@ def _is_looked_into(node: fx.Node) -> bool:
 
 def _stays_finite(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
     if op_name(node) == "lift_fresh_copy":  # of a constant in the code
-        held = attributes.get(str(node.all_input_nodes[0].target))
-        return isinstance(held, torch.Tensor) and is_here(held) and bool(held.isfinite().all())
+        constant = attributes.get(str(node.all_input_nodes[0].target))
+        return isinstance(constant, torch.Tensor) and is_here(constant) and bool(constant.isfinite().all())
     is_finite = base_name(op_name(node)) in _STAYS_FINITE or alias.is_view_or_copy(node)
     return is_finite and all(math.isfinite(n) for _, n in constants(node))
 
@@ -122,15 +122,15 @@ def _occurrence(
     attributes: Mapping[str, Any],
 ) -> tuple[Arguments, list[fx.Node]] | None:
     """The operator's arguments for the occurrence of ``pattern`` that ends at ``node``, and all its nodes in order."""
-    for found, arguments in pattern.occurrences(node):
-        sources = [held for held in found.values() if isinstance(held, fx.Node)]
+    for values, arguments in pattern.occurrences(node):
+        sources = [source for source in values.values() if isinstance(source, fx.Node)]
         inside = _between(sources, node)
         if pattern.own_layout and _layout_is_read(node):
             return None
         is_closed = all(user in inside for n in inside if n is not node for user in n.users)
         is_plain = mutated.isdisjoint(sources) and all(_is_plain(n) for n in sources) and all(map(_is_wide, inside))
         is_one = is_plain and all(_device(n) == _device(node) for n in (*sources, *inside))
-        is_finite = all(is_made_finite(found[name], attributes, mutated) for name in pattern.finite)
+        is_finite = all(is_made_finite(values[name], attributes, mutated) for name in pattern.finite)
         if is_closed and is_one and is_finite and all(ruled(n) == ruled(node) for n in inside):
             return arguments, sorted(inside)
     return None
@@ -187,13 +187,13 @@ class Recompose(Pass):
     def __call__(self, state: State) -> State:
         """The state with what was recomposed."""
         rule = self.policy.op_list.rule
-        found = recompose(
+        recomposed = recompose(
             state.graph,
             list(filter(self._is_wanted, PATTERNS)),
             lambda node: [kind for kind in module_classes(node) if rule(kind) is not None],
             state.attributes,
         )
-        return state.with_recomposed((*state.recomposed, *found)) if found else state
+        return state.with_recomposed((*state.recomposed, *recomposed)) if recomposed else state
 
     def _is_wanted(self, pattern: Pattern) -> bool:
         policy, rule = self.policy, self.policy.op_list.rule(pattern.op)
@@ -225,7 +225,7 @@ def write_out_attention(graph: fx.Graph, category: Callable[[fx.Node], Category 
         graph: captured for a CPU, with abstract values.
         category: of a node, by the list.
     """
-    found: list[Recomposed] = []
+    recomposed: list[Recomposed] = []
     for node in list(graph.nodes):
         if op_name(node) == "scaled_dot_product_attention" and category(node) is Category.ALLOW:
             call = _call(node)
@@ -235,8 +235,8 @@ def write_out_attention(graph: fx.Graph, category: Callable[[fx.Node], Category 
                 node.replace_all_uses_with(made)
                 stand_for(made, *all_names(node))
                 graph.erase_node(node)
-                found.append(Recomposed(MATH_ATTENTION, made.name, (node.name,)))
-    return tuple(found)
+                recomposed.append(Recomposed(MATH_ATTENTION, made.name, (node.name,)))
+    return tuple(recomposed)
 
 
 def recompute_attention(graph: fx.Graph, category: Callable[[fx.Node], Category | None]) -> tuple[Recomposed, ...]:
@@ -246,15 +246,15 @@ def recompute_attention(graph: fx.Graph, category: Callable[[fx.Node], Category 
         graph: captured for a CPU, with abstract values.
         category: of a node, by the list.
     """
-    found: list[Recomposed] = []
+    recomposed: list[Recomposed] = []
     for node in graph.nodes:
         if node.target is _aten.scaled_dot_product_attention.default and category(node) is Category.ALLOW:
             query, key = argument(node, "query"), argument(node, "key")
             is_other = argument(node, "dropout_p") or argument(node, "enable_gqa")
             if not is_other and all(_has_few_tokens(read) for read in (query, key)):
                 node.target = short_attention
-                found.append(Recomposed(SHORT_ATTENTION, node.name, (node.name,)))
-    return tuple(found)
+                recomposed.append(Recomposed(SHORT_ATTENTION, node.name, (node.name,)))
+    return tuple(recomposed)
 
 
 def _has_few_tokens(read: fx.Node) -> bool:
@@ -285,8 +285,8 @@ class _Attention:
             return made
 
         def size(read: fx.Node) -> Any:
-            found = tensors(read)[0].shape[-2]
-            return found if isinstance(found, int) else op("size", _aten.sym_size.int, read, -2)
+            length = tensors(read)[0].shape[-2]
+            return length if isinstance(length, int) else op("size", _aten.sym_size.int, read, -2)
 
         query = self.query if self.scale == 1 else op("scaled", _aten.mul.Tensor, self.query, self.scale)
         scores = op("scores", _aten.matmul.default, query, op("keys", _aten.transpose.int, self.key, -2, -1))
@@ -343,8 +343,8 @@ class WriteOutAttention(Pass):
         """The state with what was written out."""
         if MATH_ATTENTION not in self.policy.recompose or not _rounds_parts(self.policy, state):
             return state
-        found = write_out_attention(state.graph, self.policy.category)
-        return state.with_recomposed((*state.recomposed, *found)) if found else state
+        recomposed = write_out_attention(state.graph, self.policy.category)
+        return state.with_recomposed((*state.recomposed, *recomposed)) if recomposed else state
 
 
 class RecomputeAttention(Pass):
@@ -356,8 +356,8 @@ class RecomputeAttention(Pass):
         """The state with what was replaced."""
         if SHORT_ATTENTION not in self.policy.recompose or not _rounds_parts(self.policy, state):
             return state
-        found = recompute_attention(state.graph, self.policy.category)
-        return state.with_recomposed((*state.recomposed, *found)) if found else state
+        recomposed = recompute_attention(state.graph, self.policy.category)
+        return state.with_recomposed((*state.recomposed, *recomposed)) if recomposed else state
 
 
 def _rounds_parts(policy: Settings, state: State) -> bool:
@@ -398,7 +398,7 @@ def merge_repeated(
     changing = alias.alias_sets(graph).keys() | alias.seen_by_functions(graph, attributes) | _statistics(graph)
     outputs = alias.handed_out(graph)
     first: dict[tuple[object, str], fx.Node] = {}
-    found: dict[fx.Node, list[str]] = {}
+    merged: dict[fx.Node, list[str]] = {}
     for node in list(graph.nodes):
         if _is_pure(node) and node not in outputs and changing.isdisjoint((node, *node.all_input_nodes)):
             call = f"{node.args} {node.kwargs}"  # as text, in which 1, 1.0 and True differ, and 0.0 and -0.0
@@ -407,10 +407,10 @@ def merge_repeated(
                 node.replace_all_uses_with(kept)
                 stand_for(kept, *all_names(node))
                 graph.erase_node(node)
-                found.setdefault(kept, []).append(node.name)
-    kept_for = {name: kept.name for kept, names in found.items() for name in names}
+                merged.setdefault(kept, []).append(node.name)
+    kept_for = {name: kept.name for kept, names in merged.items() for name in names}
     before = (replace(one, node=kept_for.get(one.node, one.node)) for one in recomposed)
-    return (*before, *(Recomposed(REPEATED, kept.name, tuple(names)) for kept, names in found.items()))
+    return (*before, *(Recomposed(REPEATED, kept.name, tuple(names)) for kept, names in merged.items()))
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -424,13 +424,13 @@ def _is_pure(node: fx.Node) -> bool:
 def _statistics(graph: fx.Graph) -> set[fx.Node]:
     """Return the running statistics of norms, and all values made of these by other ops."""
     norms = [node for node in graph.nodes if _keeps_statistics(node)]
-    found = {use.node for norm in norms for use in uses(norm) if use.argument in _STATISTICS}
-    names = {node.target for node in found if node.op == "get_attr"}
+    statistics = {use.node for norm in norms for use in uses(norm) if use.argument in _STATISTICS}
+    names = {node.target for node in statistics if node.op == "get_attr"}
     for node in graph.nodes:
         is_kept = node.op == "get_attr" and node.target in names
-        if is_kept or (not _keeps_statistics(node) and not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return found
+        if is_kept or (not _keeps_statistics(node) and not statistics.isdisjoint(node.all_input_nodes)):
+            statistics.add(node)
+    return statistics
 
 
 def _keeps_statistics(node: fx.Node) -> bool:
@@ -446,5 +446,5 @@ class MergeRepeated(Pass):
         """The state with what was merged."""
         if REPEATED not in self.policy.recompose:
             return state
-        found = merge_repeated(state.graph, state.attributes, self.policy.matcher, state.recomposed)
-        return state.with_recomposed(found) if len(found) > len(state.recomposed) else state
+        recomposed = merge_repeated(state.graph, state.attributes, self.policy.matcher, state.recomposed)
+        return state.with_recomposed(recomposed) if len(recomposed) > len(state.recomposed) else state

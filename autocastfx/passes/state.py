@@ -136,7 +136,7 @@ class State:
 
     def with_recomposed(self, recomposed: Sequence[Recomposed]) -> State:
         """This state after nodes of its graph were replaced: a new node has the magnitude of the last one replaced."""
-        names = {node.name: found for node, found in self.measured.items()}
+        names = {node.name: magnitude for node, magnitude in self.measured.items()}
         for one in recomposed:
             if one.replaced[-1] in names:
                 names.setdefault(one.node, names[one.replaced[-1]])

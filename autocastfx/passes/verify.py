@@ -106,8 +106,8 @@ def _captured_of(node: fx.Node, captured: Mapping[fx.Node, Any]) -> fx.Node:
     return node
 
 
-def _names(found: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(dtype_name(d) for d in found) or "nothing"
+def _names(value_dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(dtype_name(d) for d in value_dtypes) or "nothing"
 
 
 def _report(graph: fx.Graph, node: fx.Node, problem: str) -> str:

@@ -45,8 +45,8 @@ class WidenNodes(Pass):
             decisions, placements = replace(obeyed, pinned=pinned).result(widener.place(pinned, fixed))
         wide = {node for node, placed in placements.items() if placed.store is Precision.FLOAT32}
         after = {
-            node: tuple(torch.float32 if node in wide and d == policy.low else d for d in found)
-            for node, found in state.dtypes.items()
+            node: tuple(torch.float32 if node in wide and d == policy.low else d for d in dtypes)
+            for node, dtypes in state.dtypes.items()
         }
         return replace(
             state, classification=Classification(decisions, frozenset()), placements=placements, raised=after

@@ -94,26 +94,26 @@ class EditedPlan:
 
     def unmatched(self, plans: Iterable[Plan]) -> str:
         """A sentence on the lines that speak of no node of ``plans``; empty if each does."""
-        found: dict[str, list[PlannedNode]] = {}
+        nodes: dict[str, list[PlannedNode]] = {}
         for plan in plans:
             for node in plan.nodes:
-                found.setdefault(node.name, []).append(node)
+                nodes.setdefault(node.name, []).append(node)
         left = [
             line
             for line in self.lines.values()
-            if not any(line.speaks_of(node.op, node.module) for node in found.get(line.name, ()))
+            if not any(line.speaks_of(node.op, node.module) for node in nodes.get(line.name, ()))
         ]
         if not left:
             return ""
-        said = [f"{line.source}: {_why_unmatched(line, found)}" for line in left[:_SHOWN]]
+        said = [f"{line.source}: {_why_unmatched(line, nodes)}" for line in left[:_SHOWN]]
         more = f"; and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
         return f"lines of the plan {self.name} speak of no node of the model: {'; '.join(said)}{more}."
 
 
-def _why_unmatched(line: Line, found: Mapping[str, list[PlannedNode]]) -> str:
-    same = found.get(line.name)
+def _why_unmatched(line: Line, nodes: Mapping[str, list[PlannedNode]]) -> str:
+    same = nodes.get(line.name)
     if not same:
-        return f"no node is named {line.name!r}{nearest(line.name, found)}"
+        return f"no node is named {line.name!r}{nearest(line.name, nodes)}"
     if same[0].op != line.op:
         return f"{line.name!r} is {same[0].op}, not {line.op}"
     return f"{line.name!r} is in module {same[0].module!r}, not {line.module!r}"
@@ -224,14 +224,14 @@ def read_plan(plan: Plan | str | Path) -> EditedPlan:
 
 
 def _by_name(lines: Iterable[Line]) -> dict[str, Line]:
-    found: dict[str, Line] = {}
+    by_name: dict[str, Line] = {}
     for line in lines:
-        if line.name in found:
+        if line.name in by_name:
             raise PlanError(
-                f"node {line.name!r} has two lines, the first at {found[line.name].source}. Keep one.", line.source
+                f"node {line.name!r} has two lines, the first at {by_name[line.name].source}. Keep one.", line.source
             )
-        found[line.name] = line
-    return found
+        by_name[line.name] = line
+    return by_name
 
 
 def _of_node(node: PlannedNode, source: TextPlace) -> Line:
@@ -271,8 +271,8 @@ def _members(text: str) -> Iterator[tuple[int, Any]]:
     decoder, space = json.JSONDecoder(), re.compile(r"[\s,:]*")
 
     def after(offset: int) -> int:
-        found = space.match(text, offset)
-        return found.end() if found else offset
+        gap = space.match(text, offset)
+        return gap.end() if gap else offset
 
     at, last = after(after(0) + 1), list[tuple[int, Any]]()
     while text[at] != "}":

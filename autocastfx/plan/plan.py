@@ -104,9 +104,9 @@ class Cause:
             ValueError: no cause has this text.
         """
         for why in Why:
-            found = re.fullmatch(r"(\S+)".join(map(re.escape, why.value.split("{}"))), text)
-            if found is not None:
-                return cls(why, found.groups())
+            match = re.fullmatch(r"(\S+)".join(map(re.escape, why.value.split("{}"))), text)
+            if match is not None:
+                return cls(why, match.groups())
         raise ArgumentError(f"{text!r} is no cause of a placement")
 
 
@@ -327,9 +327,9 @@ class Plan:
         data: dict[str, Any] = {"version": _VERSION, **plain_data(self, _WRITTEN)}
         for node in data["nodes"]:
             del node["effect"]
-        for held in (data, *data["nodes"]):
-            if held["error"] is None:  # as in plans of earlier versions
-                del held["error"]
+        for record in (data, *data["nodes"]):
+            if record["error"] is None:  # as in plans of earlier versions
+                del record["error"]
         return json.dumps(data, indent=1, ensure_ascii=False)
 
     @classmethod
@@ -420,7 +420,7 @@ def proposed_list(nodes: Sequence[PlannedNode], category: str) -> str:
     lines = [f"{'deny' if category == 'float32' else 'allow'}: [{', '.join(ops)}]"] if ops else []
     lines += ["modules:"] if modules else []
     lines += [
-        f'  - {{path: "{path}", category: {category}, ops: [{", ".join(found)}]}}' for path, found in modules.items()
+        f'  - {{path: "{path}", category: {category}, ops: [{", ".join(names)}]}}' for path, names in modules.items()
     ]
     return "\n".join(lines) + "\n"
 

@@ -156,10 +156,10 @@ def _home(node: PlannedNode) -> str:
 
 
 def _grouped(nodes: Sequence[PlannedNode], key: Callable[[PlannedNode], str]) -> dict[str, list[PlannedNode]]:
-    found: dict[str, list[PlannedNode]] = {}
+    groups: dict[str, list[PlannedNode]] = {}
     for node in nodes:
-        found.setdefault(key(node), []).append(node)
-    return found
+        groups.setdefault(key(node), []).append(node)
+    return groups
 
 
 def _in_order(before: Sequence[PlannedNode], after: Sequence[PlannedNode]) -> list[tuple[PlannedNode, PlannedNode]]:

@@ -87,10 +87,10 @@ class Ranges:
         Raises:
             KeyError: no measured node has this name.
         """
-        found = [r for r in self.values if r.name == name]
-        if not found:
+        ranges = [r for r in self.values if r.name == name]
+        if not ranges:
             raise UnknownNameError(f"no value {name!r} was measured")
-        return max(found, key=lambda r: r.largest)
+        return max(ranges, key=lambda r: r.largest)
 
     @cached_property
     def _by_mode(self) -> dict[str, dict[Key, Magnitude]]:
@@ -156,11 +156,11 @@ class Ranges:
 
 
 def _merged(values: Iterable[Range]) -> tuple[Range, ...]:
-    found: dict[tuple[str, Key], Range] = {}
+    merged: dict[tuple[str, Key], Range] = {}
     for one in values:
-        before = found.get((one.mode, one.key))
-        found[one.mode, one.key] = one if before is None else before.merged(one)
-    return tuple(found.values())
+        before = merged.get((one.mode, one.key))
+        merged[one.mode, one.key] = one if before is None else before.merged(one)
+    return tuple(merged.values())
 
 
 class _Malformed(Exception):
@@ -200,12 +200,12 @@ def _range(entry: Any, index: int) -> Range:
     return Range(**entry)
 
 
-def _is_count(found: Any) -> bool:
-    return isinstance(found, int) and not isinstance(found, bool) and found >= 0
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_magnitude(found: Any) -> bool:
-    return isinstance(found, (int, float)) and not isinstance(found, bool) and 0 <= found < math.inf
+def _is_magnitude(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _place(text: str, path: tuple[str | int, ...], file: str) -> Source:

@@ -74,7 +74,7 @@ class Effect:
     @property
     def error(self) -> float:
         """The relative error of the target if this node alone runs in 16 bits."""
-        parts = [found for found in (self.computes, *self.reads.values()) if found]
+        parts = [signature for signature in (self.computes, *self.reads.values()) if signature]
         return rms(added(parts)) if parts else 0.0
 
     def merged(self, other: Effect) -> Effect:
@@ -94,7 +94,7 @@ def _appended(first: Signature, then: Signature) -> Signature:
 
 
 def _each(first: Mapping[str, Signature], then: Mapping[str, Signature]) -> dict[str, Signature]:
-    return {name: _appended(found, then[name]) for name, found in first.items() if name in then}
+    return {name: _appended(signature, then[name]) for name, signature in first.items() if name in then}
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ class Sensitivity:
         Raises:
             KeyError: no measured node has this name.
         """
-        found = [effect for effect in self.effects if effect.name == name]
-        if not found:
+        effects = [effect for effect in self.effects if effect.name == name]
+        if not effects:
             raise UnknownNameError(f"no node {name!r} was measured")
-        return max(found, key=lambda effect: effect.error)
+        return max(effects, key=lambda effect: effect.error)
 
     @cached_property
     def _by_mode(self) -> dict[str, dict[Key, Effect]]:
@@ -159,9 +159,9 @@ class Sensitivity:
         measured at one size of that change, so their part is scaled to the size that these nodes make; and to the true
         error at that size, for jumps that follow on jumps are not independent.
         """
-        found = rms(added(signatures))
+        error = rms(added(signatures))
         if not self.jumps_at:
-            return found
+            return error
         pairs = [
             pair
             for one in signatures
@@ -170,7 +170,7 @@ class Sensitivity:
         smooth, jumps = (sum((a + sign * b) ** 2 for a, b in pairs) for sign in (1, -1))
         share = jumps / (smooth + jumps) if jumps else 0.0
         true = (self.jumps_true / self.jumps_at) ** 2 if self.jumps_true else 1.0
-        return math.sqrt((1 - share) * found**2 + share * found * self.jumps_at * true)
+        return math.sqrt((1 - share) * error**2 + share * error * self.jumps_at * true)
 
     def bias(self, signature: Signature) -> float:
         """Return the part of an error that is the same in all batches, which adds up over steps; 0 if none shows.
@@ -268,8 +268,8 @@ def _mean(of_batches: Sequence[tuple[int, float]]) -> float:
 
 
 def _merged(effects: Iterable[Effect]) -> tuple[Effect, ...]:
-    found: dict[tuple[str, Key], Effect] = {}
+    merged: dict[tuple[str, Key], Effect] = {}
     for one in effects:
-        before = found.get((one.mode, one.key))
-        found[one.mode, one.key] = one if before is None else before.merged(one)
-    return tuple(found.values())
+        before = merged.get((one.mode, one.key))
+        merged[one.mode, one.key] = one if before is None else before.merged(one)
+    return tuple(merged.values())

@@ -167,7 +167,7 @@ def kept_in_float32(model: nn.Module, low: torch.dtype) -> OpList:
     A rule covers a module all of whose parameters and saved buffers are named, or one without modules inside of which
     any is. A parameter that is named alone beside other modules has no rule: a rule would cover all of these.
     """
-    found: dict[str, ModuleRule] = {}
+    rules: dict[str, ModuleRule] = {}
     for prefix, inner in model.named_modules():
         for attribute, asked_for in _ATTRIBUTES.items():
             named: object = getattr(inner, attribute, None)
@@ -180,8 +180,8 @@ def kept_in_float32(model: nn.Module, low: torch.dtype) -> OpList:
                     reason = f"{name} keeps {part!r} in float32 ({attribute})"
                     whole = ".".join(filter(None, (prefix, path)))
                     rule = ModuleRule(whole, "float32", reason, source=KeyPath(name, attribute), shipped=True)
-                    found.setdefault(whole, rule)
-    return OpList(modules=tuple(_joined(found, [path for path, _ in model.named_modules()])))
+                    rules.setdefault(whole, rule)
+    return OpList(modules=tuple(_joined(rules, [path for path, _ in model.named_modules()])))
 
 
 def _kept(model: nn.Module, part: re.Pattern[str]) -> Iterator[str]:

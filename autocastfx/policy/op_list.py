@@ -78,9 +78,9 @@ def _word(category: Category) -> str:
 
 def _category(unlisted: object) -> Category | None:
     """The category that a list's word for ``unlisted`` means, or that is given itself."""
-    found = read_rules.UNLISTED_CATEGORIES.get(str(unlisted), unlisted)
-    if found is None or found in read_rules.UNLISTED_CATEGORIES.values():
-        return cast("Category | None", found)
+    category = read_rules.UNLISTED_CATEGORIES.get(str(unlisted), unlisted)
+    if category is None or category in read_rules.UNLISTED_CATEGORIES.values():
+        return cast("Category | None", category)
     raise OpListError(f"unlisted is {', '.join(read_rules.UNLISTED_CATEGORIES)} or None, not {unlisted!r}.")
 
 
@@ -239,9 +239,9 @@ class OpList:
     def rule(self, op: str, device: str = "") -> Rule | None:
         """Return the rule without conditions for ``op`` on ``device``; None if no name of it is listed."""
         for name in self.names_of(op):
-            found = self.conditional.get((name, (), device)) or self.rules.get(name)
-            if found is not None:
-                return found
+            rule = self.conditional.get((name, (), device)) or self.rules.get(name)
+            if rule is not None:
+                return rule
         return None
 
     def kept(self, op: str) -> tuple[str, ...]:
@@ -255,8 +255,8 @@ class OpList:
 
     def demand(self, op: str) -> Demand | None:
         """Return the demand of ``op``; None if it has none, or a later list lifted it."""
-        found = next((self.demands[name] for name in self.names_of(op) if name in self.demands), None)
-        return None if found is None or found.through == "nothing" else found
+        demand = next((self.demands[name] for name in self.names_of(op) if name in self.demands), None)
+        return None if demand is None or demand.through == "nothing" else demand
 
     def merged(self, later: OpList) -> OpList:
         """Return this list merged with ``later``, which wins key by key."""
@@ -436,14 +436,14 @@ class Matcher:
         """Yield every rule that applies to ``node``, also those that lose to another."""
         for name in self._names(node):
             for listed in self.op_list.names_of(name):
-                found = (self.op_list.rules.get(listed), self.op_list.conditional.get((listed, (), self.device)))
-                yield from (rule for rule in found if rule is not None)
+                rules = (self.op_list.rules.get(listed), self.op_list.conditional.get((listed, (), self.device)))
+                yield from (rule for rule in rules if rule is not None)
         yield from (rule for _, rule in self._conditions(node))
         yield from (rule for _, rule in self._modules(node))
 
     def _plain(self, node: fx.Node) -> Rule | None:
-        found = (self.op_list.rule(name, self.device) for name in self._names(node))
-        return next((rule for rule in found if rule is not None), None)
+        rules = (self.op_list.rule(name, self.device) for name in self._names(node))
+        return next((rule for rule in rules if rule is not None), None)
 
     def _names(self, node: fx.Node) -> tuple[str, ...]:
         """Return the names that a rule for ``node`` may have: enclosing module classes, its overload, its op.
@@ -489,10 +489,10 @@ class Matcher:
         return best[0] if best else None
 
 
-def _best(found: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
+def _best(matches: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
     """Return the best fitting rules, in an order independent of the list's."""
-    most = max((fit for fit, _ in found), default=None)
-    return sorted((rule for fit, rule in found if fit == most), key=_place)
+    most = max((fit for fit, _ in matches), default=None)
+    return sorted((rule for fit, rule in matches if fit == most), key=_place)
 
 
 def _place(rule: Rule | ModuleRule | Demand) -> tuple[str, int, int, str, str]:

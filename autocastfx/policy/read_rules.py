@@ -164,8 +164,8 @@ def _when(op: str, tree: Tree) -> tuple[Condition, ...]:
         return ()
     if not tree.items():
         raise tree.error("an empty 'when' is no condition: leave it out, or say {argument: value}")
-    found = (_condition(op, argument, values) for argument, values in tree.items())
-    return tuple(sorted(found, key=lambda c: c.argument))
+    conditions = (_condition(op, argument, values) for argument, values in tree.items())
+    return tuple(sorted(conditions, key=lambda c: c.argument))
 
 
 def _condition(op: str, argument: Tree, values: Tree) -> Condition:
@@ -175,8 +175,8 @@ def _condition(op: str, argument: Tree, values: Tree) -> Condition:
     entries = values.entries() if values.is_list else (values,)
     if not entries:
         raise values.error("an empty list of values never holds")
-    found = {_value(op, name, entry) for entry in entries}
-    return Condition(name, tuple(sorted(found, key=lambda v: (type(v).__name__, v if v is not None else 0))))
+    scalars = {_value(op, name, entry) for entry in entries}
+    return Condition(name, tuple(sorted(scalars, key=lambda v: (type(v).__name__, v if v is not None else 0))))
 
 
 def _value(op: str, argument: str, tree: Tree) -> Scalar:
@@ -190,7 +190,7 @@ def _value(op: str, argument: str, tree: Tree) -> Scalar:
     wanted = " or ".join([*words, *(["null"] if any(t.is_optional for t in types) else [])])
     hint = tree.number_hint if "number" in wanted else ""
     if isinstance(value, str) and "a dtype" in words:
-        hint = nearest(value, (n for n, held in vars(torch).items() if isinstance(held, torch.dtype)))
+        hint = nearest(value, (n for n, member in vars(torch).items() if isinstance(member, torch.dtype)))
     quotes = " Put it in quotes." if "text" in words and value is not None else ""
     raise tree.error(f"{argument!r} of {op} is {wanted}: {tree.found(wanted)}{hint}{quotes}")
 
@@ -299,11 +299,11 @@ def placement(tree: Tree) -> str | None:
 
 def reduction_depth(tree: Tree) -> Iterator[tuple[str, DepthLimit]]:
     """Yield a limit per op named; ``*``, or a number alone, is for all reductions."""
-    found = tree.child("reduction_depth")
-    if not found.is_missing and not found.is_mapping:
-        yield ANY_REDUCTION, DepthLimit(found.as_limit(), found.source)
+    setting = tree.child("reduction_depth")
+    if not setting.is_missing and not setting.is_mapping:
+        yield ANY_REDUCTION, DepthLimit(setting.as_limit(), setting.source)
         return
-    for op, limit in found.items():
+    for op, limit in setting.items():
         name = ANY_REDUCTION if op.text == ANY_REDUCTION else op.op_name()
         if op.text == ANY_REDUCTION or any(known([op])):
             yield name, DepthLimit(limit.as_limit(), limit.source)
@@ -311,8 +311,8 @@ def reduction_depth(tree: Tree) -> Iterator[tuple[str, DepthLimit]]:
 
 def product_depth(tree: Tree) -> DepthLimit | None:
     """Return the depth from which a contraction is a product; None if the list gives none."""
-    found = tree.child("product_depth")
-    return None if found.is_missing else DepthLimit(found.as_limit(), found.source)
+    setting = tree.child("product_depth")
+    return None if setting.is_missing else DepthLimit(setting.as_limit(), setting.source)
 
 
 def demands(tree: Tree) -> Iterator[Demand]:

@@ -32,15 +32,15 @@ def changes(before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[str
         before: the first list's setting and reason, by subject.
         after: the second list's.
     """
-    found: list[Change] = []
+    differences: list[Change] = []
     for subject in sorted({*before, *after}):
         was, now = before.get(subject, ("", "")), after.get(subject, ("", ""))
         if was[0] != now[0]:
-            found.append(Change(subject, was[0], now[0]))
+            differences.append(Change(subject, was[0], now[0]))
         elif was != now:
             old, new = (f"{word} ({reason or 'no reason given'})" for word, reason in (was, now))
-            found.append(Change(subject, old, new))
-    return tuple(found)
+            differences.append(Change(subject, old, new))
+    return tuple(differences)
 
 
 # Write op lists as YAML that reads back equal.
@@ -124,5 +124,5 @@ def _unless_empty(**entries: Any) -> Mapping[str, Any]:
 
 def limits(listed: Mapping[str, DepthLimit]) -> dict[str, int | None] | int | None:
     """Return the value of ``reduction_depth``: a number alone if the only limit is for all reductions."""
-    found = {op: depth.most for op, depth in sorted(listed.items())}
-    return found.pop(ANY_REDUCTION) if set(found) == {ANY_REDUCTION} else found
+    depths = {op: depth.most for op, depth in sorted(listed.items())}
+    return depths.pop(ANY_REDUCTION) if set(depths) == {ANY_REDUCTION} else depths

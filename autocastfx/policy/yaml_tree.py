@@ -106,8 +106,8 @@ def python_functions() -> Mapping[str, str]:
     namespaces = (torch, torch.functional, torch.nn.functional, torch.linalg, torch.special, torch.fft)
     overridable = torch.overrides.get_overridable_functions()
     functions = [f for n in namespaces for f in overridable.get(n, ()) if isinstance(f, types.FunctionType)]
-    found = {f.__name__: of_function(f) for f in functions if located(of_function(f)) is f}
-    return {name: path for name, path in found.items() if name not in legal_op_names()}
+    paths = {f.__name__: of_function(f) for f in functions if located(of_function(f)) is f}
+    return {name: path for name, path in paths.items() if name not in legal_op_names()}
 
 
 def is_known(op: str) -> bool:
@@ -121,8 +121,8 @@ def is_known(op: str) -> bool:
 def nearest(word: str, legal: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` with the legal word that is meant by ``word``, or nearest; empty if none is."""
     known = sorted(legal)
-    found = meant(word, known) or next(iter(difflib.get_close_matches(word, known, n=1)), None)
-    return f" (did you mean {found!r}?)" if found is not None else ""
+    suggestion = meant(word, known) or next(iter(difflib.get_close_matches(word, known, n=1)), None)
+    return f" (did you mean {suggestion!r}?)" if suggestion is not None else ""
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ class Comparison:
     def is_finite(self) -> bool:
         """True if all values and gradients are finite where float32's are."""
         gradients = (*(node.gradient for node in self._backwards()), *self.parameters)
-        return not any(found is not None and found.overflow for found in (*self.nodes, *gradients))
+        return not any(deviation is not None and deviation.overflow for deviation in (*self.nodes, *gradients))
 
     def _backwards(self) -> list[ComparedNode]:
         return [node for node in reversed(self.nodes) if node.gradient is not None]
@@ -250,9 +250,9 @@ class Comparison:
             nodes.sort(key=lambda node: _rank(node, node.gradient if gradients else node))
         is_predicted = any(node.predicted is not None for node in nodes)
         rows = [(_names(node, is_predicted), node.gradient if gradients else node) for node in nodes]
-        found = [(names, deviation) for names, deviation in rows if deviation is not None]
+        deviations = [(names, deviation) for names, deviation in rows if deviation is not None]
         titles = ("node", "op", "module", "runs", *(["predicted"] if is_predicted else []))
-        lines = [*_lines(titles, found, most, "nodes"), *([_PREDICTED] if is_predicted else [])]
+        lines = [*_lines(titles, deviations, most, "nodes"), *([_PREDICTED] if is_predicted else [])]
         if gradients:
             ranked = sorted(self.parameters, key=lambda parameter: -parameter.severity)
             lines += ["", *_lines(("parameter",), [((p.name,), p) for p in ranked], most, "parameters")]
@@ -316,9 +316,9 @@ class Comparison:
             raise ArgumentError(f"this is not a comparison written by to_json: {error!r}") from error
 
 
-def _rank(node: ComparedNode, found: Deviation | None) -> tuple[bool, float, float]:
+def _rank(node: ComparedNode, deviation: Deviation | None) -> tuple[bool, float, float]:
     """The place of a node in a table: of a value or a gradient that overflowed, of a large predicted error, first."""
-    severity = found.severity if found is not None else 0.0
+    severity = deviation.severity if deviation is not None else 0.0
     return severity < math.inf, -(node.predicted or 0.0), -severity
 
 
@@ -332,20 +332,20 @@ def _place(node: ComparedNode) -> str:
 
 
 def _lines(
-    titles: tuple[str, ...], found: Sequence[tuple[tuple[str, ...], Deviation]], most: int, what: str
+    titles: tuple[str, ...], deviations: Sequence[tuple[tuple[str, ...], Deviation]], most: int, what: str
 ) -> Iterator[str]:
     rows = [(*titles, "dtype", "error", "overflow", "underflow", "zeros", "nan")]
-    rows += [(*names, *_cells(deviation)) for names, deviation in found[:most]]
+    rows += [(*names, *_cells(deviation)) for names, deviation in deviations[:most]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-    if len(found) > most:
-        yield f"{len(found) - most} more {what}"
+    if len(deviations) > most:
+        yield f"{len(deviations) - most} more {what}"
 
 
-def _cells(found: Deviation) -> tuple[str, ...]:
-    shares = (found.overflow, found.underflow, found.zeros, found.nan)
-    return (found.dtype, f"{found.error:.2e}", *(f"{share:.2%}" if share else "-" for share in shares))
+def _cells(deviation: Deviation) -> tuple[str, ...]:
+    shares = (deviation.overflow, deviation.underflow, deviation.zeros, deviation.nan)
+    return (deviation.dtype, f"{deviation.error:.2e}", *(f"{share:.2%}" if share else "-" for share in shares))
 
 
 def compared_variant(views: Sequence[View], comparison: Comparison) -> int:
@@ -356,17 +356,17 @@ def compared_variant(views: Sequence[View], comparison: Comparison) -> int:
     """
     of = comparison.variant
     key = (of.low, of.mode, of.call, of.sizes)
-    found = next((i for i, v in enumerate(views) if (v.plan.low, v.mode, v.call, v.sizes) == key), None)
-    if found is None:
+    position = next((i for i, v in enumerate(views) if (v.plan.low, v.mode, v.call, v.sizes) == key), None)
+    if position is None:
         raise ArgumentError(
             f"the comparison is of a variant that this model lacks: {of.low}, {of.mode} mode, called with {of.call}, "
             f"sizes {of.sizes or 'any'}. Give what compare() returned for this model."
         )
-    names = {row.name for row in views[found].rows}
+    names = {row.name for row in views[position].rows}
     missing = next((node.name for node in comparison.nodes if node.name not in names), None)
     if missing is not None:
         raise ArgumentError(
             f"the comparison is of another model: this one has no node {missing!r}. Give what compare() returned for "
             "this model."
         )
-    return found
+    return position

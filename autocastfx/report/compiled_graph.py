@@ -72,7 +72,7 @@ def views_of_enabled(model: nn.Module) -> list[View] | None:
     if not graphs and not outside:
         raise VariantError("nothing is captured yet: call the enabled model once.")
     call: Any = model.__dict__["_compiled_call_impl"]
-    found = [
+    views = [
         view_of_graph(
             graph.module,
             graph.plan,
@@ -82,7 +82,7 @@ def views_of_enabled(model: nn.Module) -> list[View] | None:
         for number, graph in enumerate(graphs, 1)
         if graph.plan is not None
     ]
-    if not found:
+    if not views:
         raise VariantError(f"no graph of the enabled model could be converted: {outside[0]}")
-    found[0] = replace(found[0], outside=(*outside, *backend.unmatched))
-    return [replace(one, model=type(model).__name__) for one in found]
+    views[0] = replace(views[0], outside=(*outside, *backend.unmatched))
+    return [replace(one, model=type(model).__name__) for one in views]

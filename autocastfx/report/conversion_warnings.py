@@ -58,8 +58,8 @@ def warn_of_other_parameters(model: nn.Module, stacklevel: int) -> None:
     They are float64, or those of a model that has both 16-bit dtypes.
     """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    held = [*model.named_parameters(), *model.named_buffers()]
-    if wide := [name for name, tensor in held if tensor.dtype == torch.float64]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    if wide := [name for name, tensor in named if tensor.dtype == torch.float64]:
         what, mend = f"the parameters of this {type(model).__name__}", "Convert the model in float32: model.float()."
         if torch.float32 in dtypes or torch.float64 not in dtypes:
             more = f" and {len(wide) - _NAMED} more" if len(wide) > _NAMED else ""
@@ -97,8 +97,8 @@ def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: Kernel
     """Warn of each of the user's own rules that matches no node."""
     matched = MatchedRules(op_list)
     captured = [(v.captured, v) for v in amp_model.variants if v.captured is not None]
-    for found, variant in captured:
-        match_graph(matched, found.graph, found.attributes, variant.graph, variant.plan, facts)
+    for capture, variant in captured:
+        match_graph(matched, capture.graph, capture.attributes, variant.graph, variant.plan, facts)
     for message in matched.unmatched() if captured else ():
         warnings.warn(message, UnmatchedRuleWarning, stacklevel=stacklevel + 1)
 

@@ -34,15 +34,15 @@ def explain(amp_model: nn.Module, what: str) -> str:
     if not isinstance(what, str):
         raise ArgumentTypeError(f"explain takes the name of a node, op or module, such as 'softmax', not {what!r}")
     chosen = [views[first]] if isinstance(amp_model, AmpModule) else views
-    found, unknown = dict[str, None](), list[KeyError]()
+    paragraphs, unknown = dict[str, None](), list[KeyError]()
     for one in chosen:
         try:
-            found.update(dict.fromkeys(_paragraphs(one, what)))
+            paragraphs.update(dict.fromkeys(_paragraphs(one, what)))
         except KeyError as error:
             unknown.append(error)
-    if not found:
+    if not paragraphs:
         raise unknown[0]
-    return "\n".join(part for paragraph in found for part in (paragraph, ""))
+    return "\n".join(part for paragraph in paragraphs for part in (paragraph, ""))
 
 
 def _paragraphs(shown: View, what: str) -> Iterator[str]:

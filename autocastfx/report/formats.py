@@ -124,16 +124,16 @@ def _runs(row: Row, other: Row) -> bool:
 
 
 def _graphml_attributes(row: Row) -> dict[str, str | int | float]:
-    found: dict[str, str | int | float] = {"kind": row.kind, "op": row.op, "dtype": row.dtype}
+    attributes: dict[str, str | int | float] = {"kind": row.kind, "op": row.op, "dtype": row.dtype}
     if row.planned is not None:
         decision, placement = row.planned.decision, row.planned.placement
-        found |= {"module": row.planned.module, "runs": str(placement.run), "stored": str(placement.store)}
-        found |= {"because": str(placement.because), "category": str(decision.category)}
-        found |= {"reason": decision.reason, "source": str(decision.source)}
-        found |= {"error": row.planned.error} if row.planned.error is not None else {}
+        attributes |= {"module": row.planned.module, "runs": str(placement.run), "stored": str(placement.store)}
+        attributes |= {"because": str(placement.because), "category": str(decision.category)}
+        attributes |= {"reason": decision.reason, "source": str(decision.source)}
+        attributes |= {"error": row.planned.error} if row.planned.error is not None else {}
     if row.cast is not None:
-        found |= {"of": row.cast.value, "bytes": row.cast.bytes, "saturates": str(row.cast.saturates)}
-    return found
+        attributes |= {"of": row.cast.value, "bytes": row.cast.bytes, "saturates": str(row.cast.saturates)}
+    return attributes
 
 
 # Render the generated code of a converted graph, with each node's dtypes and precision in a comment.

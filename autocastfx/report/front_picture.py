@@ -100,8 +100,8 @@ class _Axis:
         """Logarithms of round numbers; the fewer, the longer the axis."""
         digits = (1,) if self.most - self.least > 2 else (1, 2, 5) if self.most - self.least > 0.8 else range(1, 10)
         powers = range(math.floor(self.least), math.ceil(self.most))
-        found = [math.log10(digit) + power for power in powers for digit in digits]
-        return [number for number in found if self.least <= number <= self.most]
+        logarithms = [math.log10(digit) + power for power in powers for digit in digits]
+        return [number for number in logarithms if self.least <= number <= self.most]
 
 
 def _axes(front: Front, across: _Axis, up: _Axis) -> Iterator[str]:

@@ -39,25 +39,27 @@ def compare_plans(against: Plan, plan: Plan) -> PlanDiff:
     Raises:
         ValueError: no node has the same name in both.
     """
-    found = diff(against, plan)
-    if plan.nodes and len(found.added) == len(plan.nodes):
+    difference = diff(against, plan)
+    if plan.nodes and len(difference.added) == len(plan.nodes):
         raise ArgumentError(
             "the plan given as against= is of another model or graph: no node of it is in the one shown. Give the plan "
             "of the same model, converted in another way."
         )
-    return found
+    return difference
 
 
-def changes_of(found: PlanDiff) -> dict[str, Any]:
+def changes_of(difference: PlanDiff) -> dict[str, Any]:
     """Return what differs in words, and the nodes that only the other plan has."""
-    removed = [{"name": n.name, "op": n.op, "module": n.module, "decided": str(n.decision)} for n in found.removed]
-    return {"summary": found.summary, **({"removed": removed} if removed else {})}
+    removed = [{"name": n.name, "op": n.op, "module": n.module, "decided": str(n.decision)} for n in difference.removed]
+    return {"summary": difference.summary, **({"removed": removed} if removed else {})}
 
 
-def changed_nodes(found: PlanDiff) -> dict[str, dict[str, Any]]:
+def changed_nodes(difference: PlanDiff) -> dict[str, dict[str, Any]]:
     """Return what the other plan says of each node that differs, by name; of a node that it lacks, nothing."""
-    changed = {pair.name: {**_said(pair.before), **({"moved": True} if pair.moved else {})} for pair in found.changed}
-    return {**changed, **{node.name: {"added": True} for node in found.added}}
+    changed = {
+        pair.name: {**_said(pair.before), **({"moved": True} if pair.moved else {})} for pair in difference.changed
+    }
+    return {**changed, **{node.name: {"added": True} for node in difference.added}}
 
 
 def _said(node: PlannedNode) -> dict[str, Any]:
@@ -155,8 +157,8 @@ def page_data(
     return {"format": 1, "shown": shown, **model, "variants": variants}
 
 
-def _add_changes(variant: dict[str, Any], found: PlanDiff) -> None:
-    variant["changes"], changed = changes_of(found), changed_nodes(found)
+def _add_changes(variant: dict[str, Any], difference: PlanDiff) -> None:
+    variant["changes"], changed = changes_of(difference), changed_nodes(difference)
     for node in variant["nodes"]:
         if node["name"] in changed:
             node["before"] = changed[node["name"]]
@@ -225,12 +227,12 @@ def _predicted(row: Row, view: View) -> dict[str, Any]:
     """Return what was measured for a node: the error of its placement, and what is said of it."""
     if row.planned is None:
         return {}
-    found: dict[str, Any] = {"predicts": " ".join(view.predicted.sentences(row.planned))}
+    prediction: dict[str, Any] = {"predicts": " ".join(view.predicted.sentences(row.planned))}
     if row.planned.error is not None:
-        found["predicted"] = row.planned.error
+        prediction["predicted"] = row.planned.error
     if row.planned.effect:
-        found["effect"] = [float(f"{number:.3g}") for number in row.planned.effect]
-    return found
+        prediction["effect"] = [float(f"{number:.3g}") for number in row.planned.effect]
+    return prediction
 
 
 def _shade(row: Row) -> str:
@@ -251,9 +253,9 @@ def _of_value(node: ComparedNode) -> dict[str, Any]:
     return {**_numbers(node), **({"gradient": _numbers(node.gradient)} if node.gradient is not None else {})}
 
 
-def _numbers(found: Deviation) -> dict[str, float | str]:
+def _numbers(deviation: Deviation) -> dict[str, float | str]:
     names = ("error", "overflow", "underflow", "zeros", "nan")
-    return plain_data({name: getattr(found, name) for name in names}, NON_FINITE_AS_TEXT)
+    return plain_data({name: getattr(deviation, name) for name in names}, NON_FINITE_AS_TEXT)
 
 
 class _Homes:

@@ -110,12 +110,12 @@ class Reasons:
 
     def _behind_casts(self, row: Row) -> list[str]:
         """The values that a node reads; of a cast that the conversion made, the value before it."""
-        found: dict[str, None] = {}
+        values: dict[str, None] = {}
         for read in row.reads:
             while self._rows[read].kind in ("cast", "copy", "made") and self._rows[read].reads:
                 read = self._rows[read].reads[-1]
-            found[read] = None
-        return list(found)
+            values[read] = None
+        return list(values)
 
     def _path(self, start: str, end: str) -> list[str]:
         """The nodes between ``start`` and ``end`` on a shortest way along the graph; nothing if there is none."""

@@ -149,7 +149,7 @@ def is_folded(row: Row, read: set[str]) -> bool:
 def folded_casts(rows: Sequence[Row]) -> dict[str, FoldedCasts]:
     """Return what each row reads, by the row's name."""
     known, seen = {row.name: row for row in rows}, set[str]()
-    found: dict[str, FoldedCasts] = {}
+    folded: dict[str, FoldedCasts] = {}
     for row in (row for row in rows if row.kind not in _FOLDED_KINDS):
         casts = [known[name] for name in row.reads if known[name].kind in ("cast", "copy")]
         groups: dict[str, list[str]] = {}
@@ -161,8 +161,8 @@ def folded_casts(rows: Sequence[Row]) -> dict[str, FoldedCasts]:
         reads = tuple(_read(known[name], row, known) for name in row.reads)
         words = [f"{', '.join(v)} → {to}" for to, v in groups.items()]
         words += [reads_low(row)] if row.low_reads else []
-        found[row.name] = FoldedCasts("; ".join(words), first, reads)
-    return found
+        folded[row.name] = FoldedCasts("; ".join(words), first, reads)
+    return folded
 
 
 def reads_low(row: Row) -> str:
@@ -179,8 +179,8 @@ def _dtype(cast: Row) -> str:
 def _value(cast: Row, reader: Row, known: dict[str, Row]) -> str:
     """The name of the value that is cast: of a parameter the path inside the reader's module."""
     value = cast.cast.value if cast.cast is not None else cast.copy.parameter if cast.copy is not None else ""
-    held = known.get(value)
-    path = held.op if held is not None and held.kind in _HELD else value.rpartition("/")[2]
+    row = known.get(value)
+    path = row.op if row is not None and row.kind in _HELD else value.rpartition("/")[2]
     module = f"{reader.planned.module}." if reader.planned is not None else ""
     return path.removeprefix(module) if module != "." else path
 
@@ -465,9 +465,9 @@ def _legends(rows: Sequence[Row], cells: Sequence[Sequence[str]]) -> Iterator[st
         yield "why: category and [reason], then what placed it, if that is not the category or the fewest bytes moved"
     if any(row.planned is not None and row.planned.error is not None for row in rows):
         yield "error: what the 16 bits of this node, or of what it reads, are predicted to change"
-    found = dict(pair for row in rows for pair in _SYMBOL.findall(row.shape))
-    if found:
-        known = ", ".join(f"{name}={size}" for name, size in sorted(found.items()))
+    sizes = dict(pair for row in rows for pair in _SYMBOL.findall(row.shape))
+    if sizes:
+        known = ", ".join(f"{name}={size}" for name, size in sorted(sizes.items()))
         yield f"sizes that may differ from call to call: {known} in the example inputs"
 
 

@@ -82,12 +82,12 @@ class Shapes:
         said = _AROUND.sub(r"\1", said) if len(said) <= _LONGEST else "…"
         return said if known is None else f"{said}={known}"
 
-    def _name(self, found: re.Match[str]) -> str:
-        letter = found[1]
-        if found[0] not in self._names:
-            self._names[found[0]] = f"{letter}{self._counts.get(letter, 0)}"
+    def _name(self, match: re.Match[str]) -> str:
+        letter = match[1]
+        if match[0] not in self._names:
+            self._names[match[0]] = f"{letter}{self._counts.get(letter, 0)}"
             self._counts[letter] = self._counts.get(letter, 0) + 1
-        return self._names[found[0]]
+        return self._names[match[0]]
 
 
 def captured_values(graph: fx.Graph, attributes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Values]]:
@@ -122,15 +122,17 @@ def attributes(node: fx.Node) -> tuple[tuple[str, str], ...]:
     """
     if node.op != "call_function":
         return ()
-    return tuple((f"argument {name}" if name.isdecimal() else name, _cut(_text(held))) for name, held in settings(node))
+    return tuple(
+        (f"argument {name}" if name.isdecimal() else name, _cut(_text(setting))) for name, setting in settings(node)
+    )
 
 
-def _text(held: Any) -> str:
-    if isinstance(held, (list, tuple)):
-        return f"[{', '.join(map(_text, held))}]"
-    if isinstance(held, torch.dtype):
-        return dtype_name(held)
-    return held.name if isinstance(held, fx.Node) else repr(held)
+def _text(setting: Any) -> str:
+    if isinstance(setting, (list, tuple)):
+        return f"[{', '.join(map(_text, setting))}]"
+    if isinstance(setting, torch.dtype):
+        return dtype_name(setting)
+    return setting.name if isinstance(setting, fx.Node) else repr(setting)
 
 
 def _cut(text: str) -> str:
@@ -276,11 +278,11 @@ class Row:
     @property
     def decision(self) -> Decision | None:
         """The decision; its source is the same on every machine, for an absolute path is cut to the file's name."""
-        found = self.planned.decision if self.planned is not None else None
-        if found is None or not isinstance(found.source, Source):
-            return found
-        path = PureWindowsPath(found.source.file)  # splits at both kinds of slash
-        return replace(found, source=replace(found.source, file=path.name)) if path.root else found
+        decision = self.planned.decision if self.planned is not None else None
+        if decision is None or not isinstance(decision.source, Source):
+            return decision
+        path = PureWindowsPath(decision.source.file)  # splits at both kinds of slash
+        return replace(decision, source=replace(decision.source, file=path.name)) if path.root else decision
 
     @property
     def is_own_cast(self) -> bool:
@@ -366,7 +368,7 @@ class _Join:
 
     def rows(self, owner: nn.Module, graph: fx.Graph, code: str, prefix: str) -> Iterator[Row]:
         self.codes[prefix] = code
-        held = attributes_of(owner, graph)
+        attribute_values = attributes_of(owner, graph)
         for node in (n for n in graph.nodes if not _holds_copies(n)):
             name, depth = prefix + node.name, prefix.count("/")
             reads = tuple(prefix + read.name for read in node.all_input_nodes if not _holds_copies(read))
@@ -375,14 +377,16 @@ class _Join:
                 said = _name(dtype) if dtype is not None else ""
                 yield self._sized(Row(name, "input", dtype=said, depth=depth), self._values(node))
             elif node.op == "get_attr":
-                found = held[str(node.target)]
-                kind, dtype = _attribute(found, str(node.target), prefix)
+                value = attribute_values[str(node.target)]
+                kind, dtype = _attribute(value, str(node.target), prefix)
                 read = Row(name, kind, _MOUNTED.sub("", str(node.target)), dtype, depth)
-                yield self._sized(read, (found,) if isinstance(found, torch.Tensor) else ())
+                yield self._sized(read, (value,) if isinstance(value, torch.Tensor) else ())
             elif node.op == "output":
                 yield Row(name, "output", depth=depth, reads=reads)
             else:
-                inner = {f"{prefix}{_MOUNTED.sub('', t)}/": part for t, part in subgraphs(node, held).items()}
+                inner = {
+                    f"{prefix}{_MOUNTED.sub('', t)}/": part for t, part in subgraphs(node, attribute_values).items()
+                }
                 inner = {p: part for p, part in inner.items() if self._knows(p)}
                 runs = tuple(p.removesuffix("/") for p in inner)
                 line = source_line(stack_trace(node))
@@ -413,15 +417,15 @@ class _Join:
 
 
 def _with_low_reads(rows: Iterable[Row], plan: Plan) -> list[Row]:
-    found: list[Row] = []
+    marked: list[Row] = []
     dtypes: dict[str, str] = {}
     for row in rows:
         dtypes[row.name] = row.dtype.rpartition(" → ")[2]
         low: tuple[str, ...] = ()
         if row.precision is Precision.FLOAT32 and row.planned is not None and row.planned.placement.as_stored:
             low = tuple(name for name in row.reads if dtypes.get(name) == plan.low)
-        found.append(replace(row, low_reads=low))
-    return found
+        marked.append(replace(row, low_reads=low))
+    return marked
 
 
 def _with_removed(rows: Sequence[Row], plan: Plan) -> Iterator[Row]:
@@ -448,13 +452,13 @@ def _holds_copies(node: fx.Node) -> bool:
     return node.op == "get_attr" and node.target == ATTRIBUTE
 
 
-def _attribute(held: object, target: str, prefix: str) -> tuple[str, str]:
+def _attribute(value: object, target: str, prefix: str) -> tuple[str, str]:
     """Return kind and dtype of the attribute that a ``get_attr`` node reads."""
-    if not isinstance(held, torch.Tensor):
-        return ("sub-graph" if isinstance(held, nn.Module) else "constant"), ""
-    if isinstance(held, nn.Parameter):
-        return "parameter", _name(held.dtype)
-    return ("constant" if prefix or _MOUNTED.match(target) else "buffer"), _name(held.dtype)
+    if not isinstance(value, torch.Tensor):
+        return ("sub-graph" if isinstance(value, nn.Module) else "constant"), ""
+    if isinstance(value, nn.Parameter):
+        return "parameter", _name(value.dtype)
+    return ("constant" if prefix or _MOUNTED.match(target) else "buffer"), _name(value.dtype)
 
 
 def _change(planned: PlannedNode | None) -> str:

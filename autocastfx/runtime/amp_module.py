@@ -320,8 +320,8 @@ class AmpModule(fx.GraphModule):
         Neither the original nor any of its tensors is referred to any more, and no further variant can be captured.
         """
         names = frozenset[str].intersection(*(stored_low(v, low) for v in self.variants))
-        held = self._held()
-        own_tensors(self._own_modules, [held[name] for name in names if name in held], low)
+        tensors = self._held()
+        own_tensors(self._own_modules, [tensors[name] for name in names if name in tensors], low)
         self._original = self._mounted.original = self._original.without_model()
         for variant in self.variants:
             variant.captured = None  # it was decided for float32 weights

@@ -259,7 +259,7 @@ def differences(original: Behaviour, other: Behaviour, call: str, nudged: Behavi
         return [Difference("the output's structure", f"is {other.structure}, not {original.structure}", call)]
     norms = [float(t.norm()) for n, t in original.tensors.items() if t is not None and n.startswith(_GRADIENT)]
     largest = max((norm for norm in norms if norm < float("inf")), default=0.0)
-    found: list[Difference] = []
+    mismatches: list[Difference] = []
     others = (name for name in other.tensors if not name.startswith(_BUFFER))
     for name in dict.fromkeys((*original.tensors, *others)):
         a, b = original.tensors.get(name), other.tensors.get(name)
@@ -268,8 +268,8 @@ def differences(original: Behaviour, other: Behaviour, call: str, nudged: Behavi
             slack += _OF_NUDGE * apart(a, moved) * _size(a)
         how = _how_apart(a, b, slack)
         if how:
-            found.append(Difference(name, how, call))
-    return found
+            mismatches.append(Difference(name, how, call))
+    return mismatches
 
 
 def _size(tensor: torch.Tensor) -> float:
@@ -336,14 +336,14 @@ def changed(arguments: Arguments, *, seed: int = 0) -> Arguments:
     def change(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        held = leaf.detach()
-        if _is_kept(held):
-            made = held.clone()
-        elif held.is_floating_point() or held.is_complex():
-            drawn = torch.randn(held.shape, generator=generator, dtype=torch.float32).to(held)
-            made = held.mean() + drawn * (held.std() if held.numel() > 1 else 1.0)
+        values = leaf.detach()
+        if _is_kept(values):
+            made = values.clone()
+        elif values.is_floating_point() or values.is_complex():
+            drawn = torch.randn(values.shape, generator=generator, dtype=torch.float32).to(values)
+            made = values.mean() + drawn * (values.std() if values.numel() > 1 else 1.0)
         else:
-            made = held.flip(0) if held.shape[0] > 1 or not held.is_cpu else held.flip(-1)
+            made = values.flip(0) if values.shape[0] > 1 or not values.is_cpu else values.flip(-1)
         return made.requires_grad_(leaf.requires_grad)
 
     return cast("Arguments", pytree.tree_map(change, arguments))
@@ -392,7 +392,7 @@ def compare_calls(
         seconds: after them no further call is begun.
     """
     ends = time.perf_counter() + seconds
-    found: list[Difference] = []
+    mismatches: list[Difference] = []
     calls: list[str] = []
     dropped: list[str] = []
     took = 0.0
@@ -412,9 +412,9 @@ def compare_calls(
                 continue
             here = _differences_in(trial, model, other, original)
             calls.append(trial.name)
-            found += here
+            mismatches += here
             took = time.perf_counter() - began
-    return Compared(tuple(found), tuple(calls), tuple(dropped))
+    return Compared(tuple(mismatches), tuple(calls), tuple(dropped))
 
 
 def _original(model: nn.Module, trial: Trial) -> tuple[str, Behaviour | None]:

@@ -33,17 +33,17 @@ def forwarded(model: nn.Module, amp_model: nn.Module, name: str, missing: Attrib
         UnsupportedError: the method runs the model's forward (``generate``), or its source cannot be read.
     """
     try:
-        found = getattr(model, name)
+        attribute = getattr(model, name)
     except AttributeError:
         raise missing from None
-    if not inspect.ismethod(found) or found.__self__ is not model:
-        return found
+    if not inspect.ismethod(attribute) or attribute.__self__ is not model:
+        return attribute
     if _runs_forward(type(model), name, set()):
         raise UnsupportedError(
             f"{type(model).__name__}.{name} runs the model's own forward, which is not converted. Call it on the "
             "original, or write the loop around the converted model's call."
         )
-    return found.__func__.__get__(amp_model)
+    return attribute.__func__.__get__(amp_model)
 
 
 def set_on_original(model: nn.Module | None, name: str, value: Any) -> None:
@@ -206,9 +206,9 @@ def read_again(parts: Iterable[nn.Module]) -> None:
 
 # What nn.Module itself does is done so in a part, too, whatever the original's class makes of it; but for the switch
 # between training and evaluation, which is the original's.
-for _name, _held in vars(nn.Module).items():
-    if isinstance(_held, FunctionType) and _name not in (*vars(Part), "train", "eval"):
-        setattr(Part, _name, _held)
+for _name, _member in vars(nn.Module).items():
+    if isinstance(_member, FunctionType) and _name not in (*vars(Part), "train", "eval"):
+        setattr(Part, _name, _member)
 
 
 def _part_class(original: type[nn.Module]) -> type[Part]:
@@ -423,4 +423,4 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _attributes(modules: Sequence[nn.Module]) -> list[dict[str, int]]:
-    return [{name: id(held) for name, held in vars(m).items() if name != "training"} for m in modules]
+    return [{name: id(value) for name, value in vars(m).items() if name != "training"} for m in modules]

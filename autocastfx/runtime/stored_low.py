@@ -33,17 +33,17 @@ def own_tensors(modules: Iterable[nn.Module], low_ones: Iterable[torch.Tensor], 
     narrow = {id(t) for t in low_ones}
     made: dict[int, torch.Tensor] = {}
 
-    def own(held: torch.Tensor) -> torch.Tensor:
-        if id(held) not in made:
-            plain = held.detach().to(low) if id(held) in narrow else held.detach().clone()
-            made[id(held)] = nn.Parameter(plain, requires_grad=False) if isinstance(held, nn.Parameter) else plain
-        return made[id(held)]
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            plain = tensor.detach().to(low) if id(tensor) in narrow else tensor.detach().clone()
+            made[id(tensor)] = nn.Parameter(plain, requires_grad=False) if isinstance(tensor, nn.Parameter) else plain
+        return made[id(tensor)]
 
     with torch.inference_mode(False):
         for module in modules:
             tables: tuple[Any, ...] = (module._parameters, module._buffers)
             for table in tables:
-                table.update({name: own(held) for name, held in table.items() if held is not None})
+                table.update({name: own(tensor) for name, tensor in table.items() if tensor is not None})
 
 
 def refuse_training() -> None:

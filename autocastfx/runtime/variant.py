@@ -121,17 +121,17 @@ class Reads:
 
     def __call__(self, owner: nn.Module) -> list[torch.Tensor] | None:
         """Look up the tensors; None if one is neither a parameter nor a buffer."""
-        found: list[Any] = [owner]
+        modules: list[Any] = [owner]
         for holder, name in self.modules:
-            module = found[holder]._modules.get(name)
+            module = modules[holder]._modules.get(name)
             if module is None:
                 return None
-            found.append(module)
+            modules.append(module)
         values: list[torch.Tensor] = []
         for holder, name in self.values:
-            value = found[holder]._parameters.get(name)
+            value = modules[holder]._parameters.get(name)
             if value is None:
-                value = found[holder]._buffers.get(name)
+                value = modules[holder]._buffers.get(name)
                 if value is None:
                     return None
             values.append(value)
@@ -330,11 +330,11 @@ class Variant(nn.Module):
                 name += "_"
             self._held[target] = name
         for target, name in self._held.items():
-            held: Any = attributes[target]
-            if isinstance(held, torch.Tensor):
-                self.register_buffer(name, held, persistent=False)
+            value: Any = attributes[target]
+            if isinstance(value, torch.Tensor):
+                self.register_buffer(name, value, persistent=False)
             else:
-                setattr(self, name, held)
+                setattr(self, name, value)
 
     @property
     def mode(self) -> str:
@@ -364,8 +364,8 @@ class Variant(nn.Module):
         """Generate ``code`` and ``function(owner, *tensors)`` from the present graph."""
         self.code, traced = _compiled(self.graph)
         no_tensors = {f"{self.prefix}.{name}" for name in self._held.values() if name not in self._buffers}
-        found = quick_graph(self.graph, {*no_tensors, ATTRIBUTE})
-        self.function = traced if found is None else _quick(traced, _compiled(found[0])[1], found[1])
+        quick = quick_graph(self.graph, {*no_tensors, ATTRIBUTE})
+        self.function = traced if quick is None else _quick(traced, _compiled(quick[0])[1], quick[1])
 
     def move(self, device: torch.device) -> None:
         """Move tensor creation in the graph from its present device to ``device``."""
@@ -390,8 +390,8 @@ class Variant(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         attributes: dict[str, Any] = {}
         for target, name in self._held.items():
-            held = getattr(self, name)
-            attributes[target] = GraphData.of(held) if isinstance(held, fx.GraphModule) else held
+            value = getattr(self, name)
+            attributes[target] = GraphData.of(value) if isinstance(value, fx.GraphModule) else value
         places = {f"{self.prefix}.{name}": target for target, name in self._held.items()}
         fields = {
             "plan": self.plan,
@@ -426,8 +426,8 @@ def _quick(
     """Return a function that runs ``called`` with the tensors read, or ``traced`` while compiling or if one is none."""
 
     def function(owner: nn.Module, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        held = None if torch.compiler.is_compiling() else reads(owner)
-        return traced(owner, *tensors) if held is None else called(owner, *held, *tensors)
+        values = None if torch.compiler.is_compiling() else reads(owner)
+        return traced(owner, *tensors) if values is None else called(owner, *values, *tensors)
 
     function.__code__ = function.__code__.replace()  # torch.compile caches by code object: each has its own
     return function
@@ -438,6 +438,6 @@ def _swap(old: torch.device, new: torch.device) -> Callable[[Any], Any]:
 
 
 def _restore(nodes: list[dict[str, Any]], attributes: dict[str, Any], fields: dict[str, Any]) -> Variant:
-    held = {t: a.module() if isinstance(a, GraphData) else a for t, a in attributes.items()}
+    values = {t: a.module() if isinstance(a, GraphData) else a for t, a in attributes.items()}
     rest: dict[str, Any] = {**fields, "out_spec": unpack_spec(fields["out_spec"])}
-    return Variant(graph=graph_of(nodes), attributes=held, **rest)
+    return Variant(graph=graph_of(nodes), attributes=values, **rest)

@@ -88,9 +88,9 @@ class HookWatch:
 
 def _new(names: Iterable[str], told: set[str]) -> str:
     """Return the names that are not in ``told``, to which they are added, as one text."""
-    found = [name for name in dict.fromkeys(names) if name not in told]
-    told.update(found)
-    return ", ".join(found)
+    new_names = [name for name in dict.fromkeys(names) if name not in told]
+    told.update(new_names)
+    return ", ".join(new_names)
 
 
 MANY = 8  # variants for one call structure, which are captured without a warning
@@ -428,12 +428,12 @@ def up_to_date(variants: Iterable[Variant]) -> list[Variant]:
     Raises:
         VariantError: all variants are stale: an attribute has changed since they were captured.
     """
-    broken = [(variant, variant.first_broken()) for variant in variants]
-    found = [variant for variant, read in broken if read is None]
-    if broken and not found:
-        read = next(read for _, read in broken if read is not None)
+    first_broken = [(variant, variant.first_broken()) for variant in variants]
+    fitting = [variant for variant, read in first_broken if read is None]
+    if first_broken and not fitting:
+        read = next(read for _, read in first_broken if read is not None)
         raise VariantError(
             f"attribute {read.path!r} is {read.word} now, and no variant was captured with this value: call the "
             "converted model once, then save it."
         )
-    return found
+    return fitting

@@ -161,14 +161,14 @@ def working_copies(
     group = copies.groups.get((dtype, *map(id, masters)))
     if group is not None and all(map(_learns, masters)) and torch.is_grad_enabled():
         return group.read(masters)
-    held = copies.of(masters, dtype) if group is None else group.copies
-    found = [master.to(dtype) if one is None else one.tensor for one, master in zip(held, masters, strict=True)]
-    learning = [i for i, master in enumerate(masters) if held[i] is not None and master.requires_grad]
+    entries = copies.of(masters, dtype) if group is None else group.copies
+    tensors = [master.to(dtype) if one is None else one.tensor for one, master in zip(entries, masters, strict=True)]
+    learning = [i for i, master in enumerate(masters) if entries[i] is not None and master.requires_grad]
     if learning and torch.is_grad_enabled():
-        read = read_copies([found[i] for i in learning], *[masters[i] for i in learning])
+        read = read_copies([tensors[i] for i in learning], *[masters[i] for i in learning])
         for i, copy in zip(learning, read, strict=True):
-            found[i] = copy
-    return found
+            tensors[i] = copy
+    return tensors
 
 
 class WorkingCopies:
@@ -205,8 +205,8 @@ class WorkingCopies:
             self.expire()
         stale: list[tuple[WorkingCopy, torch.Tensor]] = []
         kept: list[tuple[Filled, torch.Tensor]] = []
-        for held in list(self.held.values()):  # in each call, for each weight: only what must be
-            master, mark = held.master(), held.mark
+        for copy in list(self.held.values()):  # in each call, for each weight: only what must be
+            master, mark = copy.master(), copy.mark
             if master is None:
                 continue
             if (
@@ -215,9 +215,9 @@ class WorkingCopies:
                 or mark.pointer != master.data_ptr()
                 or _expired(mark.storage.cdata)
             ):
-                stale.append((held, master))
-            elif held.filled is not None:
-                kept.append((held.filled, held.tensor))
+                stale.append((copy, master))
+            elif copy.filled is not None:
+                kept.append((copy.filled, copy.tensor))
         if not (stale or kept):
             return self
         if self._is_captured(tensor for _, tensor in (*kept, *stale)):
@@ -239,15 +239,15 @@ class WorkingCopies:
         Raises:
             UnsupportedError: the model is sharded.
         """
-        found = [self.held.get((id(master), dtype)) or self._adopted(master, dtype) for master in masters]
+        entries = [self.held.get((id(master), dtype)) or self._adopted(master, dtype) for master in masters]
         owner = self._owner()
         present = {id(parameter) for parameter in owner.parameters()} if owner is not None else set[int]()
         if any(not present.issuperset(key[1:]) for key in self.groups):
             self._forget_groups()  # autograd's nodes keep the parameters that they give gradients
-        copies = [copy for copy in found if copy is not None]
-        if len(copies) == len(found):
+        copies = [copy for copy in entries if copy is not None]
+        if len(copies) == len(entries):
             self.groups[(dtype, *map(id, masters))] = CopyGroup(copies)
-        return found
+        return entries
 
     def _forget_groups(self) -> None:
         for group in self.groups.values():
@@ -270,24 +270,24 @@ class WorkingCopies:
         waiting = {id(copy) for group in self.groups.values() if group.is_held for copy in group.copies}
         with torch.inference_mode(False), torch.no_grad():  # backward cannot use tensors made in inference mode
             tensors = [
-                held.tensor
-                if id(held) not in waiting and held.takes(master)
-                else torch.empty_like(master, dtype=held.dtype)
-                for held, master in stale
+                copy.tensor
+                if id(copy) not in waiting and copy.takes(master)
+                else torch.empty_like(master, dtype=copy.dtype)
+                for copy, master in stale
             ]
             cast("Any", torch)._foreach_copy_(tensors, [master for _, master in stale])
         filled = {tensor.device: Filled(tensor.device) for tensor in tensors if tensor.is_cuda}
-        if any(held.aliases and tensor is not held.tensor for (held, _), tensor in zip(stale, tensors, strict=True)):
+        if any(copy.aliases and tensor is not copy.tensor for (copy, _), tensor in zip(stale, tensors, strict=True)):
             self._forget_groups()
-        for (held, master), tensor in zip(stale, tensors, strict=True):
-            held.become(tensor, master, filled.get(tensor.device))
+        for (copy, master), tensor in zip(stale, tensors, strict=True):
+            copy.become(tensor, master, filled.get(tensor.device))
 
     def expire(self, masters: Iterable[Any] | None = None) -> None:
         """Mark the copies of ``masters`` (all if None) as stale."""
         changed = None if masters is None else {id(master) for master in masters}
-        for (number, _), held in list(self.held.items()):
+        for (number, _), copy in list(self.held.items()):
             if changed is None or number in changed:
-                held.mark = None
+                copy.mark = None
 
     def _is_captured(self, read: Iterable[torch.Tensor]) -> bool:
         """True while a CUDA graph is captured that reads these tensors. One with gradients may go on to a step."""
@@ -317,10 +317,10 @@ class WorkingCopies:
                 del copies.held[key]
                 copies._forget_groups()  # another parameter may get the number of this one
 
-        held = WorkingCopy(weakref.ref(master, forget), dtype)
-        self._renew([(held, master)])
-        self.held[key] = held  # filled: another thread may read it at once
-        return held
+        copy = WorkingCopy(weakref.ref(master, forget), dtype)
+        self._renew([(copy, master)])
+        self.held[key] = copy  # filled: another thread may read it at once
+        return copy
 
     def _refuse_sharded(self) -> None:
         owner = self._owner()
@@ -354,10 +354,10 @@ def _is_abstract_or_traced() -> bool:
 
 def _after_step(copies: weakref.ref[WorkingCopies]) -> Callable[..., None]:
     def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = copies() if not torch.compiler.is_compiling() else None
-        if found is not None:
+        model_copies = copies() if not torch.compiler.is_compiling() else None
+        if model_copies is not None:
             changed = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            found.expire(changed)
-            found.are_replayed = found.are_replayed or is_capturing(changed)
+            model_copies.expire(changed)
+            model_copies.are_replayed = model_copies.are_replayed or is_capturing(changed)
 
     return stepped

@@ -181,8 +181,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict, with ``skipped_steps``. Save it after ``update``."""
-        found = super().state_dict()
-        return found and {**found, "skipped_steps": self.skipped_steps}
+        state = super().state_dict()
+        return state and {**state, "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of a GradScaler, this one or torch's, or of a ``LossScaler``, which has no factors.
@@ -242,19 +242,19 @@ class GradScaler(torch.amp.GradScaler):
                 return {}
         return {found_inf.device: found_inf}
 
-    def _note(self, optimizer: Optimizer, found_by: Mapping[torch.device, torch.Tensor]) -> None:
+    def _note(self, optimizer: Optimizer, found_inf_per_device: Mapping[torch.device, torch.Tensor]) -> None:
         """Count a step; the host asks whether it was skipped only where the scale may be at its floor."""
-        if not found_by:
+        if not found_inf_per_device:
             raise _without_gradients()
-        (found,) = found_by.values()
-        self._found = found.clone()  # the update adds up in place
+        (found_inf,) = found_inf_per_device.values()
+        self._found = found_inf.clone()  # the update adds up in place
         self._skips = self._skips + self._found.to(torch.int32)
         self._left -= 1
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or schedulers warn of a skipped first step
         if self._left <= 0:
             scale = self.get_scale()
             self._left = self._rule.overflows_to_floor(scale)
-            if self._left <= 0 and bool(found.item()):
+            if self._left <= 0 and bool(found_inf.item()):
                 raise exhausted(optimizer.param_groups, scale)
 
 

@@ -76,16 +76,16 @@ def present(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
     Sparse gradients are coalesced, and partial DTensors are reduced over their processes. Parameters without a gradient
     are left out.
     """
-    found = [g for group in groups for p in group["params"] if (g := p.grad) is not None]
-    if set(map(type, found)) <= {torch.Tensor} and set(map(_layout, found)) <= {torch.strided}:  # no frame for each
-        return found
+    grads = [g for group in groups for p in group["params"] if (g := p.grad) is not None]
+    if set(map(type, grads)) <= {torch.Tensor} and set(map(_layout, grads)) <= {torch.strided}:  # no frame for each
+        return grads
     return [_values(p) for group in groups for p in group["params"] if p.grad is not None]
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
-    held = cast("torch.Tensor", parameter.grad)
-    grad = settled(held, parameter)
-    if grad is not held:
+    raw_grad = cast("torch.Tensor", parameter.grad)
+    grad = settled(raw_grad, parameter)
+    if grad is not raw_grad:
         parameter.grad = grad
     return grad._values() if grad.layout is torch.sparse_coo else local(grad)
 
@@ -121,9 +121,9 @@ def unscale_(grads: Sequence[torch.Tensor], inverse: torch.Tensor, found_inf: to
         if device == found_inf.device:
             _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse)
         else:
-            found = torch.zeros_like(found_inf, device=device)
-            _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, found, moved(inverse, device))
-            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+            device_found_inf = torch.zeros_like(found_inf, device=device)
+            _KERNELS._amp_foreach_non_finite_check_and_unscale_(alike, device_found_inf, moved(inverse, device))
+            found_inf.copy_(torch.maximum(found_inf, device_found_inf.to(found_inf.device)))
 
 
 def _alike(grads: Sequence[torch.Tensor]) -> list[tuple[torch.device, Sequence[torch.Tensor]]]:
@@ -204,13 +204,13 @@ def _norm(mesh: Any, grads: list[torch.Tensor], norm_type: float) -> torch.Tenso
 def clip_norm_(groups: Sequence[dict[str, Any]], max_norm: float, norm_type: float) -> torch.Tensor:
     """Clip the total norm as torch's ``clip_grad_norm_`` and return the norm before. The host reads nothing."""
     grads = present(groups)
-    found = norm(groups, norm_type)
+    total_norm = norm(groups, norm_type)
     if not grads:
-        return found
-    factor = torch.clamp(max_norm / (found + 1e-6), max=1.0)
+        return total_norm
+    factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
     for (device, _), ((alike,), _) in _by_device_and_dtype([grads], False).items():
         _KERNELS._foreach_mul_(alike, factor.to(device))
-    return found
+    return total_norm
 
 
 def clip_value_(groups: Sequence[dict[str, Any]], largest: float) -> None:

@@ -38,7 +38,7 @@ class ScaleState:
 
     def to(self, device: torch.device) -> ScaleState:
         """Copy the state to ``device``."""
-        return ScaleState(*(held.to(device) for held in (self.scale, self.good_steps, self.spare, self.found)))
+        return ScaleState(*(tensor.to(device) for tensor in (self.scale, self.good_steps, self.spare, self.found)))
 
     def fill(self, numbers: ScaleNumbers) -> None:
         """Set the state to ``numbers``."""

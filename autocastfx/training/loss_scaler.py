@@ -232,9 +232,9 @@ class LossScaler:
         found_inf = found_inf.to(self.state(found_inf.device).scale.device)
         is_last = self._is_last(found_inf, known)
         if self.rounds.are_shared:
-            found = self.state(found_inf.device).found  # in place: a graph that is replayed adds to it
-            torch.maximum(found, found_inf, out=found)
-            self._has_found, self._is_replayed = True, self._is_replayed or is_capturing(found)
+            overflow = self.state(found_inf.device).found  # in place: a graph that is replayed adds to it
+            torch.maximum(overflow, found_inf, out=overflow)
+            self._has_found, self._is_replayed = True, self._is_replayed or is_capturing(overflow)
         else:
             self._adjust(found_inf)
         return is_last

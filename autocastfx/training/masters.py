@@ -26,14 +26,14 @@ class TensorMark:
     __slots__ = ("pointer", "storage", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        held: Any = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
-        self.version, self.pointer = tensor._version, held.data_ptr()
-        self.storage = StorageWeakRef(held.untyped_storage())
+        local_tensor: Any = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
+        self.version, self.pointer = tensor._version, local_tensor.data_ptr()
+        self.storage = StorageWeakRef(local_tensor.untyped_storage())
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor`` has neither been written to nor been given other memory (``p.data = other``) since."""
-        held: Any = getattr(tensor, "_local_tensor", tensor)
-        if self.version != tensor._version or self.pointer != held.data_ptr():
+        local_tensor: Any = getattr(tensor, "_local_tensor", tensor)
+        if self.version != tensor._version or self.pointer != local_tensor.data_ptr():
             return False
         return not self.storage.expired()  # an expired storage's address may have been reused
 
@@ -188,5 +188,5 @@ class Masters:
                 self._marks[index] = TensorMark(working)
 
 
-def _widened(held: Any) -> Any:
-    return held.float() if isinstance(held, torch.Tensor) and held.dtype in LOW_DTYPES else held
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES else value

@@ -83,7 +83,7 @@ class Snapshot:
         masters.follow()
         self._optimizer, self._masters = optimizer, masters
         self._weights = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
-        self._state = {p: copy.deepcopy(held) for p, held in optimizer.state.items()}
+        self._state = {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
 
     def __enter__(self) -> Snapshot:
         return self
@@ -540,11 +540,11 @@ class LossScalingOptimizer(WrappingOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict, with ``loss_scale`` (numbers) and any ``masters`` (tensors)."""
-        found = dict(self.optimizer.state_dict())
-        found["loss_scale"] = self.loss_scaler.state_dict()
+        state = dict(self.optimizer.state_dict())
+        state["loss_scale"] = self.loss_scaler.state_dict()
         if len(self.masters):
-            found["masters"] = self.masters.state()
-        return found
+            state["masters"] = self.masters.state()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of this class, of a bare optimizer, or of a ``torch.amp.GradScaler``.
@@ -565,7 +565,7 @@ class LossScalingOptimizer(WrappingOptimizer):
             self.masters.check(masters)
         if "loss_scale" in state_dict:
             self.loss_scaler.admit(state_dict["loss_scale"])  # refuses before anything is loaded
-        self.optimizer.load_state_dict({key: held for key, held in state_dict.items() if key not in _OWN})
+        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key not in _OWN})
         if "loss_scale" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scale"])
         self.masters.load(masters)

@@ -76,8 +76,8 @@ class WrappingOptimizer(Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "optimizer" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        found = getattr(self.optimizer, name)
-        return _refuse_half(name) if name in _HALVES and callable(found) else found
+        attribute = getattr(self.optimizer, name)
+        return _refuse_half(name) if name in _HALVES and callable(attribute) else attribute
 
 
 def _refuse_half(name: str) -> Callable[..., Any]:
@@ -92,8 +92,8 @@ def _refuse_half(name: str) -> Callable[..., Any]:
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """True if ``step`` requires a closure, which it may call several times."""
-    found = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return found is not None and (found.default is inspect.Parameter.empty or steps_twice(optimizer))
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and (closure.default is inspect.Parameter.empty or steps_twice(optimizer))
 
 
 def steps_twice(optimizer: Optimizer) -> bool:

@@ -17,7 +17,7 @@ import autocastfx
 from autocastfx import AmpModule, OpList, bisect
 from autocastfx.errors import BisectError, EvaluationsError, UnmatchedRuleWarning, UnsupportedError
 from autocastfx.numerics import bisect as bisect_module
-from autocastfx.numerics.bisect import Place, places_of, search_order
+from autocastfx.numerics.bisect import OpInModule, places_of, search_order
 from autocastfx.plan.sensitivity import Effect
 from tests.helpers import unchecked
 
@@ -65,7 +65,7 @@ def test_the_planted_places_are_found_and_nothing_more(faults: tuple[int, ...]) 
     model = planted(*faults)
     metric = Distance(model, X)
     found = bisect(model, (X,), metric, 0.02, op_list=["default", LISTED], dtype="float16")
-    assert found.places == tuple(Place(str(i), "exp") for i in faults)
+    assert found.places == tuple(OpInModule(str(i), "exp") for i in faults)
     places = 1 + LAYERS * 3
     assert metric.calls == found.evaluations <= 2 + len(faults) * (math.ceil(math.log2(places)) + 1)
     if faults:
@@ -99,7 +99,7 @@ def test_among_a_hundred_places_it_needs_few_evaluations(faults: tuple[int, ...]
         return metric(amp_model)
 
     found = bisect(model, (X,), counted, 0.2, op_list=["default", listed], dtype="float16")
-    assert found.places == tuple(Place(str(i), "exp") for i in faults)
+    assert found.places == tuple(OpInModule(str(i), "exp") for i in faults)
     assert places[0] >= 100
     assert found.evaluations == metric.calls <= 3 * len(faults) * math.log2(places[0])
 
@@ -142,7 +142,7 @@ def test_of_two_that_hold_alike_it_keeps_the_overflows_or_the_cheaper(
     listed = OpList.of({"allow": ["exp", "tanh", "sin", "mul"]}, name="mine")
     inputs: Any = {"x": x, "factor": by} if is_by_name else (x, by)
     found = bisect(TwoWays(), inputs, metric, 0.5, op_list=["default", listed], dtype="float16")
-    assert found.places == (Place("", kept),)
+    assert found.places == (OpInModule("", kept),)
     if is_by_name:
         assert (
             bisect(
@@ -179,7 +179,7 @@ def test_of_two_that_hold_alike_it_keeps_the_one_of_the_larger_predicted_error(
     measured = autocastfx.Sensitivity("gradient", "float16", 1, 1, effects)
     inputs, lists = (torch.ones(32, 32), torch.tensor(factor)), ["default", listed]
     found = bisect(TwoWays(), inputs, metric, 0.5, op_list=lists, dtype="float16", sensitivity=measured)
-    assert found.places == (Place("", kept),)
+    assert found.places == (OpInModule("", kept),)
 
 
 def test_effects_of_a_places_nodes_may_cancel() -> None:
@@ -205,7 +205,7 @@ def test_effects_of_a_places_nodes_may_cancel() -> None:
         ),
     )
     order = search_order(amp_model, places_of(amp_model.plan), None)
-    assert order[:3] == (Place("1", "sin"), Place("0", "mul"), Place("0", "add"))
+    assert order[:3] == (OpInModule("1", "sin"), OpInModule("0", "mul"), OpInModule("0", "add"))
 
 
 @unchecked
@@ -226,7 +226,7 @@ def test_a_16_bit_model_is_searched_as_it_is(dtype: torch.dtype, tolerance: floa
     assert found.low == pytest.approx(distance(low_model), nan_ok=True)
     assert not found.low <= tolerance
     assert found.places
-    assert (found.places == (Place("1.2", "exp"),)) == (dtype == torch.float16), "where it overflows"
+    assert (found.places == (OpInModule("1.2", "exp"),)) == (dtype == torch.float16), "where it overflows"
     amp_model = autocastfx.convert(low_model, (x,), op_list=["default", listed, found.op_list])
     assert distance(amp_model) == found.metric <= tolerance
     assert {p.dtype for p in amp_model.parameters()} == {dtype}
@@ -241,7 +241,7 @@ def test_a_sensitivity_says_nothing_of_a_16_bit_model() -> None:
 def test_without_example_inputs_it_searches_in_graph_order() -> None:
     model = planted(2)
     found = bisect(model, None, Distance(model, X), 0.02, op_list=["default", LISTED], dtype="float16")
-    assert found.places == (Place("2", "exp"),)
+    assert found.places == (OpInModule("2", "exp"),)
 
 
 def test_at_the_root_the_op_is_denied() -> None:
@@ -255,7 +255,7 @@ def test_at_the_root_the_op_is_denied() -> None:
 
     model = Root()
     found = bisect(model, X, Distance(model, X), 0.05, op_list=["default", LISTED], dtype="float16")
-    assert found.places == (Place("", "exp"),)
+    assert found.places == (OpInModule("", "exp"),)
     assert str(found).startswith(f"float32 for exp: metric {found.metric:.4g}, ")
     assert found.metric <= 0.05
 

@@ -95,8 +95,8 @@ def _is_taken_for_float32(guess: Guess) -> bool:
     return guess.dtype is None and guess.dtypes[0] == torch.float32
 
 
-def _device(held: Mapping[str, torch.Tensor]) -> torch.device:
-    return next((t.device for t in held.values()), torch.device("cpu"))
+def _device(replacements: Mapping[str, torch.Tensor]) -> torch.device:
+    return next((t.device for t in replacements.values()), torch.device("cpu"))
 
 
 def _sweep(graph: fx.Graph) -> None:

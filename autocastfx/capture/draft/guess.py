@@ -124,9 +124,11 @@ class StandIns:
             self._learn(read, taken)
         results = [result for choice, result in runs if all(map(self._allows, reads, choice))]
         set_value(node, results[0] if results else self._unrun(node))
-        found = [_tensors(result) for result in results] or [[t] for t in _tensors(value(node))]
+        outputs = [_tensors(result) for result in results] or [[t] for t in _tensors(value(node))]
         guesses = (
-            [Guess.of(*each) for each in zip(*found, strict=False)] if results else [self._widest(node)] * len(found)
+            [Guess.of(*each) for each in zip(*outputs, strict=False)]
+            if results
+            else [self._widest(node)] * len(outputs)
         )
         if (member := self._member(node)) is not None:
             guesses = [member]
@@ -148,10 +150,10 @@ class StandIns:
 
     def _member(self, node: fx.Node) -> Guess | None:
         """Return the guess of the member that ``node`` takes out of an uncertain tuple or list; else None."""
-        held = node.all_input_nodes[0] if node.all_input_nodes else None
-        if held not in self.members or op_name(node) != "getitem" or not isinstance(node.args[1], int):
+        container = node.all_input_nodes[0] if node.all_input_nodes else None
+        if container not in self.members or op_name(node) != "getitem" or not isinstance(node.args[1], int):
             return None
-        return self.members[held][min(node.args[1], len(self.members[held]) - 1)]
+        return self.members[container][min(node.args[1], len(self.members[container]) - 1)]
 
     def _runs(self, node: fx.Node, reads: list[fx.Node]) -> Iterator[tuple[tuple[Guess, ...], Any]]:
         """Yield each combination of guesses that ``node`` accepts for its uncertain inputs, with its result."""
@@ -173,12 +175,12 @@ class StandIns:
 
     def _widest(self, node: fx.Node) -> Guess:
         """Return a guess with the dtype that the floating inputs of ``node`` promote to; any if there are none."""
-        found: torch.dtype | None = None
+        widest: torch.dtype | None = None
         for read in node.all_input_nodes:
             for tensor in _tensors(value(read)) if read not in self.open or self.open[read].dtype else []:
                 if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-                    found = torch.promote_types(found or tensor.dtype, tensor.dtype)
-        return Guess((found,)) if found is not None else ANY
+                    widest = torch.promote_types(widest or tensor.dtype, tensor.dtype)
+        return Guess((widest,)) if widest is not None else ANY
 
 
 def _choices(guesses: list[Guess]) -> Iterator[tuple[Guess, ...]]:
@@ -225,10 +227,10 @@ def _concrete(leaf: object) -> object:
 def _small(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of ``node`` with numbers limited to fit sizes of 1."""
     if op_name(node) == "getitem":
-        held, index = node.args
-        if isinstance(index, int) and isinstance(held, fx.Node) and isinstance(value(held), (tuple, list)):
-            return (held, min(index, len(value(held)) - 1)), {}  # of a list whose length is not known
-        return (held, pytree.tree_map(_first, index)), {}
+        container, index = node.args
+        if isinstance(index, int) and isinstance(container, fx.Node) and isinstance(value(container), (tuple, list)):
+            return (container, min(index, len(value(container)) - 1)), {}  # of a list whose length is not known
+        return (container, pytree.tree_map(_first, index)), {}
     if not isinstance(node.target, OpOverload):
         return node.args, dict(node.kwargs)
     kinds = {a.name: str(a.type) for a in node.target._schema.arguments}

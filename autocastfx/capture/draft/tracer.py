@@ -387,8 +387,8 @@ class Tracer(fx.Tracer):
         """Return the number of members of a list or tuple; None if it depends on sizes."""
         if op_name(node) in ("chunk", "tensor_split") and isinstance(node.args[1], int):
             return node.args[1]
-        held = value(node)
-        return len(held) if self.members(node) and isinstance(held, (list, tuple)) else None
+        abstract = value(node)
+        return len(abstract) if self.members(node) and isinstance(abstract, (list, tuple)) else None
 
     def members(self, node: fx.Node) -> list[str]:
         """Return the names of an operator's results (``values``, ``indices``); none if it has one result."""
@@ -432,26 +432,26 @@ class Tracer(fx.Tracer):
             if name in _CASTS:
                 return self._cast(x, name, (*args[1:], *kwargs.values()))
         python = function if function is not None else getattr(torch.Tensor, name, None)
-        found: Any = getattr(torch.ops.aten, name, None)
+        packet: Any = getattr(torch.ops.aten, name, None)
         if isinstance(python, types.FunctionType):
             last = next(iter(reversed(self.graph.nodes)))  # in torch 2.11 this is not an iterator
             try:
                 return python(*args, **kwargs)
             except TypeError:  # it asks for a real tensor
-                if found is None:
+                if packet is None:
                     raise
                 for node in itertools.takewhile(lambda n: n is not last, list(reversed(self.graph.nodes))):
                     self.graph.erase_node(node)
-        if found is None:
+        if packet is None:
             raise TraceError(f"{name} is no operator")
-        return self.packet(found, args, kwargs)
+        return self.packet(packet, args, kwargs)
 
     def packet(self, packet: OpOverloadPacket, args: Any, kwargs: Any) -> Value:
         """Record a node that calls the fitting overload of ``packet``."""
-        found = overload(packet, self.create_arg(tuple(args)), self.create_arg(dict(kwargs)))
-        if found is None:
+        choice = overload(packet, self.create_arg(tuple(args)), self.create_arg(dict(kwargs)))
+        if choice is None:
             raise TraceError(f"no overload of {of_function(packet)} takes the arguments")
-        target, nodes, named = found
+        target, nodes, named = choice
         return self.emit(target, nodes, named)
 
     def held(self, tensor: torch.Tensor) -> Value:

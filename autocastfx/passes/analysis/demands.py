@@ -40,7 +40,7 @@ def cancellations(graph: fx.Graph, values: HeldValues, op_list: OpList, facts: K
         facts: which ops are products.
     """
     moments = _Moments(_fixed(graph, values.trained), op_list, facts)
-    found = {
+    reasons = {
         node: f"shifted copies of {of.name} whose weights add up to zero: a difference of neighbours"
         for node, of in _stencils(graph, op_list)
     }
@@ -48,12 +48,12 @@ def cancellations(graph: fx.Graph, values: HeldValues, op_list: OpList, facts: K
         name = base_name(op_name(node)) if node.op == "call_function" else ""
         if name in ("sub", "rsub"):
             reason = "a difference of an average of products and a product of averages is small beside both"
-            found |= dict.fromkeys(moments.cancelling(node), reason)
+            reasons |= dict.fromkeys(moments.cancelling(node), reason)
             reason = "a difference of a value and its average is small beside both"
-            found |= dict.fromkeys(moments.beside_average(node, values.averaging), reason)
+            reasons |= dict.fromkeys(moments.beside_average(node, values.averaging), reason)
         elif (weight := moments.weight(node)) is not None and str(weight.target) in values.balanced:
-            found[node] = f"the weights of {weight.name} add up to zero: a difference of neighbours"
-    return found
+            reasons[node] = f"the weights of {weight.name} add up to zero: a difference of neighbours"
+    return reasons
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,21 @@ def _stencils(graph: fx.Graph, op_list: OpList) -> Iterator[tuple[fx.Node, fx.No
     for node in (n for n in graph.nodes if has_float32(n)):
         reads = [u.node for u in uses(node) if u.node in sums]
         factors = _factors(node, len(reads), op_list)
-        held: dict[fx.Node, _Weight] = {} if factors else {node: _Weight(1, 1.0, 1.0)}
+        weights: dict[fx.Node, _Weight] = {} if factors else {node: _Weight(1, 1.0, 1.0)}
         for read, factor in zip(reads, factors, strict=False):
             for of, w in sums[read].items():
-                had = held.get(of, _Weight())
-                held[of] = _Weight(had.count + w.count, had.total + w.total * factor, had.size + w.size * abs(factor))
+                had = weights.get(of, _Weight())
+                weights[of] = _Weight(
+                    had.count + w.count, had.total + w.total * factor, had.size + w.size * abs(factor)
+                )
         if base_name(op_name(node)) in _SUMS:
-            new = (of for of, w in held.items() if w.cancels and not any(_cancels(sums[read], of) for read in reads))
+            new = (of for of, w in weights.items() if w.cancels and not any(_cancels(sums[read], of) for read in reads))
             yield from ((node, of) for of in new)
-        sums[node] = held
+        sums[node] = weights
 
 
-def _cancels(held: Mapping[fx.Node, _Weight], of: fx.Node) -> bool:
-    return of in held and held[of].cancels
+def _cancels(weights: Mapping[fx.Node, _Weight], of: fx.Node) -> bool:
+    return of in weights and weights[of].cancels
 
 
 def _factors(node: fx.Node, reads: int, op_list: OpList) -> tuple[float, ...]:
@@ -109,13 +111,13 @@ def _factors(node: fx.Node, reads: int, op_list: OpList) -> tuple[float, ...]:
 
 def _fixed(graph: fx.Graph, trained: Set[str]) -> frozenset[fx.Node]:
     """The values that depend on no input and on nothing that is trained."""
-    found: set[fx.Node] = set()
+    fixed: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
-            found.update([node] if str(node.target) not in trained else [])
-        elif node.op == "call_function" and not [r for r in node.all_input_nodes if has_float32(r) and r not in found]:
-            found.add(node)
-    return frozenset(found)
+            fixed.update([node] if str(node.target) not in trained else [])
+        elif node.op == "call_function" and not [r for r in node.all_input_nodes if has_float32(r) and r not in fixed]:
+            fixed.add(node)
+    return frozenset(fixed)
 
 
 @dataclass(frozen=True)
@@ -148,22 +150,22 @@ class _Moments:
     def beside_average(self, node: fx.Node, averaging: Set[str]) -> set[fx.Node]:
         """``node`` and the products that average, if it takes an average from the value itself, or from another one."""
         origins = [self._origin(term) for term in self._terms(node)]
-        found: set[fx.Node] = set()
+        nodes: set[fx.Node] = set()
         for (of, one), (other_of, other) in itertools.combinations(origins, 2):
             products = set(one) ^ set(other)  # both may begin with the same averages
             weights = [self.weight(product) for product in products]
             if of is other_of and weights and all(w and str(w.target) in averaging for w in weights):
-                found |= {node, *products}
-        return found
+                nodes |= {node, *products}
+        return nodes
 
     def weight(self, node: fx.Node) -> fx.Node | None:
         """The constant that a product multiplies values by, behind its views; None if there is none."""
         if node.op != "call_function" or not self._is_product(node):
             return None
-        held = [u.node for u in uses(node) if u.node in self.fixed and has_float32(u.node) and u.argument != "bias"]
-        if len(held) != 1 or self._read(node) is None:
+        fixed = [u.node for u in uses(node) if u.node in self.fixed and has_float32(u.node) and u.argument != "bias"]
+        if len(fixed) != 1 or self._read(node) is None:
             return None
-        value = held[0]
+        value = fixed[0]
         while value.op == "call_function" and self._moves(value) and len(value.all_input_nodes) == 1:
             value = value.all_input_nodes[0]
         return value if value.op == "get_attr" else None
@@ -183,7 +185,7 @@ class _Moments:
         if not factors:
             return None
         origins = [self._origin(factor) for factor in factors]
-        inside = {average for _, found in origins for average in found}
+        inside = {average for _, inner in origins for average in inner}
         return _Term(frozenset(origin for origin, _ in origins), bool(averages), frozenset({*averages, *inside}))
 
     def _factors(self, node: fx.Node) -> list[fx.Node]:
@@ -286,7 +288,7 @@ class Demands:
             graph: captured, with abstract values.
             decisions: one for every computing node.
         """
-        found = dict(decisions)
+        new_decisions = dict(decisions)
         storages = alias_sets(graph, self.ports.written)
         wishes: dict[fx.Node, _Wish] = {}
         for node in reversed(graph.nodes):
@@ -297,18 +299,18 @@ class Demands:
             asked = wishes.get(_written_with(node, storages)) if storage is None or not _is_state(storage) else None
             own, demanded = self._own(node, decision, reads, storages)
             if own is not None and decision.category in own.forces:
-                found[node] = Decision(Category.DENY, own.reason, own.source)
+                new_decisions[node] = Decision(Category.DENY, own.reason, own.source)
             elif own is None and asked is not None and decision.category is not Category.DENY:
-                if not self._may_obey(node, decision, asked, found):
+                if not self._may_obey(node, decision, asked, new_decisions):
                     continue
-                found[node] = Decision(Category.DENY, f"leads to {asked.by}: {asked.reason}", asked.source)
+                new_decisions[node] = Decision(Category.DENY, f"leads to {asked.by}: {asked.reason}", asked.source)
             is_stronger = asked is not None and (own is None or asked.through_products)
             for read in reads if is_stronger else demanded:
                 wish = asked if is_stronger else own
                 value = _written_with(read.node, storages)
                 if wish is not None and (value not in wishes or wish.through_products):
                     wishes[value] = wish
-        return found | dict(self._after(graph, found))
+        return new_decisions | dict(self._after(graph, new_decisions))
 
     def _own(
         self, node: fx.Node, decision: Decision, reads: list[Use], storages: Mapping[fx.Node, AliasSet]
@@ -348,11 +350,11 @@ class Demands:
         is_mul = base_name(op_name(node)) == "mul" and len(made_by) == 2
         if not is_mul and not self._multiplies_values(node):
             return None
-        return next((found for read in made_by if (found := _inverted(read, self.ports.op_list)) is not None), None)
+        return next((divisor for read in made_by if (divisor := _inverted(read, self.ports.op_list)) is not None), None)
 
-    def _may_obey(self, node: fx.Node, decision: Decision, wish: _Wish, found: Mapping[fx.Node, Decision]) -> bool:
+    def _may_obey(self, node: fx.Node, decision: Decision, wish: _Wish, decisions: Mapping[fx.Node, Decision]) -> bool:
         if decision.category.is_free:
-            return wish.through_products or not _serves(node, found)
+            return wish.through_products or not _serves(node, decisions)
         return wish.through_products and decision.category.is_low and self._multiplies_values(node)
 
     def _multiplies_values(self, node: fx.Node) -> bool:
@@ -362,19 +364,19 @@ class Demands:
             return False
         return not any(_is_parameter(u.node, self.parameters, self.ports.op_list) for u in uses(node))
 
-    def _after(self, graph: fx.Graph, found: Mapping[fx.Node, Decision]) -> Iterator[tuple[fx.Node, Decision]]:
+    def _after(self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> Iterator[tuple[fx.Node, Decision]]:
         """The products that read the result of an op whose demand goes both ways."""
         made: dict[fx.Node, Demand] = {}
-        for node in (n for n in graph.nodes if n in found and has_float32(n)):
+        for node in (n for n in graph.nodes if n in decisions and has_float32(n)):
             demand, before = (
                 self.ports.op_list.demand(op_name(node)),
                 [made[r] for r in node.all_input_nodes if r in made],
             )
             if demand is not None and demand.through == "both":
                 made[node] = demand
-            elif before and (found[node].category.is_free or is_member(node)):
+            elif before and (decisions[node].category.is_free or is_member(node)):
                 made[node] = before[0]
-            elif before and found[node].category.is_low and self._multiplies_values(node):
+            elif before and decisions[node].category.is_low and self._multiplies_values(node):
                 yield node, Decision(Category.DENY, f"follows it: {before[0].reason}", before[0].source or NO_SOURCE)
 
 
@@ -388,11 +390,11 @@ def _written_with(node: fx.Node, storages: Mapping[fx.Node, AliasSet]) -> fx.Nod
     return storages[node].root if node in storages else node
 
 
-def _serves(node: fx.Node, found: Mapping[fx.Node, Decision]) -> bool:
+def _serves(node: fx.Node, decisions: Mapping[fx.Node, Decision]) -> bool:
     """True if an ``allow`` op reads ``node``, or a view of it, in 16 bits."""
     for reader in node.users:
-        category = found[reader].category if reader in found else None
-        if category is not None and (category.is_low or (category is Category.CLEAR and _serves(reader, found))):
+        category = decisions[reader].category if reader in decisions else None
+        if category is not None and (category.is_low or (category is Category.CLEAR and _serves(reader, decisions))):
             return True
     return False
 

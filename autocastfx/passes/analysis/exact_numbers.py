@@ -24,20 +24,20 @@ from autocastfx.policy.rule import Category
 
 
 def forced_by_number(
-    node: fx.Node, low: torch.dtype, held: Mapping[str, float], facts: KernelFacts, device: str
+    node: fx.Node, low: torch.dtype, scalars: Mapping[str, float], facts: KernelFacts, device: str
 ) -> Decision | None:
     """The decision on a node whose number is beyond the range of ``low``, or rounded to 0 or 1; None for others.
 
     Args:
         node: with abstract values.
         low: the 16-bit dtype.
-        held: constants and buffers of one element, by ``get_attr`` target.
+        scalars: constants and buffers of one element, by ``get_attr`` target.
         facts: the ops whose kernels compute in float32 inside, which round no small number.
         device: device type that the node will run on.
     """
     info, name_of_low = torch.finfo(low), dtype_name(low)
     inside = facts.keeps_numbers(op_name(node), device)
-    for name, number in _numbers(node, held):
+    for name, number in _numbers(node, scalars):
         size = abs(number)
         if math.isfinite(size) and size > info.max:
             return Decision(Category.DENY, f"{name}={number:g} is beyond {name_of_low}'s range", Forced.CONSTANT)
@@ -50,12 +50,12 @@ def forced_by_number(
     return None
 
 
-def _numbers(node: fx.Node, held: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+def _numbers(node: fx.Node, scalars: Mapping[str, float]) -> Iterator[tuple[str, float]]:
     """The numbers written into a node, and those that it reads from a constant of one element."""
     yield from constants(node)
     for use in uses(node):
-        if use.node.op == "get_attr" and str(use.node.target) in held:
-            yield str(use.node.target), held[str(use.node.target)]
+        if use.node.op == "get_attr" and str(use.node.target) in scalars:
+            yield str(use.node.target), scalars[str(use.node.target)]
 
 
 def _becomes_one(number: float, low: torch.dtype) -> bool:
@@ -112,7 +112,7 @@ class WholeNumbers:
     def of(
         cls,
         graph: fx.Graph,
-        held: Mapping[str, float],
+        whole: Mapping[str, float],
         masks: Set[str],
         measured: Mapping[fx.Node, float],
         op_list: OpList,
@@ -124,7 +124,7 @@ class WholeNumbers:
 
         Args:
             graph: captured, with abstract values.
-            held: largest magnitudes of buffers and constants that hold whole numbers alone, by ``get_attr`` target.
+            whole: largest magnitudes of buffers and constants that hold whole numbers alone, by ``get_attr`` target.
             masks: those of them that hold one number, or 0 and one number.
             measured: largest magnitudes of outputs on calibration data.
             op_list: names the ops that only move values.
@@ -141,7 +141,7 @@ class WholeNumbers:
             category = rule.category if rule is not None else None
             own = _reach(node, reach, category, facts, size)
             if node.op == "get_attr" and node not in written:
-                own = held.get(str(node.target))
+                own = whole.get(str(node.target))
             values = (n for n in node.all_input_nodes if tensors(n))  # a size is none
             blurred = [n for n in values if n in scaled or reach.get(n, 0) > told_apart(low)]
             if own is not None:
@@ -189,8 +189,8 @@ def _reach(
         return None
     if made[0].dtype == torch.bool:
         return 1.0
-    found = _computed(node, known, category, facts, size) if node.op == "call_function" else None
-    return math.inf if found is None and not made[0].is_floating_point() else found
+    bound = _computed(node, known, category, facts, size) if node.op == "call_function" else None
+    return math.inf if bound is None and not made[0].is_floating_point() else bound
 
 
 def _computed(
@@ -265,18 +265,18 @@ class HeldValues:
     averaging: frozenset[str]
 
     @classmethod
-    def of(cls, held: Mapping[str, Any]) -> HeldValues:
-        """The facts of all tensors among ``held``, which may also hold graphs of sub-graphs."""
-        tensors = {n: t for n, t in held.items() if isinstance(t, torch.Tensor)}
+    def of(cls, attributes: Mapping[str, Any]) -> HeldValues:
+        """The facts of all tensors among ``attributes``, which may also hold graphs of sub-graphs."""
+        tensors = {n: t for n, t in attributes.items() if isinstance(t, torch.Tensor)}
         reached = {n: magnitude(t) for n, t in tensors.items()}
         fixed = {n: t for n, t in tensors.items() if not isinstance(t, nn.Parameter) and is_here(t)}
         whole = {n: largest_whole(t) for n, t in fixed.items()}
         trained = {n for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
         weights = {n: t for n, t in tensors.items() if n not in trained and is_here(t)}
         return cls(
-            magnitudes={n: found.magnitude() for n, found in reached.items() if found is not None},
+            magnitudes={n: measured.magnitude() for n, measured in reached.items() if measured is not None},
             fixed_scalars=frozenset(n for n, t in tensors.items() if t.numel() == 1 and n not in trained),
-            whole={n: found for n, found in whole.items() if found is not None},
+            whole={n: number for n, number in whole.items() if number is not None},
             masks=frozenset(n for n, t in fixed.items() if holds_one_number(t)),
             trained=frozenset(trained),
             balanced=frozenset(n for n, t in weights.items() if _rows_add_up_to(0.0, t)),
@@ -286,7 +286,7 @@ class HeldValues:
     @cached_property
     def largest(self) -> dict[str, float]:
         """Largest finite magnitude of each float32 tensor."""
-        return {name: found.largest for name, found in self.magnitudes.items()}
+        return {name: measured.largest for name, measured in self.magnitudes.items()}
 
 
 def _rows_add_up_to(total: float, tensor: torch.Tensor) -> bool:
@@ -298,9 +298,9 @@ def _rows_add_up_to(total: float, tensor: torch.Tensor) -> bool:
     return bool((((rows.sum(1) - total).abs() <= 1e-6 * sizes) & (sizes > 0)).all())
 
 
-def cast_once(held: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def cast_once(attributes: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """The tensors that torch.autocast casts to 16 bits once a region: float32 leaves that require gradients."""
-    own = {n: t for n, t in held.items() if t.dtype == torch.float32 and t.requires_grad and t.is_leaf}
+    own = {n: t for n, t in attributes.items() if t.dtype == torch.float32 and t.requires_grad and t.is_leaf}
     return {name: id(tensor) for name, tensor in own.items()}
 
 
@@ -327,7 +327,7 @@ def distance_products(
     for node in graph.nodes:
         if _is_square(node, facts, size):
             squares.setdefault(_origin(next(u.node for u in uses(node) if has_float32(u.node)), op_list), node)
-    found: dict[fx.Node, fx.Node] = {}
+    products: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes if squares else ():
         name = base_name(op_name(node)) if node.op == "call_function" else ""
         if name not in _SUMS:
@@ -337,8 +337,8 @@ def distance_products(
         for term in terms:
             near = [square for u in uses(term) if (square := squares.get(_origin(u.node, op_list))) in sums]
             if near and allowed.get(term):
-                found.setdefault(term, near[0])
-    return found
+                products.setdefault(term, near[0])
+    return products
 
 
 def _is_square(node: fx.Node, facts: KernelFacts, size: Size) -> bool:

@@ -156,13 +156,13 @@ class _Network:
         return False if gain is not None and -pull >= gain else None
 
     def _capacity(self, arcs: Mapping[Label, Capacity]) -> Capacity:
-        found = 0
+        open_capacity = 0
         for other, capacity in arcs.items():
             if other not in self.found:
                 if capacity is None:
                     return None
-                found += capacity
-        return found
+                open_capacity += capacity
+        return open_capacity
 
     def components(self) -> list[set[Label]]:
         import networkx as nx

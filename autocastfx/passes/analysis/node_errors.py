@@ -47,11 +47,11 @@ class NodeEffectMap:
             prefix: as above.
             outer: as above.
         """
-        found = {node: known[key] for node in graph.nodes if (key := key_of(node, prefix)) in known}
+        effects = {node: known[key] for node in graph.nodes if (key := key_of(node, prefix)) in known}
         output = known.get((OUTPUT, OUTPUT, ""))
         if output is not None and not prefix:
-            found[graph.output_node()] = output
-        return cls(found, prefix, outer or {})
+            effects[graph.output_node()] = output
+        return cls(effects, prefix, outer or {})
 
     def names(self, node: fx.Node) -> tuple[str, ...]:
         """The names that effects have for a value."""
@@ -100,12 +100,12 @@ class NodeEffectMap:
 
     def of_nodes(self, placements: Mapping[fx.Node, Placement]) -> dict[fx.Node, Signature]:
         """The effect of each node as it is placed, for those that have one."""
-        found: dict[fx.Node, Signature] = {}
+        signatures: dict[fx.Node, Signature] = {}
         for node, effect in self.effects.items():
             parts = list(self._parts(node, effect, placements))
             if parts:
-                found[node] = added(parts)
-        return found
+                signatures[node] = added(parts)
+        return signatures
 
     def _parts(self, node: fx.Node, effect: Effect, placements: Mapping[fx.Node, Placement]) -> Iterator[Signature]:
         placement = placements.get(node)
@@ -116,18 +116,18 @@ class NodeEffectMap:
         for use in {use.node: use for use in uses(node) if is_float32(use.node)}.values():
             made_by = placements.get(producer(use.node))
             stored_low = made_by is not None and made_by.store is Precision.LOW
-            found: Signature = ()
+            signature: Signature = ()
             if is_low and not stored_low and use.argument not in as_stored:
-                found = _known_by(self.names(use.node), effect.reads)
+                signature = _known_by(self.names(use.node), effect.reads)
             elif not is_low and stored_low:
-                found = _known_by(self.names(use.node), effect.returns)
-            if found:
-                yield found
+                signature = _known_by(self.names(use.node), effect.returns)
+            if signature:
+                yield signature
 
 
 def _known_by(names: Iterable[str], signatures: Mapping[str, Signature]) -> Signature:
     """Return the effect on a value of several names: equal values that became one are rounded at once."""
-    return added([found for name in names if (found := signatures.get(name))])
+    return added([signature for name in names if (signature := signatures.get(name))])
 
 
 def _outside(mappings: Sequence[Mapping[str, Signature]], inside: set[str]) -> dict[str, Signature]:
@@ -154,6 +154,6 @@ def product_terms(units: Units, kinds: Mapping[str, str], bytes_per_flop: float)
     """Yield what float32 products take longer, in bytes. ``kinds`` says where an op's depth is found."""
     for node, unit in units.of.items():
         kind = kinds.get(base_name(op_name(node)))
-        found = product(node, kind, example) if kind not in (None, "elements") else None
-        if found is not None:
-            yield Term(round(bytes_per_flop * 2 * found.depth * elements(node)), (), (unit,))
+        sizes = product(node, kind, example) if kind not in (None, "elements") else None
+        if sizes is not None:
+            yield Term(round(bytes_per_flop * 2 * sizes.depth * elements(node)), (), (unit,))

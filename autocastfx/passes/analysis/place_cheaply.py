@@ -74,16 +74,16 @@ class Folding:
             decisions: one for every computing node.
             wide: values that hold finite numbers beyond the low dtype's range.
         """
-        found: dict[fx.Node, Fold] = {}
+        folds: dict[fx.Node, Fold] = {}
         for node in reversed(graph.nodes):
             category = decisions[node].category if node in decisions else None
             if category is Category.PROMOTE and self.level == "kernel" and self._joins_what_came_in(node):
-                found[node] = Fold((), taints=False)
+                folds[node] = Fold((), taints=False)
             elif category is not None and category.is_float32:
-                reads = self._reads(node, decisions[node], wide, found)
+                reads = self._reads(node, decisions[node], wide, folds)
                 if reads:
-                    found[node] = Fold(reads, taints=self._may_fold(node, "exact"))
-        return found
+                    folds[node] = Fold(reads, taints=self._may_fold(node, "exact"))
+        return folds
 
     def _reads(
         self, node: fx.Node, decision: Decision, wide: frozenset[fx.Node], later: Mapping[fx.Node, Fold]
@@ -149,23 +149,23 @@ class Provenance:
             sizes_known: false for a graph made without inputs, whose values are stand-ins of one element.
         """
         written = alias_sets(graph).keys()
-        held: set[fx.Node] = set()
+        of_parameters: set[fx.Node] = set()
         outside: set[fx.Node] = set()
         for node in graph.nodes:
             if not has_float32(node):
                 continue
             unit = units.of.get(producer(node))
             if unit is None:
-                (held if node.op == "get_attr" and str(node.target) in parameters else outside).add(node)
+                (of_parameters if node.op == "get_attr" and str(node.target) in parameters else outside).add(node)
                 continue
             reads = list(decisive(node, units.ports, outside))
-            if unit.category is Category.CLEAR and reads and held.issuperset(reads):
-                held.add(node)
+            if unit.category is Category.CLEAR and reads and of_parameters.issuperset(reads):
+                of_parameters.add(node)
             elif unit.category is Category.KEEP:
-                outside.update([node] if not reads or not held.issuperset(reads) else [])
+                outside.update([node] if not reads or not of_parameters.issuperset(reads) else [])
             elif unit.is_free and not outside.isdisjoint(reads) and not _adds_mask(node, outside, written):
                 outside.add(node)
-        return cls(frozenset(held), frozenset(outside), sizes_known)
+        return cls(frozenset(of_parameters), frozenset(outside), sizes_known)
 
 
 def _adds_mask(node: fx.Node, outside: Set[fx.Node], written: Set[fx.Node]) -> bool:
@@ -226,7 +226,7 @@ def lower_views(
     backward adds nothing up in 16 bits; and it is read either by low ops alone, or by one further such view alone, so
     that all gradients meet where they did.
     """
-    storages, found = alias_sets(graph, ports.written), dict(placements)
+    storages, new_placements = alias_sets(graph, ports.written), dict(placements)
     views: set[fx.Node] = set()
     for node in graph.nodes:
         if _is_view(node, parameters, views) and node not in storages and decisions[node].category is Category.CLEAR:
@@ -236,9 +236,9 @@ def lower_views(
         was = placements[node]
         follows = len(node.users) == 1 and next(iter(node.users)) in lowered
         if (was.run, was.store) == (Precision.FLOAT32, Precision.FLOAT32) and (follows or reads.all_of(node)):
-            found[node] = Placement(Precision.LOW, Precision.LOW, Cause(Why.VIEW_OF_WEIGHT))
+            new_placements[node] = Placement(Precision.LOW, Precision.LOW, Cause(Why.VIEW_OF_WEIGHT))
             lowered.add(node)
-    return found
+    return new_placements
 
 
 def _is_view(node: fx.Node, parameters: frozenset[str], views: set[fx.Node]) -> bool:
@@ -367,14 +367,14 @@ def place_cheaply(
     terms += _taints(folding, float32.keys() | open_ones)
     terms += priced
     fixed: dict[Label, bool] = {OUTSIDE: False, **dict.fromkeys(float32, False), **dict.fromkeys(low, True)}
-    found = cheapest(terms, fixed)
+    low_labels = cheapest(terms, fixed)
     for unit in units:
         if unit in open_ones:
-            (low if unit in found else float32)[unit] = Cause(Why.MEASURED)
-        elif unit in found:
+            (low if unit in low_labels else float32)[unit] = Cause(Why.MEASURED)
+        elif unit in low_labels:
             low.setdefault(unit, Cause(Why.FOLDED if unit in folding else Why.FEWEST_BYTES))
         else:
-            float32.setdefault(unit, Cause(_why(unit, folding, units, found, provenance, spared, rounds=rounds)))
+            float32.setdefault(unit, Cause(_why(unit, folding, units, low_labels, provenance, spared, rounds=rounds)))
     return units.placements(decisions, low, float32)
 
 
@@ -386,25 +386,25 @@ def _folding(units: Units, folds: Mapping[fx.Node, Fold]) -> dict[Unit, Fold]:
 def _forced(units: Units, folding: Mapping[Unit, Fold], open_ones: Set[Unit]) -> dict[Unit, Cause]:
     """The units that are float32 wherever the rest is placed, with the reasons."""
     denied = [u for u in units if u.category.is_fixed and u not in open_ones]
-    found = {u: Cause(Why(u.category.value)) for u in denied if u not in folding}
-    starts = [u for u in found if u.category.taints]
+    float32 = {u: Cause(Why(u.category.value)) for u in denied if u not in folding}
+    starts = [u for u in float32 if u.category.taints]
     tainted = reachable(starts, lambda u: (v for v in u.after if v.is_free and v not in open_ones))
     for unit, start in tainted.items():
         if unit.category in (Category.INFER, Category.PROMOTE):
-            found.setdefault(unit, Cause(Why.AFTER, (start.name,)))
+            float32.setdefault(unit, Cause(Why.AFTER, (start.name,)))
     allow = [u for u in units if u.category.leads or u in folding or u in open_ones]
     reached = reachable(allow, lambda u: (v for v in u.after if v.is_free))
     for unit in units:
         if unit.category is Category.INFER and unit not in reached and unit not in open_ones:
-            found.setdefault(unit, Cause(Why.NO_ALLOW_BEFORE))
-    return found
+            float32.setdefault(unit, Cause(Why.NO_ALLOW_BEFORE))
+    return float32
 
 
 def _why(
     unit: Unit,
     folding: Mapping[Unit, Fold],
     units: Units,
-    found: frozenset[Label],
+    low_labels: frozenset[Label],
     provenance: Provenance,
     spared: Set[Label],
     *,
@@ -418,7 +418,7 @@ def _why(
     elif unit.category is Category.INFER:
         outside = (n for n in unit.nodes if n in provenance.outside)
         asked = outside if rounds else _widening(unit, units, provenance, spares=unit in spared)
-    if not found.issuperset(units.stored(read) or OUTSIDE for read in asked):
+    if not low_labels.issuperset(units.stored(read) or OUTSIDE for read in asked):
         return Why.INPUT_IS_FLOAT32
     return Why.FEWEST_BYTES
 
@@ -505,14 +505,14 @@ class _Terms:
 
 def _readers(unit: Unit, units: Units, keep_output_dtype: bool) -> tuple[Label, ...]:
     """The labels of all that reads what a unit makes."""
-    found: dict[Label, None] = {}
+    labels: dict[Label, None] = {}
     made = reachable(unit.nodes, lambda node: (reader for reader in node.users if is_member(reader)))
     for reader in (reader for node in made for reader in node.users if not is_member(reader)):
         if reader in units.of:
-            found[units.of[reader]] = None
+            labels[units.of[reader]] = None
         elif reader.op == "output" and keep_output_dtype:
-            found[OUTSIDE] = None
-    return tuple(label for label in found if label is not unit)
+            labels[OUTSIDE] = None
+    return tuple(label for label in labels if label is not unit)
 
 
 def _rules(
@@ -540,18 +540,18 @@ def _rules(
         elif unit.category is Category.INFER and not provenance.outside.isdisjoint(unit.nodes):
             yield Term(None, (unit,), (OUTSIDE,))
         elif unit.category is Category.CLEAR and unit not in only_for_low:
-            held = provenance.parameters if unit in only_beside_low else frozenset[fx.Node]()
-            asked = (read for read in provenance.read_by(unit, units) if read not in held)
+            parameters = provenance.parameters if unit in only_beside_low else frozenset[fx.Node]()
+            asked = (read for read in provenance.read_by(unit, units) if read not in parameters)
         yield from (Term(None, (unit,), (units.stored(read) or OUTSIDE,)) for read in asked)
 
 
 def _only_for(chosen: Set[Label], units: Units, readers: _Readers) -> set[Label]:
     """These units, and the ``clear`` units that they alone read."""
-    found = {*chosen}
+    labels = {*chosen}
     for unit in reversed(list(units)):
-        if unit.category is Category.CLEAR and _all_in(found, readers[unit]):
-            found.add(unit)
-    return found
+        if unit.category is Category.CLEAR and _all_in(labels, readers[unit]):
+            labels.add(unit)
+    return labels
 
 
 def _only_for_allow(units: Units, readers: _Readers) -> set[Label]:

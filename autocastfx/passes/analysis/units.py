@@ -58,7 +58,7 @@ def read_low(node: fx.Node, *, rounds: bool, recomputes: bool) -> None:
     options = {**({"rounds": True} if rounds else {}), **({} if recomputes else {"recomputes": False})}
     node.target = cross_entropy_loss
     node.args = argument(node, "self"), argument(node, "target")
-    node.kwargs = {**{key: held for key, held in given.items() if held is not None}, **options}
+    node.kwargs = {**{key: value for key, value in given.items() if value is not None}, **options}
 
 
 # The inputs of a node that are not cast to the precision that it runs in: one answer for all passes.
@@ -88,13 +88,13 @@ class Ports:
 
     def stand_in(self, node: fx.Node) -> OpOverload | None:
         """The operator of this package that takes the place of ``node``'s where it runs low, if there is one."""
-        found = _OURS.get(node.target)
-        return found if found is not None and found._schema.name in self._float32_parameters else None
+        ours = _OURS.get(node.target)
+        return ours if ours is not None and ours._schema.name in self._float32_parameters else None
 
     def kernel(self, node: fx.Node) -> str:
         """Return the ``kernel_name`` under which kernel facts list ``node``, where it runs low."""
-        found = self.stand_in(node)
-        return kernel_name(node) if found is None else str(found._schema.name)
+        ours = self.stand_in(node)
+        return kernel_name(node) if ours is None else str(ours._schema.name)
 
     def operands(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The float32 values that an op of ``mixed_args`` takes in any mixture of precisions; nothing for other ops.
@@ -136,16 +136,16 @@ class Ports:
         Where a value is cast to float32 for one reader, all float32 readers take that cast: then what flows back to
         the value is added up in float32. Not of ``written`` values, which are cast anew for each reader.
         """
-        found = {node: self.as_stored(node, placements) for node in nodes}
+        arguments = {node: self.as_stored(node, placements) for node in nodes}
         cast: set[fx.Node] = set()
-        for node, taken in found.items():
+        for node, taken in arguments.items():
             if node in placements and placements[node].run is Precision.FLOAT32:
                 cast.update(u.node for u in uses(node) if u.argument not in taken and u.node not in written)
-        for node, taken in found.items():
+        for node, taken in arguments.items():
             if taken and placements[node].run is Precision.FLOAT32 and not self.asks_dtype(node):
                 shared = {u.argument for u in uses(node) if u.node in cast}
-                found[node] = tuple(name for name in taken if name not in shared)
-        return found
+                arguments[node] = tuple(name for name in taken if name not in shared)
+        return arguments
 
     def as_stored(self, node: fx.Node, placements: Mapping[fx.Node, Placement]) -> tuple[str, ...]:
         """The arguments that ``node`` takes as they are stored, for its kernel computes in the widest precision.
@@ -165,12 +165,12 @@ class Ports:
             return ()
         decisive = _with_dimensions(operands)
         if placement.run is Precision.LOW:
-            found = set(operands) - set(decisive)
+            uncast = set(operands) - set(decisive)
         else:
-            found = {r for r in operands if r in placements and placements[r].store is Precision.LOW}
-            if all(r in found for r in decisive):
-                found.discard(min(decisive, key=elements))
-        return tuple(u.argument for u in uses(node) if u.node in found)
+            uncast = {r for r in operands if r in placements and placements[r].store is Precision.LOW}
+            if all(r in uncast for r in decisive):
+                uncast.discard(min(decisive, key=elements))
+        return tuple(u.argument for u in uses(node) if u.node in uncast)
 
     def written(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The values that ``node`` writes into and that share its precision (batch_norm's statistics do not)."""
@@ -233,23 +233,23 @@ class Units:
         self, decisions: Mapping[fx.Node, Decision], low: Mapping[Unit, Cause], float32: Mapping[Unit, Cause]
     ) -> dict[fx.Node, Placement]:
         """A placement for each computing node, from the units that are low and those that are not, with the reasons."""
-        found: dict[fx.Node, Placement] = {}
+        placements: dict[fx.Node, Placement] = {}
         for node in decisions:
             if is_member(node):
                 continue
             if not has_float32(node) and not any(has_float32(u.node) for u in uses(node)):
                 is_border = decisions[node].source is Forced.SUB_GRAPH
-                found[node] = _as_captured(Why.CROSSES_BORDER if is_border else Why.NO_FLOAT32)
+                placements[node] = _as_captured(Why.CROSSES_BORDER if is_border else Why.NO_FLOAT32)
                 continue
             unit, stored = self.of[node], self.stored(node)
             shares = unit.category.is_float32 and not decisions[node].category.is_float32
             because = low.get(unit) or (Cause(Why.SHARES_STORAGE) if shares else float32[unit])
             run, store = (Precision.LOW if u in low else Precision.FLOAT32 for u in (unit, stored))
-            found[node] = Placement(run, store, because)
+            placements[node] = Placement(run, store, because)
         for node in (n for n in decisions if is_member(n)):
-            found[node] = found[producer(node)] if has_float32(node) else _as_captured(Why.NO_FLOAT32)
-        as_stored = self.ports.reads_as_stored(decisions, found, self.storages.keys())
-        return {n: replace(found[n], as_stored=as_stored[n]) for n in decisions}
+            placements[node] = placements[producer(node)] if has_float32(node) else _as_captured(Why.NO_FLOAT32)
+        as_stored = self.ports.reads_as_stored(decisions, placements, self.storages.keys())
+        return {n: replace(placements[n], as_stored=as_stored[n]) for n in decisions}
 
 
 def _as_captured(why: Why) -> Placement:

@@ -40,19 +40,19 @@ def fills(graph: fx.Graph, beyond: float) -> dict[fx.Node, Fill]:
     Whatever reads their values, through views, copies, further fills and additions, is a softmax or an attention mask.
     Any number beyond all scores would do there, if it is the same one wherever two fills meet.
     """
-    found = {node: given for node in graph.nodes if (given := filled(node)) and beyond < abs(given[1]) < math.inf}
-    if not found:
+    candidates = {node: given for node in graph.nodes if (given := filled(node)) and beyond < abs(given[1]) < math.inf}
+    if not candidates:
         return {}
     written = alias_sets(graph).keys()
-    made = {node: read_as_scores(node, written) for node in found}
+    made = {node: read_as_scores(node, written) for node in candidates}
     numbers: dict[fx.Node, set[float]] = {}
     for node, reached in made.items():
         for each in reached:
-            numbers.setdefault(each, set()).add(found[node][1])
-    for node, (_, number) in found.items():  # one that was not followed so far meets those that reach it, too
+            numbers.setdefault(each, set()).add(candidates[node][1])
+    for node, (_, number) in candidates.items():  # one that was not followed so far meets those that reach it, too
         numbers.setdefault(node, set()).add(number)
     alone = {node for node, reached in made.items() if reached and all(len(numbers[each]) == 1 for each in reached)}
-    return {node: Fill(*found[node], made[node]) for node in found if node in alone}
+    return {node: Fill(*candidates[node], made[node]) for node in candidates if node in alone}
 
 
 def reading_call_inputs(graph: fx.Graph, nodes: Iterable[fx.Node], computed: Set[fx.Node]) -> set[fx.Node]:
@@ -61,7 +61,7 @@ def reading_call_inputs(graph: fx.Graph, nodes: Iterable[fx.Node], computed: Set
     Such numbers may be a mask, beyond the range, and narrowed they would be infinite.
     """
     storages = alias_sets(graph) if nodes else {}
-    found: set[fx.Node] = set()
+    readers: set[fx.Node] = set()
 
     def is_followed(read: fx.Node) -> bool:
         return read not in computed and any(t.is_floating_point() for t in tensors(read))
@@ -73,8 +73,8 @@ def reading_call_inputs(graph: fx.Graph, nodes: Iterable[fx.Node], computed: Set
     for node in nodes:
         made_of = reachable((n for n in node.all_input_nodes if is_followed(n)), sources)
         if any(read.op == "placeholder" for read in made_of):
-            found.add(node)
-    return found
+            readers.add(node)
+    return readers
 
 
 def seen_as(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -128,9 +128,9 @@ class Limit:
         """True for a magnitude that is too large."""
         return reached >= self.largest / self.headroom
 
-    def loses(self, found: Magnitude) -> bool:
+    def loses(self, magnitude: Magnitude) -> bool:
         """True for a value that is too small. A value of zeros alone is not: 16 bits hold 0."""
-        return found.largest > 0 and found.rms < self.smallest
+        return magnitude.largest > 0 and magnitude.rms < self.smallest
 
     def shown(self, reached: float) -> str:
         """``reached`` beside the limit that it passed, in words."""
@@ -169,7 +169,7 @@ class _Known:
 def reach(
     graph: fx.Graph,
     measured: Mapping[fx.Node, Magnitude],
-    held: Mapping[str, Magnitude],
+    magnitudes: Mapping[str, Magnitude],
     op_list: OpList,
     limit: Limit,
 ) -> Reach:
@@ -182,13 +182,13 @@ def reach(
     Args:
         graph: captured, with abstract values.
         measured: how large outputs were on calibration data.
-        held: how large what ``get_attr`` nodes read is, by target.
+        magnitudes: how large what ``get_attr`` nodes read is, by target.
         op_list: names arguments that stay float32, and which ops only move values.
         limit: of the conversion.
     """
     known: dict[fx.Node, _Known] = {}
     for node in graph.nodes:
-        own = _own(node, measured, held, known, op_list)
+        own = _own(node, measured, magnitudes, known, op_list)
         if own is not None:
             known[node] = own
     for storage in {id(s): s for s in alias_sets(graph).values()}.values():
@@ -210,12 +210,12 @@ def reach(
 def _own(
     node: fx.Node,
     measured: Mapping[fx.Node, Magnitude],
-    held: Mapping[str, Magnitude],
+    magnitudes: Mapping[str, Magnitude],
     known: Mapping[fx.Node, _Known],
     op_list: OpList,
 ) -> _Known | None:
-    if node.op == "get_attr" and str(node.target) in held:
-        return _Known(held[str(node.target)], str(node.target), is_held=True)
+    if node.op == "get_attr" and str(node.target) in magnitudes:
+        return _Known(magnitudes[str(node.target)], str(node.target), is_held=True)
     if node in measured:
         return _Known(measured[node], node.name, is_held=False)
     if _category(node, op_list) is not Category.CLEAR or not has_float32(node):
@@ -225,11 +225,11 @@ def _own(
 
 def _joined(sources: Sequence[fx.Node], known: Mapping[fx.Node, _Known]) -> _Known | None:
     """The source that reaches furthest, with the largest root mean square of all. An unknown source counts as large."""
-    found = [known[n] for n in sources if n in known]
-    if not found:
+    known_sources = [known[n] for n in sources if n in known]
+    if not known_sources:
         return None
-    furthest = max(found, key=lambda k: k.magnitude.largest)
-    rms = max(k.magnitude.rms for k in found) if len(found) == len(sources) else math.inf
+    furthest = max(known_sources, key=lambda k: k.magnitude.largest)
+    rms = max(k.magnitude.rms for k in known_sources) if len(known_sources) == len(sources) else math.inf
     return replace(furthest, magnitude=replace(furthest.magnitude, rms=rms))
 
 
@@ -250,15 +250,15 @@ def _reasons(
         yield f"{own.reached()}, {limit.shown(own.magnitude.largest)}"
     kept = op_list.kept(op_name(node))
     reads = [u for u in uses(node) if u.node in known and not (u.argument in kept or u.argument.endswith("mask"))]
-    for found in (known[u.node] for u in reads):
-        if limit.passed(found.magnitude.largest):
-            yield f"its input {found.reached()}, {limit.shown(found.magnitude.largest)}"
+    for source in (known[u.node] for u in reads):
+        if limit.passed(source.magnitude.largest):
+            yield f"its input {source.reached()}, {limit.shown(source.magnitude.largest)}"
     if own is not None and limit.loses(own.magnitude):
         yield f"{own.typical()}, {limit.shown_lost()}"
     narrows = not measured and _category(node, op_list) is Category.ALLOW
-    for found in (known[u.node] for u in reads if not (narrows or _adds(node, u))):
-        if limit.loses(found.magnitude):
-            yield f"its input {found.typical()}, {limit.shown_lost()}"
+    for source in (known[u.node] for u in reads if not (narrows or _adds(node, u))):
+        if limit.loses(source.magnitude):
+            yield f"its input {source.typical()}, {limit.shown_lost()}"
 
 
 def _adds(node: fx.Node, use: Use) -> bool:

@@ -54,23 +54,23 @@ class Widener:
         Raises:
             BannedOpError: the list bans an op of the graph.
         """
-        found = {node: self._decide(node, fixed) for node in graph.nodes if node.op in _COMPUTES}
-        return self.settle(graph, found)
+        decisions = {node: self._decide(node, fixed) for node in graph.nodes if node.op in _COMPUTES}
+        return self.settle(graph, decisions)
 
     def settle(self, graph: fx.Graph, decisions: Mapping[fx.Node, Decision]) -> dict[fx.Node, Decision]:
         """Return ``decisions`` with ``keep`` in place of ``deny`` for the nodes of ``graph`` that cannot be raised."""
-        found, in_float32 = dict(decisions), _InFloat32(self.low, graph)
+        new_decisions, in_float32 = dict(decisions), _InFloat32(self.low, graph)
         for node, decision in decisions.items():
             if decision.category.is_float32 and (why := in_float32.refusal(node)) is not None:
-                found[node] = Decision(Category.KEEP, why, Forced.STAYS_LOW)
-        return found
+                new_decisions[node] = Decision(Category.KEEP, why, Forced.STAYS_LOW)
+        return new_decisions
 
     def _decide(self, node: fx.Node, fixed: Set[fx.Node]) -> Decision:
         if isinstance(node.target, HigherOrderOperator):
             return Decision(Category.KEEP, "values cross the border of a sub-graph as captured", Forced.SUB_GRAPH)
         rule = self.matcher(node)
-        found = decision_by_list(self.matcher.op_list, rule)
-        refuse_banned(node, found)
+        listed = decision_by_list(self.matcher.op_list, rule)
+        refuse_banned(node, listed)
         if not any(self.low in dtypes(one) for one in (node, *node.all_input_nodes)):
             return Decision(Category.KEEP, f"no {dtype_name(self.low)} value", Forced.NOT_FLOAT32)
         is_cast = op_name(node) in CASTS
@@ -78,16 +78,16 @@ class Widener:
             return Decision(Category.KEEP, "the model's own cast", Forced.USER_CAST)
         if isinstance(rule, Rule) and rule.shipped and (other := self.facts.stands_for(node)) is not None:
             square = self.matcher.op_list.rule(other, self.matcher.device)
-            found = found if square is None else decision_by_list(self.matcher.op_list, square)
+            listed = listed if square is None else decision_by_list(self.matcher.op_list, square)
         if not is_cast and (named := argument(node, "dtype")) is not None:
             return Decision(Category.KEEP, f"the call names dtype={str(named).removeprefix('torch.')}", Forced.DTYPE)
-        if not found.category.is_float32:
-            return found
+        if not listed.category.is_float32:
+            return listed
         if isinstance(rule, ModuleRule) and not is_cast and self._is_exact(node, rule):
             return decision_by_list(self.matcher.op_list, self.matcher.own(node))
         if node in fixed or (is_cast and any(read in fixed for read in node.all_input_nodes)):
             return Decision(Category.KEEP, "shares memory that is written into", Forced.STAYS_LOW)
-        return found
+        return listed
 
     def _is_exact(self, node: fx.Node, rule: ModuleRule) -> bool:
         """True for an op that a rule for its whole module need not raise: what it gives is exact in 16 bits.

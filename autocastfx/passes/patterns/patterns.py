@@ -77,10 +77,10 @@ class Pattern:
         """Yield the parameters' values and the operator's arguments, for each way to read ``node`` as a formula."""
         for result in self._results.get(op_name(node), ()):
             for bound in self._matches(result, node, {}):
-                found = {str(known.target): held for known, held in bound.items()}
-                arguments = self.arguments(found)
+                values = {str(known.target): value for known, value in bound.items()}
+                arguments = self.arguments(values)
                 if arguments is not None:
-                    yield found, arguments
+                    yield values, arguments
 
     def may_be_in(self, ops: frozenset[str]) -> bool:
         """True if a graph of these ops can hold a formula of the pattern."""
@@ -92,37 +92,37 @@ class Pattern:
         results = (result for same in self._results.values() for result in same)
         return tuple(frozenset(op_name(node) for node in _inner(result.graph)) for result in results)
 
-    def _matches(self, known: Any, found: Any, bound: Bound) -> Iterator[Bound]:
-        """Every way to read ``found``, an argument in a captured graph, as ``known``, one in a formula's graph."""
+    def _matches(self, known: Any, captured: Any, bound: Bound) -> Iterator[Bound]:
+        """Every way to read ``captured``, an argument in a captured graph, as ``known``, one in a formula's graph."""
         if not isinstance(known, fx.Node):
-            if _is_same(known, found):
+            if _is_same(known, captured):
                 yield bound
         elif known.op == "placeholder":
-            held = [found] if known.target in self.numbers else self._values(found)
+            values = [captured] if known.target in self.numbers else self._values(captured)
             if known in bound:
-                yield from (bound for one in held if _is_same(bound[known], one))
+                yield from (bound for one in values if _is_same(bound[known], one))
             else:
-                yield from ({**bound, known: one} for one in held)
-        elif isinstance(found, fx.Node):
-            found = _behind_casts(found)
-            if op_name(known) == op_name(found) and known.kwargs.keys() == found.kwargs.keys():
-                rest = list(known.kwargs.values()), [found.kwargs[key] for key in known.kwargs]
+                yield from ({**bound, known: one} for one in values)
+        elif isinstance(captured, fx.Node):
+            captured = _behind_casts(captured)
+            if op_name(known) == op_name(captured) and known.kwargs.keys() == captured.kwargs.keys():
+                rest = list(known.kwargs.values()), [captured.kwargs[key] for key in known.kwargs]
                 orders = (known.args, known.args[::-1]) if op_name(known) in _COMMUTES else (known.args,)
-                for args in orders if len(known.args) == len(found.args) else ():
-                    yield from self._all_match((*args, *rest[0]), (*found.args, *rest[1]), bound)
+                for args in orders if len(known.args) == len(captured.args) else ():
+                    yield from self._all_match((*args, *rest[0]), (*captured.args, *rest[1]), bound)
 
-    def _all_match(self, known: Sequence[Any], found: Sequence[Any], bound: Bound) -> Iterator[Bound]:
+    def _all_match(self, known: Sequence[Any], captured: Sequence[Any], bound: Bound) -> Iterator[Bound]:
         if not known:
             yield bound
             return
-        for first in self._matches(known[0], found[0], bound):
-            yield from self._all_match(known[1:], found[1:], first)
+        for first in self._matches(known[0], captured[0], bound):
+            yield from self._all_match(known[1:], captured[1:], first)
 
-    def _values(self, found: Any) -> list[fx.Node]:
+    def _values(self, captured: Any) -> list[fx.Node]:
         """The values that may stand for a parameter: what is read, and what the model's casts to float32 read there."""
-        if not isinstance(found, fx.Node):
+        if not isinstance(captured, fx.Node):
             return []
-        values = [found]
+        values = [captured]
         while op_name(values[-1]) == "to" and is_float32(values[-1].all_input_nodes[0]):
             values.append(values[-1].all_input_nodes[0])
         return values[::-1] if self.owns_casts else values
@@ -140,14 +140,14 @@ def _inner(graph: fx.Graph) -> Iterator[fx.Node]:
     return (node for node in graph.nodes if node.op in ("call_function", "call_method"))
 
 
-def _is_same(known: Any, found: Any) -> bool:
+def _is_same(known: Any, captured: Any) -> bool:
     if isinstance(known, (list, tuple)):
-        return isinstance(found, (list, tuple)) and list(known) == list(found)
-    if isinstance(known, bool) or isinstance(found, bool):
-        return known is found
+        return isinstance(captured, (list, tuple)) and list(known) == list(captured)
+    if isinstance(known, bool) or isinstance(captured, bool):
+        return known is captured
     if isinstance(known, (int, float)):
-        return isinstance(found, (int, float)) and math.isclose(found, known, rel_tol=_TOLERANCE)
-    return bool(known == found)
+        return isinstance(captured, (int, float)) and math.isclose(captured, known, rel_tol=_TOLERANCE)
+    return bool(known == captured)
 
 
 def _behind_casts(node: fx.Node) -> fx.Node:
@@ -194,7 +194,7 @@ def _attention(
     return of_some if masked else of_all
 
 
-def arguments(found: Found) -> Arguments | None:
+def arguments(values: Found) -> Arguments | None:
     """Of ``scaled_dot_product_attention``, where it gives what is written out.
 
     Batches and heads must be the same for query, key and value; a mask must have the sizes of the scores, or 1. The
@@ -202,15 +202,15 @@ def arguments(found: Found) -> Arguments | None:
     and the operator 0. What this cannot see is a row that finfo.min masks whole: its result is the same, its gradient
     is not.
     """
-    q, k, v = (tensors(found[name])[0] for name in "qkv")
-    scale = 1 / found["divisor"] if _is_number(found.get("divisor")) else found.get("scale", 1.0)
-    written = [found["first"], found["second"], found["dim"]]
+    q, k, v = (tensors(values[name])[0] for name in "qkv")
+    scale = 1 / values["divisor"] if _is_number(values.get("divisor")) else values.get("scale", 1.0)
+    written = [values["first"], values["second"], values["dim"]]
     if q.ndim != 4 or not _is_number(scale) or not all(isinstance(dim, int) for dim in written):
         return None
     first, second, dim = (n % q.ndim for n in written)
     if {first, second} != {2, 3} or dim != 3 or not _sizes(q)[:2] == _sizes(k)[:2] == _sizes(v)[:2]:
         return None
-    mask = found.get("mask")
+    mask = values.get("mask")
     if mask is not None:
         scores, sizes = (*q.shape[:3], k.shape[2]), tensors(mask)[0].shape
         # In the example; that the mask was added says that it fits other sizes, too.
@@ -219,7 +219,7 @@ def arguments(found: Found) -> Arguments | None:
         )
         if not fits:
             return None
-    return (found["q"], found["k"], found["v"], mask), {"scale": float(scale)}
+    return (values["q"], values["k"], values["v"], mask), {"scale": float(scale)}
 
 
 def _is_number(value: Any) -> bool:
@@ -266,7 +266,7 @@ def _half_of(part: One) -> Iterator[One]:
 
 
 def _of_x(**further: Any) -> Callable[[Found], Arguments]:
-    return lambda found: ((found["x"],), further)
+    return lambda values: ((values["x"],), further)
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
@@ -311,11 +311,11 @@ _VARIANCES: tuple[Two, ...] = (
 def _norm(count: int) -> Callable[[Found], Arguments | None]:
     """Arguments of a norm of ``count`` parameters, where it is over the last dimension and that has one size."""
 
-    def arguments(found: Found) -> Arguments | None:
-        x, eps, given = found["x"], found["eps"], [found[name] for name in ("weight", "bias") if name in found]
+    def arguments(values: Found) -> Arguments | None:
+        x, eps, given = values["x"], values["eps"], [values[name] for name in ("weight", "bias") if name in values]
         size = tensors(x)[0].shape[-1] if tensors(x)[0].ndim else None
         is_one = type(size) is int and all(tuple(tensors(parameter)[0].shape) == (size,) for parameter in given)
-        if not (is_one and _dimension(x, found["dims"]) == tensors(x)[0].ndim - 1 and isinstance(eps, (int, float))):
+        if not (is_one and _dimension(x, values["dims"]) == tensors(x)[0].ndim - 1 and isinstance(eps, (int, float))):
             return None
         return (x, [size], *given, *[None] * (count - len(given)), float(eps)), {}
 
@@ -346,9 +346,9 @@ def _over_sum(shifted: Three) -> Three:
     return softmax
 
 
-def _along(found: Found) -> Arguments | None:
-    dims = {_dimension(found["x"], found[name]) for name in ("dims", "dim") if name in found}
-    return ((found["x"], dims.pop()), {}) if len(dims) == 1 and None not in dims else None
+def _along(values: Found) -> Arguments | None:
+    dims = {_dimension(values["x"], values[name]) for name in ("dims", "dim") if name in values}
+    return ((values["x"], dims.pop()), {}) if len(dims) == 1 and None not in dims else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -168,9 +168,9 @@ class Followed:
 
 def _leaves(node: fx.Node, values: Mapping[fx.Node, Any]) -> Iterator[Any]:
     """Yield the values that ``node`` reads, in the order of its arguments."""
-    found: list[Any] = []
-    map_arg((node.args, node.kwargs), lambda n: found.extend(pytree.tree_leaves(values[n])))
-    yield from found
+    leaves: list[Any] = []
+    map_arg((node.args, node.kwargs), lambda n: leaves.extend(pytree.tree_leaves(values[n])))
+    yield from leaves
 
 
 def asked(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:

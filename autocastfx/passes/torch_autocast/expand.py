@@ -83,9 +83,9 @@ class _Run:
         """Return the member that ``node`` takes out of the results of parts; None if it does anything else."""
         if node.op == "call_function" and op_name(node) == "getitem":
             source, key = node.args[:2]
-            found = self.copies.get(cast("fx.Node", source))
-            if isinstance(found, (list, tuple)):
-                return found[cast("int", key)]
+            members = self.copies.get(cast("fx.Node", source))
+            if isinstance(members, (list, tuple)):
+                return members[cast("int", key)]
         return None
 
     def _expanded(self, node: fx.Node) -> Any:
@@ -126,8 +126,8 @@ class _Run:
     def _key(self, node: fx.Node) -> tuple[Any, ...]:
         def described(leaf: Any) -> Any:
             if isinstance(leaf, fx.Node):
-                found = self.values[leaf]
-                return tuple((t.dtype, t.ndim) for t in pytree.tree_leaves(found) if isinstance(t, torch.Tensor))
+                abstract = self.values[leaf]
+                return tuple((t.dtype, t.ndim) for t in pytree.tree_leaves(abstract) if isinstance(t, torch.Tensor))
             return repr(leaf)
 
         leaves = pytree.tree_leaves((node.args, node.kwargs), is_leaf=lambda leaf: isinstance(leaf, fx.Node))
@@ -147,8 +147,8 @@ class _Run:
         reads = list(now)
 
         def call(*given: Any) -> Any:
-            held = dict(zip(reads, given, strict=True))
-            args, kwargs = map_arg((node.args, node.kwargs), lambda n: held[n])
+            by_node = dict(zip(reads, given, strict=True))
+            args, kwargs = map_arg((node.args, node.kwargs), lambda n: by_node[n])
             with torch._C.DisableTorchFunction():  # else the operator itself is called again, not its kernel
                 return cast("Any", node.target)._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
@@ -199,9 +199,9 @@ class _Run:
                 result = map_arg(part.args[0], lambda n: inner[n])
             else:
                 source, name = part.args[0] if part.args else None, f"{node.name}_{part.name}"
-                found = inner.get(cast("fx.Node", source)) if op_name(part) == "getitem" else None
-                if isinstance(found, (list, tuple)):
-                    inner[part] = found[cast("int", part.args[1])]
+                members = inner.get(cast("fx.Node", source)) if op_name(part) == "getitem" else None
+                if isinstance(members, (list, tuple)):
+                    inner[part] = members[cast("int", part.args[1])]
                     continue
                 args, kwargs = map_arg((part.args, part.kwargs), lambda n: inner[n])
                 copied = self.graph.create_node("call_function", part.target, args, kwargs, name=name)

@@ -46,8 +46,8 @@ def follow(graph: fx.Graph, decisions: Mapping[fx.Node, Decision], dispatch: Dis
     return Followed(dispatch, placements, {node: dtypes_of(abstract) for node, abstract in values.items()})
 
 
-def _stored(found: tuple[torch.dtype, ...], low: torch.dtype) -> Precision:
-    floating = {dtype for dtype in found if dtype.is_floating_point}
+def _stored(dtypes: tuple[torch.dtype, ...], low: torch.dtype) -> Precision:
+    floating = {dtype for dtype in dtypes if dtype.is_floating_point}
     if not floating:
         return Precision.CAPTURED
     return {frozenset({low}): Precision.LOW, frozenset({torch.float32}): Precision.FLOAT32}.get(
@@ -108,9 +108,9 @@ class FollowedDtypes(PlannedDtypes):
         return self.followed.dtypes.get(node, ())
 
     def _eligible(self, source: fx.Node) -> bool:
-        found = tensors(source)
+        members = tensors(source)
         floating = [d.is_floating_point and d != torch.float64 for d in self.followed.dtypes[source]]
-        return len(found) == 1 and floating == [True] and found[0].device.type == self.followed.dispatch.device
+        return len(members) == 1 and floating == [True] and members[0].device.type == self.followed.dispatch.device
 
 
 class InsertFollowedCasts(Pass):

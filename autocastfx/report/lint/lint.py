@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from autocastfx.errors import ArgumentTypeError, GpuError, NotCapturedError, UnsupportedError
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import attribute, origin
+from autocastfx.graph.node import attributes_of, origin
 from autocastfx.graph.walk import Located, walk
 from autocastfx.plan.plan import Plan, Precision
 from autocastfx.report.dump import view_of
@@ -213,8 +213,8 @@ def _of_op(op: OpEstimate) -> tuple[str, ...]:
     )
 
 
-def _of_total(what: str, found: Total) -> tuple[str, ...]:
-    return what, _time(found.seconds), _time(found.in_products), f"{found.share:.0%}"
+def _of_total(what: str, times: Total) -> tuple[str, ...]:
+    return what, _time(times.seconds), _time(times.in_products), f"{times.share:.0%}"
 
 
 def _time(seconds: float) -> str:
@@ -266,9 +266,8 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
         )
     located = tuple(walk(captured.graph, captured.attributes))
     before = {one.name: work_of(one.node) for one in located}
-    held = {str(n.target): attribute(amp_model, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
     copies = {copy.name for copy in plan.copies}  # renewed when a parameter has changed, not in each pass
-    after = [(one, work_of(one.node)) for one in walk(graph, held) if one.name not in copies]
+    after = [(one, work_of(one.node)) for one in walk(graph, attributes_of(amp_model, graph)) if one.name not in copies]
     products = {name: work.flops for name, work in before.items() if work.flops}
     low = {name: flops for name, flops in products.items() if name in _low(plan)}
     return Lint(
@@ -304,7 +303,7 @@ def _low(plan: Plan) -> frozenset[str]:
 
 def _estimates(after: Iterable[tuple[Located, Work]], plan: Plan, gpu: Gpu) -> tuple[OpEstimate, ...]:
     nodes, casts = {n.name: n for n in plan.nodes}, {cast.name for cast in plan.casts}
-    found: list[OpEstimate] = []
+    estimates: list[OpEstimate] = []
     for one, work in after:
         if not work.bytes:
             continue
@@ -312,7 +311,7 @@ def _estimates(after: Iterable[tuple[Located, Work]], plan: Plan, gpu: Gpu) -> t
         op = planned.op if planned is not None else "cast" if one.name in casts else op_name(one.node)
         module = planned.module or "(root)" if planned is not None else f"for {mark.value}" if mark is not None else ""
         time = bound(work, gpu)
-        found.append(
+        estimates.append(
             OpEstimate(one.name, op, module, work.reads, work.flops, work.bytes, time.intensity, time.by, time.seconds)
         )
-    return tuple(found)
+    return tuple(estimates)

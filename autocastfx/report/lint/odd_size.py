@@ -124,8 +124,8 @@ def _weight(located: Located, name: str) -> str:
 
 def _tensor(node: fx.Node, name: str) -> torch.Tensor | None:
     read = argument(node, name)
-    found = tensors(read) if isinstance(read, fx.Node) else ()
-    return found[0] if len(found) == 1 else None
+    values = tensors(read) if isinstance(read, fx.Node) else ()
+    return values[0] if len(values) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -158,28 +158,28 @@ class OddSize:
 
 
 def odd_sizes(
-    located: Sequence[Located], flops: Mapping[str, int], held: Mapping[str, torch.Tensor]
+    located: Sequence[Located], flops: Mapping[str, int], parameters: Mapping[str, torch.Tensor]
 ) -> Iterator[OddSize]:
     """Yield the odd sizes, in graph order.
 
     Args:
         located: all nodes of the captured graph.
         flops: operations by node name, for the products that run in 16 bits.
-        held: parameters and buffers by name, tied ones under each of their names.
+        parameters: parameters and buffers by name, tied ones under each of their names.
     """
-    tables = dict(_tables(located, held))
+    tables = dict(_tables(located, parameters))
     for one in (one for one in located if one.name in flops):
         for size in sizes_of(one):
             if size.size != size.padded:
-                tied = tables.get(id(held.get(size.operand)), "") if size.name == "N" else ""
+                tied = tables.get(id(parameters.get(size.operand)), "") if size.name == "N" else ""
                 place = (one.name, op_name(one.node), module_path(one.node))
                 numbers = (size.size, size.padded, size.wasted, flops[one.name])
                 yield OddSize(*place, size.name, size.operand, *numbers, table_of=tied)
 
 
-def _tables(located: Sequence[Located], held: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, str]]:
+def _tables(located: Sequence[Located], parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, str]]:
     """Yield the ids of embeddings' weights, with the embeddings' module paths."""
     for one in (one for one in located if op_name(one.node) == "embedding"):
         path = next((one.stored_as(use.node) for use in uses(one.node) if use.argument == "weight"), "")
-        if path in held:
-            yield id(held[path]), module_path(one.node) or "(root)"
+        if path in parameters:
+            yield id(parameters[path]), module_path(one.node) or "(root)"

@@ -31,11 +31,11 @@ def _forward(
     for start in range(0, classes, BLOCK):
         columns = start + tl.arange(0, BLOCK).to(tl.int64)
         inside = columns < classes
-        found = tl.load(own + columns * column_stride, mask=inside, other=-float("inf")).to(tl.float32)
-        new = tl.maximum(largest, tl.max(found, 0))
+        values = tl.load(own + columns * column_stride, mask=inside, other=-float("inf")).to(tl.float32)
+        new = tl.maximum(largest, tl.max(values, 0))
         # Without a finite score yet, a difference of infinities would be NaN.
         base = tl.where(new == -float("inf"), 0.0, new)
-        total = total * tl.exp(largest - base) + tl.sum(tl.exp(found - base), 0)
+        total = total * tl.exp(largest - base) + tl.sum(tl.exp(values - base), 0)
         largest = new
     logarithm = largest + tl.log(total)
     target = tl.load(targets + row).to(tl.int64)
@@ -57,8 +57,8 @@ def _backward(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     inside = columns < classes
     target = tl.load(targets + row).to(tl.int64)
-    found = tl.load(scores + row * row_stride + columns * column_stride, mask=inside, other=0.0).to(tl.float32)
-    share = tl.exp(found - tl.load(logarithms + row))
+    values = tl.load(scores + row * row_stride + columns * column_stride, mask=inside, other=0.0).to(tl.float32)
+    share = tl.exp(values - tl.load(logarithms + row))
     gradient = tl.load(gradients + row * gradient_stride).to(tl.float32)
     result = (share - tl.where(columns == target, 1.0, 0.0)) * gradient
     result = tl.where(target == ignored, 0.0, result)

@@ -25,9 +25,9 @@ def _forward(x, weight, made, rstds, eps, width: tl.constexpr, WEIGHTED: tl.cons
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    found = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-    rstd = 1.0 / tl.sqrt(tl.sum(found * found, 0) / width + eps)
-    result = found * rstd
+    values = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(values * values, 0) / width + eps)
+    result = values * rstd
     if WEIGHTED:
         result = result * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(made + row * width + columns, result.to(made.dtype.element_ty), mask=inside)

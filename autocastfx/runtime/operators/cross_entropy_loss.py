@@ -109,8 +109,8 @@ def _by_autograd(gradient: Tensor, scores: Tensor, *given: Any) -> Tensor:
     creates = torch.is_grad_enabled()
     with torch.enable_grad():
         loss = _as_torch(scores, *given)
-    (found,) = torch.autograd.grad(loss, scores, gradient, create_graph=creates)
-    return found
+    (of_scores,) = torch.autograd.grad(loss, scores, gradient, create_graph=creates)
+    return of_scores
 
 
 def _is_batched(gradient: Tensor) -> bool:
@@ -127,8 +127,8 @@ def _undifferentiated(scores: Tensor) -> Tensor:
     if not (is_concrete(scores) and scores.is_cpu):
         return _logarithms(scores)
     widened = scores.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    found: Tensor = aten._log_softmax.out(widened, _dimension(scores), False, out=widened)
-    return found
+    logarithms: Tensor = aten._log_softmax.out(widened, _dimension(scores), False, out=widened)
+    return logarithms
 
 
 def _dimension(scores: Tensor) -> int:
@@ -139,16 +139,16 @@ def _dimension(scores: Tensor) -> int:
 def _loss_and_total(logarithms: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """Return the loss, and the sum of the weights of all targets, by which a mean divides."""
     compute = aten.nll_loss_forward if logarithms.ndim == 2 else aten.nll_loss2d_forward
-    found: tuple[Tensor, Tensor] = compute(logarithms, *given)
-    return found
+    loss_and_total: tuple[Tensor, Tensor] = compute(logarithms, *given)
+    return loss_and_total
 
 
 def _gradient(gradient: Tensor, logarithms: Tensor, *given: Any) -> Tensor:
     """Return the gradient of the scores, in the dtype of ``logarithms``."""
     backward = aten.nll_loss_backward if logarithms.ndim == 2 else aten.nll_loss2d_backward
     of_logarithms = backward(gradient, logarithms, *given)
-    found: Tensor = aten._log_softmax_backward_data(of_logarithms, logarithms, 1, logarithms.dtype)
-    return found
+    of_scores: Tensor = aten._log_softmax_backward_data(of_logarithms, logarithms, 1, logarithms.dtype)
+    return of_scores
 
 
 def _part(device: torch.device) -> int:

@@ -121,8 +121,8 @@ def _by_autograd(
     with torch.enable_grad():
         result = _parts(x, [-1], weight, eps)[0]
     asked = [t for t, is_asked in zip((x, weight), wanted, strict=True) if t is not None and is_asked]
-    found = iter(torch.autograd.grad(result, asked, gradient, create_graph=creates))
-    return [next(found) if is_asked else None for is_asked in wanted]
+    of_asked = iter(torch.autograd.grad(result, asked, gradient, create_graph=creates))
+    return [next(of_asked) if is_asked else None for is_asked in wanted]
 
 
 def _has_own_kernel(x: Tensor, weight: Tensor | None) -> bool:
@@ -131,8 +131,8 @@ def _has_own_kernel(x: Tensor, weight: Tensor | None) -> bool:
 
 
 def _torch_rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
-    found: Tensor = aten.rms_norm(x, normalized_shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
-    return found
+    result: Tensor = aten.rms_norm(x, normalized_shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
+    return result
 
 
 def _takes_kernels(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None) -> bool:
@@ -206,14 +206,14 @@ class _LayerNorm(torch.autograd.Function):
         wanted = of_input, *of_parameters
         norm = ctx.normalized_shape, mean, rstd, weight, bias
         if torch.is_grad_enabled() or is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient):
-            found = _again(gradient, (x, weight, bias), ctx.normalized_shape, ctx.eps, wanted)
+            results = _again(gradient, (x, weight, bias), ctx.normalized_shape, ctx.eps, wanted)
         elif _is_mixed(x) and x.numel() > _part():
             of_x, *_ = aten.native_layer_norm_backward(gradient, x, *norm, [wanted[0], False, False])
-            found = [of_x, *_of_parameters(gradient, x, *norm, wanted=wanted[1:])]
+            results = [of_x, *_of_parameters(gradient, x, *norm, wanted=wanted[1:])]
         else:
             of_x, *others = aten.native_layer_norm_backward(gradient.float(), x.float(), *norm, wanted)
-            found = [of_x.to(x.dtype) if wanted[0] else None, *others]
-        return found[0], None, found[1], found[2], None
+            results = [of_x.to(x.dtype) if wanted[0] else None, *others]
+        return results[0], None, results[1], results[2], None
 
 
 def _is_mixed(x: Tensor) -> bool:
@@ -254,14 +254,14 @@ def _of_parameters(
     rows = max(1, _part() // size)
     each = (gradient.reshape(-1, size), x.reshape(-1, size), mean.reshape(-1, 1), rstd.reshape(-1, 1))
     wide = torch.empty((2, rows, size), dtype=torch.float32)
-    found: list[Tensor | None] = [None, None]
+    totals: list[Tensor | None] = [None, None]
     for some in zip(*(t.split(rows) for t in each), strict=True):
         read = [to[: len(narrow)].copy_(narrow) for to, narrow in zip(wide, some[:2], strict=True)]
         read = [t.view(-1, *normalized_shape) for t in read]
         norm = normalized_shape, *some[2:], weight, bias
         _, *sums = aten.native_layer_norm_backward(*read, *norm, [False, *wanted])
-        found = [b if a is None else a.add_(b) for a, b in zip(found, sums, strict=True)]
-    return found[0], found[1]
+        totals = [b if a is None else a.add_(b) for a, b in zip(totals, sums, strict=True)]
+    return totals[0], totals[1]
 
 
 def _again(
@@ -277,8 +277,8 @@ def _again(
     with torch.enable_grad():
         result = _widened(x, shape, *parameters, eps)
     asked = [t for t, is_asked in zip(given, wanted, strict=True) if t is not None and is_asked]
-    found = iter(torch.autograd.grad(result, asked, gradient, create_graph=creates))
-    return [next(found) if is_asked else None for is_asked in wanted]
+    of_asked = iter(torch.autograd.grad(result, asked, gradient, create_graph=creates))
+    return [next(of_asked) if is_asked else None for is_asked in wanted]
 
 
 def _widened(x: Tensor, *rest: Any) -> Tensor:
@@ -286,8 +286,8 @@ def _widened(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _torch_layer_norm(*given: Any) -> Tensor:
-    found: Tensor = aten.layer_norm.default(*given)
-    return found
+    result: Tensor = aten.layer_norm.default(*given)
+    return result
 
 
 def _parameters(

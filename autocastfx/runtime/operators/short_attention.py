@@ -47,13 +47,13 @@ class _Recomputed(torch.autograd.Function):
         scale = 1 / math.sqrt(query.shape[-1]) if ctx.scale is None else ctx.scale
         scores = _scaled(query, key.mT, scale)
         weights = _weights(scores.view(batch, heads, *scores.shape[1:]), mask, ctx.is_causal).view(scores.shape)
-        found = [None, None, weights.mT @ gradient if of_values else None]
+        flat_gradients = [None, None, weights.mT @ gradient if of_values else None]
         if of_query or of_key:
             of_weights = gradient @ values.mT
             of_scores = aten._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-            found[0] = _scaled(of_scores, key, scale) if of_query else None
-            found[1] = _scaled(of_scores.mT, query, scale) if of_key else None
-        own = (None if t is None else t.view(like.shape) for t, like in zip(found, given, strict=True))
+            flat_gradients[0] = _scaled(of_scores, key, scale) if of_query else None
+            flat_gradients[1] = _scaled(of_scores.mT, query, scale) if of_key else None
+        own = (None if t is None else t.view(like.shape) for t, like in zip(flat_gradients, given, strict=True))
         return (*own, None, None, None)
 
 
@@ -97,8 +97,8 @@ def recomputed(
 
 
 def _torchs(*args: Any, **kwargs: Any) -> Tensor:
-    found: Tensor = aten.scaled_dot_product_attention.default(*args, **kwargs)
-    return found
+    result: Tensor = aten.scaled_dot_product_attention.default(*args, **kwargs)
+    return result
 
 
 def _is_short(query: Tensor, key: Tensor, values: Tensor) -> bool:
