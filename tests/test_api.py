@@ -39,10 +39,13 @@ def test_a_name_is_that_of_its_module(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(autocastfx._NEW_HOME_OF))
 def test_a_name_of_an_earlier_version_still_works_and_says_where_it_is(name: str) -> None:
-    home = f"autocastfx.{autocastfx._NEW_HOME_OF[name]}"
-    with pytest.warns(DeprecationWarning, match=f"^autocastfx.{name} is {home}.{name} now; the old name goes") as told:
-        found = getattr(autocastfx, name)
-    assert found is getattr(import_module(home), name)
+    part, new_name = autocastfx._NEW_HOME_OF[name]
+    home = f"autocastfx.{part}"
+    with pytest.warns(
+        DeprecationWarning, match=f"^autocastfx.{name} is {home}.{new_name} now; the old name goes"
+    ) as told:
+        value = getattr(autocastfx, name)
+    assert value is getattr(import_module(home), new_name)
     assert told[0].filename == __file__
 
 
