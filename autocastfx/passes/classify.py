@@ -40,7 +40,7 @@ _CASTS = ("to", "_to_copy", "type_as")
 
 @dataclass(frozen=True)
 class Classifier:
-    """The policy of one conversion.
+    """The settings of one conversion.
 
     Attributes:
         op_list: categories by op name.
@@ -317,10 +317,10 @@ class Classify(Pass):
         Raises:
             BannedOpError: the list bans an op.
         """
-        policy, values = self.policy, state.values
-        rules, facts, low = policy.op_list, policy.facts, policy.low
-        calibrated = policy.ranges is not None
-        limit = Limit(low, policy.headroom if calibrated else 1.0)
+        settings, values = self.settings, state.values
+        rules, facts, low = settings.op_list, settings.facts, settings.low
+        calibrated = settings.ranges is not None
+        limit = Limit(low, settings.headroom if calibrated else 1.0)
         magnitudes = {n: v for n, v in values.magnitudes.items() if calibrated or n in state.parameters}
         reached = reach(state.graph, state.measured, magnitudes, rules, limit)
         measured = {node: magnitude.largest for node, magnitude in state.measured.items()}
@@ -328,7 +328,7 @@ class Classify(Pass):
         ops = ((node, rules.rule(op_name(node))) for node in state.graph.nodes)
         allowed = {node: rule is not None and rule.category.is_low for node, rule in ops}
         classifier = Classifier(
-            *(rules, facts, low, policy.device, reached.unfit),
+            *(rules, facts, low, settings.device, reached.unfit),
             WholeNumbers.of(state.graph, values.whole, values.masks, measured, rules, facts, low, most),
             distance_products(state.graph, allowed, rules, facts, size),
             {n: number for n, number in values.largest.items() if n in values.fixed_scalars},
@@ -338,6 +338,6 @@ class Classify(Pass):
         classification = replace(classification, wide=classification.wide | reached.wide)
         if rules.placement != "follow":  # torch.autocast demands nothing
             cancelling = cancellations(state.graph, values, rules, facts)
-            demands = Demands(policy.ports, state.parameters, cancelling)
+            demands = Demands(settings.ports, state.parameters, cancelling)
             classification = replace(classification, decisions=demands(state.graph, classification.decisions))
         return replace(state, classification=classification)

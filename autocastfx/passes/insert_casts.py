@@ -155,21 +155,21 @@ class InsertCasts(Pass):
 
     def __call__(self, state: State) -> State:
         """The state, its graph changed."""
-        policy, graph, classification = self.policy, state.graph, state.classification
-        written = alias_sets(graph, policy.ports.written).keys()
+        settings, graph, classification = self.settings, state.graph, state.classification
+        written = alias_sets(graph, settings.ports.written).keys()
         changing = {node for node in state.placements if not written.isdisjoint(node.all_input_nodes)}
-        style = CastStyle("rewrite", policy.low, written, Bounds.of(graph, classification.wide, state.parameters))
+        style = CastStyle("rewrite", settings.low, written, Bounds.of(graph, classification.wide, state.parameters))
         insert_casts(graph, self._planned(state), style)
         adapt_calls(
-            *(state.placements, policy.ports, classification.fills, policy.low),
-            rounds=policy.fold == "kernel",
+            *(state.placements, settings.ports, classification.fills, settings.low),
+            rounds=settings.fold == "kernel",
             changing=changing,
         )
         return replace(state, planned=self._planned)
 
     def _planned(self, state: State) -> PlacedDtypes:
-        policy = self.policy
-        return PlacedDtypes(state.placements, state.dtypes, policy.dtype, policy.ports, policy.keep_output_dtype)
+        settings = self.settings
+        return PlacedDtypes(state.placements, state.dtypes, settings.dtype, settings.ports, settings.keep_output_dtype)
 
 
 # Takes out the model's own casts to float32 of scores for a cross entropy that is float32 by its list, in place.
@@ -219,9 +219,9 @@ class DropLossCasts(Pass):
 
     def __call__(self, state: State) -> State:
         """The state with what was dropped."""
-        if LOSS_CAST not in self.policy.recompose:
+        if LOSS_CAST not in self.settings.recompose:
             return state
-        dropped = drop_loss_casts(state.graph, self.policy.category)
+        dropped = drop_loss_casts(state.graph, self.settings.category)
         return state.with_recomposed((*state.recomposed, *dropped)) if dropped else state
 
 
@@ -269,7 +269,7 @@ class MakeConditional(Pass):
     def __call__(self, state: State) -> State:
         """The state, its graph changed."""
         if state.guesses is not None:
-            make_conditional(state.graph, state.placements, state.guesses, self.policy.low)
+            make_conditional(state.graph, state.placements, state.guesses, self.settings.low)
         return state
 
 
@@ -346,8 +346,8 @@ class StoreWeights(Pass):
 
     def __call__(self, state: State) -> State:
         """The state, its graph changed."""
-        if self.policy.weights == "cached":
+        if self.settings.weights == "cached":
             read_copies(state.graph, state.parameters, state.placements)
-        elif self.policy.weights == "low":
-            store_low(state.graph, state.parameter_ids, self.policy.low)
+        elif self.settings.weights == "low":
+            store_low(state.graph, state.parameter_ids, self.settings.low)
         return state

@@ -51,7 +51,7 @@ WIDEN_PIPELINE: tuple[type[Pass], ...] = (WidenNodes, InsertWidenings, Verify)
 
 @dataclass(frozen=True)
 class Converter(Settings):
-    """The policy of one conversion, applicable to any number of captured graphs."""
+    """The settings of one conversion, applicable to any number of captured graphs."""
 
     def __call__(self, captured: Captured, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Variant:
         """A variant made from ``captured``, for ``device``.
@@ -118,10 +118,10 @@ class Converter(Settings):
             BannedOpError, PlanError, VerifyError: as for a call of the converter.
         """
         draft = guesses is not None
-        policy = replace(self, device=device.type, op_list=self.op_list.lenient() if draft else self.op_list)
+        settings = replace(self, device=device.type, op_list=self.op_list.lenient() if draft else self.op_list)
         known = self.ranges.magnitudes(mode) if self.ranges is not None else {}
         effects = self.prices.sensitivity.effects_in(mode) if self.prices is not None else {}
-        made = _converted(policy, graph, attributes, tensors, _Measured(known, effects), guesses, rewrites=rewrites)
+        made = _converted(settings, graph, attributes, tensors, _Measured(known, effects), guesses, rewrites=rewrites)
         plan = Plan(
             *(self.low_name, device.type, self.op_list.name),
             *(tuple(made.nodes), tuple(made.casts), made.traffic),
@@ -174,7 +174,7 @@ class _Converted:
 
 
 def _converted(
-    policy: Settings,
+    settings: Settings,
     source: fx.Graph,
     attributes: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
@@ -185,9 +185,9 @@ def _converted(
     *,
     rewrites: bool = True,
 ) -> _Converted:
-    follows = policy.op_list.placement == "follow"
-    graph = expand(source, dispatch_of(policy, source)) if follows else copy_graph(source)
-    made, inner = _Converted(graph, dict(attributes)), replace(policy, keep_output_dtype=True)
+    follows = settings.op_list.placement == "follow"
+    graph = expand(source, dispatch_of(settings, source)) if follows else copy_graph(source)
+    made, inner = _Converted(graph, dict(attributes)), replace(settings, keep_output_dtype=True)
     errors = NodeEffectMap.of(graph, known.effects, prefix, given)
     for node in graph.nodes:
         for target, module in converted_inside(node, attributes).items():
@@ -216,8 +216,8 @@ def _converted(
         guesses=guesses,
     )
     effects: Mapping[fx.Node, Signature] = {}
-    for step in FOLLOW_PIPELINE if follows else WIDEN_PIPELINE if policy.is_low_model else PIPELINE:
-        before, state = state.placements, step(policy)(state)
+    for step in FOLLOW_PIPELINE if follows else WIDEN_PIPELINE if settings.is_low_model else PIPELINE:
+        before, state = state.placements, step(settings)(state)
         if state.placements is not before:  # later steps put casts between a node and what it reads
             effects = state.errors.of_nodes(state.placements)
             if not rewrites:
@@ -225,7 +225,7 @@ def _converted(
     computing = [node for node in state.dtypes if node.op in ("call_function", "call_method", "call_module")]
     made.effects += effects.values()
     made.is_measured |= bool(state.errors.effects)
-    made.nodes += [_planned_node(node, state, policy.dtype, prefix, effects.get(node, ())) for node in computing]
+    made.nodes += [_planned_node(node, state, settings.dtype, prefix, effects.get(node, ())) for node in computing]
     made.casts += _planned_casts(graph, prefix)
     made.recomposed += [_prefixed(one, prefix) for one in state.recomposed]
     made.traffic += state.traffic

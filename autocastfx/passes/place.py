@@ -106,32 +106,32 @@ class Placer(Pass):
         Raises:
             PlanError: the edited plan asks for what cannot be.
         """
-        policy, state = self.policy, self._without_overflows(state)
+        settings, state = self.settings, self._without_overflows(state)
         classification = state.classification
-        units = units_of(state.graph, classification.decisions, policy.ports)
+        units = units_of(state.graph, classification.decisions, settings.ports)
         simple = self._with_views(state, classification.decisions, place_simply(classification.decisions, units))
-        is_priced = policy.prices is not None and policy.prices.per_error is not None
-        is_simple = policy.op_list.placement == "simple" and not is_priced
+        is_priced = settings.prices is not None and settings.prices.per_error is not None
+        is_simple = settings.op_list.placement == "simple" and not is_priced
         placements = simple if is_simple else self._cheaply(state, units)
-        if policy.plan is not None:
-            obeyed = policy.plan.obey(classification.decisions, placements, classification.unable, state.prefix)
+        if settings.plan is not None:
+            obeyed = settings.plan.obey(classification.decisions, placements, classification.unable, state.prefix)
             state = replace(state, classification=replace(classification, decisions=obeyed.pinned))
-            units = units_of(state.graph, obeyed.pinned, policy.ports)
+            units = units_of(state.graph, obeyed.pinned, settings.ports)
             decisions, placements = obeyed.result(self._cheaply(state, units))
             state = replace(state, classification=replace(classification, decisions=decisions))
         traffic = Traffic(self._moved(state, units, placements), self._moved(state, units, simple))
         return replace(state, placements=placements, traffic=traffic)
 
     def _cheaply(self, state: State, units: Units) -> dict[fx.Node, Placement]:
-        policy, decisions = self.policy, state.classification.decisions
+        settings, decisions = self.settings, state.classification.decisions
         measured, priced = self._measured(state, units)
-        folding = Folding(policy.ports, policy.fold, policy.low_name)
+        folding = Folding(settings.ports, settings.fold, settings.low_name)
         placed = place_cheaply(
             *(state.graph, decisions, units),
             folds=folding(state.graph, decisions, state.classification.wide),
-            keep_output_dtype=policy.keep_output_dtype,
+            keep_output_dtype=settings.keep_output_dtype,
             parameters=state.parameters,
-            rounds=policy.fold == "kernel",
+            rounds=settings.fold == "kernel",
             sizes_known=state.guesses is None,
             measured=measured,
             priced=priced,
@@ -140,10 +140,10 @@ class Placer(Pass):
 
     def _without_overflows(self, state: State) -> State:
         """The state with a decision for float32 on each node whose measured values are beyond the dtype's range."""
-        prices, classification = self.policy.prices, state.classification
+        prices, classification = self.settings.prices, state.classification
         if prices is None or prices.per_error is None:
             return state
-        reason = f"a measured value is beyond {self.policy.low_name}'s range"
+        reason = f"a measured value is beyond {self.settings.low_name}'s range"
         decisions = {
             node: Decision(Category.DENY, reason, Forced.RANGE)
             for node, effect in state.errors.effects.items()
@@ -155,7 +155,7 @@ class Placer(Pass):
 
     def _measured(self, state: State, units: Units) -> tuple[frozenset[fx.Node], list[Term]]:
         """The nodes that errors and bytes place, for no hard rule and no person decides them; and what errors cost."""
-        prices, classification, errors = self.policy.prices, state.classification, state.errors
+        prices, classification, errors = self.settings.prices, state.classification, state.errors
         if prices is None or prices.per_error is None:
             return frozenset(), []
         known = (
@@ -166,11 +166,11 @@ class Placer(Pass):
         return measured, [
             *errors.terms(units, prices.per_error),
             *equal_terms(alone),
-            *product_terms(units, self.policy.facts.reduces, prices.bytes_per_flop),
+            *product_terms(units, self.settings.facts.reduces, prices.bytes_per_flop),
         ]
 
     def _is_hard(self, node: fx.Node, classification: Classification) -> bool:
-        decision, rule = classification.decisions[node], self.policy.matcher(node)
+        decision, rule = classification.decisions[node], self.settings.matcher(node)
         is_open = decision.category in (Category.ALLOW, Category.DENY, Category.INFER, Category.CLEAR)
         is_persons = rule is not None and not rule.shipped
         special = node in classification.wide or node in classification.unable or node in classification.fills
@@ -180,22 +180,22 @@ class Placer(Pass):
     def _with_views(
         self, state: State, decisions: Mapping[fx.Node, Decision], placed: dict[fx.Node, Placement]
     ) -> dict[fx.Node, Placement]:
-        if self.policy.weights == "cast":
+        if self.settings.weights == "cast":
             return placed
-        return lower_views(state.graph, decisions, placed, state.parameters, self.policy.ports)
+        return lower_views(state.graph, decisions, placed, state.parameters, self.settings.ports)
 
     def _moved(self, state: State, units: Units, placements: Mapping[fx.Node, Placement]) -> int:
-        weights, keeps = self._uncast(state, placements), self.policy.keep_output_dtype
+        weights, keeps = self._uncast(state, placements), self.settings.keep_output_dtype
         return bytes_moved(state.graph, placements, units, keep_output_dtype=keeps, weights=weights)
 
     def _uncast(self, state: State, placements: Mapping[fx.Node, Placement]) -> frozenset[fx.Node]:
         """The parameters that are read low without a cast in each call."""
-        if self.policy.weights == "cast":
+        if self.settings.weights == "cast":
             return frozenset()
         parameters = [n for n in state.graph.nodes if n.op == "get_attr" and n.target in state.parameters]
         parameters = [n for n in parameters if n not in state.classification.wide]  # their casts saturate
-        if self.policy.weights == "low":
-            reads = LowReads(placements, self.policy.ports)
+        if self.settings.weights == "low":
+            reads = LowReads(placements, self.settings.ports)
             mixed = {state.parameter_ids[str(n.target)] for n in parameters if not reads.all_of(n)}
             parameters = [n for n in parameters if state.parameter_ids[str(n.target)] not in mixed]
         return frozenset(parameters)

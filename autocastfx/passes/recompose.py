@@ -186,7 +186,7 @@ class Recompose(Pass):
 
     def __call__(self, state: State) -> State:
         """The state with what was recomposed."""
-        rule = self.policy.op_list.rule
+        rule = self.settings.op_list.rule
         recomposed = recompose(
             state.graph,
             list(filter(self._is_wanted, PATTERNS)),
@@ -196,10 +196,10 @@ class Recompose(Pass):
         return state.with_recomposed((*state.recomposed, *recomposed)) if recomposed else state
 
     def _is_wanted(self, pattern: Pattern) -> bool:
-        policy, rule = self.policy, self.policy.op_list.rule(pattern.op)
+        settings, rule = self.settings, self.settings.op_list.rule(pattern.op)
         is_banned = rule is not None and rule.category is Category.BAN
-        has_range = policy.low == torch.bfloat16 or not pattern.needs_range
-        return pattern.name in policy.recompose and has_range and not is_banned
+        has_range = settings.low == torch.bfloat16 or not pattern.needs_range
+        return pattern.name in settings.recompose and has_range and not is_banned
 
 
 # Replaces torch's attention on a CPU: by its formula where there is dropout, by our operator for few tokens.
@@ -341,9 +341,9 @@ class WriteOutAttention(Pass):
 
     def __call__(self, state: State) -> State:
         """The state with what was written out."""
-        if MATH_ATTENTION not in self.policy.recompose or not _rounds_parts(self.policy, state):
+        if MATH_ATTENTION not in self.settings.recompose or not _rounds_parts(self.settings, state):
             return state
-        recomposed = write_out_attention(state.graph, self.policy.category)
+        recomposed = write_out_attention(state.graph, self.settings.category)
         return state.with_recomposed((*state.recomposed, *recomposed)) if recomposed else state
 
 
@@ -354,19 +354,19 @@ class RecomputeAttention(Pass):
 
     def __call__(self, state: State) -> State:
         """The state with what was replaced."""
-        if SHORT_ATTENTION not in self.policy.recompose or not _rounds_parts(self.policy, state):
+        if SHORT_ATTENTION not in self.settings.recompose or not _rounds_parts(self.settings, state):
             return state
-        recomposed = recompute_attention(state.graph, self.policy.category)
+        recomposed = recompute_attention(state.graph, self.settings.category)
         return state.with_recomposed((*state.recomposed, *recomposed)) if recomposed else state
 
 
-def _rounds_parts(policy: Settings, state: State) -> bool:
+def _rounds_parts(settings: Settings, state: State) -> bool:
     """True where the list lets the parts of attention on a CPU give 16 bits each; float16 does not hold all scores."""
-    is_kernel = policy.fold == "kernel" and policy.low == torch.bfloat16
-    if not is_kernel or policy.device != "cpu" or state.guesses is not None:
+    is_kernel = settings.fold == "kernel" and settings.low == torch.bfloat16
+    if not is_kernel or settings.device != "cpu" or state.guesses is not None:
         return False
-    rules = {op: policy.op_list.rule(op, policy.device) for op in _PARTS}
-    categories = {op: policy.op_list.unlisted if rule is None else rule.category for op, rule in rules.items()}
+    rules = {op: settings.op_list.rule(op, settings.device) for op in _PARTS}
+    categories = {op: settings.op_list.unlisted if rule is None else rule.category for op, rule in rules.items()}
     return categories["matmul"] is Category.ALLOW and not {Category.BAN, Category.KEEP} & {*categories.values()}
 
 
@@ -444,7 +444,7 @@ class MergeRepeated(Pass):
 
     def __call__(self, state: State) -> State:
         """The state with what was merged."""
-        if REPEATED not in self.policy.recompose:
+        if REPEATED not in self.settings.recompose:
             return state
-        recomposed = merge_repeated(state.graph, state.attributes, self.policy.matcher, state.recomposed)
+        recomposed = merge_repeated(state.graph, state.attributes, self.settings.matcher, state.recomposed)
         return state.with_recomposed(recomposed) if len(recomposed) > len(state.recomposed) else state

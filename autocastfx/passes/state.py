@@ -1,4 +1,4 @@
-"""The interface of passes: the policy of a conversion, the state of a graph on its way, and a pass between states."""
+"""The interface of passes: the settings of a conversion, the state of a graph on its way, and a pass."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Pass(ABC):
     design page.
     """
 
-    policy: Settings
+    settings: Settings
     name: ClassVar[str]
     rewrites: ClassVar[bool] = True
 

@@ -33,19 +33,19 @@ class WidenNodes(Pass):
             BannedOpError: the list bans an op.
             PlanError: the edited plan asks for what cannot be.
         """
-        policy, graph = self.policy, state.graph
+        settings, graph = self.settings, state.graph
         fixed = alias_sets(graph).keys() | seen_by_functions(graph, state.attributes)
-        widener = Widener(policy.matcher, policy.facts, policy.low, policy.keep_output_dtype)
+        widener = Widener(settings.matcher, settings.facts, settings.low, settings.keep_output_dtype)
         decisions = widener.decide(graph, fixed)
         placements = widener.place(decisions, fixed)
-        if policy.plan is not None:
-            obeyed = policy.plan.obey(decisions, placements, {}, state.prefix)
+        if settings.plan is not None:
+            obeyed = settings.plan.obey(decisions, placements, {}, state.prefix)
             pinned = {**obeyed.pinned, **{node: _pinned(node, obeyed) for node in obeyed.lines}}
             pinned = widener.settle(graph, pinned)
             decisions, placements = replace(obeyed, pinned=pinned).result(widener.place(pinned, fixed))
         wide = {node for node, placed in placements.items() if placed.store is Precision.FLOAT32}
         after = {
-            node: tuple(torch.float32 if node in wide and d == policy.low else d for d in dtypes)
+            node: tuple(torch.float32 if node in wide and d == settings.low else d for d in dtypes)
             for node, dtypes in state.dtypes.items()
         }
         return replace(
@@ -109,7 +109,7 @@ class InsertWidenings(Pass):
 
     def __call__(self, state: State) -> State:
         """The state, its graph changed."""
-        graph, low = state.graph, self.policy.low
+        graph, low = state.graph, self.settings.low
         insert_casts(graph, self._planned(state), CastStyle("rewrite", low, alias_sets(graph).keys()))
         for node, placement in state.placements.items():
             if placement.run is Precision.FLOAT32 and argument(node, "dtype") == low:  # a cast of the model
@@ -117,5 +117,5 @@ class InsertWidenings(Pass):
         return replace(state, planned=self._planned)
 
     def _planned(self, state: State) -> WidenedDtypes:
-        widened, keeps = state.raised or {}, self.policy.keep_output_dtype
-        return WidenedDtypes(state.placements, state.dtypes, widened, self.policy.low, keeps)
+        widened, keeps = state.raised or {}, self.settings.keep_output_dtype
+        return WidenedDtypes(state.placements, state.dtypes, widened, self.settings.low, keeps)

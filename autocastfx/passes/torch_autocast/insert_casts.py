@@ -67,15 +67,15 @@ class Follow(Pass):
         Raises:
             UnsupportedError: torch.autocast itself refuses the dtypes that a ``promote`` op reads.
         """
-        dispatch = dispatch_of(self.policy, state.graph)
+        dispatch = dispatch_of(self.settings, state.graph)
         followed = follow(state.graph, state.classification.decisions, dispatch)
         return replace(state, followed=followed, placements=followed.placements)
 
 
-def dispatch_of(policy: Settings, graph: fx.Graph) -> Dispatch:
+def dispatch_of(settings: Settings, graph: fx.Graph) -> Dispatch:
     """The dispatch of the ops of ``graph`` on the device that it was captured on."""
     inputs = (t for n in graph.nodes if n.op in ("placeholder", "get_attr") for t in tensors(n) if t.ndim)
-    return Dispatch(policy.op_list, policy.low, next((t.device.type for t in inputs), "cpu"))
+    return Dispatch(settings.op_list, settings.low, next((t.device.type for t in inputs), "cpu"))
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class InsertFollowedCasts(Pass):
         return replace(state, planned=self._planned)
 
     def _planned(self, state: State) -> FollowedDtypes:
-        return FollowedDtypes(cast("Followed", state.followed), state.dtypes, self.policy.keep_output_dtype)
+        return FollowedDtypes(cast("Followed", state.followed), state.dtypes, self.settings.keep_output_dtype)
 
 
 def ask_for_dtypes(followed: Followed) -> None:
