@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _same_values(request: pytest.FixtureRequest) -> None:
-    """What a test draws depends on no test before it, so that it fails for everybody or for nobody."""
+    """Each test starts from the same seed: its result does not depend on which tests ran before it."""
     if profile_of(request.config) == "same":
         torch.manual_seed(0)
 
