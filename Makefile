@@ -14,6 +14,8 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start many processes: each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -106,7 +108,8 @@ $(TRITON): constraints.txt
 
 kernels: $(INSTALLED) $(TRITON)
 	$(call step,kernels: pytest by Triton's interpreter) { \
-	  PYTHONPATH=.triton TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) tests/runtime/kernels; \
+	  PYTHONPATH=.triton TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(SLOW) \
+	    tests/runtime/kernels; \
 	}
 
 # They stay out of .venv, so that all else is tested as it is for those who have none of them.
@@ -121,7 +124,7 @@ $(TRAINERS): constraints.txt
 
 integrations: $(INSTALLED) $(TRAINERS)
 	$(call step,integrations: pytest with trainers and ONNX Runtime) { \
-	  PYTHONPATH=.integrations $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) $(SLOW) \
+	  PYTHONPATH=.integrations $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(SLOW) \
 	    $(addprefix tests/integrations/test_,accelerate.py lightning.py onnx.py peft.py trainers_page.py); \
 	}
 

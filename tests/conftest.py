@@ -29,10 +29,14 @@ DECIDING = ("cli", "passes", "plan", "policy", "presets", "report")
 _capture_modes = VariantTable.capture_modes
 
 
-SAMPLED = frozenset(
-    line for line in Path(__file__).with_name("sampled.txt").read_text("utf-8").split("\n") if not line.startswith("#")
-)
-CASES = 3  # of a test in sampled.txt, for `make test`
+def read_sampled() -> dict[str, int]:
+    """How many cases of a test `make test` runs, by its name in sampled.txt."""
+    lines = Path(__file__).with_name("sampled.txt").read_text("utf-8").splitlines()
+    pairs = (line.split() for line in lines if not line.startswith("#"))
+    return {name: int(cases) for cases, name in pairs}
+
+
+SAMPLED = read_sampled()
 
 
 def profile_of(config: pytest.Config) -> str:
@@ -53,9 +57,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = item.nodeid.removeprefix("tests/").partition("[")[0]
         if name in SAMPLED:
             cases[name].append(item)
-    for found in cases.values():
-        kept = {round(number * (len(found) - 1) / (CASES - 1)) for number in range(CASES)}
-        for number, item in enumerate(found):
+    for name, all_cases in cases.items():
+        count = SAMPLED[name]
+        kept = {round(number * (len(all_cases) - 1) / max(count - 1, 1)) for number in range(count)}
+        for number, item in enumerate(all_cases):
             if number not in kept:
                 item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():

@@ -157,73 +157,64 @@ def test_what_takes_long_to_import_is_imported_by_who_needs_it(module: str) -> N
     assert not {"torch._dynamo", "torch.export._trace", "sympy", "networkx"} & {*ran.stdout.split()}
 
 
-FILES_ENTERED = """
-import os, sys
-import torch
-from torch import nn
-import autocastfx
-package, entered = os.path.dirname(autocastfx.__file__) + os.sep, set()
-def note(frame, event, argument):
-    entered.update([frame.f_code.co_filename] if frame.f_code.co_filename.startswith(package) else [])
-def count(call, *given):
-    entered.clear(); sys.setprofile(note)
-    try:
-        result = call(*given)
-    finally:
-        sys.setprofile(None)
-    print(len(entered), *sorted(name.removeprefix(package) for name in entered))
-    return result
-model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)), torch.randn(4, 8)
-amp_model = count(autocastfx.convert, model, (x,))
-amp_model(x)
-count(amp_model, x)
-"""
-
-
-def test_a_reader_of_convert_opens_few_files() -> None:
-    """A conversion enters at most 50 files of the package, its check included, and a further call at most 8."""
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FILES_ENTERED], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    conversion, call = (line.split() for line in ran.stdout.splitlines())
-    assert int(conversion[0]) <= 50, conversion
-    assert int(call[0]) <= 8, call
-    assert "conversion.py" in conversion
-
-
-CALLED_UPWARDS = """
+TRACED = """
 import os, sys
 import torch
 from torch import nn
 import autocastfx
 from tests.test_layout import FLOOR
-package, upwards = os.path.dirname(autocastfx.__file__) + os.sep, set()
+package, entered, upwards = os.path.dirname(autocastfx.__file__) + os.sep, set(), set()
 def floor(path):
     return FLOOR[path.removeprefix(package).split(os.sep)[0].removesuffix(".py")]
 def note(frame, event, argument):
     code, caller = frame.f_code, frame.f_back
-    if event != "call" or "<" in code.co_qualname or not code.co_filename.startswith(package):  # what is handed down
+    if not code.co_filename.startswith(package):
+        return
+    entered.add(code.co_filename)
+    name = getattr(code, "co_qualname", "<")  # Python 3.10 has none
+    if event != "call" or "<" in name:  # what is handed down
         return
     while caller is not None and not caller.f_code.co_filename.startswith(package):
         caller = caller.f_back
     if caller is not None and floor(code.co_filename) > floor(caller.f_code.co_filename):
-        upwards.add(code.co_qualname)
+        upwards.add(name)
+def trace(call, *given):
+    entered.clear(); sys.setprofile(note)
+    try:
+        result = call(*given)
+    finally:
+        sys.setprofile(None)
+    print(*sorted(name.removeprefix(package) for name in entered))
+    return result
 model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)), torch.randn(4, 8)
-convert = autocastfx.convert
-sys.setprofile(note)
-convert(model, (x,))
-sys.setprofile(None)
+amp_model = trace(autocastfx.convert, model, (x,))
 print(*sorted(upwards - {"_forget"}))  # Python calls that one, when an object goes
+amp_model(x)
+trace(amp_model, x)
 """
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names there")
-def test_a_conversion_seldom_calls_a_layer_above() -> None:
-    """A model handed to ``convert`` goes down through the layers; its runtime calls the passes up, and nothing else."""
+@pytest.fixture(scope="module")
+def traced() -> list[list[str]]:
+    """The files that a conversion enters, the functions that it calls in a layer above, and the files of a call."""
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CALLED_UPWARDS], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-W", "ignore", "-c", TRACED], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert ran.stdout.split() == ["Converter.__call__"]
+    return [line.split() for line in ran.stdout.splitlines()]
+
+
+def test_a_reader_of_convert_opens_few_files(traced: list[list[str]]) -> None:
+    """A conversion enters at most 50 files of the package, its check included, and a further call at most 8."""
+    conversion, _, call = traced
+    assert len(conversion) <= 50, conversion
+    assert len(call) <= 8, call
+    assert "conversion.py" in conversion
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names there")
+def test_a_conversion_seldom_calls_a_layer_above(traced: list[list[str]]) -> None:
+    """A model handed to ``convert`` goes down through the layers; its runtime calls the passes up, and nothing else."""
+    assert traced[1] == ["Converter.__call__"]
 
 
 if __name__ == "__main__":

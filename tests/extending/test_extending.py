@@ -142,3 +142,9 @@ def test_it_takes_few_files_of_code(patch: str, script: str, files: int, tmp_pat
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git, to apply a patch")
+@pytest.mark.parametrize("patch", sorted(path.name for path in PATCHES.glob("*.patch")))
+def test_it_applies(patch: str) -> None:
+    subprocess.run(["git", "apply", "--check", str(PATCHES / patch)], cwd=ROOT, check=True)

@@ -24,7 +24,9 @@ MULTIPLIED_IN_32_BITS = {"cross_entropy _backward": 1, "rms_norm _add_up": 2}
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("capability", [80, 90], ids=["A100", "H100"])
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, id="A100", marks=pytest.mark.slow), pytest.param(90, id="H100")]
+)
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     """Without spilled registers, and with places in 64 bits. In a process of its own, which is not interpreted."""
     paths = [os.fspath(SCRIPT.parents[3]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
