@@ -65,7 +65,7 @@ class Workplace:
             os.utime(file, times)
 
     def ending(self, tests: Sequence[str]) -> str | None:
-        """The first of these tests that fails in the copy as it is, or what else ended the run; None: all pass."""
+        """The first of these tests that fails in the copy as it is, or what else ended the run; None: all that run pass."""
         said = self.folder / "said.txt"
         child = os.fork()
         if child == 0:
@@ -77,7 +77,7 @@ class Workplace:
                 os.waitpid(child, 0)
                 return f"the time limit of {_LIMIT:.0f} s"
             time.sleep(0.05)
-        if (rc := os.waitstatus_to_exitcode(ended[1])) == 0:
+        if (rc := os.waitstatus_to_exitcode(ended[1])) in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return None
         first = _ENDED.search(said.read_text(errors="replace"))
         return first[1] if first is not None else f"pytest's exit with {rc}"
