@@ -86,7 +86,7 @@ def test_a_scale_that_is_no_power_of_two_is_refused() -> None:
 
 
 def test_a_sum_is_what_all_together_give() -> None:
-    first, second = torch.tensor([1.0, 0.0, math.inf]), torch.tensor([1.5, 8.0, 0.0])
+    first, second = torch.tensor([1.0, 0.0, math.inf]), torch.tensor([1.5, 8.0, 0.0, math.nan])
     assert counted(first) + counted(second) == counted(first, second)
     assert counted(first) + NOTHING == counted(first)
 

@@ -71,6 +71,19 @@ def test_a_factor_is_its_own_error(of: str) -> None:
     assert judge(Scaled(), torch.bfloat16) == pytest.approx(0.25, rel=1e-5)
 
 
+def test_the_error_of_several_batches_is_their_root_mean_square() -> None:
+    plain = nn.Linear(8, 2)
+    judge = TargetDistance(plain, [X, X[:16], X[:8], X[:4]], None, "output", None)
+
+    class Off(nn.Module):
+        """By a quarter in one of four batches."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return plain(x) * (1.25 if len(x) == 32 else 1.0)
+
+    assert judge(Off(), torch.bfloat16) == pytest.approx(0.125, rel=1e-5)
+
+
 def test_an_overflow_is_an_infinite_error() -> None:
     plain = nn.Linear(8, 2)
     judge = TargetDistance(plain, [X], None, "output", None)

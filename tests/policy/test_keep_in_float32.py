@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -90,6 +91,12 @@ def test_parts_of_names_are_searched_as_transformers_does(part: str, expected: l
     assert paths(Named(always=(part,)), torch.float16) == expected
     assert paths(Named(in_float16=(part,)), torch.float16) == expected
     assert paths(Named(in_float16=(part,))) == []
+
+
+def test_what_is_no_name_is_left_out() -> None:
+    model = Named(always=("extra",))
+    model._keep_in_fp32_modules_strict = {"extra", re.compile("layers"), 1}  # type: ignore[assignment]
+    assert paths(model) == ["extra"]
 
 
 def test_models_inside_others_are_read_with_their_paths() -> None:

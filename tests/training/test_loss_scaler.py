@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -265,6 +266,13 @@ def test_an_unused_scaler_has_the_rules_first_scale() -> None:
     scaler.load_state_dict({"scale": 4.0, "good_steps": 3, "spare": 1})
     assert scaler.value == 4.0
     assert scaler.state_dict() == {"scale": 4.0, "good_steps": 3, "spare": 1}
+
+
+def test_a_scale_that_was_loaded_and_not_yet_used_is_pickled() -> None:
+    scaler = LossScaler(DynamicLossScale(8.0))
+    scaler.load_state_dict({"scale": 4.0, "good_steps": 3, "spare": 1})
+    again = pickle.loads(pickle.dumps(scaler))
+    assert again.state_dict() == {"scale": 4.0, "good_steps": 3, "spare": 1}
 
 
 def test_a_loaded_scale_counts_its_way_to_the_floor_anew() -> None:
