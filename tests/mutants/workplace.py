@@ -65,7 +65,7 @@ class Workplace:
             os.utime(file, times)
 
     def ending(self, tests: Sequence[str]) -> str | None:
-        """The first of these tests that fails in the copy as it is, or what else ended the run; None: all that run pass."""
+        """The first of these tests that fails in the copy as it is, or what else ended the run; None: none failed."""
         said = self.folder / "said.txt"
         child = os.fork()
         if child == 0:
