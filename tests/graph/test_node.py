@@ -1,4 +1,4 @@
-"""What a node says of itself: its names, and the arguments that are settings."""
+"""A node has names, and arguments. Which arguments count as settings is tested here too."""
 
 from __future__ import annotations
 
