@@ -82,6 +82,7 @@ ALSO: dict[str, tuple[str, ...]] = {
         "invariants/test_islands.py",
         "passes/analysis/test_folding.py",
     ),
+    "passes/analysis/widening.py": ("passes/test_widen.py",),
     "passes/analysis/demands.py": ("passes/analysis/test_cancellations.py",),
     "passes/analysis/units.py": (
         "runtime/operators/test_cross_entropy_loss.py",
@@ -175,7 +176,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "policy/rule.py": ("policy/test_backtracking.py",),
     "training/loss_scale.py": ("training/test_host_copy.py",),
     "training/masters.py": ("training/test_tensor_mark.py",),
-    "plan/plan.py": ("plan/test_cause.py", "plan/test_proposed_list.py"),
+    "plan/plan.py": ("plan/test_cause.py", "plan/test_proposed_list.py", "report/test_dump.py", "report/test_explain.py"),
     "plan/edited_plan.py": ("plan/test_read_plan.py",),
     "capture/masks.py": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
     "numerics/find_overflow.py": ("numerics/test_overflow.py",),

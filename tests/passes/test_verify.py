@@ -13,7 +13,7 @@ from torch import fx, nn
 import autocastfx
 from autocastfx.errors import VerifyError
 from autocastfx.graph.node import Origin, origin, set_origin
-from autocastfx.passes import pipeline
+from autocastfx.passes import pipeline, verify
 from autocastfx.passes.state import State
 from autocastfx.plan.plan import Cause, Placement, Precision, Why
 from tests.helpers import TORCH, Function
@@ -48,6 +48,21 @@ def convert() -> autocastfx.AmpModule:
 
 def test_an_undamaged_graph_passes() -> None:
     assert len(convert().plan.casts) >= 4
+
+
+def test_only_what_reads_other_dtypes_than_captured_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = list[str]()
+
+    def run(node: fx.Node, graph: fx.Graph) -> Any:
+        ran.append(node.name)
+        return original(node, graph)
+
+    original = verify._run
+    monkeypatch.setattr(verify, "_run", run)
+    function = Function(lambda x: (x @ x.tanh()).softmax(-1).sqrt())
+    autocastfx.convert(function, (torch.rand(8, 8),), dtype=torch.bfloat16)
+    # softmax reads 16 bits and gives float32 as before: what sqrt reads is as captured
+    assert ran == ["tanh_bfloat16", "args_0_bfloat16", "matmul", "softmax"]
 
 
 @pytest.mark.parametrize("index", range(4))

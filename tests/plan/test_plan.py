@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,6 +109,17 @@ def test_what_a_plan_tells(plan: Plan) -> None:
     assert casts["x_bfloat16"] == PlannedCast("x_bfloat16", "x", "bfloat16", ("linear",), bytes=16 * 6)
     assert plan["softmax"].placement.as_stored == ("self",)  # it is asked for float32, and reads the product as it is
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_predicted_error_says_how_many_nodes_in_16_bits_it_leaves_out(plan: Plan) -> None:
+    def measured(*unmeasured: str) -> Plan:
+        nodes = (replace(n, error=None if n.name in unmeasured else 1e-3) for n in plan.nodes)
+        return replace(plan, nodes=tuple(nodes), error=1e-3)
+
+    assert (plan.low_unmeasured, plan.error_in_words) == (0, "")
+    assert (measured().low_unmeasured, measured().error_in_words) == (0, "1.0e-03")
+    assert measured("softmax").low_unmeasured == 0  # it is in float32
+    assert measured("linear", "softmax").error_in_words == "1.0e-03, without 1 nodes in bfloat16 that were not measured"
 
 
 def test_json_is_readable(plan: Plan) -> None:
