@@ -176,7 +176,12 @@ ALSO: dict[str, tuple[str, ...]] = {
     "policy/rule.py": ("policy/test_backtracking.py",),
     "training/loss_scale.py": ("training/test_host_copy.py",),
     "training/masters.py": ("training/test_tensor_mark.py",),
-    "plan/plan.py": ("plan/test_cause.py", "plan/test_proposed_list.py", "report/test_dump.py", "report/test_explain.py"),
+    "plan/plan.py": (
+        "plan/test_cause.py",
+        "plan/test_proposed_list.py",
+        "report/test_dump.py",
+        "report/test_explain.py",
+    ),
     "plan/edited_plan.py": ("plan/test_read_plan.py",),
     "capture/masks.py": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
     "numerics/find_overflow.py": ("numerics/test_overflow.py",),

@@ -17,6 +17,7 @@ from autocastfx.numerics.sensitivity import captured_of
 from autocastfx.passes.insert_casts import InsertCasts
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan
+from autocastfx.plan.sensitivity import Effect
 from autocastfx.policy.op_list import OpList
 
 
@@ -74,6 +75,14 @@ def test_decisions_predict_the_same_error() -> None:
     assert plan.error
     assert plan.casts
     assert decided == replace(plan, casts=(), copies=())
+
+
+@pytest.mark.parametrize(("name", "error"), [("linear", 1e-3), ("another", None)])
+@pytest.mark.filterwarnings("ignore:1 of 1 measured nodes match no node")
+def test_no_error_is_predicted_of_a_graph_of_which_nothing_was_measured(name: str, error: float | None) -> None:
+    measured = autocastfx.Sensitivity("gradient", "bfloat16", 1, 1, (Effect("eval", name, "linear", "", (1e-3,)),))
+    plans = both(nn.Linear(8, 8).eval(), {"input": torch.ones(2, 8)}, sensitivity=measured)
+    assert [plan.error for plan in plans] == [error, error]
 
 
 @pytest.fixture
