@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +12,8 @@ import autocastfx
 from autocastfx.errors import ManyVariantsWarning
 from autocastfx.runtime.variant_table import MANY
 from tests.helpers import heard
+
+pytestmark = pytest.mark.usefixtures("both_modes")
 
 
 class Unrolled(nn.Module):
