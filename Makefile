@@ -10,7 +10,10 @@ TORCH ?= 2.15.0
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
+# What is installed is installed once, before the steps that run side by side.
+ifndef AT_ONCE
 .NOTPARALLEL:
+endif
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -29,7 +32,7 @@ EXTRAS := dev,docs,demo,plot
 # $(call step,what it does) { commands; } prints what it does and then how long it took.
 step = @echo "==> $(1)"; TIMEFORMAT="    %1R s"; time
 
-.PHONY: help test test-all demo env lint types browser unit kernels integrations other-torch docs wheel format clean distclean
+.PHONY: help test test-all others demo env lint types browser unit kernels integrations other-torch docs wheel format clean distclean
 
 help:
 	@echo "make test    everything that continuous integration checks: lint, types, unit, kernels, integrations, docs, wheel"
@@ -39,6 +42,7 @@ help:
 	@echo "make lint    ruff: rules and formatting"
 	@echo "make types   basedpyright, strict, on autocastfx/"
 	@echo "make browser install Debian's chromium for the tests of the HTML page, as root where apt-get exists"
+	@echo "make others  integrations, kernels, types, docs and wheel, side by side"
 	@echo "make unit    pytest; options go in PYTEST_ARGS, for example PYTEST_ARGS='-k place -x'"
 	@echo "make kernels pytest on the Triton kernels by Triton's interpreter, which needs no GPU; Triton goes into .triton"
 	@echo "make integrations pytest with Accelerate, Lightning, PEFT and ONNX Runtime, which go into .integrations"
@@ -48,13 +52,17 @@ help:
 	@echo "make format  apply ruff's fixes and formatting"
 	@echo "make clean   remove what was built; distclean also removes .venv, .triton, .integrations and .torch-*"
 
-test: lint types unit kernels integrations docs wheel
+test: lint others unit
 	@echo "==> make $@: every step passed"
 
 # The later -m wins over the one of pyproject.toml.
-test-all: SLOW := -m 'slow or not slow' --hypothesis-profile=new
-test-all: lint types unit kernels integrations docs wheel
+test-all: export SLOW := -m 'slow or not slow' --hypothesis-profile=new
+test-all: lint others unit
 	@echo "==> make $@: every step passed"
+
+# As many at once as there are workers, in one process each; what a step prints stands together, when it ends.
+others: $(INSTALLED) $(TRITON) $(TRAINERS) $(WHEEL_VENV)
+	@$(MAKE) --no-print-directory --jobs=$(WORKERS) --output-sync=target WORKERS=0 AT_ONCE=1 integrations kernels types docs wheel
 
 env: $(INSTALLED)
 
