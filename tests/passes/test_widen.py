@@ -165,6 +165,9 @@ def test_a_size_is_read_without_a_cast() -> None:
     amp_model = converted(picked, rules={"deny": ["index", "log"]})
     assert "sym_size" in {node.op for node in amp_model.plan.nodes if node.placement.as_stored}
     assert [c.value for c in amp_model.plan.casts] == ["args_0", "log"]
+    everything = {"modules": [{"path": "re:.*", "category": "float32"}]}
+    whole = converted(picked, rules=everything)
+    assert {whole.plan[name].op for name in raised(whole)} == {"gt", "index", "log", "add"}
 
 
 def test_members_of_a_tuple_go_with_the_op_that_made_it() -> None:
@@ -222,6 +225,7 @@ def test_casts_of_the_model_stay_and_take_a_raised_value_unrounded() -> None:
     plan = amp_model.plan
     assert plan["to"].decision.source is Forced.USER_CAST
     assert plan["to"].placement.as_stored == ("self",)
+    assert plan["to_1"].placement.run is Precision.CAPTURED
     assert [(c.value, c.dtype) for c in plan.casts] == [("embedding", "float32")]
     table, norm = model.table(ids).float(), model.norm
 
@@ -475,6 +479,22 @@ def test_an_edited_plan_raises_and_takes_back() -> None:
     assert moved.plan["tanh"].placement.because == Cause(Why.EDITED)
     assert "nodes moved: 1 from low to float32" in str(autocastfx.diff(usual.plan, edited(tanh=Precision.FLOAT32).plan))
     assert nodes["exp"].placement.run is Precision.FLOAT32
+
+
+@pytest.mark.parametrize("name", ["matmul", "exp"])
+def test_an_edit_of_a_plan_moves_nothing_else(name: str) -> None:
+    """Float32 would flow through the first tanh, too, and no longer through the second."""
+
+    def flowing(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w).tanh().exp().tanh().log()
+
+    rules = {"deny": ["exp", "log"]}
+    usual = converted(flowing, rules=rules)
+    assert raised(usual) == {"exp", "tanh_1", "log"}
+    run = Precision.LOW if name in raised(usual) else Precision.FLOAT32
+    moved = replace(usual.plan[name], placement=replace(usual.plan[name].placement, run=run, store=run))
+    plan = replace(usual.plan, nodes=tuple(moved if n.name == name else n for n in usual.plan.nodes))
+    assert raised(converted(flowing, rules=rules, plan=plan)) == raised(usual) ^ {name}
 
 
 def test_a_plan_cannot_raise_what_cannot_be(only_16_bits: Any) -> None:
