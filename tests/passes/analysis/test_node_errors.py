@@ -19,6 +19,7 @@ from autocastfx.passes.analysis.node_errors import NodeEffectMap, equal_terms, p
 from autocastfx.passes.analysis.place_cheaply import bytes_moved, place_cheaply
 from autocastfx.passes.analysis.units import Ports, units_of
 from autocastfx.plan.plan import Cause, Placement, Precision, Recomposed, Why
+from autocastfx.plan.ranges import key_of
 from autocastfx.plan.sensitivity import OUTPUT, Effect, rms
 from autocastfx.policy.kernel_facts import load_kernel_facts
 from benchmarks.tune_models import MODELS
@@ -106,6 +107,15 @@ def chain() -> tuple[fx.Graph, list[fx.Node], NodeEffectMap]:
     return graph, nodes, NodeEffectMap(found)
 
 
+def test_what_comes_back_from_the_output_is_the_whole_graphs() -> None:
+    graph, (product, _), errors = chain()
+    whole = Effect("train", OUTPUT, OUTPUT, "", (), {}, {product.name: (1.0, 0.0)})
+    known = {key_of(product): errors.effects[product], (OUTPUT, OUTPUT, ""): whole}
+    assert NodeEffectMap.of(graph, known).effects == {product: known[key_of(product)], graph.output_node(): whole}
+    assert NodeEffectMap.of(graph, {}).effects == {}
+    assert NodeEffectMap.of(graph, known, "region/").effects == {}, "a sub-graph has another output"
+
+
 def placement(run: Precision) -> Placement:
     return Placement(run, run, Cause(Why.ALLOW))
 
@@ -123,6 +133,8 @@ def test_errors_of_a_placement_add_up_as_signatures() -> None:
 
 def test_a_node_that_stands_for_several_reads_as_they_do() -> None:
     graph, (product, activation), errors = chain()
+    beyond = replace(errors.effects[product], overflows=True)
+    errors = replace(errors, effects={**errors.effects, product: beyond})
     with graph.inserting_after(activation):
         made = graph.call_function(torch.ops.aten.gelu.default, (product.all_input_nodes[0],))
     stand_for(made, activation.name)
@@ -132,6 +144,7 @@ def test_a_node_that_stands_for_several_reads_as_they_do() -> None:
     after = errors.after(graph, [Recomposed("gelu", made.name, (product.name, activation.name))])
     (effect,) = after.effects.values()
     assert effect.computes == (1.0, 1.0)
+    assert effect.overflows
     assert effect.reads == {made.all_input_nodes[0].name: (0.0, 4.0)}
     assert activation.name in after.names(made)  # under which later reads know it
 
