@@ -14,7 +14,8 @@ from torch import nn
 import autocastfx
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import origin
+from autocastfx.graph.node import Origin, dtypes, origin, set_origin, set_value
+from autocastfx.passes.insert_casts import store_low
 from autocastfx.runtime.operators.casts import saturating_cast
 from tests.helpers import Function, examples, listing, relative_error, rewritten, text, unchecked
 
@@ -262,6 +263,34 @@ def test_a_view_of_a_mask_that_stays_float32_is_cast_as_the_mask_would_be(dtype:
     amp_model = autocastfx.convert(Function(scores), (x, mask), dtype=dtype)
     assert [(c.value, c.saturates) for c in amp_model.plan.casts if c.readers == ("baddbmm",)] == [("unsqueeze", True)]
     assert amp_model(x, mask)[0].equal(torch.full((1, 8, 8), 0.125)), "as large as all others, and not NaN"
+
+
+def test_of_several_results_each_is_cast_by_itself() -> None:
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        values, _ = (x @ x).topk(2)
+        return values.add_(x[:, :2].exp())
+
+    rules = ["default", autocastfx.OpList.of({"allow": ["topk"]})]
+    lines = rewritten(largest, torch.rand(8, 8), dtype=torch.bfloat16, op_list=rules)
+    assert "topk: bf16,torch.int64 = topk(matmul)" in lines
+    assert "getitem_float32: f32 = to(getitem)" in lines
+    assert "add_: f32 = add_(getitem_float32, exp)" in lines
+
+
+def test_a_weight_is_stored_low_where_all_its_names_are_read_so() -> None:
+    def stored(numbers: dict[str, int]) -> list[torch.dtype]:
+        graph = torch.fx.Graph()
+        first, second = graph.get_attr("first"), graph.get_attr("second")
+        low = graph.call_function(torch.ops.aten.to.dtype, (first, torch.bfloat16))
+        set_origin(low, Origin("rewrite", "reader", first.name))
+        graph.output((low, second))
+        for node in (first, second):
+            set_value(node, torch.empty(2))
+        store_low(graph, numbers, torch.bfloat16)
+        return [dtype for node in (first, second) for dtype in dtypes(node)]
+
+    assert stored({"first": 1, "second": 2}) == [torch.bfloat16, torch.float32]
+    assert stored({"first": 1, "second": 1}) == [torch.float32] * 2
 
 
 # -- dtypes that the model names --------------------------------------------------------------------------------------

@@ -117,6 +117,27 @@ def test_what_is_read_in_float32_too_stays_so_under_all_its_names() -> None:
     assert low.plan.traffic == cast.plan.traffic
 
 
+class Rotated(nn.Module):
+    """A product of a buffer and a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+        self.register_buffer("turn", torch.rand(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.turn @ self.weight
+
+
+def test_a_buffer_stays_as_it_is_and_is_cast() -> None:
+    x = torch.randn(2, 8)
+    low = autocastfx.convert(made(Rotated), (x,), dtype=LOW, weights="low")
+    assert (low.turn.dtype, low.weight.dtype) == (torch.float32, LOW)
+    assert [c.value for c in low.plan.casts] == ["x", "turn", "matmul_1"]
+    turn = low.turn.to(LOW)
+    assert torch.equal(low(x), (x.to(LOW) @ turn @ low.weight).float())
+
+
 def nbytes(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters())
 

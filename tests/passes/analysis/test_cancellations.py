@@ -111,6 +111,13 @@ def test_other_sums_of_a_value_keep_their_precision(name: str) -> None:
     assert low(lambda _, y: SUMS[name](y)) > {"conv2d", "sub"}
 
 
+def test_what_is_added_to_a_difference_keeps_its_precision() -> None:
+    def added(m: Measured, y: Tensor) -> Tensor:
+        return CANCELLING["second differences"](m, y) + y.tanh() @ y[..., 2:]
+
+    assert low(added) == {"conv2d", "tanh", "matmul"}
+
+
 def test_the_reason_tells_what_cancels() -> None:
     plan = autocastfx.convert(Measured(CANCELLING["a variance"]), (X,), dtype="bfloat16").plan
     assert plan["sub"].decision.reason.startswith("a difference of an average of products")
