@@ -36,7 +36,12 @@ _OTHERS = "test_conversion.py"
 _VARIANTS = ("runtime/test_module_protocol.py", "capture/test_python_state.py", _OTHERS)
 
 ALSO: dict[str, tuple[str, ...]] = {
-    "passes/classify.py": ("graph/test_product.py", "passes/analysis/test_masks.py", "policy/test_match.py"),
+    "passes/classify.py": (
+        "graph/test_product.py",
+        "passes/analysis/test_masks.py",
+        "policy/test_match.py",
+        "passes/analysis/test_whole_numbers.py",
+    ),
     "passes/insert_casts.py": (
         "passes/analysis/test_cross_entropy.py",
         "invariants/test_casts.py",
@@ -56,6 +61,8 @@ ALSO: dict[str, tuple[str, ...]] = {
         "capture/test_export.py",
         *_VARIANTS,
         *("plan/test_plan.py", "report/test_dump.py", *_AUTOCAST[:1], *_LOW_WEIGHTS),
+        "plan/test_cause.py",
+        "graph/test_product.py",
     ),
     "passes/casts.py": ("invariants/test_casts.py", *_PLACING, "invariants/test_tying.py", *_AUTOCAST),
     "passes/place.py": (
@@ -64,6 +71,7 @@ ALSO: dict[str, tuple[str, ...]] = {
         *_LOW_WEIGHTS,
         "passes/analysis/test_place_cheaply.py",
         "passes/analysis/test_place_simply.py",
+        "numerics/test_tune.py",
     ),
     "passes/recompose.py": (
         "passes/patterns/test_patterns.py",
@@ -108,6 +116,7 @@ ALSO: dict[str, tuple[str, ...]] = {
         "test_calibration.py",
         "passes/analysis/test_masks.py",
     ),
+    "passes/analysis/widening.py": ("passes/test_widen.py",),
     "passes/analysis/min_cut.py": ("passes/analysis/test_place_cheaply.py",),
     "passes/state.py": ("passes/test_recompose.py", "passes/test_replace_attention.py", "test_calibration.py", _OTHERS),
     "passes/patterns/patterns.py": (
