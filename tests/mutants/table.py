@@ -116,7 +116,6 @@ ALSO: dict[str, tuple[str, ...]] = {
         "test_calibration.py",
         "passes/analysis/test_masks.py",
     ),
-    "passes/analysis/widening.py": ("passes/test_widen.py",),
     "passes/analysis/min_cut.py": ("passes/analysis/test_place_cheaply.py",),
     "passes/state.py": ("passes/test_recompose.py", "passes/test_replace_attention.py", "test_calibration.py", _OTHERS),
     "passes/patterns/patterns.py": (
