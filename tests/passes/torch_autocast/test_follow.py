@@ -175,6 +175,19 @@ def test_a_cast_that_follows_a_dtype_follows_it(rules: autocastfx.OpList, x: tor
     assert [o.dtype for o in model(x)] == [LOW, LOW, LOW, torch.float32]
 
 
+def test_the_device_is_that_of_the_weights_where_the_inputs_are_numbers(rules: autocastfx.OpList) -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 4, device="meta"))
+
+        def forward(self, factor: torch.Tensor) -> torch.Tensor:
+            return self.weight @ self.weight * factor
+
+    plan = autocastfx.convert(Held(), torch.tensor(2.0), op_list=rules, dtype=LOW).plan
+    assert [cast.value for cast in plan.casts] == ["weight", "mul"]
+
+
 # -- no change --------------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +232,11 @@ def test_a_python_call_takes_captured_dtypes(rules: autocastfx.OpList, x: torch.
             return grads[0] * 2
 
     model = autocastfx.convert(Function(lambda x: Twice.apply(x @ x)), x, op_list=rules, dtype="float16")
-    assert [cast.dtype for cast in model.plan.casts] == ["float16", "float16", "float32"]
+    assert [(cast.value, cast.dtype) for cast in model.plan.casts] == [
+        ("args_0", "float16"),
+        ("args_0", "float16"),
+        ("matmul", "float32"),  # for the call, whose result is float32 then
+    ]
     assert torch.equal(model(x), (x.half() @ x.half()).float() * 2)
 
 
