@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.fx.experimental import _config as fx_config
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autocastfx.capture.masks import Affine, Chosen, Known, known_values
 from autocastfx.graph.node import tensors
@@ -153,6 +155,19 @@ def test_what_is_known_is_what_is_computed(name: str) -> None:
             found = values.held[node]
             if node.name != "zeros" or name != "written":
                 assert torch.equal(elements(one, found, bound).to(found.dtype), found), node
+
+
+@pytest.mark.parametrize("rows", [(), (3,), (2, 3)])
+def test_steps_are_known_if_what_stands_before_each_row_is_a_step_away(rows: tuple[int, ...]) -> None:
+    def steps(x: Tensor, slope: int) -> Tensor:
+        number = torch.arange(x.shape[-1]).expand(x.shape)
+        before = torch.full((*rows, 1), -1)
+        return torch.diff(number, prepend=before + slope * torch.arange(rows[-1])[:, None] if slope else before)
+
+    for slope in (0, 1) if rows else (0,):
+        graph = make_fx(partial(steps, slope=slope), tracing_mode="fake", pre_dispatch=True)(torch.rand(*rows, 6)).graph
+        (result,) = graph.output_node().all_input_nodes
+        assert known_values(graph, set()).get(result) == (Affine(1, (0,) * (len(rows) + 1)) if slope == 0 else None)
 
 
 def test_what_is_written_to_is_not_known() -> None:

@@ -159,7 +159,7 @@ SHAPES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], Product]] 
     "kron": (torch.kron, (ones(2, 2), ones(3, 3)), Product(1)),
     "named dimensions": (lambda a, b: torch.tensordot(a, b, dims=2), (ones(2, 3, 5), ones(3, 5, 4)), Product(15)),
     "matrices": (torch.matmul, (ones(3, 7), ones(7, 5)), Product(7)),
-    "a matrix and a vector": (torch.matmul, (ones(3, 7), ones(7)), Product(7)),
+    "matrices of a batch and a vector": (torch.matmul, (ones(2, 3, 7), ones(7)), Product(7)),
     "one row and one column": (lambda a, b: a[:, :1].mT @ b[:, :1], (ones(7, 7), ones(7, 7)), Product(7, is_sum=True)),
     "one row and one column, in a batch": (
         lambda a, b: a[:, None] @ b[..., None],
