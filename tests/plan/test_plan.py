@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from dataclasses import replace
 
 import pytest
@@ -27,6 +28,7 @@ from autocastfx.plan.plan import (
     Recomposed,
     Traffic,
     Why,
+    select,
 )
 from autocastfx.policy.rule import Category
 
@@ -155,6 +157,29 @@ def test_plans_from_before_they_had_a_version_are_read_and_later_ones_refused(pl
 def test_unknown_node(plan: Plan) -> None:
     with pytest.raises(KeyError, match="the plan has no node 'linaer'"):
         plan["linaer"]
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("special_i0_1", ["special_i0_1"]),
+        ("special_i0", ["special_i0", "special_i0_1"]),
+        ("layer", ["linear"]),
+        ("l*r", ["linear"]),
+        ("layer.linear", ["linear"]),
+    ],
+)
+def test_nodes_are_selected_by_node_op_module_or_op_in_a_module(plan: Plan, what: str, names: list[str]) -> None:
+    assert [node.name for node in select(plan, what)] == names
+
+
+@pytest.mark.parametrize("known", ["scores", "softmax", "layer", "layer.linear"])
+def test_where_nothing_is_selected_the_nearest_name_is_said(plan: Plan, known: str) -> None:
+    nodes = tuple(replace(node, name="scores") if node.op == "softmax" else node for node in plan.nodes)
+    wrong = known[:-2] + known[-1]
+    said = f"no node, op or module of the plan is called {wrong!r} (did you mean {known!r}?)"
+    with pytest.raises(KeyError, match=re.escape(said)):
+        select(replace(plan, nodes=nodes), wrong)
 
 
 GOOD = {"low": "float16", "device": "cpu", "op_list": "x", "nodes": [], "casts": [], "traffic": {}}
