@@ -7,13 +7,16 @@ import gc
 import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -267,6 +270,31 @@ def test_sparse_gradients_are_unscaled_and_checked() -> None:
     assert optimizer is not None
     assert optimizer.last_step.skipped
     assert optimizer.last_step.culprits == ("group 0, parameter 0 of shape (5, 2)",)
+
+
+def test_sparse_gradients_are_clipped_by_the_norm_of_what_they_add_up_to() -> None:
+    norms: list[float] = []
+    for sparse in (False, True):
+        embedding = nn.Embedding(5, 2, sparse=sparse)
+        optimizer = LossScalingOptimizer(SGD(embedding.parameters(), 1.0))
+        optimizer.backward(embedding(torch.tensor([1, 3, 1])).sum())
+        norms.append(optimizer.clip_grad_norm_(0.5).item())
+        assert embedding.weight.grad is not None
+        grad = embedding.weight.grad.to_dense()
+        assert grad[:, 0].tolist() == pytest.approx([0, 1 / math.sqrt(10), 0, 0.5 / math.sqrt(10), 0], rel=1e-5)
+    assert norms == [pytest.approx(math.sqrt(10))] * 2
+
+
+def test_the_largest_element_of_no_elements_is_zero(tmp_path: Path) -> None:
+    """As a process has it that holds no part of a small gradient."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        weight = nn.Parameter(distribute_tensor(torch.ones(0, 2), dist.device_mesh.init_device_mesh("cpu", (1,))))
+        optimizer = LossScalingOptimizer(SGD([weight], 1.0))
+        optimizer.backward(weight.sum().to_local())
+        assert optimizer.clip_grad_norm_(0.5, math.inf).item() == 0
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_parameter_without_a_gradient_may_stand_beside_a_sparse_one() -> None:
