@@ -84,6 +84,8 @@ def test_pickling_keeps_all_variants_and_needs_no_original(amp_model: autocastfx
     assert list(twin.state_dict()) == list(amp_model.state_dict())
     with pytest.raises(VariantError, match=r"no variant was captured for the call \(x=float32\[3d\]\), only for"):
         twin(x[None])
+    for mode in (True, False):
+        assert twin.train(mode).training is twin.first.training is mode
 
 
 def test_torch_save_and_load(amp_model: autocastfx.AmpModule, x: torch.Tensor) -> None:

@@ -34,11 +34,14 @@ def test_each_further_capture_is_logged_and_too_many_are_warned_of_once() -> Non
     torch.manual_seed(0)
     model = Unrolled().eval()
     amp_model = autocastfx.convert(model, torch.randn(1, 8), dtype=torch.bfloat16)
+    counts: list[int] = []
     with heard() as lines, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for length in range(1, MANY + 3):
             x = torch.randn(length, 8)
             assert (amp_model(x) - model(x)).abs().max() < 0.1
+            counts.append(sum(one.category is ManyVariantsWarning for one in told))
+    assert counts == [0] * MANY + [1, 1]
     lines = [line for line in lines if "variant" in line]
     assert len(lines) == MANY + 1
     reason = "x.shape[0] is 2, and the graph takes 1 ("

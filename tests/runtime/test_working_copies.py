@@ -428,6 +428,33 @@ def test_a_call_on_another_stream_has_an_autograd_node_of_its_own(stale: str, mo
     assert first
 
 
+def test_a_graph_that_is_captured_casts_though_all_copies_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams and the capture are played here: a captured stream must not wait for what came before the capture."""
+    log: list[Any] = []
+    now, captures = [Stream(log), Stream(log)], [False]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now[0])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append(("keeps", tensor, stream)))
+    monkeypatch.setattr(working_copies, "is_capturing", lambda tensors: bool(list(tensors)) and captures[0])
+    model = nn.Linear(4, 4)
+    parameters = list(model.parameters())
+    copies = WorkingCopies(model)
+
+    def read() -> list[Tensor]:
+        return working_copies.working_copies(copies.fresh(), parameters, LOW)
+
+    read()
+    for held in copies.held.values():
+        held.filled = Filled(held.tensor.device)
+    now.reverse()
+    captures[0] = True
+    assert not {tensor.data_ptr() for tensor in read()} & {held.tensor.data_ptr() for held in copies.held.values()}
+    assert log == []
+    captures[0] = False
+    for parameter in parameters:
+        parameter.data.mul_(2)  # unseen, as a replay does it
+    assert all(torch.equal(low, parameter.to(LOW)) for low, parameter in zip(read(), parameters, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("error:The AccumulateGrad node's stream does not match")
 def test_on_a_gpu_calls_may_come_on_several_streams() -> None:
@@ -669,6 +696,21 @@ def test_gradients_that_are_cast_by_one_kernel_are_the_same(
     assert [grad is None for grad in found[0]] == [False, False, True]
     for one, other in zip(*found, strict=True):
         assert one is None or (torch.equal(one, other) and one.dtype == other.dtype == torch.float32)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_backward_gives_is_float32_before_autograd_looks_at_it(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine casts once more what comes in another dtype than the parameter's: a kernel for each gradient."""
+    monkeypatch.setattr("autocastfx.runtime.working_copies.casts_together", lambda _: together)
+    model = nn.Linear(4, 4)
+    read = working_copies.working_copies(WorkingCopies(model).fresh(), list(model.parameters()), LOW)
+    node: Any = read[0].grad_fn
+    with torch.no_grad():
+        _, *grads = node.apply(*map(torch.ones_like, read))
+    assert [grad.dtype for grad in grads] == [torch.float32, torch.float32]
+    assert all(grad.eq(1).all() for grad in grads)
 
 
 class Nothing(torch.autograd.Function):
