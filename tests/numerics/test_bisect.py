@@ -352,6 +352,22 @@ def test_never_are_more_evaluations_to_come_than_reported(fault: int) -> None:
     assert all(after < before for before, after in itertools.pairwise(search))
 
 
+def test_fewer_evaluations_are_to_come_after_each_though_the_place_stands_last() -> None:
+    lists = ["default", OpList.of({"allow": ["tanh", "sin", "mul", "add"]}, name="mine")]
+    model = nn.Sequential(Small(False), Small(False))
+    first = autocastfx.convert(model, (X,), op_list=lists, dtype="float16")
+    places = places_of(first.plan)
+    last = search_order(first, places, ((X,), {}))[-1]
+    seen: list[int] = []
+
+    def metric(amp_model: AmpModule) -> float:
+        return float(last in places_of(amp_model.plan))
+
+    found = bisect(model, (X,), metric, 0.5, op_list=lists, report=lambda _, left: seen.append(left), dtype="float16")
+    assert found.places == (last,)
+    assert seen == [1, 0, *range(math.ceil(math.log2(len(places))), 0, -1), 0]
+
+
 def test_what_float32_does_not_mend_is_an_error() -> None:
     model = planted()
     with pytest.raises(BisectError, match=r"with all \d+ places in float32 the metric is .* tolerance of -1"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from autocastfx.numerics.paired_run import Backward, edge_of
+from autocastfx.numerics.paired_run import Backward, Tape, edge_of
 
 
 @torch.library.custom_op("tape::scaled", mutates_args=())
@@ -86,6 +87,18 @@ def test_gradients_are_those_of_torch_wherever_it_halts(function: Callable[[Tens
         backward.forget(edge_of(leaf))
     assert backward.pending == 0
     assert x.grad is None
+
+
+def test_a_tape_has_the_values_that_a_node_made_and_that_have_gradients() -> None:
+    graph, tape, x = fx.Graph(), Tape(), torch.ones(2, requires_grad=True)
+    several, passed_on, no_float = (graph.call_function(operator.getitem) for _ in range(3))
+    tape.start(several)
+    y = x * 3
+    tape.end(several, (y, y.detach(), y > 0))
+    for node, value in ((passed_on, y), (no_float, y > 0)):
+        tape.start(node)
+        tape.end(node, value)
+    assert tape.made == {several: [edge_of(y), None]}
 
 
 def test_halfway_the_gradient_of_a_value_is_complete() -> None:

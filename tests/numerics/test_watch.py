@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import linecache
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from autocastfx import (
 )
 from autocastfx.errors import LossScaleError, SkippedStepWarning
 from autocastfx.numerics import watch as watch_module
-from autocastfx.numerics.watch import SkippedStep, Watch, WatchedNode
+from autocastfx.numerics.watch import SkippedStep, Watch, WatchedNode, report
 
 LISTED = OpList.of({"allow": ["exp"]}, name="mine")
 STEPS, PLANTED = 9, 6  # no step that a watch with every=4 observes
@@ -89,6 +90,7 @@ def test_a_skipped_step_names_the_node_and_the_rule_that_mends_it(loop: Loop) ->
         loop(model, seen, batches())
     assert len(warned) == 1
     assert warned[0].filename == __file__
+    assert linecache.getline(__file__, warned[0].lineno).strip().startswith("seen.step("), "the line of the loop"
     (skipped,) = seen.skipped
     assert (skipped.step, skipped.found and skipped.found.name) == (PLANTED, "exp")
     assert row(seen, "exp").first_overflow == PLANTED
@@ -100,6 +102,18 @@ def test_a_skipped_step_names_the_node_and_the_rule_that_mends_it(loop: Loop) ->
     with watch(mended, every=4) as again:
         loop(mended, again, batches())
     assert again.skipped == ()
+
+
+def test_what_did_not_happen_is_a_dash() -> None:
+    nodes = [
+        WatchedNode("exp", "exp", "", "float16", 1234, 5, 0, 0.5, 2),
+        WatchedNode("x_float16", "cast", "first", "float16", 64, 0, 7, 1e5, None),
+    ]
+    _, _, *rows = report(nodes, [], steps=3, observed=2, every=2, most=20).splitlines()
+    assert [row.split() for row in rows] == [
+        ["exp", "exp", "(root)", "float16", "1,234", "5", "-", "0.5", "step", "2"],
+        ["x_float16", "cast", "first", "float16", "64", "-", "7", "1e+05", "-"],
+    ]
 
 
 def converted_with(fix: OpList) -> AmpModule:
