@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from dataclasses import replace
@@ -15,13 +16,17 @@ import autocastfx
 from autocastfx import OpList
 from autocastfx.errors import SensitivityError
 from autocastfx.numerics.plan_search import Found, Limit, PlanSearch, Point, _next, _point
+from autocastfx.plan.plan import Plan
 from tests.numerics.searches import search_of
 
-PLAN = autocastfx.convert(nn.Linear(4, 4), torch.randn(2, 4), dtype="bfloat16").plan
+
+@functools.cache
+def plan_of_one() -> Plan:
+    return autocastfx.convert(nn.Linear(4, 4), torch.randn(2, 4), dtype="bfloat16").plan
 
 
 def found(moved: int, predicted: float, measured: float | None = None) -> Found:
-    plan = replace(PLAN, traffic=replace(PLAN.traffic, moved=moved), error=predicted)
+    plan = replace(plan_of_one(), traffic=replace(plan_of_one().traffic, moved=moved), error=predicted)
     return Found(Point("cut", moved, predicted, measured), plan)
 
 

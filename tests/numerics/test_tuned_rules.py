@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -35,13 +36,18 @@ class Model(nn.Module):
         return x.exp()
 
 
-BASE = autocastfx.convert(Model(), torch.randn(4, 8), dtype="bfloat16", fold="none")
-EFFECTS = tuple(Effect("eval", n.name, n.op, n.module, (1e-3,)) for n in BASE.plan.nodes)
-SENSITIVITY = Sensitivity("gradient", "bfloat16", 1, 1, EFFECTS)
+@functools.cache
+def base() -> autocastfx.AmpModule:
+    return autocastfx.convert(Model(), torch.randn(4, 8), dtype="bfloat16", fold="none")
+
+
+def measured() -> Sensitivity:
+    effects = tuple(Effect("eval", n.name, n.op, n.module, (1e-3,)) for n in base().plan.nodes)
+    return Sensitivity("gradient", "bfloat16", 1, 1, effects)
 
 
 def converted(rules: OpList) -> Plan:
-    again = convert_again(BASE, rules)
+    again = convert_again(base(), rules)
     assert again is not None
     return again.plan
 
@@ -53,22 +59,24 @@ def wanted(low: set[str], float32: set[str]) -> Plan:
         run = Precision.LOW if name in low else Precision.FLOAT32 if name in float32 else was.run
         return replace(was, run=run, store=run)
 
-    return replace(BASE.plan, nodes=tuple(replace(n, placement=placed(n.name, n.placement)) for n in BASE.plan.nodes))
+    return replace(
+        base().plan, nodes=tuple(replace(n, placement=placed(n.name, n.placement)) for n in base().plan.nodes)
+    )
 
 
 def nodes(op: str, module: str = "") -> list[str]:
-    return [n.name for n in BASE.plan.nodes if n.op == op and n.module.startswith(module)]
+    return [n.name for n in base().plan.nodes if n.op == op and n.module.startswith(module)]
 
 
 def test_layers_that_agree_share_a_rule() -> None:
-    rules, plan = rules_for(wanted(set(nodes("layer_norm")), set()), BASE.plan, converted, SENSITIVITY)
+    rules, plan = rules_for(wanted(set(nodes("layer_norm")), set()), base().plan, converted, measured())
     assert [(r.path, r.wanted, r.ops) for r in rules.modules] == [("layers.*.norm", "low", ("layer_norm",))]
     assert all(plan[name].placement.run is Precision.LOW for name in nodes("layer_norm"))
 
 
 def test_a_layer_that_differs_has_its_own() -> None:
     (one,) = nodes("linear", "layers.1")
-    rules, plan = rules_for(wanted(set(), {one}), BASE.plan, converted, SENSITIVITY)
+    rules, plan = rules_for(wanted(set(), {one}), base().plan, converted, measured())
     assert [(r.path, r.wanted) for r in rules.modules if "linear" in r.ops] == [("layers.1.linear", "float32")]
     runs = {n.name: n.placement.run for n in plan.nodes if n.op == "linear"}
     assert runs == {name: Precision.FLOAT32 if name == one else Precision.LOW for name in nodes("linear")}
@@ -77,12 +85,12 @@ def test_a_layer_that_differs_has_its_own() -> None:
 
 
 def test_the_root_has_rules_too() -> None:
-    rules, plan = rules_for(wanted({"exp"}, set()), BASE.plan, converted, SENSITIVITY)
+    rules, plan = rules_for(wanted({"exp"}, set()), base().plan, converted, measured())
     assert [(r.path, r.wanted, r.ops) for r in rules.modules] == [("re:^$", "low", ("exp",))]
     assert plan["exp"].placement.run is Precision.LOW
 
 
 def test_a_plan_that_is_there_needs_no_rules() -> None:
-    rules, plan = rules_for(BASE.plan, BASE.plan, converted, SENSITIVITY)
+    rules, plan = rules_for(base().plan, base().plan, converted, measured())
     assert not rules.modules
-    assert plan.nodes == BASE.plan.nodes
+    assert plan.nodes == base().plan.nodes
