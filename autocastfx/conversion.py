@@ -141,7 +141,8 @@ def convert(
         SensitivityError: the sensitivity cannot be read, or was measured for another dtype.
         BannedOpError: the list bans an op of the model.
         PlanError: the plan cannot be read, or asks for what cannot be; with file, line and column.
-        UnsupportedError: the model is enabled, a reserved argument was given, a parameter is a DTensor,
+        UnsupportedError: the model is enabled or holds torchao's float8 layers, the list asks for float8 and the device
+            has no such products (or the model is 16-bit), a reserved argument was given, a parameter is a DTensor,
             ``weights="low"`` or ``check=True`` was given without example inputs, or ``sensitivity`` with a list that
             follows torch.autocast's dispatch; or the model is 16-bit, and was given another ``dtype``, ``weights``,
             ``fold="kernel"``, ``calibrate``, ``sensitivity``, or names to ``recompose``.
@@ -274,7 +275,7 @@ def refuse_unpredicted(converter: Converter) -> None:
     """Refuse to measure or to predict errors of conversions for which a sensitivity says nothing.
 
     Raises:
-        UnsupportedError: the model is 16-bit already, or the list follows torch.autocast's dispatch.
+        UnsupportedError: the model is 16-bit already, the list follows torch.autocast's dispatch, or asks for float8.
     """
     if converter.is_low_model:
         raise UnsupportedError(
@@ -285,6 +286,11 @@ def refuse_unpredicted(converter: Converter) -> None:
         raise UnsupportedError(
             f"the op list {converter.op_list.name} follows torch.autocast's dispatch, op by op inside of what a "
             "sensitivity measures whole: give another op_list. tune takes the name of such a list as its budget."
+        )
+    if any(rule.products != () for rule in converter.op_list.float8):
+        raise UnsupportedError(
+            f"the op list {converter.op_list.name} asks for float8, and a sensitivity measures 16 bits alone: what it "
+            "predicts would be too small. Give a list without float8."
         )
 
 
@@ -310,6 +316,7 @@ def _as_module(model: object) -> nn.Module:
             f"convert takes an nn.Module, a GraphModule or an ExportedProgram, not {type(model).__name__}"
         )
     _check_parameters(module)
+    _refuse_swapped(module)
     return module
 
 
@@ -463,6 +470,20 @@ def _refuse_enabled(model: nn.Module) -> None:
                 "converted already. Call autocastfx.disable first, with the model that was enabled, or convert a "
                 "copy.deepcopy of it."
             )
+
+
+def _refuse_swapped(model: nn.Module) -> None:
+    """Refuse a model whose linear layers torchao has swapped: their own products are float8, and no graph shows them.
+
+    Raises:
+        UnsupportedError: it is such a model.
+    """
+    swapped = [name or "(root)" for name, m in model.named_modules() if type(m).__module__.startswith("torchao.float8.")]
+    if swapped:
+        raise UnsupportedError(
+            f"{len(swapped)} modules of {type(model).__name__} are torchao's Float8Linear, the first being "
+            f"{swapped[0]!r}: convert the model before torchao swaps its layers, with op_list='float8' for float8."
+        )
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -39,7 +39,7 @@ from autocastfx.passes.pipeline import Converter
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.op_list import MatchedRules, OpList, OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph
-from autocastfx.report.conversion_warnings import match_graph, warn_of_other_parameters
+from autocastfx.report.conversion_warnings import match_graph, warn_of_other_parameters, without_float8
 from autocastfx.runtime.amp_module import AmpModule
 
 # Have a graph of Dynamo's captured again once a module in it gets its first hook, which torch does not see to.
@@ -295,7 +295,8 @@ class CompileBackend:
     @property
     def unmatched(self) -> tuple[str, ...]:
         """A sentence on each of the op list's own rules that matches no node of the graphs so far."""
-        return self._matched.unmatched() if any(graph.plan is not None for graph in self.graphs) else ()
+        plans = [graph.plan for graph in self.graphs if graph.plan is not None]
+        return (*self._matched.unmatched(), *without_float8(self._matched.op_list, plans)) if plans else ()
 
     def tell_unmatched(self, model: nn.Module) -> None:
         """Warn of rules that match no node, once: when each compiled model has been called in training.

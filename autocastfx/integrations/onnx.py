@@ -171,6 +171,8 @@ def export(
         raise UnsupportedError("the model is in training mode: call amp_model.eval() before you export it.")
     if "f" in options:
         raise TypeError("export() takes path=..., not f=...")
+    if any(variant.plan.quantized for variant in amp_model.variants):
+        raise UnsupportedError("ONNX has no operator for the model's float8 products: convert it without float8.")
     try:
         for package in ("onnx", "onnxscript"):
             importlib.import_module(package)

@@ -20,6 +20,7 @@ from autocastfx.passes.analysis.exact_numbers import HeldValues, cast_once
 from autocastfx.passes.analysis.node_errors import NodeEffectMap
 from autocastfx.passes.analysis.place_cheaply import CAST
 from autocastfx.passes.classify import Classify
+from autocastfx.passes.float8 import UseFloat8, check_float8
 from autocastfx.passes.insert_casts import DropLossCasts, InsertCasts, MakeConditional, StoreWeights
 from autocastfx.passes.place import Placer
 from autocastfx.passes.recompose import MergeRepeated, Recompose, RecomputeAttention, WriteOutAttention
@@ -28,17 +29,28 @@ from autocastfx.passes.torch_autocast.expand import expand
 from autocastfx.passes.torch_autocast.insert_casts import Follow, InsertFollowedCasts, dispatch_of
 from autocastfx.passes.verify import Verify
 from autocastfx.passes.widen import InsertWidenings, WidenNodes
-from autocastfx.plan.plan import Plan, PlannedCast, PlannedCopy, PlannedNode, Precision, Recomposed, Traffic
+from autocastfx.plan.plan import (
+    Plan,
+    PlannedCast,
+    PlannedCopy,
+    PlannedNode,
+    PlannedQuantized,
+    Precision,
+    Recomposed,
+    Traffic,
+)
 from autocastfx.plan.ranges import Key, key_of, mode_of
 from autocastfx.plan.sensitivity import Effect, Signature, rms
+from autocastfx.policy.float8 import Layout
 from autocastfx.runtime.operators.casts import cast_if, saturating_cast
+from autocastfx.runtime.operators.float8 import quantize
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.working_copies import working_copy
 
 PIPELINE: tuple[type[Pass], ...] = (
     *(Recompose, WriteOutAttention, RecomputeAttention, MergeRepeated, DropLossCasts),
     *(Classify, Placer),
-    *(InsertCasts, StoreWeights, MakeConditional, Verify),
+    *(InsertCasts, UseFloat8, StoreWeights, MakeConditional, Verify),
 )
 # For a list with ``placement: follow``, on a graph whose composites are expanded: torch.autocast recomposes nothing.
 FOLLOW_PIPELINE: tuple[type[Pass], ...] = (
@@ -63,6 +75,7 @@ class Converter(Settings):
 
         Raises:
             BannedOpError: the list bans an op.
+            OpListError, UnsupportedError: the list's float8 rules cannot be followed.
             PlanError: the plan given asks for what cannot be.
             VerifyError: the rewritten graph is not what was planned.
         """
@@ -118,7 +131,9 @@ class Converter(Settings):
             BannedOpError, PlanError, VerifyError: as for a call of the converter.
         """
         draft = guesses is not None
-        settings = replace(self, device=device.type, op_list=self.op_list.lenient() if draft else self.op_list)
+        lists = self.op_list.lenient() if draft else self.op_list
+        settings = replace(self, device=device.type, op_list=lists, mode=mode)
+        check_float8(settings, device)
         known = self.ranges.magnitudes(mode) if self.ranges is not None else {}
         effects = self.prices.sensitivity.effects_in(mode) if self.prices is not None else {}
         made = _converted(settings, graph, attributes, tensors, _Measured(known, effects), guesses, rewrites=rewrites)
@@ -129,6 +144,7 @@ class Converter(Settings):
             recomposed=tuple(made.recomposed),
             copies=tuple(_planned_copies(made.graph)),
             error=self.prices.sensitivity.error(made.effects) if self.prices is not None and made.is_measured else None,
+            quantized=tuple(made.quantized),
         )
         return ConvertedGraph(made.graph, made.attributes, plan)
 
@@ -159,6 +175,7 @@ class _Converted:
     nodes: list[PlannedNode] = field(default_factory=list[PlannedNode])
     casts: list[PlannedCast] = field(default_factory=list[PlannedCast])
     recomposed: list[Recomposed] = field(default_factory=list[Recomposed])
+    quantized: list[PlannedQuantized] = field(default_factory=list[PlannedQuantized])
     traffic: Traffic = field(default_factory=Traffic)
     effects: list[Signature] = field(default_factory=list[Signature])
     is_measured: bool = False
@@ -168,6 +185,7 @@ class _Converted:
         self.nodes += inside.nodes
         self.casts += inside.casts
         self.recomposed += inside.recomposed
+        self.quantized += inside.quantized
         self.traffic += inside.traffic
         self.effects += inside.effects
         self.is_measured |= inside.is_measured
@@ -227,6 +245,7 @@ def _converted(
     made.is_measured |= bool(state.errors.effects)
     made.nodes += [_planned_node(node, state, settings.dtype, prefix, effects.get(node, ())) for node in computing]
     made.casts += _planned_casts(graph, prefix)
+    made.quantized += _planned_quantized(graph, prefix)
     made.recomposed += [_prefixed(one, prefix) for one in state.recomposed]
     made.traffic += state.traffic
     return made
@@ -262,7 +281,22 @@ def _planned_node(
         dtype=_dtype_names(after) + guessed,
         error=rms(effect) if effect else None,
         effect=effect,
+        float8=state.float8.get(node),
     )
+
+
+def _planned_quantized(graph: fx.Graph, prefix: str) -> list[PlannedQuantized]:
+    """The float8 values in a rewritten graph."""
+    return [
+        PlannedQuantized(
+            name=prefix + node.name,
+            value=prefix + mark.value,
+            layout=Layout(mark.rule),
+            readers=tuple(prefix + reader.name for reader in node.users),
+        )
+        for node in graph.nodes
+        if node.target is quantize and (mark := origin(node)) is not None
+    ]
 
 
 def _planned_casts(graph: fx.Graph, prefix: str) -> list[PlannedCast]:

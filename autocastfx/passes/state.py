@@ -22,7 +22,7 @@ from autocastfx.passes.casts import PlannedDtypes
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.torch_autocast.dispatch import Followed
 from autocastfx.plan.edited_plan import EditedPlan
-from autocastfx.plan.plan import Decision, Placement, Precision, Prices, Recomposed, Traffic
+from autocastfx.plan.plan import Decision, Placement, PlannedFloat8, Precision, Prices, Recomposed, Traffic
 from autocastfx.plan.ranges import Ranges
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import Matcher, OpList
@@ -45,6 +45,7 @@ class Settings:
     weights: str = "cast"
     prices: Prices | None = None
     device: str = "cpu"
+    mode: str = "train"  # of the graph; in "eval" nothing is prepared for a backward pass that seldom comes
     is_low_model: bool = False  # the model's parameters are ``low`` already: what the list denies is raised to float32
 
     @property
@@ -108,6 +109,7 @@ class State:
         cached: parameters that torch.autocast casts once, each with a number that tied ones share.
         parameter_ids: all parameters, likewise.
         followed: how torch.autocast runs the graph, where that is the plan.
+        float8: what of the matrix products runs in float8, if the list has rules on that.
         raised: the dtypes of each node's values after the conversion of a 16-bit model; None for other models.
         planned: gives what a state's placements mean in dtypes, once casts are put in.
         prefix: of the names of its nodes in the plan.
@@ -129,6 +131,7 @@ class State:
     cached: Mapping[str, int] = field(default_factory=dict)
     parameter_ids: Mapping[str, int] = field(default_factory=dict)
     followed: Followed | None = None
+    float8: Mapping[fx.Node, PlannedFloat8] = field(default_factory=dict)
     raised: Mapping[fx.Node, tuple[torch.dtype, ...]] | None = None
     planned: Callable[[State], PlannedDtypes] | None = None
     prefix: str = ""

@@ -13,10 +13,13 @@ from autocastfx.dtypes import dtype_name
 from autocastfx.errors import VerifyError
 from autocastfx.graph.alias import mutated_inputs
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import dtypes, origin, set_value, subgraphs, uses, value
+from autocastfx.graph.node import Use, argument, dtypes, origin, set_value, subgraphs, uses, value
 from autocastfx.graph.sizes import abstract_call, concrete_sizes, dtypes_of
 from autocastfx.passes.casts import PlannedDtypes
 from autocastfx.passes.state import Pass, State
+from autocastfx.plan.plan import PlannedFloat8
+from autocastfx.policy.float8 import E4M3
+from autocastfx.runtime.operators.float8 import float8_linear, quantize
 
 
 def verify(
@@ -83,6 +86,10 @@ def _problem(node: fx.Node, planned: PlannedDtypes, captured: Mapping[fx.Node, t
         if mark is not None and mark.rule != "storage":
             return f"writes into {target.name}, a cast that nobody else reads"
     for use in uses(node):
+        if use.node.target is quantize:
+            if problem := _problem_of_quantized(node, use):
+                return problem
+            continue
         source = _captured_of(use.node, captured)
         if source not in captured:
             return f"reads {use.node.name}, which is not in the plan"
@@ -97,6 +104,30 @@ def _problem(node: fx.Node, planned: PlannedDtypes, captured: Mapping[fx.Node, t
     if node.op != "output" and dtypes(node) != planned.gives(node):
         return f"gives {_names(dtypes(node))}, planned {_names(planned.gives(node))}"
     return None
+
+
+def _problem_of_quantized(node: fx.Node, use: Use) -> str | None:
+    """A product reads an operand in float8 beside the operand itself: both have to be of one value."""
+    name, of = use.argument.partition("_")[0], use.node.all_input_nodes[0]
+    if node.target is not float8_linear or argument(node, name) is not of:
+        return f"argument {use.argument!r} ({use.node.name}) is {of.name} in float8, which it does not read as {name!r}"
+    if dtypes(use.node) != (E4M3, torch.float32):
+        return f"argument {use.argument!r} ({use.node.name}) is {_names(dtypes(use.node))}, no float8 value and scale"
+    return None
+
+
+def verify_float8(graph: fx.Graph, planned: Mapping[fx.Node, PlannedFloat8]) -> None:
+    """Check that the products of ``graph`` that run in float8 are those that are planned.
+
+    Raises:
+        VerifyError: naming the first that is not.
+    """
+    for node in graph.nodes:
+        products = planned[node].products if node in planned else ()
+        found = argument(node, "products") if node.target is float8_linear else ()
+        if tuple(found or ()) != tuple(product.value for product in products):
+            said = (", ".join(names) or "none" for names in (found or (), products))
+            raise VerifyError(_report(graph, node, "runs in float8: {}, planned: {}".format(*said)))
 
 
 def _captured_of(node: fx.Node, captured: Mapping[fx.Node, Any]) -> fx.Node:
@@ -131,4 +162,5 @@ class Verify(Pass):
         """
         if state.guesses is None and state.planned is not None:
             verify(state.graph, state.planned(state), state.dtypes, state.attributes)
+            verify_float8(state.graph, state.float8)
         return state

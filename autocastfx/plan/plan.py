@@ -18,6 +18,7 @@ from autocastfx.files import Conversions, parsed_json, plain_data, typed_data
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import module_path
 from autocastfx.plan.sensitivity import Sensitivity, Signature, added, rms
+from autocastfx.policy.float8 import Layout, Product
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule
 from autocastfx.policy.yaml_tree import nearest
@@ -108,6 +109,68 @@ class Cause:
             if match is not None:
                 return cls(why, match.groups())
         raise ArgumentError(f"{text!r} is no cause of a placement")
+
+
+# The float8 products of a node, and why the others stay in 16 bits.
+
+
+class NoFloat8(str, Enum):
+    """Why a product stays in 16 bits. Its value is the text, with ``{}`` for each word."""
+
+    NO_RULE = "no float8 rule covers it"
+    BY_RULE = "{} leaves it out"  # the place of the rule, with its reason
+    BY_RECIPE = "{} keeps it in 16 bits"
+    NOT_LOW = "the node runs in float32"
+    READS_FLOAT32 = "{} is not in 16 bits"
+    NO_WEIGHT = "{} is no parameter"
+    OTHER_FORM = "{} is another number than 1"
+    ODD_SIZE = "{} is {}, no multiple of {}"
+    TOO_SMALL = "{} is {}, less than {}"
+    UNKNOWN_SIZE = "{} is not known before the call"
+    LAST = "no other product is computed from it"
+
+    def because(self, *words: object) -> WhyNoFloat8:
+        """The reason of this kind with its words."""
+        return WhyNoFloat8(self, tuple(map(str, words)))
+
+
+@dataclass(frozen=True)
+class WhyNoFloat8:
+    """A kind of reason, with a word for each ``{}`` in its text."""
+
+    why: NoFloat8
+    words: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.why.value.format(*self.words)
+
+
+@dataclass(frozen=True)
+class In16Bits:
+    """A product that stays in 16 bits, and why."""
+
+    product: Product
+    why: WhyNoFloat8
+
+
+@dataclass(frozen=True)
+class PlannedFloat8:
+    """The products of a node that run in float8 by a recipe, and those that stay in 16 bits. Printed as one clause."""
+
+    recipe: str
+    products: tuple[Product, ...] = ()
+    in_16_bits: tuple[In16Bits, ...] = ()
+    emulate: bool = False
+
+    def __str__(self) -> str:
+        said = {
+            str(one.why): ", ".join(o.product for o in self.in_16_bits if o.why == one.why) for one in self.in_16_bits
+        }
+        left = "; ".join(f"{products} in 16 bits: {why}" if self.products else why for why, products in said.items())
+        if not self.products:
+            return f"no float8: {left}"
+        emulated = ", emulated" if self.emulate else ""
+        return f"{self.recipe}{emulated}" + (f" {', '.join(self.products)}; {left}" if left else "")
 
 
 _VERSION = 1  # of the text of a plan: another one for every change that an older reader would misread
@@ -202,7 +265,8 @@ class PlannedNode:
     ``captured`` and ``dtype`` are the dtypes of its output before and after the conversion, joined by commas where it
     has several; empty where it has none. ``name`` of a node in a sub-graph is ``subgraph/name``. ``error`` is the
     relative error of the gradient or the output that its placement is predicted to make; None if none was measured.
-    ``effect`` is what it is the size of, to be added up with others'; not in a plan's text.
+    ``effect`` is what it is the size of, to be added up with others'; not in a plan's text. ``float8`` tells of a
+    matrix product if the op list has float8 rules.
     """
 
     name: str
@@ -214,6 +278,7 @@ class PlannedNode:
     dtype: str
     error: float | None = None
     effect: Signature = field(default=(), repr=False, compare=False)
+    float8: PlannedFloat8 | None = None
 
 
 @dataclass(frozen=True)
@@ -235,6 +300,16 @@ class PlannedCopy:
     name: str
     parameter: str
     dtype: str
+    readers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlannedQuantized:
+    """A value in float8: of which value, in which layout, and who reads it."""
+
+    name: str
+    value: str
+    layout: Layout
     readers: tuple[str, ...]
 
 
@@ -276,6 +351,7 @@ class Plan:
     recomposed: tuple[Recomposed, ...] = ()
     copies: tuple[PlannedCopy, ...] = ()
     error: float | None = None
+    quantized: tuple[PlannedQuantized, ...] = ()
 
     def __str__(self) -> str:
         """The summary in a line; ``repr`` holds everything."""
@@ -328,8 +404,9 @@ class Plan:
         for node in data["nodes"]:
             del node["effect"]
         for record in (data, *data["nodes"]):
-            if record["error"] is None:  # as in plans of earlier versions
-                del record["error"]
+            for key in ("error", "float8", "quantized"):  # as in plans of earlier versions
+                if record.get(key, False) in (None, []):
+                    del record[key]
         return json.dumps(data, indent=1, ensure_ascii=False)
 
     @classmethod

@@ -26,9 +26,10 @@ class Difference:
 
     @property
     def moved(self) -> bool:
-        """True if the node runs, or its output is stored, in another precision."""
+        """True if the node or one of its products runs, or its output is stored, in another precision."""
         before, after = self.before.placement, self.after.placement
-        return (before.run, before.store) != (after.run, after.store)
+        in_float8 = [n.float8 is not None and n.float8.products and str(n.float8) for n in (self.before, self.after)]
+        return (before.run, before.store) != (after.run, after.store) or in_float8[0] != in_float8[1]
 
 
 @dataclass(frozen=True)
@@ -211,12 +212,14 @@ def _precision(node: PlannedNode) -> str:
     run, store = node.placement.run, node.placement.store
     if run is Precision.CAPTURED:
         return node.dtype or "captured"
-    return str(run) if run is store else f"{run}, stored {store}"
+    in_float8 = f", float8 {node.float8}" if node.float8 is not None and node.float8.products else ""
+    return (str(run) if run is store else f"{run}, stored {store}") + in_float8
 
 
 def _reason(node: PlannedNode) -> str:
     placed, decision = node.placement.because, node.decision
     why = f"{decision.category}: {decision.reason or 'no reason given'} ({decision.source})"
+    why += f"; {node.float8}" if node.float8 is not None and not node.float8.products else ""
     return why if str(placed) == str(decision.category) else f"{placed}; {why}"
 
 

@@ -21,6 +21,7 @@ from autocastfx.files import write_whole
 from autocastfx.graph.names import arguments, base_name, names_function, op_name, overload_name
 from autocastfx.graph.node import enclosing_modules, module_classes
 from autocastfx.policy import read_rules, write_list
+from autocastfx.policy.float8 import Float8Choice, Float8Rule, chosen, laid_over
 from autocastfx.policy.read_rules import ListKey, Said, keys_of, later_or_earlier, limited, stacked
 from autocastfx.policy.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
 from autocastfx.policy.write_list import Change
@@ -118,6 +119,13 @@ _SET_DTYPE = ListKey(
     said=lambda ops: [(f"set_dtype of {op}", "float32", "") for op in ops],
     over=frozenset[str].union,
 )
+_FLOAT8 = ListKey(
+    "a list of entries for matrix products that run in float8; rules for modules have a key of this name, too",
+    read=lambda tree: tuple(read_rules.float8_rules(tree)),
+    write=write_list.float8,
+    said=lambda rules: [(r.subject, f"{r.setting} at rank {r.rank}" if r.rank else r.setting, r.reason) for r in rules],
+    over=laid_over,
+)
 _REDUCTION_DEPTH = ListKey(
     "for each op, how many elements it may reduce into one in 16 bits; a single number, or `*`, applies to all "
     "reductions, and `null` lifts a limit",
@@ -172,6 +180,7 @@ class OpList:
         demands: per op that cannot use a rounded operand, its demand on the ops before it.
         conditional: the rules with a ``when`` or for one device type, by op name, conditions and device.
         modules: the rules for module paths, sorted; a later list's have the higher ranks.
+        float8: the rules for products in float8, sorted; a later list's have the higher ranks.
     """
 
     rules: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
@@ -180,6 +189,7 @@ class OpList:
     keep_args: Mapping[str, tuple[str, ...]] = field(
         default_factory=dict[str, tuple[str, ...]], metadata={"key": _KEEP_ARGS}
     )
+    float8: tuple[Float8Rule, ...] = field(default=(), metadata={"key": _FLOAT8})
     set_dtype: frozenset[str] = field(default=frozenset(), metadata={"key": _SET_DTYPE})
     reduction_depth: Mapping[str, DepthLimit] = field(
         default_factory=dict[str, DepthLimit], metadata={"key": _REDUCTION_DEPTH}
@@ -199,6 +209,9 @@ class OpList:
         ranks = sorted({rule.rank for rule in self.modules})
         ranked = (replace(rule, rank=ranks.index(rule.rank)) for rule in self.modules)
         object.__setattr__(self, "modules", tuple(sorted(ranked, key=lambda r: (r.rank, r.key))))
+        ranks = sorted({rule.rank for rule in self.float8 if rule.path})  # no two of the others fit equally well
+        products = (replace(rule, rank=ranks.index(rule.rank) if rule.path else 0) for rule in self.float8)
+        object.__setattr__(self, "float8", tuple(sorted(products, key=lambda r: (r.rank, r.key))))
 
     def _values(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -248,6 +261,16 @@ class OpList:
         """Return the names of the arguments of ``op`` that stay float32."""
         return next((self.keep_args[name] for name in self.names_of(op) if name in self.keep_args), ())
 
+    def float8_of(self, node: fx.Node, device: str) -> Float8Choice | None:
+        """Return what the list says of the float8 products of ``node`` on ``device``; None if it says nothing.
+
+        Raises:
+            OpListError: two rules fit equally well and contradict each other.
+        """
+        if not self.float8:
+            return None
+        return chosen(self.float8, set(self.names_of(op_name(node))), enclosing_modules(node), device)
+
     def depth_limit(self, op: str, *, of_group: bool) -> DepthLimit | None:
         """Return the limit for ``op``, else the one for all reductions if ``op`` is one (``of_group``), else None."""
         names = (*self.names_of(op), *((ANY_REDUCTION,) if of_group else ()))
@@ -290,8 +313,10 @@ class OpList:
         of_ops = (*self.rules.values(), *self.conditional.values())
         by_category = {c.value: write_list.groups(rule for rule in of_ops if rule.category is c) for c in Category}
         data |= {category: groups for category, groups in by_category.items() if groups}
+        if of_modules := write_list.float8_modules(self.float8):
+            data["modules"] = [*data.get("modules", ()), *of_modules]
         order = dict.fromkeys(("unlisted", "placement", *KEYS))  # settings of the whole list come first
-        return write_list.text({key: data[key] for key in order if key in data})
+        return write_list.text({key: data[key] for key in order if key in data and data[key] != []})
 
     def save(self, path: str | Path) -> None:
         """Write a YAML file that :func:`load_op_list` reads back as an equal list.
@@ -495,7 +520,7 @@ def _best(matches: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
     return sorted((rule for fit, rule in matches if fit == most), key=_place)
 
 
-def _place(rule: Rule | ModuleRule | Demand) -> tuple[str, int, int, str, str]:
+def _place(rule: Rule | ModuleRule | Float8Rule | Demand) -> tuple[str, int, int, str, str]:
     """Sort key: by file, then by line."""
     subject = rule.op if isinstance(rule, Demand) else rule.subject
     match rule.source:
@@ -544,6 +569,9 @@ class MatchedRules:
         self._decided |= decided
         for node in nodes:
             self._matched |= {id(rule) for rule in matcher.matching(node)}
+            if self.op_list.float8:
+                names, paths = set(self.op_list.names_of(op_name(node))), enclosing_modules(node)
+                self._matched |= {id(rule) for rule in self.op_list.float8 if rule.covers(names, paths, device)}
             self._ops.add(op_name(node))
             self._classes.update(module_classes(node))
             self._paths.update(enclosing_modules(node))
@@ -553,17 +581,19 @@ class MatchedRules:
 
         Shipped rules and rules for other device types are left out.
         """
-        own = [r for r in self.op_list.every_rule() if not r.shipped and r.device in self._devices]
+        rules = (*self.op_list.every_rule(), *self.op_list.float8)
+        own = [r for r in rules if not r.shipped and r.device in self._devices]
         left = [r for r in own if id(r) not in self._matched and r.source not in self._decided]
         names = {name for op in self._ops for name in self.op_list.names_of(op)}
         demands = [d for d in self.op_list.demands.values() if not d.shipped and d.op not in names]
         return tuple(self._said(rule) for rule in sorted((*left, *demands), key=_place))
 
-    def _said(self, rule: Rule | ModuleRule | Demand) -> str:
+    def _said(self, rule: Rule | ModuleRule | Float8Rule | Demand) -> str:
         place = f"{rule.source}: " if rule.source else ""
-        if isinstance(rule, ModuleRule):
-            if any(rule.covers(path) for path in self._paths):
-                return f"{place}none of {', '.join(rule.ops)} runs in the modules {rule.path!r}."
+        if isinstance(rule, ModuleRule) or (isinstance(rule, Float8Rule) and rule.path):
+            if any(ModuleRule(rule.path, "keep").covers(path) for path in self._paths):
+                ops = rule.ops if isinstance(rule, ModuleRule) else (rule.op,)
+                return f"{place}none of {', '.join(ops)} runs in the modules {rule.path!r}."
             return f"{place}no module of the model matches {rule.path!r}{nearest(rule.path, self._paths)}."
         ops = self._ops | self._classes
         if isinstance(rule, Rule) and any(rule.op in self.op_list.names_of(op) for op in ops):

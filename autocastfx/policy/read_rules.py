@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autocastfx.graph.names import ArgumentType, argument_types, located
+from autocastfx.policy.float8 import OPERANDS, RECIPES, SIZES, Float8Rule, Product
 from autocastfx.policy.rule import (
     ANY_REDUCTION,
     Category,
@@ -60,6 +61,7 @@ MODULE_KEYS: Mapping[str, str] = {
     "path": "a glob of module paths (`*` and `?` inside a name, `**` for any number of names), or `re:` and a regular "
     "expression; it must match the whole path, and covers everything that runs inside the module",
     "category": "a category, `low` or `float32`",
+    "float8": "`false`: no product runs in float8; `true`: all do; or keys of an entry under `float8`, without `ops`",
     "reason": "text that plans, dumps and errors show",
     "ops": "only these ops; by default all",
     "devices": "the device type or types that the rule is for; by default all",
@@ -68,6 +70,24 @@ MODULE_KEYS: Mapping[str, str] = {
 MODULE_CATEGORIES: Mapping[str, str] = {
     "low": "16 bits, even for ops that the list denies; a node whose numbers 16 bits cannot hold stays float32",
     "float32": "the same as `deny`",
+}
+FLOAT8_KEYS: Mapping[str, str] = {
+    "ops": "these ops run in float8 where they run in 16 bits, and one of their operands is a weight",
+    "recipe": "how operands are quantised; by default `rowwise`",
+    "products": "the products that run in float8; by default all. The others stay in 16 bits",
+    "least": "the smallest sizes, `{M: …, N: …, K: …}`, of the output's product, M x K times K x N; by default none. N "
+    "and K are multiples of 16 in any case",
+    "last": "whether a product may run in float8 from whose result no other product is computed, as that of an output "
+    "layer; by default `true`",
+    "emulate": "`true`: compute the products in float32, from the float8 numbers. It is slow, and for devices without "
+    "float8 products",
+    "reason": "text that plans and dumps show",
+    "devices": "the device type or types that the rule is for; by default all",
+}
+FLOAT8_PRODUCTS: Mapping[str, str] = {
+    "output": "the output, in forward",
+    "input_gradient": "the gradient of the input, in backward",
+    "weight_gradient": "the gradient of the weight, in backward",
 }
 UNLISTED: Mapping[str, str] = {
     "keep": "run it as captured",
@@ -248,17 +268,15 @@ def module_rules(tree: Tree) -> Iterator[ModuleRule]:
 
 def _module_rule(entry: Tree) -> Iterator[ModuleRule]:
     entry.check_keys(_MODULE_KEYS, what="key of a module's entry")
+    if entry.child("category").is_missing and not entry.child("float8").is_missing:
+        return  # it is read with the rules for float8
     for key in ("path", "category"):
         if entry.child(key).is_missing:
             raise entry.error(f"this entry has no {key!r}: an entry is {{path: …, category: …}}")
     path, ops, rank = entry.child("path"), entry.child("ops"), entry.child("rank")
     if not ops.is_missing and ops.as_strings() and not any(known(ops.as_strings())):
         return  # without its ops the rule would cover all
-    pattern = path.as_text()
-    try:
-        module_pattern(pattern)
-    except ValueError as error:
-        raise path.error(f"{error}") from None
+    pattern = _pattern(path)
     if not ops.is_missing and not ops.as_strings():
         raise ops.error("an empty list of ops never matches: leave it out")
     fields: dict[str, Any] = {
@@ -270,6 +288,92 @@ def _module_rule(entry: Tree) -> Iterator[ModuleRule]:
     }
     for device in _devices(entry.child("devices")):
         yield ModuleRule(**fields, device=device, source=entry.source, shipped=entry.shipped)
+
+
+def _pattern(path: Tree) -> str:
+    """Return the text of a pattern of module paths, checked."""
+    pattern = path.as_text()
+    try:
+        module_pattern(pattern)
+    except ValueError as error:
+        raise path.error(f"{error}") from None
+    return pattern
+
+
+def float8_rules(tree: Tree) -> Iterator[Float8Rule]:
+    """Yield the rules under ``float8``, and those of entries under ``modules`` with this key.
+
+    Raises:
+        OpListError: an entry is wrong, or two are for the same op, path and device.
+    """
+    seen: dict[object, Float8Rule] = {}
+    for entry in tree.child("float8").entries():
+        entry.check_keys(tuple(FLOAT8_KEYS), what="key of an entry under 'float8'")
+        if not entry.child("ops").as_strings():
+            raise entry.error("this entry names no op: give it 'ops: [...]'")
+        for rule in _float8_rules(entry, entry):
+            yield _once(rule, seen, entry)
+    for entry in tree.child("modules").entries():
+        if not (setting := entry.child("float8")).is_missing:
+            if entry.child("path").is_missing:
+                raise entry.error("this entry has no 'path': an entry is {path: …, float8: …}")
+            for rule in _float8_rules(entry, setting):
+                yield _once(rule, seen, entry)
+
+
+def _once(rule: Float8Rule, seen: dict[object, Float8Rule], entry: Tree) -> Float8Rule:
+    if rule.key in seen:
+        raise entry.error(f"{rule.subject!r} is listed twice, first at {seen[rule.key].source}. Keep one of the two.")
+    seen[rule.key] = rule
+    return rule
+
+
+def _float8_rules(entry: Tree, setting: Tree) -> Iterator[Float8Rule]:
+    """Yield the rules of an ``entry`` whose settings stand in ``setting``, which may be the entry itself."""
+    settings: dict[str, Any] = {}
+    if setting.is_mapping:
+        if setting is not entry:
+            legal = tuple(key for key in FLOAT8_KEYS if key not in ("ops", "reason", "devices"))
+            setting.check_keys(legal, what="key of 'float8' in a module's entry")
+        settings = _float8_settings(setting)
+    else:
+        settings["products"] = tuple(Product) if setting.as_flag() else ()
+    path, rank, ops = entry.child("path"), entry.child("rank"), entry.child("ops").as_strings()
+    for op in known(ops) if ops else [None]:
+        if op is not None and op.op_name() not in OPERANDS:
+            raise op.error(f"{op.text} has no float8 products. Those that have: {', '.join(OPERANDS)}.")
+        for device in _devices(entry.child("devices")):
+            yield Float8Rule(
+                op="" if op is None else op.op_name(),
+                path="" if path.is_missing else _pattern(path),
+                device=device,
+                **settings,
+                reason=entry.child("reason").as_text(default=""),
+                rank=0 if rank.is_missing else rank.as_integer(),
+                source=entry.source if op is None else op.source,
+                shipped=entry.shipped,
+            )
+
+
+def _float8_settings(tree: Tree) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    recipe, products, least = (tree.child(key) for key in ("recipe", "products", "least"))
+    if not recipe.is_missing:
+        settings["recipe"] = recipe.one_of(tuple(RECIPES), "recipe")
+    if not products.is_missing:
+        words = [word.one_of(tuple(FLOAT8_PRODUCTS), "products") for word in products.as_strings()]
+        settings["products"] = tuple(product for product in Product if product.value in words)
+        lacks = [p for p in settings["products"] if p not in RECIPES[settings.get("recipe", "rowwise")].layouts]
+        if lacks:
+            raise products.error(f"the recipe {settings['recipe']} has no float8 {lacks[0]}: leave it out")
+    if not least.is_missing:
+        least.check_keys(SIZES, what="size of a product")
+        given = {name.text: size.as_limit() for name, size in least.items()}
+        settings["least"] = tuple((name, size) for name in SIZES if (size := given.get(name)) is not None)
+    for key in ("last", "emulate"):
+        if not tree.child(key).is_missing:
+            settings[key] = tree.child(key).as_flag()
+    return settings
 
 
 def keep_args(tree: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:

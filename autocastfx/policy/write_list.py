@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from autocastfx.policy.float8 import Float8Rule
 from autocastfx.policy.rule import ANY_REDUCTION, Condition, Demand, DepthLimit, ModuleRule, Rule
 
 # Compare two op lists subject by subject.
@@ -102,6 +103,44 @@ def modules(rules: Iterable[ModuleRule]) -> list[dict[str, Any]]:
         for (rank, path, ops, wanted, reason), listed in sorted(devices.items())
         for on in _apart(listed)
     ]
+
+
+def float8(rules: Iterable[Float8Rule]) -> list[dict[str, Any]]:
+    """Return the entries under ``float8``: the rules for ops, an entry for each."""
+    return [{"ops": [r.op], **_on(r), **_float8(r)} for r in _ranked(rules) if not r.path]
+
+
+def float8_modules(rules: Iterable[Float8Rule]) -> list[dict[str, Any]]:
+    """Return the entries under ``modules`` of the rules for modules, in the order of their ranks."""
+    return [
+        {
+            "path": r.path,
+            "float8": _float8(r) if r.products != () or len(_float8(r)) > 1 else False,
+            **_unless_empty(ops=[r.op] if r.op else [], rank=r.rank),
+            **_on(r),
+        }
+        for r in _ranked(rules)
+        if r.path
+    ]
+
+
+def _ranked(rules: Iterable[Float8Rule]) -> list[Float8Rule]:
+    return sorted(rules, key=lambda rule: (rule.rank, rule.key))
+
+
+def _on(rule: Float8Rule) -> Mapping[str, Any]:
+    return _unless_empty(reason=rule.reason, devices=[rule.device] if rule.device else [])
+
+
+def _float8(rule: Float8Rule) -> dict[str, Any]:
+    settings = {
+        "recipe": rule.recipe,
+        "products": None if rule.products is None else [product.value for product in rule.products],
+        "least": None if rule.least is None else dict(rule.least),
+        "last": rule.last,
+        "emulate": rule.emulate,
+    }
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def demands(listed: Iterable[Demand]) -> list[dict[str, Any]]:

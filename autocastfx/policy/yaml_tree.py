@@ -277,6 +277,12 @@ class Tree:
             raise self.error(self.found("a whole number"))
         return value
 
+    def as_flag(self) -> bool:
+        """Return the truth value of this scalar."""
+        if not isinstance(self.node, yaml.ScalarNode) or self.node.tag != f"{STANDARD}bool":
+            raise self.error(self.found("true or false"))
+        return bool(yaml.SafeLoader("").construct_object(self.node))
+
     @property
     def number_hint(self) -> str:
         """A hint how YAML writes this number, if the text is one to Python but not to YAML (``1e-3``); else empty."""

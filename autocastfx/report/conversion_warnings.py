@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,8 +100,21 @@ def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: Kernel
     captured = [(v.captured, v) for v in amp_model.variants if v.captured is not None]
     for capture, variant in captured:
         match_graph(matched, capture.graph, capture.attributes, variant.graph, variant.plan, facts)
-    for message in matched.unmatched() if captured else ():
+    messages = (*matched.unmatched(), *without_float8(op_list, [v.plan for _, v in captured])) if captured else ()
+    for message in messages:
         warnings.warn(message, UnmatchedRuleWarning, stacklevel=stacklevel + 1)
+
+
+def without_float8(op_list: OpList, plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield a sentence if ``op_list`` asks for float8, also if a preset does, and no product of ``plans`` runs in it."""
+    nodes = [node for plan in plans for node in plan.nodes if node.float8 is not None]
+    if all(rule.products == () for rule in op_list.float8) or any(n.float8 and n.float8.products for n in nodes):
+        return
+    whys = Counter(str(one.why) for n in nodes if n.float8 is not None for one in n.float8.in_16_bits[:1])
+    first = [f"{why} ({count})" for why, count in whys.most_common(_NAMED)]
+    more = f"; and {len(whys) - _NAMED} other reasons" if len(whys) > _NAMED else ""
+    said = f"; {'; '.join(first)}{more}. Sizes are those of the example inputs" if first else ": it has no such product"
+    yield f"the op list {op_list.name} asks for float8, and no product of the model runs in it{said}."
 
 
 def match_graph(

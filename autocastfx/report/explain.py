@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from autocastfx.errors import ArgumentTypeError
-from autocastfx.plan.plan import PlannedNode, Recomposed, select
+from autocastfx.plan.plan import PlannedNode, PlannedQuantized, Recomposed, select
 from autocastfx.report.dump import views_of
 from autocastfx.report.reason import Reason, Reasons
 from autocastfx.report.view import PredictedError, View
@@ -49,11 +49,17 @@ def _paragraphs(shown: View, what: str) -> Iterator[str]:
     reasons = Reasons(shown.rows)
     recomposed = {one.node: one for one in shown.plan.recomposed}
     for node in select(shown.plan, what):
-        yield "\n".join(_lines(node, reasons.of(node), recomposed.get(node.name), shown.predicted))
+        yield "\n".join(
+            _lines(node, reasons.of(node), recomposed.get(node.name), shown.predicted, shown.plan.quantized)
+        )
 
 
 def _lines(
-    node: PlannedNode, reason: Reason, recomposed: Recomposed | None, predicted: PredictedError
+    node: PlannedNode,
+    reason: Reason,
+    recomposed: Recomposed | None,
+    predicted: PredictedError,
+    quantized: Sequence[PlannedQuantized],
 ) -> Iterator[str]:
     yield f"{node.name} ({node.op}) in module {node.module or '(root)'} {reason.runs}."
     if recomposed is not None:
@@ -62,6 +68,11 @@ def _lines(
         yield f"  decided: {reason.decided}."
     for clause in reason.placed:
         yield f"  placed: {clause}."
+    if node.float8 is not None:
+        yield f"  products: {node.float8}."
+    for one in (one for one in quantized if node.name in one.readers):
+        others = ", ".join(name for name in one.readers if name != node.name)
+        yield f"  reads {one.name}: {one.value} by {one.layout}" + (f", as {others} do." if others else ".")
     if said := " ".join(predicted.sentences(node)):
         yield f"  error: {said}"
     if reason.change:

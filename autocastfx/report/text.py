@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from autocastfx.errors import ArgumentError
 from autocastfx.plan.plan import Decision, Plan, PlannedNode, Precision, Traffic, Why, joint_error
+from autocastfx.policy.float8 import Product
 from autocastfx.policy.rule import Category, ModuleRule, module_pattern
 from autocastfx.policy.yaml_tree import nearest
 from autocastfx.report.view import Row, View, error_cell
@@ -391,6 +392,7 @@ def summary(view: View) -> list[str]:
         f"nodes: {low} low ({plan.low}), {wide} float32{given}, {captured} captured ({_captured(plan)})",
         f"casts: {len(casts)}, of which {to_dtypes}; {saturating} saturating",
         *([_copies(plan)] if plan.copies else []),
+        *_float8(plan),
         _moved(plan),
         *([f"predicted error of the {view.predicted.of}: {plan.error_in_words}"] if plan.error is not None else []),
         f"unlisted ops: {unlisted}",
@@ -409,6 +411,16 @@ def _copies(plan: Plan) -> str:
     return f"working copies: of {count} parameters, made anew when a parameter has changed, not in each call"
 
 
+def _float8(plan: Plan) -> Iterator[str]:
+    """A line on float8 products and the values that they read, if the list has rules on them."""
+    planned = [node.float8 for node in plan.nodes if node.float8 is not None]
+    if planned:
+        count, of = sum(len(one.products) for one in planned), sum(len(Product) for _ in planned)
+        shared = sum(len(one.readers) > 1 for one in plan.quantized)
+        values = f"; values in float8: {len(plan.quantized)}, of which {shared} with several readers"
+        yield f"products in float8: {count} of {of}" + (values if count else "")
+
+
 def _moved(plan: Plan) -> str:
     by_casts = sum(cast.bytes for cast in plan.casts)
     if plan.traffic == Traffic():  # placement: follow compares no costs
@@ -420,9 +432,10 @@ def _moved(plan: Plan) -> str:
 _LEGEND = {"+": "made by the conversion", "-": "in the captured graph only", "*": "the model's own cast"}
 _WHY = Column("why", from_end=True, least=10)  # a category and the number of its reason
 _ERROR = Column("error")
+_FLOAT8 = Column("float8", from_end=True)
 _PLACE = (Column("module", weight=1.5), Column("dtype"), Column("shape", weight=1.2), Column("runs", "runs"))
-_FOLDED = (Column("  name (op)", "mark", weight=1.5), *_PLACE, Column("casts", from_end=True), _ERROR, _WHY)
-_FULL = (Column("  name", "mark", weight=1.5), Column("op"), *_PLACE, _ERROR, _WHY)
+_FOLDED = (Column("  name (op)", "mark", weight=1.5), *_PLACE, Column("casts", from_end=True), _FLOAT8, _ERROR, _WHY)
+_FULL = (Column("  name", "mark", weight=1.5), Column("op"), *_PLACE, _FLOAT8, _ERROR, _WHY)
 _MARKS = {"cast": "+", "made": "+", "copy": "+", "removed": "-"}
 _MOST_READERS = 4
 _COLOURS = {"low": "32", "float32": "33", "captured": "2", "given": "2", "+": "32", "-": "31", "*": "35"}
@@ -500,11 +513,11 @@ def _folded_cells(row: Row, casts: FoldedCasts | None, notes: _Notes) -> tuple[s
     if row.kind == "output":
         return name, f"of {', '.join(casts.reads) if casts is not None and casts.reads else 'nothing'}"
     if row.mark is not None:
-        return name, *cells, "", words, "", _of_mark(row)
+        return name, *cells, "", words, "", "", _of_mark(row)
     if row.planned is None:
-        return name, *cells, "", words, "", "not in the plan" if row.kind == "op" else ""
-    error = error_cell(row.planned.error)
-    return name, row.planned.module or "(root)", *cells[1:], row.precisions, words, error, _why(row, notes)
+        return name, *cells, "", words, "", "", "not in the plan" if row.kind == "op" else ""
+    place = (row.planned.module or "(root)", *cells[1:], row.precisions)
+    return name, *place, words, row.float8, error_cell(row.planned.error), _why(row, notes)
 
 
 def _full_cells(row: Row, notes: _Notes) -> tuple[str, ...]:
@@ -521,12 +534,12 @@ def _full_cells(row: Row, notes: _Notes) -> tuple[str, ...]:
     if row.kind == "output":
         return name, "output", "", f"of {', '.join(row.reads) or 'nothing'}"
     if row.kind not in ("op", "removed"):
-        return name, row.kind, row.op, row.dtype, _shape(row), "", "", ""
+        return name, row.kind, row.op, row.dtype, _shape(row), "", "", "", ""
     if row.planned is None:
-        return name, row.op, "", "", _shape(row), "", "", "not in the plan"
+        return name, row.op, "", "", _shape(row), "", "", "", "not in the plan"
     place = (row.planned.module or "(root)", row.dtype, _shape(row), row.precisions)
     why = _why(row, notes) + (f"; {reads_low(row)}" if row.low_reads else "")
-    return name, row.op, *place, error_cell(row.planned.error), why
+    return name, row.op, *place, row.float8, error_cell(row.planned.error), why
 
 
 def _name(row: Row) -> str:

@@ -273,7 +273,13 @@ class Row:
         if self.planned is None:
             return ""
         run, store = self.planned.placement.run, self.planned.placement.store
-        return str(run) if run is store else f"{run}, stored {store}"
+        in_float8 = ", float8" if self.planned.float8 is not None and self.planned.float8.products else ""
+        return (str(run) if run is store else f"{run}, stored {store}") + in_float8
+
+    @property
+    def float8(self) -> str:
+        """What of a matrix product runs in float8 and why the rest does not, in words; empty without float8 rules."""
+        return str(self.planned.float8 or "") if self.planned is not None else ""
 
     @property
     def decision(self) -> Decision | None:
