@@ -125,7 +125,7 @@ $(TRAINERS): constraints.txt
 	@rm -rf .integrations
 	$(call step,integrations: install trainers and ONNX Runtime into .integrations) { \
 	  $(BIN)/python -m pip install -q --no-deps --target .integrations -c constraints.txt \
-	    accelerate lightning lightning-utilities peft psutil torchmetrics \
+	    accelerate lightning lightning-utilities peft psutil torchao torchmetrics \
 	    onnx onnxruntime onnxscript onnx-ir flatbuffers ml_dtypes protobuf; \
 	  touch $@; \
 	}
@@ -133,7 +133,7 @@ $(TRAINERS): constraints.txt
 integrations: $(INSTALLED) $(TRAINERS)
 	$(call step,integrations: pytest with trainers and ONNX Runtime) { \
 	  PYTHONPATH=.integrations $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(SLOW) \
-	    $(addprefix tests/integrations/test_,accelerate.py lightning.py onnx.py peft.py trainers_page.py); \
+	    $(addprefix tests/integrations/test_,accelerate.py lightning.py onnx.py peft.py torchao.py trainers_page.py); \
 	}
 
 # Not a part of `make test`: torch comes with the libraries of its GPU build, several gigabytes. Each version of torch asks

@@ -24,8 +24,10 @@ from autocastfx.graph.names import op_name
 from autocastfx.graph.node import NodeRun, attribute, is_cast, module_path, origin, stack_trace
 from autocastfx.numerics.flat_graph import FlatGraph, flatten
 from autocastfx.plan.plan import because_of, op_list_for
+from autocastfx.policy.float8 import OPERANDS
 from autocastfx.report.view import source_line
 from autocastfx.runtime.amp_module import AmpModule, Variant
+from autocastfx.runtime.operators.float8 import float8_linear
 
 # Run a backward pass that stops between the nodes of a graph, so that gradients of its values can be read.
 
@@ -455,8 +457,9 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def floating(value: Any) -> list[torch.Tensor]:
-    """The tensors of floating-point numbers in a value."""
-    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    """The tensors of floating-point numbers in a value; not those in float8, of which torch can ask next to nothing."""
+    leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return [t for t in leaves if t.is_floating_point() and t.itemsize > 1]
 
 
 def _computes(node: fx.Node) -> bool:
@@ -471,7 +474,8 @@ def _twins(converted: FlatGraph, captured: FlatGraph) -> dict[fx.Node, fx.Node]:
     last = -1
     for node in converted.graph.nodes:
         place, twin = places.get(converted.names.get(node, ""), (-1, node))
-        if place > last and origin(node) is None and op_name(node) == op_name(twin):
+        same = op_name(node) == op_name(twin) or (node.target is float8_linear and op_name(twin) in OPERANDS)
+        if place > last and origin(node) is None and same:
             twins[node], last = twin, place
     return twins
 

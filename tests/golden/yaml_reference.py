@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import yaml
 
 from autocastfx.policy import read_rules
+from autocastfx.policy.float8 import RECIPES
 from autocastfx.policy.op_list import KEYS, load_op_list, preset_path, presets
 from autocastfx.policy.read_rules import UNLISTED_CATEGORIES
 from tests.golden.readme import README
@@ -44,7 +45,7 @@ def _lines() -> Iterator[str]:
         "argument may be None. A list argument matches a value if all its members have it.",
     )
     yield from _table("type in the schema", read_rules.VALUES, title="in YAML")
-    yield from _section("Keys of an entry under `modules`", "`path` and `category` are required.")
+    yield from _section("Keys of an entry under `modules`", "`path` is required, and `category` or `float8`.")
     yield from _table("key", read_rules.MODULE_KEYS)
     yield ""
     yield "`category` is one of the categories above, or"
@@ -56,6 +57,16 @@ def _lines() -> Iterator[str]:
     yield "`through` is one of"
     yield ""
     yield from _table("word", read_rules.DEMANDS)
+    yield from _section("Keys of an entry under `float8`", "`ops` is required.")
+    yield from _table("key", read_rules.FLOAT8_KEYS)
+    yield ""
+    yield "`recipe` is one of torchao's, where `rowwise_gw_hp` is `rowwise_with_gw_hp`:"
+    yield ""
+    yield from _table("word", {name: recipe.meaning for name, recipe in RECIPES.items()})
+    yield ""
+    yield "`products` are of"
+    yield ""
+    yield from _table("word", read_rules.FLOAT8_PRODUCTS)
     yield from _section("Devices")
     devices = ", ".join(f"`{device}`" for device in read_rules.DEVICES)
     yield f"Device types, not single devices: {devices}, or the name of your own backend."

@@ -9,6 +9,7 @@ import pytest
 
 from autocastfx.errors import OpListError
 from autocastfx.policy import read_rules
+from autocastfx.policy.float8 import Product
 from autocastfx.policy.op_list import KEYS, OpList
 from autocastfx.policy.read_rules import UNLISTED_CATEGORIES
 from autocastfx.policy.rule import Category
@@ -25,6 +26,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_the_words_are_those_of_the_parser() -> None:
     assert tuple(read_rules.CATEGORIES) == tuple(str(category) for category in Category)
     assert tuple(read_rules.UNLISTED) == tuple(UNLISTED_CATEGORIES)
+    assert tuple(read_rules.FLOAT8_PRODUCTS) == tuple(str(product) for product in Product)
     assert set(read_rules.CATEGORIES) < set(KEYS)
 
 
@@ -32,6 +34,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     **{category: {category: ["softmax"]} for category in read_rules.CATEGORIES},
     "modules": {"modules": [{"path": "head", "category": "low"}]},
     "keep_args": {"keep_args": {"batch_norm": "weight"}},
+    "float8": {"float8": [{"ops": ["linear"]}]},
     "set_dtype": {"placement": "follow", "deny": ["softmax"], "set_dtype": ["softmax"]},
     "product_depth": {"product_depth": 16},
     "demands": {"demands": [{"ops": ["sin"], "reason": "an angle"}]},
@@ -50,7 +53,16 @@ def test_each_key_of_a_list_is_taken(key: str) -> None:
 
 ENTRIES = {"reason": "measured", "when": {"dim": -1}, "devices": "cuda"}
 DEMAND = {"through": "products", "arguments": ["other"], "of": ["sub"], "at": ["other"], "reason": "measured"}
-MODULES = {"path": "head", "category": "low", "reason": "measured", "ops": ["linear"], "devices": "cuda", "rank": 2}
+FLOAT8 = {
+    "recipe": "tensorwise",
+    "products": ["output"],
+    "least": {"M": 16},
+    "last": False,
+    "emulate": True,
+    "reason": "measured",
+    "devices": "cuda",
+}
+MODULES = {"float8": False, "path": "head", "category": "low", "reason": "measured", "ops": ["linear"], "devices": "cuda", "rank": 2}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +72,7 @@ MODULES = {"path": "head", "category": "low", "reason": "measured", "ops": ["lin
         (read_rules.ENTRY_KEYS, {"ops": ["softmax"], **ENTRIES}, "deny"),
         (read_rules.MODULE_KEYS, MODULES, "modules"),
         (read_rules.DEMAND_KEYS, {"ops": ["div"], **DEMAND}, "demands"),
+        (read_rules.FLOAT8_KEYS, {"ops": ["linear"], **FLOAT8}, "float8"),
     ],
 )
 def test_each_key_of_an_entry_is_taken(words: Mapping[str, str], entry: dict[str, Any], under: str) -> None:

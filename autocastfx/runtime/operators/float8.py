@@ -10,7 +10,6 @@ from torch import Tensor
 
 from autocastfx.errors import UnsupportedError
 from autocastfx.policy.float8 import E4M3, MULTIPLE, RECIPES, Layout, Product
-from autocastfx.runtime.operators.casts import is_concrete
 
 # The numbers are those of torchao 0.18 to the bit (``torchao/float8``: ``float8_utils.py`` for scales,
 # ``float8_linear.py`` for the products, ``float8_ops.py`` for their kernels). What differs is that a value is quantised
@@ -46,11 +45,16 @@ class Quantized(NamedTuple):
     scale: Tensor
 
 
+def _is_empty(x: Tensor) -> bool:
+    size = x.numel()
+    return isinstance(size, int) and not size  # a symbolic size is none that a graph for others has
+
+
 def _quantized(x: Tensor, layout: str, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
     matrix = x.reshape(-1, x.shape[-1])
     matrix = matrix.t() if layout == Layout.COLUMNS else matrix
     magnitudes = matrix.abs()
-    if is_concrete(x) and not x.numel():
+    if _is_empty(x):
         largest = matrix.new_zeros(() if layout == Layout.TENSOR else (len(matrix), 1))
     else:
         largest = magnitudes.amax() if layout == Layout.TENSOR else magnitudes.amax(1, keepdim=True)
@@ -149,10 +153,6 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tens
     right = call.operand(call.weight_forward, weight, layouts[1])
     result = _product(left, right, x.dtype, call, in_forward=True).reshape(*x.shape[:-1], weight.shape[0])
     return result if bias is None else result + bias.to(result.dtype)
-
-
-def _is_empty(x: Tensor) -> bool:
-    return is_concrete(x) and not x.numel()
 
 
 class _Float8Linear(torch.autograd.Function):
