@@ -478,7 +478,9 @@ def _refuse_swapped(model: nn.Module) -> None:
     Raises:
         UnsupportedError: it is such a model.
     """
-    swapped = [name or "(root)" for name, m in model.named_modules() if type(m).__module__.startswith("torchao.float8.")]
+    swapped = [
+        name or "(root)" for name, m in model.named_modules() if type(m).__module__.startswith("torchao.float8.")
+    ]
     if swapped:
         raise UnsupportedError(
             f"{len(swapped)} modules of {type(model).__name__} are torchao's Float8Linear, the first being "

@@ -30,9 +30,10 @@ from autocastfx.errors import ModelSpecError, PlanError, Source, UnmatchedRuleWa
 from autocastfx.files import check_writable, plain_data, read_whole, replacing, write_whole
 from autocastfx.integrations.backend import UNCAPTURED, CompileBackend
 from autocastfx.integrations.script import ScriptRun
-from autocastfx.plan.plan import Plan, select
+from autocastfx.plan.plan import Plan, PlannedNode, select
 from autocastfx.plan.plan_diff import PlanDiff
 from autocastfx.plan.plan_diff import diff as diff_plans
+from autocastfx.policy.float8 import Float8Rule
 from autocastfx.policy.kernel_facts import LEVELS, KernelFacts, load_kernel_facts
 from autocastfx.policy.op_list import OpList, load_op_list, preset_path, preset_title, presets
 from autocastfx.policy.rule import ModuleRule, Rule
@@ -111,20 +112,28 @@ def rule_uses(
         warnings.warn(other.message, other.category, stacklevel=2)
     said = [str(w.message) for w in caught if issubclass(w.category, UnmatchedRuleWarning)]
     own = [r for r in op_list.every_rule() if not r.shipped and r.device in ("", plans[0].device)]
-    decided = {
-        source: tuple(dict.fromkeys(n.name for p in plans for n in p.nodes if n.decision.source == source))
-        for source in dict.fromkeys(rule.source for rule in own)
-    }
-    return tuple(_use(rule, decided[rule.source], said) for rule in sorted(own, key=_order))
+    for text in (text for text in said if not any(text.startswith(f"{rule.source}: ") for rule in own)):
+        warnings.warn(text, UnmatchedRuleWarning, stacklevel=2)
+    uses = [(rule, dict.fromkeys(n.name for p in plans for n in p.nodes if _decides(rule, n))) for rule in own]
+    return tuple(_use(rule, tuple(nodes), said) for rule, nodes in sorted(uses, key=lambda use: _order(use[0])))
 
 
-def _use(rule: Rule | ModuleRule, nodes: tuple[str, ...], said: list[str]) -> RuleUse:
-    category = rule.wanted if isinstance(rule, ModuleRule) else str(rule.category)
+def _decides(rule: Rule | ModuleRule | Float8Rule, node: PlannedNode) -> bool:
+    """True if a node has its category by this rule, or of a rule for float8, products or none."""
+    if not isinstance(rule, Float8Rule):
+        return node.decision.source == rule.source
+    names = node.module.split(".") if node.module else []
+    paths = ("", *(".".join(names[:count]) for count in range(1, len(names) + 1)))
+    return node.float8 is not None and rule.covers({node.op}, paths, rule.device)
+
+
+def _use(rule: Rule | ModuleRule | Float8Rule, nodes: tuple[str, ...], said: list[str]) -> RuleUse:
+    category = str(rule.category) if isinstance(rule, Rule) else rule.wanted
     unmatched = "" if nodes else next((text for text in said if text.startswith(f"{rule.source}: ")), "")
     return RuleUse(str(rule.source), rule.subject, category, nodes, unmatched)
 
 
-def _order(rule: Rule | ModuleRule) -> tuple[str, int, int]:
+def _order(rule: Rule | ModuleRule | Float8Rule) -> tuple[str, int, int]:
     place = rule.source
     return (place.file, place.line, place.column) if isinstance(place, Source) else (str(place), 0, 0)
 
@@ -441,7 +450,7 @@ def _of_diff(difference: PlanDiff) -> dict[str, Any]:
 
 
 def _of_rule(rule: Any) -> dict[str, Any]:
-    wanted = getattr(rule, "wanted", str(rule.category))
+    wanted = str(rule.category) if isinstance(rule, Rule) else rule.wanted
     source = str(rule.source) if rule.source else ""
     return {"subject": rule.subject, "category": wanted, "reason": rule.reason, "source": source}
 

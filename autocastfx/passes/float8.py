@@ -107,8 +107,6 @@ class _Deciding:
         for name in (operands.input, operands.weight):
             if not self._is_low(node, reads[name]):
                 return NoFloat8.READS_FLOAT32.because(name)
-        if self.settings.op_list.kept(self.state.ops[node]):
-            return NoFloat8.READS_FLOAT32.because(", ".join(self.settings.op_list.kept(self.state.ops[node])))
         weight = reads[operands.weight].node
         if len(_shape(weight)) != 2 or (operands.transposes and not self._is_parameter(weight)):
             return NoFloat8.NO_WEIGHT.because(operands.weight)
@@ -242,9 +240,9 @@ class _Rewriting:
         self, target: Any, args: tuple[Any, ...], suffix: str, rule: str, value: fx.Node, reader: fx.Node
     ) -> fx.Node:
         with self.graph.inserting_before(reader):
-            made = self.graph.create_node("call_function", target, args, {}, f"{value.name}_{suffix}")
+            made = self.graph.create_node("call_function", target, args, {}, f"{_captured(value).name}_{suffix}")
         place_like(made, value)
-        set_origin(made, Origin(UseFloat8.made_by, rule, value.name))
+        set_origin(made, Origin(UseFloat8.made_by, rule, _captured(value).name))
         return made
 
 

@@ -164,7 +164,7 @@ class Float8Rule:
         return f"float8 of {what}{f' in {self.path}' if self.path else ''}{f' on {self.device}' if self.device else ''}"
 
     @property
-    def setting(self) -> str:
+    def wanted(self) -> str:
         """What it says, in words."""
         if self.products == ():
             return "none"
@@ -264,7 +264,7 @@ def chosen(rules: Iterable[Float8Rule], names: Set[str], paths: Sequence[str], d
             other = by.get(name)
             if other is not None and other.fit(paths) == rule.fit(paths) and getattr(other, name) != value:
                 raise OpListError(
-                    f"{rule.subject!r} is {rule.setting} here, and {other.subject!r} is {other.setting} at "
+                    f"{rule.subject!r} is {rule.wanted} here, and {other.subject!r} is {other.wanted} at "
                     f"{other.source}: both fit equally well. Give one of the two a narrower path, or a higher 'rank'.",
                     rule.source,
                 )

@@ -123,7 +123,7 @@ _FLOAT8 = ListKey(
     "a list of entries for matrix products that run in float8; rules for modules have a key of this name, too",
     read=lambda tree: tuple(read_rules.float8_rules(tree)),
     write=write_list.float8,
-    said=lambda rules: [(r.subject, f"{r.setting} at rank {r.rank}" if r.rank else r.setting, r.reason) for r in rules],
+    said=lambda rules: [(r.subject, f"{r.wanted} at rank {r.rank}" if r.rank else r.wanted, r.reason) for r in rules],
     over=laid_over,
 )
 _REDUCTION_DEPTH = ListKey(
@@ -229,9 +229,9 @@ class OpList:
         """
         return _from_tree(tree_of(data, name), name, Path.cwd(), ())
 
-    def every_rule(self) -> tuple[Rule | ModuleRule, ...]:
-        """Return all rules: for ops, for ops under conditions or on devices, for modules."""
-        return (*self.rules.values(), *self.conditional.values(), *self.modules)
+    def every_rule(self) -> tuple[Rule | ModuleRule | Float8Rule, ...]:
+        """Return all rules: for ops, for ops under conditions or on devices, for modules, for products in float8."""
+        return (*self.rules.values(), *self.conditional.values(), *self.modules, *self.float8)
 
     def ops(self) -> frozenset[str]:
         """Return every op name in a rule, and every alias."""
@@ -581,8 +581,7 @@ class MatchedRules:
 
         Shipped rules and rules for other device types are left out.
         """
-        rules = (*self.op_list.every_rule(), *self.op_list.float8)
-        own = [r for r in rules if not r.shipped and r.device in self._devices]
+        own = [r for r in self.op_list.every_rule() if not r.shipped and r.device in self._devices]
         left = [r for r in own if id(r) not in self._matched and r.source not in self._decided]
         names = {name for op in self._ops for name in self.op_list.names_of(op)}
         demands = [d for d in self.op_list.demands.values() if not d.shipped and d.op not in names]

@@ -106,9 +106,11 @@ def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: Kernel
 
 
 def without_float8(op_list: OpList, plans: Sequence[Plan]) -> Iterator[str]:
-    """Yield a sentence if ``op_list`` asks for float8, also if a preset does, and no product of ``plans`` runs in it."""
+    """Yield a sentence if a list asks for float8, a preset too, and no product of its ``plans`` runs in it."""
     nodes = [node for plan in plans for node in plan.nodes if node.float8 is not None]
-    if all(rule.products == () for rule in op_list.float8) or any(n.float8 and n.float8.products for n in nodes):
+    devices = {"", *(plan.device for plan in plans)}
+    asked = any(rule.products != () and rule.device in devices for rule in op_list.float8)
+    if not asked or any(node.float8 and node.float8.products for node in nodes):
         return
     whys = Counter(str(one.why) for n in nodes if n.float8 is not None for one in n.float8.in_16_bits[:1])
     first = [f"{why} ({count})" for why, count in whys.most_common(_NAMED)]

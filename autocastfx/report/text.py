@@ -432,10 +432,9 @@ def _moved(plan: Plan) -> str:
 _LEGEND = {"+": "made by the conversion", "-": "in the captured graph only", "*": "the model's own cast"}
 _WHY = Column("why", from_end=True, least=10)  # a category and the number of its reason
 _ERROR = Column("error")
-_FLOAT8 = Column("float8", from_end=True)
 _PLACE = (Column("module", weight=1.5), Column("dtype"), Column("shape", weight=1.2), Column("runs", "runs"))
-_FOLDED = (Column("  name (op)", "mark", weight=1.5), *_PLACE, Column("casts", from_end=True), _FLOAT8, _ERROR, _WHY)
-_FULL = (Column("  name", "mark", weight=1.5), Column("op"), *_PLACE, _FLOAT8, _ERROR, _WHY)
+_FOLDED = (Column("  name (op)", "mark", weight=1.5), *_PLACE, Column("casts", from_end=True), _ERROR, _WHY)
+_FULL = (Column("  name", "mark", weight=1.5), Column("op"), *_PLACE, _ERROR, _WHY)
 _MARKS = {"cast": "+", "made": "+", "copy": "+", "removed": "-"}
 _MOST_READERS = 4
 _COLOURS = {"low": "32", "float32": "33", "captured": "2", "given": "2", "+": "32", "-": "31", "*": "35"}
@@ -507,17 +506,18 @@ def _with_operands(rows: Sequence[Row], shown: Sequence[Row]) -> list[Row]:
 def _folded_cells(row: Row, casts: FoldedCasts | None, notes: _Notes) -> tuple[str, ...]:
     is_op = row.kind in ("op", "removed", "made")
     is_said = row.kind == "output" or (is_op and f"{row.name.rpartition('/')[2]}_".startswith(f"{row.op}_"))
-    name = _name(row) + ("" if is_said else f" ({row.op if is_op else row.kind})")
+    op = row.op.removeprefix("autocastfx::") if row.kind == "made" else row.op
+    name = _name(row) + ("" if is_said else f" ({op if is_op else row.kind})")
     words = casts.words if casts is not None else ""
     cells = ("" if is_op else row.op, row.dtype.rpartition(" → ")[2], _shape(row))
     if row.kind == "output":
         return name, f"of {', '.join(casts.reads) if casts is not None and casts.reads else 'nothing'}"
     if row.mark is not None:
-        return name, *cells, "", words, "", "", _of_mark(row)
+        return name, *cells, "", words, "", _of_mark(row)
     if row.planned is None:
-        return name, *cells, "", words, "", "", "not in the plan" if row.kind == "op" else ""
-    place = (row.planned.module or "(root)", *cells[1:], row.precisions)
-    return name, *place, words, row.float8, error_cell(row.planned.error), _why(row, notes)
+        return name, *cells, "", words, "", "not in the plan" if row.kind == "op" else ""
+    error = error_cell(row.planned.error)
+    return name, row.planned.module or "(root)", *cells[1:], row.precisions, words, error, _why(row, notes)
 
 
 def _full_cells(row: Row, notes: _Notes) -> tuple[str, ...]:
@@ -534,12 +534,12 @@ def _full_cells(row: Row, notes: _Notes) -> tuple[str, ...]:
     if row.kind == "output":
         return name, "output", "", f"of {', '.join(row.reads) or 'nothing'}"
     if row.kind not in ("op", "removed"):
-        return name, row.kind, row.op, row.dtype, _shape(row), "", "", "", ""
+        return name, row.kind, row.op, row.dtype, _shape(row), "", "", ""
     if row.planned is None:
-        return name, row.op, "", "", _shape(row), "", "", "", "not in the plan"
+        return name, row.op, "", "", _shape(row), "", "", "not in the plan"
     place = (row.planned.module or "(root)", row.dtype, _shape(row), row.precisions)
     why = _why(row, notes) + (f"; {reads_low(row)}" if row.low_reads else "")
-    return name, row.op, *place, row.float8, error_cell(row.planned.error), why
+    return name, row.op, *place, error_cell(row.planned.error), why
 
 
 def _name(row: Row) -> str:
@@ -561,7 +561,8 @@ def _why(row: Row, notes: _Notes) -> str:
     if row.planned is None or row.decision is None or row.precision is Precision.CAPTURED:
         return ""
     category, cause = str(row.decision.category), row.planned.placement.because
-    words = f"{category} [{notes.number(row.decision, row.op)}]"
+    numbers = [notes.number(row.decision, row.op), *([notes.of_text(row.float8)] if row.float8 else [])]
+    words = f"{category} [{', '.join(map(str, numbers))}]"
     says_more = cause.why not in (Why.FEWEST_BYTES, Why.AS_CAPTURED) and cause.why.value != category
     return f"{words}: {cause}" if says_more else words
 
@@ -583,12 +584,18 @@ class _Notes:
             ops.append(op)
         return list(self._found).index(decision.reason) + 1
 
+    def of_text(self, text: str) -> int:
+        """The number of a reason that has no source."""
+        self._found.setdefault(text, {})
+        return list(self._found).index(text) + 1
+
     def lines(self, width: int | None) -> list[str]:
         """Each reason once, with its source; with one for each op where they differ."""
         lines = list[str]()
         for number, (reason, sources) in enumerate(self._found.items(), 1):
             each = [f"{', '.join(ops)} {source}" if len(sources) > 1 else source for source, ops in sources.items()]
-            lines += wrapped(f"[{number}] {reason or 'no reason given'} ({'; '.join(each)})", width, "    ")
+            placed = f" ({'; '.join(each)})" if each else ""
+            lines += wrapped(f"[{number}] {reason or 'no reason given'}{placed}", width, "    ")
         return lines
 
 

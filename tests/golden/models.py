@@ -83,10 +83,36 @@ def no_grad() -> autocastfx.AmpModule:
     return autocastfx.convert(NoGrad().train(), (torch.randn(2, 8), torch.arange(2)), dtype=torch.bfloat16)
 
 
+class Attention(nn.Module):
+    """Query, key and value of one value, and an output layer."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.head = nn.Linear(width, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        q, k, v = (part(normed).unsqueeze(1) for part in (self.q, self.k, self.v))
+        return self.head(self.out(F.scaled_dot_product_attention(q, k, v).squeeze(1)))
+
+
+def float8() -> autocastfx.AmpModule:
+    rules = {
+        "extends": "bfloat16",
+        "float8": [{"ops": ["linear"], "last": False}],
+        "modules": [{"path": "out", "float8": {"products": ["output"]}}],
+    }
+    lists = autocastfx.OpList.of(rules, name="float8_linears")
+    return autocastfx.convert(Attention().train(), (torch.randn(2, 16, 64),), dtype="bfloat16", op_list=lists)
+
+
 CASES: dict[str, Callable[[], autocastfx.AmpModule]] = {
     "cnn": cnn,
     "encoder_layer": encoder_layer,
     "no_grad": no_grad,
+    "float8": float8,
 }
 
 

@@ -62,7 +62,15 @@ FLOAT8 = {
     "reason": "measured",
     "devices": "cuda",
 }
-MODULES = {"float8": False, "path": "head", "category": "low", "reason": "measured", "ops": ["linear"], "devices": "cuda", "rank": 2}
+MODULES = {
+    "float8": False,
+    "path": "head",
+    "category": "low",
+    "reason": "measured",
+    "ops": ["linear"],
+    "devices": "cuda",
+    "rank": 2,
+}
 
 
 @pytest.mark.parametrize(
