@@ -133,7 +133,8 @@ class Converter(Settings):
         draft = guesses is not None
         lists = self.op_list.lenient() if draft else self.op_list
         settings = replace(self, device=device.type, op_list=lists, mode=mode)
-        check_float8(settings, device)
+        if lists.float8:
+            check_float8(settings, device)
         known = self.ranges.magnitudes(mode) if self.ranges is not None else {}
         effects = self.prices.sensitivity.effects_in(mode) if self.prices is not None else {}
         made = _converted(settings, graph, attributes, tensors, _Measured(known, effects), guesses, rewrites=rewrites)
@@ -235,6 +236,8 @@ def _converted(
     )
     effects: Mapping[fx.Node, Signature] = {}
     for step in FOLLOW_PIPELINE if follows else WIDEN_PIPELINE if settings.is_low_model else PIPELINE:
+        if step is UseFloat8 and not settings.op_list.float8:
+            continue
         before, state = state.placements, step(settings)(state)
         if state.placements is not before:  # later steps put casts between a node and what it reads
             effects = state.errors.of_nodes(state.placements)

@@ -124,7 +124,7 @@ _FLOAT8 = ListKey(
     read=lambda tree: tuple(read_rules.float8_rules(tree)),
     write=write_list.float8,
     said=lambda rules: [(r.subject, f"{r.wanted} at rank {r.rank}" if r.rank else r.wanted, r.reason) for r in rules],
-    over=laid_over,
+    over=lambda earlier, later: laid_over(earlier, later) if later else earlier,
 )
 _REDUCTION_DEPTH = ListKey(
     "for each op, how many elements it may reduce into one in 16 bits; a single number, or `*`, applies to all "

@@ -562,7 +562,7 @@ def _why(row: Row, notes: _Notes) -> str:
         return ""
     category, cause = str(row.decision.category), row.planned.placement.because
     numbers = [notes.number(row.decision, row.op), *([notes.of_text(row.float8)] if row.float8 else [])]
-    words = f"{category} [{', '.join(map(str, numbers))}]"
+    words = " ".join([category, *(f"[{number}]" for number in numbers)])
     says_more = cause.why not in (Why.FEWEST_BYTES, Why.AS_CAPTURED) and cause.why.value != category
     return f"{words}: {cause}" if says_more else words
 

@@ -61,7 +61,7 @@ def test_else_a_line_for_each_op_and_input(name: str) -> None:
     assert casts.isdisjoint(names)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "float8"])  # products have reasons without a place
 def test_a_reason_is_given_once_with_where_its_ops_are_listed(name: str) -> None:
     text = autocastfx.dump(converted(name), width=None)
     notes = dict(re.findall(r"^\[(\d+)\] (.*)$", text, re.MULTILINE))
