@@ -11,8 +11,9 @@ from torch import Tensor
 
 from autocastfx.errors import UnsupportedError
 from autocastfx.policy.float8 import E4M3, E5M2, RECIPES, Layout, Product
+from autocastfx.runtime.operators import float8
 from autocastfx.runtime.operators.float8 import float8_linear, missing_products, quantize
-from tests.helpers import relative_error, saved_bytes
+from tests.helpers import TORCH, relative_error, saved_bytes
 
 # Half a unit in the last place: relative to normal numbers, and between subnormal ones.
 HALF = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17)}
@@ -102,10 +103,19 @@ def test_a_quantised_value_has_no_gradient() -> None:
     assert not scale.requires_grad
 
 
+@pytest.fixture(params=["float32", "products", "emulated"])
+def emulate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Products in float32, as on a CPU, torch's scaled products, as on a GPU, and products in float32 by request."""
+    if request.param == "products":
+        if TORCH < (2, 13):
+            pytest.skip("torch has no scales of rows on a CPU")
+        monkeypatch.setattr(float8, "has_fast_products", lambda _: True)
+    return request.param == "emulated"
+
+
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("emulate", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_product_is_that_of_the_float8_numbers(recipe: str, emulate: bool) -> None:
     x, weight, bias, gradient = spread(4, 16, 64), spread(48, 64, seed=1), spread(48, seed=2), spread(4, 16, 48, seed=3)
@@ -154,23 +164,23 @@ def test_a_product_that_is_not_named_is_that_of_16_bits(recipe: str) -> None:
                 assert is_float8 != torch.equal(one, wide)
 
 
-def test_any_number_of_rows_is_taken() -> None:
+def test_any_number_of_rows_is_taken(emulate: bool) -> None:
     weight = spread(48, 64, seed=1)
     for recipe, rows in itertools.product(RECIPES, (0, 1, 7)):
         x, gradient = spread(rows, 64), spread(rows, 48, seed=2)
-        found = gradients(x, weight, None, gradient, recipe=recipe)
+        found = gradients(x, weight, None, gradient, recipe=recipe, emulate=emulate)
         more = gradients(
             torch.cat([x, x.new_zeros(16 - rows, 64)]),
             weight,
             None,
             torch.cat([gradient, gradient.new_zeros(16 - rows, 48)]),
             recipe=recipe,
+            emulate=emulate,
         )
         for one, other in zip(found, more, strict=True):
             assert torch.equal(one, other[: len(one)]), (recipe, rows)
 
 
-@pytest.mark.parametrize("emulate", [False, True])
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_inf_or_nan_stays_visible(recipe: str, number: float, emulate: bool) -> None:
