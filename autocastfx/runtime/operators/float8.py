@@ -74,7 +74,14 @@ def _quantized(x: Tensor, layout: str, dtype: torch.dtype, power_of_two: bool) -
 
 
 def _quantized_with_autograd(x: Tensor, layout: str, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    return _quantized(x.detach(), layout, dtype, power_of_two)  # float8_linear has the gradient
+    x = x.detach()  # float8_linear has the gradient
+    if x.device.type != "cpu":
+        return _quantized(x, layout, dtype, power_of_two)  # a compiler sees its parts, and fuses them
+    # Fused on a CPU they may be wrong: Inductor (torch 2.13) lets vectorised kernels that transpose write into what they
+    # still read. So there a compiler sees one operator.
+    with torch._C._AutoDispatchBelowAutograd():
+        made: tuple[Tensor, Tensor] = quantize(x, layout, dtype, power_of_two)
+    return made
 
 
 _LIBRARY.impl("quantize", _quantized_with_autograd, "Autograd")
@@ -146,7 +153,7 @@ class _Call(NamedTuple):
         return RECIPES[self.recipe].layouts.get(product) if product.value in self.products else None
 
     def quantize(self, x: Tensor, layout: Layout, dtype: torch.dtype = E4M3) -> Quantized:
-        return Quantized(*_quantized(x, layout, dtype, RECIPES[self.recipe].power_of_two))
+        return Quantized(*quantize(x, layout, dtype, RECIPES[self.recipe].power_of_two))
 
     def operand(self, given: Sequence[Tensor], x: Tensor, layout: Layout) -> Quantized:
         return Quantized(*given) if given else self.quantize(x, layout)
