@@ -23,7 +23,14 @@ settings.load_profile("same")
 # Rooms and files whose tests look at one graph of a conversion: that of the mode in which the model is.
 ONE_MODE = (
     *("capture", "cli", "graph", "invariants", "numerics", "passes", "plan", "policy", "presets", "report", "runtime"),
-    *("training", "test_benchmarks.py", "test_calibration.py", "test_distributed.py", "test_zoo.py"),
+    *(
+        "training",
+        "test_benchmarks.py",
+        "test_calibration.py",
+        "test_distributed.py",
+        "test_float8_blocks.py",
+        "test_zoo.py",
+    ),
 )
 DECIDING = ("cli", "passes", "plan", "policy", "presets", "report")
 _capture_modes = VariantTable.capture_modes

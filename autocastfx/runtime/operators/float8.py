@@ -77,8 +77,8 @@ def _quantized_with_autograd(x: Tensor, layout: str, dtype: torch.dtype, power_o
     x = x.detach()  # float8_linear has the gradient
     if x.device.type != "cpu":
         return _quantized(x, layout, dtype, power_of_two)  # a compiler sees its parts, and fuses them
-    # Fused on a CPU they may be wrong: Inductor (torch 2.13) lets vectorised kernels that transpose write into what they
-    # still read. So there a compiler sees one operator.
+    # Fused on a CPU they may be wrong: Inductor (torch 2.13) lets vectorised kernels that transpose float8 write into
+    # what is still read. So there a compiler sees one operator.
     with torch._C._AutoDispatchBelowAutograd():
         made: tuple[Tensor, Tensor] = quantize(x, layout, dtype, power_of_two)
     return made

@@ -7,6 +7,7 @@ import importlib.util
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,11 +50,17 @@ class Blocks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a loss of the hidden states that come of ``x``, float32 of [batch, tokens, width]."""
-        return self.model(inputs_embeds=x).last_hidden_state.float().square().mean()
+        hidden = self.model(inputs_embeds=x).last_hidden_state
+        return (hidden.float() * x.roll(1, -1)).mean()  # of their squares the last norm would leave no gradient
 
 
 def blocks(
-    given: Given, models: Sequence[str], sides: Sequence[str] = SIDES, tokens: int = 8192, rounds: Rounds = ROUNDS
+    given: Given,
+    models: Sequence[str],
+    sides: Sequence[str] = SIDES,
+    tokens: int = 8192,
+    rounds: Rounds = ROUNDS,
+    compiler: str = "inductor",
 ) -> Iterator[Row]:
     """Yield the time of forward and backward of each side, and its gradient's distance from that of float32.
 
@@ -63,6 +70,7 @@ def blocks(
         sides: keys of ``LISTS``, or torchao's, which is left out where that is not installed.
         tokens: in the batch; a row has at most 4,096.
         rounds: how many, for each model.
+        compiler: a backend of torch.compile.
     """
     warnings.simplefilter("ignore")
     sides = [side for side in sides if side != TORCHAO or importlib.util.find_spec("torchao") is not None]
@@ -74,12 +82,12 @@ def blocks(
             model = Blocks(*BLOCKS[name]).train()
             x = torch.randn(max(tokens // 4096, 1), min(tokens, 4096), BLOCKS[name][0])
         work, rows = dict[str, Work](), dict[str, Row]()
-        exact = _gradients(model, x, lambda: model(x))
+        exact = _gradients(model, partial(model, x))
         for side in sides:
             started = time.monotonic()
             try:
-                step, of_products = _step(side, model, x)
-                far = distance(_gradients(model, x, step), exact)
+                step, of_products = _step(side, model, x, compiler)
+                far = distance(_gradients(model, step), exact)
                 work[side] = Work({"backward": lambda step=step: step().backward()}, model.zero_grad)
                 rows[side] = {"apart": far, "prepared_s": round(time.monotonic() - started, 1), **of_products}
             except Exception as error:  # of this side; the others are measured
@@ -97,20 +105,17 @@ def blocks(
         release()
 
 
-def _step(side: str, model: Blocks, x: Tensor) -> tuple[Callable[[], Tensor], Row]:
+def _step(side: str, model: Blocks, x: Tensor, compiler: str) -> tuple[Callable[[], Tensor], Row]:
     """Return what computes the loss, compiled, and how many products of how many run in float8."""
     if side == TORCHAO:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        twin = copy.deepcopy(model)
-        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-            theirs.data = ours.data
         config = Float8LinearConfig.from_recipe_name("rowwise")
-        compiled: Any = torch.compile(convert_to_float8_training(twin, config=config))
-        named = dict(model.named_parameters())
-        for path, theirs in twin.named_parameters():  # gradients come where those of the other sides do
-            parent, _, last = path.rpartition(".")
-            setattr(twin.get_submodule(parent), last, named[path])
+        twin = convert_to_float8_training(copy.deepcopy(model), config=config)
+        for path, parameter in model.named_parameters():  # gradients come where those of the other sides do
+            parent, _, name = path.rpartition(".")
+            setattr(twin.get_submodule(parent), name, parameter)
+        compiled: Any = torch.compile(twin, backend=compiler)
 
         def of_torchao() -> Tensor:
             with torch.autocast(x.device.type, torch.bfloat16):
@@ -120,11 +125,11 @@ def _step(side: str, model: Blocks, x: Tensor) -> tuple[Callable[[], Tensor], Ro
     amp_model = autocastfx.convert(model, x, dtype="bfloat16", op_list=LISTS[side], check=False)
     decided = [node.float8 for node in amp_model.plan.nodes if node.float8 is not None]
     counted = {"in_float8": sum(len(one.products) for one in decided), "of": 3 * len(decided)}
-    compiled = torch.compile(amp_model)
+    compiled = torch.compile(amp_model, backend=compiler)
     return lambda: compiled(x), counted
 
 
-def _gradients(model: nn.Module, x: Tensor, step: Callable[[], Tensor]) -> Tensor:
+def _gradients(model: nn.Module, step: Callable[[], Tensor]) -> Tensor:
     model.zero_grad()
     step().backward()
     found = torch.cat([p.grad.detach().flatten().float() for p in model.parameters() if p.grad is not None])
