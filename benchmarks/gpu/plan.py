@@ -117,7 +117,7 @@ def _second(scale: _Scale) -> Iterator[Stage]:
     options = scale.sized(shapes, shapes=((64, 64, 32),), rounds=FEW)
     fields: dict[str, Any] = {"cuda": True, "prepares": True, "seconds": 60}
     yield scale.stage("float8 products", "float8_products:products", options=options, **fields)
-    blocks: dict[str, Any] = {"options": {"models": ("Llama-1B blocks", "Llama-8B blocks")}, "seconds": 120}
+    blocks: dict[str, Any] = {"options": {"shapes": ("Llama-1B blocks", "Llama-8B blocks")}, "seconds": 120}
     yield scale.stage("float8 blocks", "float8_blocks:blocks", **{**fields, **blocks}, early=True)
     yield scale.steps("T5 tiny" if scale.is_tiny else "T5-base b16 s512, padded", 30)
     for model in ("MLP tiny",) if scale.is_tiny else ("GPT-2 b8 s1024", "ResNet-50 b256"):

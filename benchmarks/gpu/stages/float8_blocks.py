@@ -56,7 +56,7 @@ class Blocks(nn.Module):
 
 def blocks(
     given: Given,
-    models: Sequence[str],
+    shapes: Sequence[str],
     sides: Sequence[str] = SIDES,
     tokens: int = 8192,
     rounds: Rounds = ROUNDS,
@@ -66,15 +66,15 @@ def blocks(
 
     Args:
         given: what every stage is given.
-        models: keys of ``BLOCKS``.
+        shapes: keys of ``BLOCKS``.
         sides: keys of ``LISTS``, or torchao's, which is left out where that is not installed.
         tokens: in the batch; a row has at most 4,096.
-        rounds: how many, for each model.
+        rounds: how many, for each shape.
         compiler: a backend of torch.compile.
     """
     warnings.simplefilter("ignore")
     sides = [side for side in sides if side != TORCHAO or importlib.util.find_spec("torchao") is not None]
-    for name in models:
+    for name in shapes:
         if all(given.has(name, side) for side in sides):
             continue
         torch.manual_seed(0)
