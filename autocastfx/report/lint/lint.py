@@ -11,7 +11,8 @@ from autocastfx.errors import ArgumentTypeError, GpuError, NotCapturedError, Uns
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import attributes_of, origin
 from autocastfx.graph.walk import Located, walk
-from autocastfx.plan.plan import Plan, Precision
+from autocastfx.plan.plan import NoFloat8, Plan, Precision
+from autocastfx.policy.float8 import MULTIPLE
 from autocastfx.report.dump import view_of
 from autocastfx.report.lint.odd_size import OddSize, odd_sizes
 from autocastfx.report.lint.roofline import Gpu, Total, Work, bound, find_gpu, limit, total, work_of
@@ -68,6 +69,7 @@ class Lint:
         ops: the converted graph's ops that move bytes, in graph order.
         before: the least time of the captured graph, in float32.
         after: the least time of the converted graph, casts included.
+        out_of_float8: for each product that a size keeps out of float8 its node, the size's name and the size.
     """
 
     gpu: Gpu
@@ -79,6 +81,7 @@ class Lint:
     ops: tuple[OpEstimate, ...]
     before: Total
     after: Total
+    out_of_float8: tuple[tuple[str, str, int], ...] = ()
 
     @property
     def speedup(self) -> float:
@@ -148,6 +151,11 @@ class Lint:
             if len(rows) > _MOST_SIZES:
                 yield f"and {len(rows) - _MOST_SIZES} more"
             yield "given by: a weight, which is the model's choice; input: each call's; activation: computed, always so"
+        if self.out_of_float8:
+            padded = (
+                f"{name} of {node} from {n} to {-(-n // MULTIPLE) * MULTIPLE}" for node, name, n in self.out_of_float8
+            )
+            yield f"float8 takes multiples of {MULTIPLE}; pad {_listed(list(padded))}"
         if self.float32_products:
             yield f"products that stay in float32, without tensor cores: {_listed(self.float32_products)}"
 
@@ -280,7 +288,14 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
         ops=_estimates(after, plan, rates),
         before=total(before.values(), rates),
         after=total((work for _, work in after), rates),
+        out_of_float8=tuple(_out_of_float8(plan)),
     )
+
+
+def _out_of_float8(plan: Plan) -> Iterator[tuple[str, str, int]]:
+    for node in plan.nodes:
+        reasons = dict.fromkeys(one.why for one in node.float8.in_16_bits) if node.float8 is not None else ()
+        yield from ((node.name, why.words[0], int(why.words[1])) for why in reasons if why.why is NoFloat8.ODD_SIZE)
 
 
 def _check(plan: Plan, gpu: Gpu) -> None:

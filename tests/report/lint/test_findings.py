@@ -47,3 +47,16 @@ def test_a_limit_that_is_none() -> None:
     found = autocastfx.lint(autocastfx.convert(nn.Linear(8, 8, bias=False), torch.ones(8, 8), dtype="float16"))
     assert found.limit == float("inf")
     assert "if only the products were faster, and without limit beyond\n" in str(found)
+
+
+def test_sizes_that_keep_products_out_of_float8_are_told() -> None:
+    model = nn.Sequential(nn.Linear(64, 100), nn.Linear(100, 64), nn.Linear(64, 64))
+    rules = autocastfx.OpList.of({"float8": [{"ops": ["linear"], "recipe": "rowwise"}]})
+    amp_model = autocastfx.convert(model, torch.ones(32, 64), dtype="bfloat16", op_list=["default", rules])
+    found = autocastfx.lint(amp_model, "H100")
+    assert found.out_of_float8 == (("linear", "N", 100), ("linear_1", "K", 100))
+    assert "\nfloat8 takes multiples of 16; pad N of linear from 100 to 112, K of linear_1 from 100 to 112\n" in str(
+        found
+    )
+    assert '"out_of_float8": [' in found.to_json()
+    assert "float8" not in str(autocastfx.lint(autocastfx.convert(model, torch.ones(32, 64), dtype="bfloat16"), "H100"))
