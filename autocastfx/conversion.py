@@ -251,8 +251,9 @@ def _recipe(
     if calibrate is not None:
         converter = replace(converter, ranges=ranges_of(calibrate, model, converter.op_list), headroom=headroom)
     if sensitivity is not None:
-        refuse_unpredicted(converter)
-        converter = replace(converter, prices=Prices(_sensitivity(sensitivity, dtype_name(low))))
+        measured = _sensitivity(sensitivity, dtype_name(low))
+        refuse_unpredicted(converter, measured.float8)
+        converter = replace(converter, prices=Prices(measured))
     return converter
 
 
@@ -271,8 +272,12 @@ def _tell_unmatched(amp_model: AmpModule, stacklevel: int = 2, *, ranges: bool =
         warnings.warn(message, UnmatchedPlanWarning, stacklevel=stacklevel)
 
 
-def refuse_unpredicted(converter: Converter) -> None:
+def refuse_unpredicted(converter: Converter, float8: str) -> None:
     """Refuse to measure or to predict errors of conversions for which a sensitivity says nothing.
+
+    Args:
+        converter: of the conversion.
+        float8: the recipe by which the sensitivity measures products; empty: it does not.
 
     Raises:
         UnsupportedError: the model is 16-bit already, the list follows torch.autocast's dispatch, or asks for float8.
@@ -287,10 +292,10 @@ def refuse_unpredicted(converter: Converter) -> None:
             f"the op list {converter.op_list.name} follows torch.autocast's dispatch, op by op inside of what a "
             "sensitivity measures whole: give another op_list. tune takes the name of such a list as its budget."
         )
-    if any(rule.products != () for rule in converter.op_list.float8):
+    if not float8 and any(rule.products != () for rule in converter.op_list.float8):
         raise UnsupportedError(
             f"the op list {converter.op_list.name} asks for float8, and a sensitivity measures 16 bits alone: what it "
-            "predicts would be too small. Give a list without float8."
+            "predicts would be too small. Measure it with float8=…, in the list's recipe, or give another list."
         )
 
 

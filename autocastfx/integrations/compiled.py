@@ -446,14 +446,17 @@ class CompiledCall:
         return self._parts[part](*args, **kwargs)
 
     @contextmanager
-    def copies(self) -> Generator[tuple[nn.Module, nn.Module, nn.Module]]:
+    def copies(self) -> Generator[tuple[nn.Module, nn.Module, nn.Module, Backend]]:
         """Give copies of the model to check it on: as it is, enabled alike, and as it is captured, without casts.
+
+        Last comes the backend of the one that is enabled alike, which holds its graphs.
 
         Raises:
             UnsupportedError: the model cannot be copied.
         """
-        with converted_copies(self.model, self.backend.like(), self.backend.bare()) as (ours, bare):
-            yield plain_copy(self.model), ours, bare
+        alike = self.backend.like()
+        with converted_copies(self.model, alike, self.backend.bare()) as (ours, bare):
+            yield plain_copy(self.model), ours, bare, alike
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave it out of copies of modules that copy all their attributes."""

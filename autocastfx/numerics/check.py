@@ -22,12 +22,17 @@ from autocastfx.conversion import convert, without_casts
 from autocastfx.errors import CalibrationError, UncapturedGraphWarning, UnsupportedError
 from autocastfx.files import NON_FINITE_AS_TEXT, plain_data
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
+from autocastfx.passes.pipeline import Converter
+from autocastfx.plan.plan import Plan
+from autocastfx.plan.sensitivity import Sensitivity, added, rms
+from autocastfx.policy.float8 import E4M3, RECIPES, Product
 from autocastfx.policy.op_list import OpListLike
 from autocastfx.runtime import behaviour
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.module_tree import foreseen
 
 _TIMES = 1.2  # torch.autocast's error that a converted model may have, as in the zoo
+_FLOAT8_TIMES = 2.0  # the errors that are predicted for a plan with float8, or that its number of digits make likely
 _SCALE = 2.0**10  # of a float16 loss, lest small gradients vanish on any side
 _ALL = "all gradients"
 _FAR = 0.3  # a relative distance of a gradient that leads nowhere
@@ -57,6 +62,20 @@ class CheckedValue:
 
 
 @dataclass(frozen=True)
+class Float8Allowance:
+    """The times of torch.autocast's error that a plan with products in float8 may have.
+
+    Attributes:
+        outputs, gradients: of the outputs, and of all gradients as one.
+        source: whence, in words.
+    """
+
+    outputs: float
+    gradients: float
+    source: str
+
+
+@dataclass(frozen=True)
 class Check:
     """What :func:`check` found.
 
@@ -67,6 +86,8 @@ class Check:
         calls: the calls that were compared.
         dropped: the calls that were not, with why.
         values: errors of the converted model: of outputs, of all gradients as one, and of each gradient.
+        float8: what products in float8 let outputs and gradients be inexact by, beside torch.autocast's error; None
+            without any.
     """
 
     model: str
@@ -75,16 +96,21 @@ class Check:
     calls: tuple[str, ...]
     dropped: tuple[str, ...]
     values: tuple[CheckedValue, ...]
+    float8: Float8Allowance | None = None
 
     @property
     def inexact(self) -> tuple[CheckedValue, ...]:
         """The outputs, and all gradients as one, farther from float32 than 1.2 times torch.autocast's, plus epsilon.
 
-        What is not finite, where float32 is, always belongs to them.
+        With products in float8, than the times of ``float8``. What is not finite, where float32 is, always belongs to
+        them.
         """
         eps = torch.finfo(getattr(torch, self.dtype)).eps
         judged = (one for one in self.values if not one.name.startswith("gradient of"))
-        allowed = ((one, _TIMES * (2 * eps if one.autocast is None else one.autocast) + eps) for one in judged)
+        times = (_TIMES, _TIMES) if self.float8 is None else (self.float8.outputs, self.float8.gradients)
+        allowed = (
+            (one, times[one.name == _ALL] * (2 * eps if one.autocast is None else one.autocast) + eps) for one in judged
+        )
         return tuple(one for one, most in allowed if not (math.isfinite(one.error) and one.error <= most))
 
     @property
@@ -113,6 +139,11 @@ class Check:
         if self.values:
             yield "  converted, relative distance from float32 (torch.autocast's):"
             yield from (f"    {one.name}: {_error(one)}" for one in self._shown())
+        if self.float8 is not None:
+            times = (
+                f"{self.float8.outputs:.3g} times torch.autocast's of outputs, {self.float8.gradients:.3g} of gradients"
+            )
+            yield f"  with products in float8 they may be {times}: {self.float8.source}"
         if self.far:
             yield f"  far from float32: {', '.join(one.name for one in self.far)}: see sensitivity() for the nodes"
 
@@ -126,6 +157,8 @@ class Check:
     def to_json(self) -> str:
         """Write the check as JSON text; Infinity and NaN as the strings "inf" and "nan"."""
         data = {**plain_data(self, NON_FINITE_AS_TEXT), "ok": self.ok}
+        if self.float8 is None:  # as before float8
+            del data["float8"]
         return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
 
 
@@ -198,9 +231,11 @@ def check(
 def _checking(model: nn.Module, given: Any, op_list: OpListLike, options: Mapping[str, Any]) -> Generator[_Checking]:
     if (call := model.__dict__.get("_compiled_call_impl")) is not None and hasattr(call, "copies"):  # an enabled model
         _refuse_options(op_list, options)
-        with call.copies() as (original, ours, bare):
+        with call.copies() as (original, ours, bare, backend):
             modes = [foreseen(original, training=training).modes for training in (True, False)]
-            yield _Checking(original, ours, bare, call.backend.low, modes)
+            checking = _Checking(original, ours, bare, call.backend.low, modes)
+            checking.plans = lambda: [graph.plan for graph in backend.graphs if graph.plan is not None]
+            yield checking
         return
     amp_model = _converted(model, given, op_list, options)
     original = amp_model._original.model
@@ -234,6 +269,9 @@ class _Checking:
     ) -> None:
         self.model, self.ours, self.bare = model, ours, bare
         self.low, self.modes = low, modes
+        self.plans: Callable[[], list[Plan]] = lambda: (
+            [v.plan for v in ours.variants] if isinstance(ours, AmpModule) else []
+        )
         self.compared: list[behaviour.Compared] = []
         self.errors: dict[str, list[tuple[float, float | None]]] = {}
         self.raised: list[behaviour.Difference] = []
@@ -291,7 +329,53 @@ class _Checking:
             calls=tuple(one for part in parts for one in part.calls),
             dropped=(*(one for part in parts for one in part.dropped), *self.unmeasured),
             values=tuple(_value(name, pairs) for name, pairs in self.errors.items()),
+            float8=allowance(self.plans(), _sensitivity(self.ours)),
         )
+
+
+def _sensitivity(ours: nn.Module) -> Sensitivity | None:
+    converter = cast("Converter", ours._original.converter) if isinstance(ours, AmpModule) else None
+    return converter.prices.sensitivity if converter is not None and converter.prices is not None else None
+
+
+def allowance(plans: Sequence[Plan], sensitivity: Sensitivity | None) -> Float8Allowance | None:
+    """Return by how much products in float8 let a model be inexact; None if no plan has any.
+
+    Where their errors are predicted, by twice the ratio of the plan's error to that of its 16 bits alone. Else by twice
+    the ratio of the epsilons: rounding to float8 is that much coarser in all products.
+    """
+    planned = [node.float8 for plan in plans for node in plan.nodes if node.float8 is not None and node.float8.products]
+    if not planned:
+        return None
+    low = torch.finfo(getattr(torch, plans[0].low)).eps
+    backward = max(torch.finfo(RECIPES[one.recipe].gradient).eps for one in planned)
+    in_forward = any(Product.OUTPUT in one.products for one in planned)
+    coarse = {
+        "output": _FLOAT8_TIMES * torch.finfo(E4M3).eps / low if in_forward else _TIMES,
+        "gradient": _FLOAT8_TIMES * backward / low,
+    }
+    ratios = [ratio for plan in plans if sensitivity is not None and (ratio := _ratio(plan, sensitivity))]
+    if ratios and sensitivity is not None and len(ratios) == len(plans):
+        coarse[sensitivity.of] = max(_TIMES, _FLOAT8_TIMES * max(ratios))
+    told = f", as predicted of the {sensitivity.of}" if ratios and sensitivity is not None else ""
+    return Float8Allowance(coarse["output"], coarse["gradient"], f"float8 has fewer digits{told}")
+
+
+def _ratio(plan: Plan, sensitivity: Sensitivity) -> float:
+    """The predicted error of a plan to that of its 16 bits alone; 0 if it is not known."""
+    known = {effect.key: effect.products for effect in sensitivity.effects}
+    products = [
+        known[node.name, node.op, node.module][error.product.value]
+        for node in plan.nodes
+        if node.float8 is not None
+        for error in node.float8.errors
+        if error.product in node.float8.products
+    ]
+    whole = added(node.effect for node in plan.nodes if node.effect)
+    if not products or plan.float8_unmeasured:
+        return 0.0
+    alone = rms(all_of - in_float8 for all_of, in_float8 in zip(whole, added(products), strict=True))
+    return rms(whole) / alone if alone else 0.0
 
 
 def _loss(output: Any, batch: Any, loss_fn: LossFunction, scale: float) -> torch.Tensor:

@@ -22,9 +22,11 @@ from autocastfx.graph.node import Use, draws_random_numbers, dtypes, is_float32,
 from autocastfx.numerics.flat_graph import FlatGraph
 from autocastfx.numerics.paired_run import floating, run_side_by_side
 from autocastfx.numerics.probe_run import ProbeRun, Project, signs
+from autocastfx.numerics.product_effects import ProductDifferences, product_differences
 from autocastfx.numerics.segments import NotDifferentiableError, Read, SegmentRun, Taken
 from autocastfx.passes.analysis.units import Ports
 from autocastfx.plan.sensitivity import OUTPUT, Effect, Signature
+from autocastfx.policy.float8 import Product
 from autocastfx.runtime.amp_module import AmpModule
 
 # Replace ops that write into what they read, where no other value shows it: ``relu_`` becomes ``relu``.
@@ -364,6 +366,7 @@ class NodeEffects:
         jumped: for each node whose gradient jumped, by how much the converted model changes what it reads, over by how
             much that was changed to see jumps, squared. Set here.
         errors: of nodes whose gradient switches, by name: those of the converted model there.
+        float8: the recipe by which products are measured in float8; empty: they are not.
         unmeasured: names of nodes that could not be measured, with the reason.
     """
 
@@ -372,9 +375,11 @@ class NodeEffects:
     mode: str
     seeds: Sequence[int]
     errors: Mapping[str, float] = field(default_factory=dict[str, float])
+    float8: str = ""
     unmeasured: dict[str, str] = field(default_factory=dict[str, str])
     jumped: list[float] = field(default_factory=list[float])
     _kernels: dict[fx.Node, KernelDifference] = field(default_factory=dict[fx.Node, KernelDifference])
+    _products: dict[fx.Node, ProductDifferences] = field(default_factory=dict[fx.Node, ProductDifferences])
     _sums: dict[fx.Node, _Sums] = field(default_factory=lambda: defaultdict(dict))
     _read: _Changes = field(default_factory=dict[fx.Node, torch.Tensor])
     _returned: dict[tuple[fx.Node, int], torch.Tensor] = field(default_factory=dict[tuple[fx.Node, int], torch.Tensor])
@@ -429,7 +434,7 @@ class NodeEffects:
                 self._tangents.clear()
                 rows.append(self._sums)
             piece_effects.append(self._of_piece(piece, rows, norm))
-            self._kernels, self._read, self._returned, self._jumps = {}, {}, {}, {}
+            self._kernels, self._products, self._read, self._returned, self._jumps = {}, {}, {}, {}, {}
         return tuple(effect for effects in reversed(piece_effects) for effect in effects)
 
     def _jump_all(self, piece: SegmentRun) -> None:
@@ -462,9 +467,21 @@ class NodeEffects:
             except (RuntimeError, NotImplementedError, TypeError) as error:  # there is no 16-bit kernel
                 said = next(iter(str(error).splitlines()), "")
                 self.unmeasured[names[node]] = f"its kernel in 16 bits raises: {said}"
+                continue
+            if self.float8 and (products := self._products_of(piece, node, gradients)) is not None:
+                self._products[node] = products
         for node, why in piece.unmeasured.items():
             if _of_float32(piece.values.get(node)):
                 self.unmeasured[names[node]] = why
+
+    def _products_of(
+        self, piece: SegmentRun, node: fx.Node, gradients: Sequence[torch.Tensor | None]
+    ) -> ProductDifferences | None:
+        def returned(read: Read) -> bool:
+            return (read.node, read.place) in piece.returned
+
+        gradient = gradients[0] if gradients else None
+        return product_differences(self.float8, node, piece.values.__getitem__, piece.reads[node], gradient, returned)
 
     def _round_all(self, piece: SegmentRun) -> None:
         roundings, most = Roundings(self.replay.low), torch.finfo(self.replay.low).max
@@ -480,6 +497,8 @@ class NodeEffects:
         kernel = self._kernels.get(node)
         if kernel is not None and number < len(kernel.values) and (changed := kernel.values[number]) is not None:
             self._add(node, "computes", "", adjoint, changed)
+        if (products := self._products.get(node)) is not None and products.output is not None:
+            self._add(node, "products", Product.OUTPUT.value, adjoint, products.output)
 
     def _at_read(self, read: Read, adjoint: torch.Tensor) -> torch.Tensor | None:
         if read.node in self._kernels and not self.replay.ports.stays_float32(read.node, read.use):
@@ -499,6 +518,10 @@ class NodeEffects:
             self._add(read.node, "computes", "", tangent, changed)
         if (changed := self._returned.get((read.node, read.place))) is not None:
             self._add(read.node, "returns", self.run.flat.names[read.use.node], tangent, changed)
+        products = self._products.get(read.node)
+        if products is not None and read.place in products.gradients:
+            product, changed = products.gradients[read.place]
+            self._add(read.node, "products", product.value, tangent, changed)
 
     def _add(self, node: fx.Node, what: str, name: str, by: torch.Tensor, changed: torch.Tensor) -> None:
         """Add a first-order effect: the gradient by a tensor, times the change of that tensor."""
@@ -519,7 +542,8 @@ class NodeEffects:
             zero = torch.zeros(())
             columns = {key: tuple(float(row.get(node, {}).get(key, zero)) / norm for row in rows) for key in keys}
             overflows = not is_output and any(n in self._beyond for n in _read_or_made(node))
-            effects.append(_effect(self.mode, node, self.run.flat, columns, len(self.seeds), overflows=overflows))
+            effect = _effect(self.mode, node, self.run.flat, columns, len(self.seeds), overflows=overflows)
+            effects.append(_with_products(effect, self._products.get(node), columns))
         return tuple(effects)
 
 
@@ -535,7 +559,19 @@ def _effect(
     op = flat.ops.get(node) or op_name(node)
     key = (OUTPUT, OUTPUT, "") if node.op == "output" else (flat.names[node], op, module_path(node))
     named = {what: {n: c for (w, n), c in columns.items() if w == what} for what in ("reads", "returns")}
-    return Effect(mode, *key, columns.get(("computes", ""), (0.0,) * probes), **named, overflows=overflows)
+    computes = columns.get(("computes", ""), (0.0,) * probes)
+    return Effect(mode, *key, computes, named["reads"], named["returns"], overflows)
+
+
+def _with_products(
+    effect: Effect, ran: ProductDifferences | None, columns: Mapping[tuple[str, str], Signature]
+) -> Effect:
+    """Add the effects of the products that ran; of one that changes nothing, zeros."""
+    if ran is None:
+        return effect
+    zeros = (0.0,) * len(effect.computes)
+    products = {product.value: columns.get(("products", product.value), zeros) for product in ran.products}
+    return replace(effect, products=products, sizes=ran.sizes)
 
 
 def _read_or_made(node: fx.Node) -> list[fx.Node]:

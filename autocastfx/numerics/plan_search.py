@@ -20,7 +20,8 @@ from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.sensitivity import captured_of
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan, PlannedNode, Precision, Prices
-from autocastfx.plan.sensitivity import Sensitivity, Signature, added
+from autocastfx.plan.ranges import Key, mode_of
+from autocastfx.plan.sensitivity import Effect, Sensitivity, Signature, added
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category
 from autocastfx.runtime.amp_module import AmpModule
@@ -38,12 +39,16 @@ class Point:
         bytes: moved by ops and casts in a call.
         predicted: relative error of the target.
         measured: the same, on batches held out; None if it was not measured.
+        share: of the operations of matrix products that can run in float8, those that do.
+        saved: seconds that they save by the rates of a GPU, less those in which values are quantised.
     """
 
     name: str
     bytes: int
     predicted: float
     measured: float | None = None
+    share: float = 0.0
+    saved: float = 0.0
 
     @property
     def error(self) -> float:
@@ -52,7 +57,10 @@ class Point:
 
     def __str__(self) -> str:
         measured = "not measured" if self.measured is None else f"measured {self.measured:.2e}"
-        return f"{self.bytes / 1e6:.2f} MB, predicted error {self.predicted:.2e}, {measured}"
+        float8 = (
+            f", {self.share:.0%} of products in float8, which saves {self.saved * 1e6:.1f} µs" if self.share else ""
+        )
+        return f"{self.bytes / 1e6:.2f} MB, predicted error {self.predicted:.2e}, {measured}{float8}"
 
 
 @dataclass(frozen=True)
@@ -82,18 +90,24 @@ class Limit:
     """A limit of one search.
 
     Attributes:
-        error: the largest relative error of the target; None if bytes are limited.
-        bytes: the most bytes moved; None if the error is limited.
+        error: the largest relative error of the target; None if something else is limited.
+        bytes: the most bytes moved; None if something else is limited.
+        share: the least share of products in float8; likewise.
     """
 
     error: float | None = None
     bytes: float | None = None
+    share: float | None = None
 
     def __str__(self) -> str:
+        if self.share is not None:
+            return f"at least {self.share:.0%} of products in float8"
         return f"an error of {self.error:.2e}" if self.error is not None else f"{(self.bytes or 0) / 1e6:.2f} MB"
 
     def keeps(self, point: Point) -> bool:
         """True if a plan is within the limit; by its predicted error if it was not measured."""
+        if self.share is not None:
+            return point.share >= self.share
         if self.error is not None:
             return point.error <= self.error
         return point.bytes <= (self.bytes or 0)
@@ -371,6 +385,11 @@ class PlanSearch:
         """The converter of the list to start from, which predicts errors."""
         return replace(cast("Converter", self.base._original.converter), prices=self.prices)
 
+    @property
+    def effects(self) -> Mapping[Key, Effect]:
+        """What was measured of the nodes of the variant."""
+        return self.prices.sensitivity.effects_in(mode_of(captured_of(self.variant).training))
+
     def result(self, judge: TargetDistance, limit: Limit, started: Point) -> tuple[Found, list[Point]]:
         """Sweep the price of an error, measure plans near the limit, and choose.
 
@@ -402,12 +421,16 @@ class PlanSearch:
             nearest = min(measured, key=lambda p: p.error) if limit.bytes is None else min(front, key=lambda p: p.bytes)
             raise SensitivityError(f"no plan keeps the budget ({limit}): the nearest has {nearest}.")
         best = min(kept, key=lambda one: limit.rank(one.point))
-        complete = self._with(best.rules or OpList())(*self._converts).plan
+        complete = self.complete(best.rules or OpList()).plan
         return replace(best, plan=complete), [*front, *(one.point for one in tried)]
 
     def _measured(self, said: Found, judge: TargetDistance) -> float:
         again = convert_captured(self.base, self._with(said.rules or OpList()))
         return judge(cast("AmpModule", again), self.low)
+
+    def complete(self, rules: OpList) -> Variant:
+        """Convert by rules laid over the list to start from."""
+        return self._with(rules)(*self._converts)
 
     def _with(self, rules: OpList) -> Converter:
         return replace(self.converter, op_list=self.converter.op_list.merged(rules))

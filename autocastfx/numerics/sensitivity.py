@@ -29,6 +29,7 @@ from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Prices
 from autocastfx.plan.ranges import mode_of
 from autocastfx.plan.sensitivity import TARGETS, Sensitivity, shared_directions
+from autocastfx.policy.float8 import recipe_of
 from autocastfx.policy.op_list import OpListLike
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.variant import Variant
@@ -45,6 +46,7 @@ def sensitivity(
     probes: int = 8,
     dtype: torch.dtype | str | None = None,
     op_list: OpListLike = "default",
+    float8: str | bool | None = None,
     inputs: Inputs | None = None,
     progress: Progress = None,
 ) -> Sensitivity:
@@ -65,6 +67,9 @@ def sensitivity(
         probes: the number of random projections per batch. An error is estimated within about 1/√(2·probes·batches).
         dtype: the 16-bit dtype, as for :func:`convert`.
         op_list: the op list of the conversion; it says which inputs stay float32.
+        float8: a recipe of op lists, or True for ``"rowwise"``: also measure what float8 would do in each of the three
+            matrix products of an op (output, input gradient, weight gradient; of the output alone for
+            ``of="output"``), whatever the list says of float8.
         inputs: gives the part of a batch that the model takes, where a batch holds targets too:
             ``lambda batch: batch[0]``.
         progress: as for :func:`calibrate`.
@@ -76,10 +81,12 @@ def sensitivity(
         SensitivityError: there are no batches, one does not fit the model, the loss is no single number or does not
             depend on a parameter, or the target is zero or not finite.
         CaptureError: the model cannot be captured.
-        UnsupportedError: the model is converted already, or is 16-bit; or the list follows torch.autocast's dispatch.
-        ValueError: ``of`` is no target, or ``probes`` is less than 1.
+        UnsupportedError: the model is converted already, or is 16-bit; or the list follows torch.autocast's dispatch,
+            or asks for float8, which is not measured.
+        ValueError: ``of`` is no target, ``probes`` is less than 1, or ``float8`` is no recipe.
     """
     check_choices(of, probes)
+    recipe = recipe_of(float8)
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: measure the original.")
     rest = batches_of(batches)
@@ -89,7 +96,7 @@ def sensitivity(
     args, kwargs = arguments_of(first if inputs is None else inputs(first))
     check_fits(model, args, kwargs)
     amp_model = convert(model, args, kwargs or None, dtype=dtype, op_list=op_list)
-    measuring = Measuring(amp_model, loss_fn, of, probes, inputs)
+    measuring = Measuring(amp_model, loss_fn, of, probes, inputs, float8=recipe)
     with counted(progress, "measuring sensitivity") as show:
         for done, batch in enumerate(itertools.chain([first], rest), 1):
             measuring.add(batch)
@@ -128,6 +135,7 @@ class Measuring:
         amp_model: the converted model, from whose captured graphs everything is measured.
         loss_fn, of, probes, inputs: as for :func:`sensitivity`.
         found: what was measured so far.
+        float8: the name of a recipe; empty: products are not measured in float8.
     """
 
     amp_model: AmpModule
@@ -136,11 +144,12 @@ class Measuring:
     probes: int
     inputs: Inputs | None
     found: Sensitivity | None = field(default=None)
+    float8: str = ""
 
     def add(self, batch: Any) -> None:
         """Measure one more batch."""
         converter = cast("Converter", self.amp_model._original.converter)
-        refuse_unpredicted(converter)
+        refuse_unpredicted(converter, self.float8)
         args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
         check_fits(self.amp_model, args, kwargs)
         variant = self.amp_model._variant_for(args, kwargs)
@@ -159,7 +168,9 @@ class Measuring:
             run = ProbeRun.of(flat, call, ports.stays_float32, kept=kept, passed=passed)
             may_jump = any(op_name(node) in switches for node in flat.graph.nodes)
             seeds = self._seeds(paired=may_jump)
-            effects = NodeEffects(run, Replay(ports, converter.low), mode_of(captured.training), seeds, errors)
+            effects = NodeEffects(
+                *(run, Replay(ports, converter.low), mode_of(captured.training), seeds, errors), float8=self.float8
+            )
             try:
                 if self.of == "output":
                     measured = effects.of_output()
@@ -170,7 +181,9 @@ class Measuring:
                     raise SensitivityError("no parameter requires a gradient: unfreeze those trained, or of='output'.")
             finally:
                 run.close()
-        one = Sensitivity(self.of, variant.plan.low, self.probes, 1, measured, effects.unmeasured)
+        one = Sensitivity(
+            *(self.of, variant.plan.low, self.probes, 1, measured, effects.unmeasured), float8=self.float8
+        )
         if any(effects.jumped) and self.probes >= _LEAST_FOR_JUMPS:
             share = sum(effects.jumped) / len(effects.jumped)
             one = self._with_jumps(one, variant, batch, share)

@@ -15,15 +15,17 @@ from autocastfx.capture.call import arguments_of, batches_of
 from autocastfx.capture.progress import Progress, counted, stage
 from autocastfx.conversion import convert, refuse_unpredicted
 from autocastfx.dtypes import low_dtype
-from autocastfx.errors import SensitivityError
+from autocastfx.errors import ArgumentError, SensitivityError
 from autocastfx.files import write_whole
 from autocastfx.numerics.compare import TargetDistance
+from autocastfx.numerics.float8_search import Float8Search
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction
 from autocastfx.numerics.plan_search import Budget, Limit, PlanSearch, Point
 from autocastfx.numerics.sensitivity import Measuring, check_choices, check_fits
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan, Prices
 from autocastfx.plan.sensitivity import Sensitivity, added, rms
+from autocastfx.policy.float8 import recipe_of
 from autocastfx.policy.op_list import OpList, OpListLike
 from autocastfx.report.conversion_warnings import warn_of_unmatched_effects
 from autocastfx.report.front_picture import Front, front_picture
@@ -69,7 +71,7 @@ class Tuned:
         """False if the list that was started from is as good: nothing to gain."""
         fewer = self.point.bytes < (1 - _WORTH) * self.start.bytes
         nearer = (self.point.measured or 0.0) < (1 - _WORTH) * (self.start.measured or 0.0)
-        return bool(self.rules.modules) and (fewer or nearer)
+        return bool(self.rules.every_rule()) and (fewer or nearer or self.point.share > self.start.share)
 
     def convert(self, model: nn.Module, *inputs: Any, **options: Any) -> AmpModule:
         """Convert ``model`` by the tuned list; arguments as for :func:`autocastfx.convert`."""
@@ -86,10 +88,13 @@ class Tuned:
         if not self.gains:
             lines.append("nothing to gain: the list that was started from is as good.")
         lines += [*self._bias(), *self._doubts()]
-        lines += ["", f"{'plan':8}{'MB':>10}{'predicted':>12}{'measured':>12}"]
+        in_float8 = any(p.share for p in self.front)
+        titles = f"{'float8':>8}{'saves µs':>10}" if in_float8 else ""
+        lines += ["", f"{'plan':8}{'MB':>10}{'predicted':>12}{'measured':>12}{titles}"]
         for p in self.front:
             measured = "" if p.measured is None else f"{p.measured:.2e}"
-            lines.append(f"{p.name:8}{p.bytes / 1e6:>10.2f}{p.predicted:>12.2e}{measured:>12}")
+            saves = f"{p.share:>8.0%}{1e6 * p.saved:>10.2f}" if in_float8 else ""
+            lines.append(f"{p.name:8}{p.bytes / 1e6:>10.2f}{p.predicted:>12.2e}{measured:>12}{saves}")
         return "\n".join([*lines, "", self.text().rstrip()])
 
     def _bias(self) -> Iterator[str]:
@@ -142,7 +147,7 @@ class Tuned:
     def text(self) -> str:
         """Return the rules as YAML; they extend the preset that was started from, if it was one."""
         extends = f"extends: {self._preset}\n" if self._preset else ""
-        return extends + (self.rules.text() if self.rules.modules else "")
+        return extends + (self.rules.text() if self.rules.every_rule() else "")
 
     def save(self, path: str | Path) -> None:
         """Write an op list that :func:`convert` takes: the rules over the list that was started from.
@@ -150,7 +155,7 @@ class Tuned:
         Raises:
             OSError: the file cannot be written.
         """
-        if self._preset and self.rules.modules:
+        if self._preset and self.rules.every_rule():
             write_whole(Path(path), self.text())
         else:
             self.op_list.save(path)
@@ -177,6 +182,8 @@ def tune(
     probes: int = 8,
     held_out: int = 1,
     sensitivity: Sensitivity | None = None,
+    float8: str | bool | None = None,
+    share: float | None = None,
     dtype: torch.dtype | str | None = None,
     op_list: OpListLike = "default",
     fold: str = "exact",
@@ -204,26 +211,37 @@ def tune(
         probes: as for :func:`sensitivity`.
         held_out: the number of batches, the last ones, that are not measured on but judged on.
         sensitivity: one measured before, instead of measuring it on the other batches.
+        float8: a recipe of op lists, or True for ``"rowwise"``: also choose which matrix products run in float8, each
+            of the three of an op by itself, among those that ``op_list`` would let. Of the plans within the budget, the
+            one of the least time by the roofline is best.
+        share: instead of a budget: at least this share of the operations of products that can run in float8 do, above
+            0 and at most 1. Of these plans, the one of the least error is best. The placement in 16 bits is that of
+            ``op_list``.
         dtype: as for :func:`convert`.
         op_list: the list to start from.
         fold: as for :func:`convert`.
         inputs: as for :func:`sensitivity`.
-        gpu: whose rates say what a float32 product costs beside bytes.
+        gpu: whose rates say what a float32 product costs beside bytes, and a product in float8 saves: those of an H100
+            if it has no float8 products.
         progress: as for :func:`calibrate`.
 
     Raises:
         SensitivityError: as for :func:`sensitivity`; there are too few batches; or no plan keeps the budget.
         OpListError, CaptureError, UnsupportedError: as for :func:`convert`; before anything is measured.
         GpuError: no GPU has this name.
-        ValueError: ``of`` is no target, or ``probes`` is less than 1.
+        ValueError: ``of`` is no target, ``probes`` is less than 1, ``float8`` is no recipe, or there is a ``share``, or
+            a budget of bytes, that does not go with it.
     """
     check_choices(of, probes)
+    recipe = recipe_of(float8)
+    _check_share(share, budget, recipe)
     given = list(batches_of(batches))
     if held_out < 1 or len(given) < held_out + (sensitivity is None):
         raise SensitivityError(
             f"there are {len(given)} batches, of which {held_out} are held out to judge on: give at least one of each."
         )
-    prices_of = _prices(find_gpu(gpu) if isinstance(gpu, str) else gpu)
+    rates = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    prices_of = _prices(rates)
     args, kwargs = arguments_of(given[0] if inputs is None else inputs(given[0]))
     check_fits(model, args, kwargs)
 
@@ -234,26 +252,29 @@ def tune(
     other = converted(budget) if isinstance(budget, str) and budget != "default" else base
     low = low_dtype(base.plan.low)
     if sensitivity is None:
-        measuring = Measuring(base, loss_fn, of, probes, inputs)
+        measuring = Measuring(base, loss_fn, of, probes, inputs, float8=recipe)
         with counted(progress, "measuring sensitivity") as show:
             for done, batch in enumerate(given[:-held_out], 1):
                 measuring.add(batch)
                 show(done)
         sensitivity = cast("Sensitivity", measuring.found)
-    elif (sensitivity.of, sensitivity.dtype) != (of, base.plan.low):
+    elif (sensitivity.of, sensitivity.dtype) != (of, base.plan.low) or recipe not in ("", sensitivity.float8):
+        theirs, ours = (f" and float8 {name}" if name else "" for name in (sensitivity.float8, recipe))
         raise SensitivityError(
-            f"the sensitivity is of the {sensitivity.of} to {sensitivity.dtype}, and this tunes the {of} in "
-            f"{base.plan.low}: measure it alike."
+            f"the sensitivity is of the {sensitivity.of} to {sensitivity.dtype}{theirs}, and this tunes the {of} in "
+            f"{base.plan.low}{ours}: measure it alike."
         )
     else:
-        refuse_unpredicted(cast("Converter", base._original.converter))
+        refuse_unpredicted(cast("Converter", base._original.converter), sensitivity.float8)
         warn_of_unmatched_effects(base, sensitivity, stacklevel=2)
     judge = TargetDistance(model, given[-held_out:], loss_fn, of, inputs)
     with stage("choosing plans"):
         search = PlanSearch(base, base._variant_for(args, kwargs), prices_of(sensitivity), low)
         moved, predicted = search.start.traffic.moved, search.start.error or 0.0
         started = Point("start", moved, predicted, judge(base, low))
-        if isinstance(budget, Budget):
+        if share is not None:
+            limit = Limit(share=share)
+        elif isinstance(budget, Budget):
             limit = Limit(budget.error, None if budget.bytes is None else budget.bytes * moved)
         else:
             limit = Limit(error=started.error if other is base else judge(other, low))
@@ -262,7 +283,12 @@ def tune(
                 f"the budget {budget!r} has no end: a value of that list overflows in {base.plan.low} on a batch held "
                 'out. Give a Budget(error=...), or dtype="bfloat16".'
             )
-        best, front = search.result(judge, limit, started)
+        if recipe:
+            products = Float8Search(search, recipe, rates if rates.float8_tflops else find_gpu("H100"))
+            best, front = products.result(judge, limit, started)
+            started = front[0]
+        else:
+            best, front = search.result(judge, limit, started)
     rules = best.rules or OpList(name="tuned")
     return Tuned(
         rules=rules,
@@ -276,6 +302,13 @@ def tune(
         budget=limit,
         options={"dtype": low, "fold": fold},
     )
+
+
+def _check_share(share: float | None, budget: str | Budget, recipe: str) -> None:
+    if share is not None and not (recipe and 0 < share <= 1 and budget == "default"):
+        raise ArgumentError(f"share is above 0 and at most 1, with float8 and instead of a budget, not {share!r}")
+    if recipe and isinstance(budget, Budget) and budget.bytes is not None:
+        raise ArgumentError("a budget of bytes says nothing of float8, which only adds errors: give an error, or share")
 
 
 def _prices(gpu: Gpu) -> Callable[[Sensitivity], Prices]:

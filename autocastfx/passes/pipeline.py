@@ -40,7 +40,7 @@ from autocastfx.plan.plan import (
     Traffic,
 )
 from autocastfx.plan.ranges import Key, key_of, mode_of
-from autocastfx.plan.sensitivity import Effect, Signature, rms
+from autocastfx.plan.sensitivity import Effect, Signature, added, rms
 from autocastfx.policy.float8 import Layout
 from autocastfx.runtime.operators.casts import cast_if, saturating_cast
 from autocastfx.runtime.operators.float8 import quantize
@@ -243,6 +243,15 @@ def _converted(
             effects = state.errors.of_nodes(state.placements)
             if not rewrites:
                 break
+    if settings.prices is not None and state.float8:
+        recipe = settings.prices.sensitivity.float8
+        planned = {node: state.errors.with_errors(node, one, recipe) for node, one in state.float8.items()}
+        in_float8 = {node: part for node, one in planned.items() if (part := state.errors.of_products(node, one))}
+        state = replace(state, float8=planned)
+        effects = {
+            **effects,
+            **{n: added([part, *([effects[n]] if n in effects else [])]) for n, part in in_float8.items()},
+        }
     computing = [node for node in state.dtypes if node.op in ("call_function", "call_method", "call_module")]
     made.effects += effects.values()
     made.is_measured |= bool(state.errors.effects)

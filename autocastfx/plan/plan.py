@@ -154,13 +154,25 @@ class In16Bits:
 
 
 @dataclass(frozen=True)
+class ProductError:
+    """The relative error of the gradient or the output that a product is predicted to make in float8."""
+
+    product: Product
+    error: float
+
+
+@dataclass(frozen=True)
 class PlannedFloat8:
-    """The products of a node that run in float8 by a recipe, and those that stay in 16 bits. Printed as one clause."""
+    """The products of a node that run in float8 by a recipe, and those that stay in 16 bits. Printed as one clause.
+
+    ``errors`` are of all products that were measured by this recipe, also of those that stay in 16 bits.
+    """
 
     recipe: str
     products: tuple[Product, ...] = ()
     in_16_bits: tuple[In16Bits, ...] = ()
     emulate: bool = False
+    errors: tuple[ProductError, ...] = ()
 
     def __str__(self) -> str:
         said = {
@@ -171,6 +183,15 @@ class PlannedFloat8:
             return f"no float8: {left}"
         emulated = ", emulated" if self.emulate else ""
         return f"{self.recipe}{emulated}" + (f" {', '.join(self.products)}; {left}" if left else "")
+
+    @property
+    def errors_in_words(self) -> str:
+        """Each product's part of the predicted error; empty if none was measured."""
+        said = (f"{one.product} {one.error:.1e}{self._not_now(one.product)}" for one in self.errors)
+        return f"predicted errors in float8: {', '.join(said)}" if self.errors else ""
+
+    def _not_now(self, product: Product) -> str:
+        return "" if product in self.products else " (not in float8)"
 
 
 _VERSION = 1  # of the text of a plan: another one for every change that an older reader would misread
@@ -370,12 +391,19 @@ class Plan:
         return sum(node.error is None for node in low) if self.error is not None else 0
 
     @property
+    def float8_unmeasured(self) -> int:
+        """The number of nodes with products in float8 that the predicted error leaves out, likewise."""
+        in_float8 = (node.float8 for node in self.nodes if node.float8 is not None and node.float8.products)
+        return sum(not one.errors for one in in_float8) if self.error is not None else 0
+
+    @property
     def error_in_words(self) -> str:
         """The predicted error, and what it leaves out; empty if nothing was measured."""
         if self.error is None:
             return ""
-        without = f", without {self.low_unmeasured} nodes in {self.low} that were not measured"
-        return f"{self.error:.1e}" + (without if self.low_unmeasured else "")
+        counts = {self.low: self.low_unmeasured, "float8": self.float8_unmeasured}
+        without = (f", without {n} nodes in {name} that were not measured" for name, n in counts.items() if n)
+        return f"{self.error:.1e}{''.join(without)}"
 
     def __getitem__(self, name: str) -> PlannedNode:
         """The entry of the node called ``name``.

@@ -55,6 +55,9 @@ class Effect:
         returns: by the name of each value, the effect of rounding the gradient that comes back from this read: what
             happens where the value is stored in 16 bits, and this node reads it in float32.
         overflows: a finite float32 value was beyond the 16-bit dtype's range.
+        products: by the word of each of its matrix products that ran: the effect of float8 operands in that product.
+        sizes: M, N and K of those products, ``[M, K] @ [K, N]`` being that of the output, on the first batch; empty
+            where float8 was not measured.
     """
 
     mode: str
@@ -65,6 +68,13 @@ class Effect:
     reads: Mapping[str, Signature] = field(default_factory=dict[str, Signature])
     returns: Mapping[str, Signature] = field(default_factory=dict[str, Signature])
     overflows: bool = False
+    products: Mapping[str, Signature] = field(default_factory=dict[str, Signature])
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of each of its products: 2·M·N·K."""
+        return 2 * math.prod(self.sizes) if self.sizes else 0
 
     @property
     def key(self) -> Key:
@@ -85,6 +95,7 @@ class Effect:
             reads=_each(self.reads, other.reads),
             returns=_each(self.returns, other.returns),
             overflows=self.overflows or other.overflows,
+            products=_each(self.products, other.products),
         )
 
 
@@ -111,6 +122,7 @@ class Sensitivity:
         jumps_at: the error of a plan in which gradients jump as much as they were made to, 0 if none do. The last two
             projections of each batch then have one direction, and jumps of opposite signs.
         jumps_true: the measured error of that plan, which ``jumps_at`` is the predicted one of; 0 if not measured.
+        float8: the recipe by which the products of nodes were measured in float8; empty: they were not.
     """
 
     of: str
@@ -121,15 +133,17 @@ class Sensitivity:
     unmeasured: Mapping[str, str] = field(default_factory=dict[str, str])
     jumps_at: float = 0.0
     jumps_true: float = 0.0
+    float8: str = ""
 
     def __str__(self) -> str:
         """The summary in a line."""
         worst = max(self.effects, key=lambda effect: effect.error, default=None)
         said = f"; the most sensitive: {worst.name} ({worst.op}), {worst.error:.1e}" if worst is not None else ""
+        float8 = f" and float8 {self.float8}" if self.float8 else ""
         missing = f"; {len(self.unmeasured)} nodes not measured" if self.unmeasured else ""
         return (
-            f"sensitivity of the {self.of} to {self.dtype}: {len(self.effects)} nodes, {self.batches} batches of "
-            f"{self.probes} probes{said}{missing}"
+            f"sensitivity of the {self.of} to {self.dtype}{float8}: {len(self.effects)} nodes, {self.batches} batches "
+            f"of {self.probes} probes{said}{missing}"
         )
 
     def __getitem__(self, name: str) -> Effect:
@@ -195,10 +209,10 @@ class Sensitivity:
         """Append what was measured on further batches.
 
         Raises:
-            SensitivityError: it is of another target, dtype or number of probes.
+            SensitivityError: it is of another target, dtype, number of probes or recipe of float8.
         """
         both = (self, other)
-        for name in ("of", "dtype", "probes"):
+        for name in ("of", "dtype", "probes", "float8"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 raise SensitivityError(f"{name} is {ours!r} here and {theirs!r} there: measure both alike.")
@@ -216,6 +230,9 @@ class Sensitivity:
         rest = {"autocastfx_sensitivity": VERSION, **plain_data(self)}
         del rest["effects"]
         effects = plain_data(self.effects, {float: lambda number: float(f"{number:.4g}")})
+        for record, keys in ((rest, ("float8",)), *((effect, ("products", "sizes")) for effect in effects)):
+            for key in (key for key in keys if not record[key]):  # as in files from before float8
+                del record[key]
         lines = ",\n".join(json.dumps(effect, ensure_ascii=False) for effect in effects)
         return f'{json.dumps(rest, ensure_ascii=False)[:-1]}, "effects": [\n{lines}\n]}}\n'
 

@@ -8,7 +8,7 @@ from enum import Enum
 
 import torch
 
-from autocastfx.errors import OpListError, TextPlace
+from autocastfx.errors import ArgumentError, OpListError, TextPlace
 from autocastfx.policy.rule import ModuleRule
 
 MULTIPLE = 16  # of N and K: torch's scaled products take no other sizes
@@ -95,6 +95,17 @@ RECIPES: Mapping[str, Recipe] = {
     )
 }
 SIZES = ("M", "N", "K")
+
+
+def recipe_of(float8: str | bool | None) -> str:
+    """Return the name of the recipe that an argument ``float8`` asks for; True: ``rowwise``; empty: none.
+
+    Raises:
+        ValueError: no recipe has this name.
+    """
+    if isinstance(float8, str) and float8 not in RECIPES:
+        raise ArgumentError(f"float8 is True or one of {', '.join(map(repr, RECIPES))}, not {float8!r}")
+    return float8 if isinstance(float8, str) else Float8Choice.recipe if float8 else ""
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ def _lines(
         yield f"  placed: {clause}."
     if node.float8 is not None:
         yield f"  products: {node.float8}."
+        if node.float8.errors:
+            yield f"  {node.float8.errors_in_words}."
     for one in (one for one in quantized if node.name in one.readers):
         others = ", ".join(name for name in one.readers if name != node.name)
         yield f"  reads {one.name}: {one.value} by {one.layout}" + (f", as {others} do." if others else ".")

@@ -163,7 +163,8 @@ class PredictedError:
         """Yield what the node's precision does, and for one in float32 what 16 bits would do."""
         is_low = node.placement.run is Precision.LOW
         if node.error is not None:
-            subject = "16 bits here change" if is_low else "16 bits around it, which round what it passes back, change"
+            what = "16 bits and float8" if node.float8 is not None and node.float8.products else "16 bits"
+            subject = f"{what} here change" if is_low else "16 bits around it, which round what it passes back, change"
             yield f"{subject} the {self.of} by {node.error:.1e}."
         effect = self.effects.get((node.name, node.op, node.module))
         if not is_low and effect is not None and effect.overflows:
@@ -279,7 +280,8 @@ class Row:
     @property
     def float8(self) -> str:
         """What of a matrix product runs in float8 and why the rest does not, in words; empty without float8 rules."""
-        return str(self.planned.float8 or "") if self.planned is not None else ""
+        planned = self.planned.float8 if self.planned is not None else None
+        return "; ".join(filter(None, (str(planned), planned.errors_in_words))) if planned is not None else ""
 
     @property
     def decision(self) -> Decision | None:

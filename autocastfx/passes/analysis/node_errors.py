@@ -12,9 +12,10 @@ from autocastfx.graph.node import all_names, elements, example, is_float32, modu
 from autocastfx.graph.sizes import product
 from autocastfx.passes.analysis.min_cut import OUTSIDE, Term
 from autocastfx.passes.analysis.units import Unit, Units
-from autocastfx.plan.plan import Placement, Precision, Recomposed
+from autocastfx.plan.plan import Placement, PlannedFloat8, Precision, ProductError, Recomposed
 from autocastfx.plan.ranges import Key, key_of
 from autocastfx.plan.sensitivity import OUTPUT, Effect, Signature, added, rms
+from autocastfx.policy.float8 import Product
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,17 @@ class NodeEffectMap:
             if parts:
                 signatures[node] = added(parts)
         return signatures
+
+    def with_errors(self, node: fx.Node, planned: PlannedFloat8, recipe: str) -> PlannedFloat8:
+        """Add what was measured by ``recipe`` to what is planned for the products of a node."""
+        effect = self.effects.get(node)
+        known = effect.products if effect is not None and planned.recipe == recipe else {}
+        return replace(planned, errors=tuple(ProductError(Product(name), rms(known[name])) for name in known))
+
+    def of_products(self, node: fx.Node, planned: PlannedFloat8) -> Signature:
+        """The effect of the products of a node that run in float8, by ``planned`` with its errors; empty: none."""
+        measured = [one.product for one in planned.errors if one.product in planned.products]
+        return added(self.effects[node].products[product.value] for product in measured)
 
     def _parts(self, node: fx.Node, effect: Effect, placements: Mapping[fx.Node, Placement]) -> Iterator[Signature]:
         placement = placements.get(node)

@@ -40,6 +40,7 @@ class Gpu:
         bandwidth_gb_s: memory bandwidth in 10^9 bytes per second.
         dtypes: the 16-bit dtypes that its tensor cores take.
         source: the source of the numbers.
+        float8_tflops: peak of its tensor cores on float8 inputs, likewise; 0 where it has none, or none is known.
 
     Raises:
         GpuError: a rate is not a finite number above 0.
@@ -51,12 +52,15 @@ class Gpu:
     bandwidth_gb_s: float
     dtypes: tuple[str, ...] = tuple(map(dtype_name, LOW_DTYPES))
     source: str = "as given"
+    float8_tflops: float = 0.0
 
     def __post_init__(self) -> None:
         for rate in _RATES:
             given = getattr(self, rate)
             if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
                 raise GpuError(f"{rate} of the GPU {self.name!r} is a finite number above 0, not {given!r}.")
+        if not 0 <= self.float8_tflops < math.inf:
+            raise GpuError(f"float8_tflops of the GPU {self.name!r} is a finite number, not {self.float8_tflops!r}.")
 
     def peak(self, *, tensor_cores: bool) -> float:
         """Return operations per second, in tensor cores or in float32."""
@@ -84,10 +88,12 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def _gpu(name: str, entry: Tree) -> Gpu:
-    entry.check_keys((*_RATES, "dtypes", "source"), what="number of a GPU")
+    entry.check_keys((*_RATES, "float8_tflops", "dtypes", "source"), what="number of a GPU")
     tensor, float32, bandwidth = (entry.child(rate).as_number() for rate in _RATES)
+    float8 = entry.child("float8_tflops")
     dtypes = tuple(dtype.text for dtype in entry.child("dtypes").as_strings())
-    return Gpu(name, tensor, float32, bandwidth, dtypes, entry.child("source").text)
+    in_float8 = 0.0 if float8.is_missing else float8.as_number()
+    return Gpu(name, tensor, float32, bandwidth, dtypes, entry.child("source").text, in_float8)
 
 
 def find_gpu(name: str) -> Gpu:

@@ -1,0 +1,263 @@
+"""Float8, product by product: effects against single products that ran, predictions of plans, and what is chosen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autocastfx
+from autocastfx import Budget, Gpu, OpList, Sensitivity
+from autocastfx.errors import SensitivityError, UnsupportedError
+from autocastfx.numerics.compare import TargetDistance
+from autocastfx.numerics.float8_search import product_of
+from autocastfx.numerics.tune import Tuned
+from autocastfx.plan.plan import Plan, PlannedNode
+from autocastfx.plan.sensitivity import rms
+from autocastfx.policy.float8 import Product
+
+LOW = torch.bfloat16
+OPTIONS: dict[str, Any] = {"dtype": LOW, "progress": False}
+
+
+class Mixing(nn.Module):
+    """Two projections that read one value, an MLP and a head; one weight is used by ``addmm``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q, self.k = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.up, self.down, self.head = nn.Linear(64, 128), nn.Parameter(torch.randn(128, 64) / 11), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.norm(x)
+        x = x + self.q(read) * torch.sigmoid(self.k(read))
+        return self.head(torch.addmm(x.new_zeros(64), F.gelu(self.up(x)), self.down) + x)
+
+
+def loss(output: Tensor, _: Any) -> Tensor:
+    return output.square().mean()
+
+
+BATCHES = [torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+def mixing() -> nn.Module:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return Mixing()
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[nn.Module, Sensitivity]:
+    model = mixing()
+    return model, autocastfx.sensitivity(model, BATCHES[:2], loss, float8=True, probes=16, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def tuned(measured: tuple[nn.Module, Sensitivity]) -> Tuned:
+    return autocastfx.tune(measured[0], BATCHES, loss, float8=True, share=0.6, sensitivity=measured[1], **OPTIONS)
+
+
+def in_float8(plan: Plan) -> dict[str, tuple[Product, ...]]:
+    return {node.name: node.float8.products for node in plan.nodes if node.float8 is not None}
+
+
+def one_product(path: str, op: str, product: Product) -> OpList:
+    modules = [{"path": path, "ops": [op], "float8": {"products": [product.value]}}]
+    rest = [{"ops": ["linear", "addmm"], "products": []}]
+    return OpList.of({"extends": "bfloat16", "float8": rest, "modules": modules})
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def test_each_product_is_predicted(measured: tuple[nn.Module, Sensitivity]) -> None:
+    model, found = measured
+    judge = TargetDistance(model, BATCHES[:2], loss, "gradient", None)
+    base = judge(autocastfx.convert(model, BATCHES[0], dtype=LOW, check=False), LOW)
+    nodes = {"linear_2": ("up", "linear"), "addmm": ("re:^$", "addmm"), "linear_3": ("head", "linear")}
+    for name, (path, op) in nodes.items():
+        effect = found[name]
+        assert set(effect.products) == {product.value for product in Product}
+        for product in Product:
+            amp_model = autocastfx.convert(
+                model, BATCHES[0], dtype=LOW, op_list=one_product(path, op, product), check=False
+            )
+            true = math.sqrt(max(0.0, judge(amp_model, LOW) ** 2 - base**2))
+            assert rms(effect.products[product.value]) == pytest.approx(true, rel=0.5, abs=base / 2), (name, product)
+    assert found["linear_2"].sizes == (32, 128, 64)
+    assert found["addmm"].sizes == (32, 64, 128)
+    assert found["linear_2"].flops == 2 * 32 * 128 * 64
+
+
+def test_products_that_do_not_run_are_not_measured() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(16, 12))
+    model[1].weight.requires_grad_(False)
+    found = autocastfx.sensitivity(model, [torch.randn(8, 32)], loss, float8="rowwise_gw_hp", probes=2, **OPTIONS)
+    assert set(found["linear"].products) == {"output"}  # no gradient of an input, and none of the weight in this recipe
+    assert set(found["linear_1"].products) == {"output", "input_gradient"}
+    assert found["linear_2"].products == {}  # 12 is no multiple of 16
+    of_output = autocastfx.sensitivity(model, [torch.randn(8, 32)], of="output", float8=True, probes=2, **OPTIONS)
+    assert set(of_output["linear"].products) == {"output"}
+    assert rms(of_output["linear"].products["output"]) > 0
+
+
+def test_without_float8_nothing_is_written(measured: tuple[nn.Module, Sensitivity]) -> None:
+    _, found = measured
+    assert Sensitivity.from_json(found.to_json()).to_json() == found.to_json()
+    assert Sensitivity.from_json(found.to_json())["addmm"].sizes == (32, 64, 128)
+    without = replace(found, float8="", effects=tuple(replace(e, products={}, sizes=()) for e in found.effects))
+    assert not any(word in without.to_json() for word in ("float8", "products", "sizes"))
+    assert Sensitivity.from_json(without.to_json()).float8 == ""  # as files from before are read
+    with pytest.raises(SensitivityError, match="float8 is 'rowwise' here and '' there"):
+        found.merged(without)
+
+
+# -- predicting -------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_tells_the_part_of_each_product(measured: tuple[nn.Module, Sensitivity]) -> None:
+    model, found = measured
+    lists = OpList.of(
+        {"extends": "bfloat16", "float8": [{"ops": ["linear"], "products": ["output", "weight_gradient"]}]}
+    )
+    amp_model = autocastfx.convert(model, BATCHES[0], dtype=LOW, op_list=lists, sensitivity=found)
+    plain = autocastfx.convert(model, BATCHES[0], dtype=LOW, sensitivity=found)
+    true = TargetDistance(model, BATCHES[:2], loss, "gradient", None)(amp_model, LOW)
+    assert amp_model.plan.error == pytest.approx(true, rel=0.4)
+    assert true > 4 * (plain.plan.error or 0.0)
+    up = amp_model.plan["linear_2"]
+    parts = {one.product: one.error for one in up.float8.errors} if up.float8 is not None else {}
+    assert parts == {Product(name): rms(part) for name, part in found["linear_2"].products.items()}
+    chosen = math.hypot(parts[Product.OUTPUT], parts[Product.WEIGHT_GRADIENT], plain.plan["linear_2"].error or 0.0)
+    assert up.error == pytest.approx(chosen, rel=0.3)
+    words = f"output {parts[Product.OUTPUT]:.1e}, input_gradient {parts[Product.INPUT_GRADIENT]:.1e} (not in float8)"
+    for text in (autocastfx.dump(amp_model, width=None), autocastfx.explain(amp_model, "up")):
+        assert words in " ".join(text.split())
+    assert Plan.from_json(amp_model.plan.to_json()).to_json() == amp_model.plan.to_json()
+
+
+def test_products_of_another_recipe_are_told_as_not_measured(measured: tuple[nn.Module, Sensitivity]) -> None:
+    model, found = measured
+    lists = OpList.of({"extends": "bfloat16", "float8": [{"ops": ["linear"], "recipe": "tensorwise"}]})
+    plan = autocastfx.convert(model, BATCHES[0], dtype=LOW, op_list=lists, sensitivity=found).plan
+    assert plan.error_in_words.endswith(", without 4 nodes in float8 that were not measured")
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_share_has_less_error_than_whole_layers(measured: tuple[nn.Module, Sensitivity], tuned: Tuned) -> None:
+    model, found = measured
+    assert 0.6 <= tuned.point.share < 0.75
+    assert tuned.gains
+    flops = {e.name: e.flops for e in found.effects if e.products}
+    chosen = in_float8(tuned.plan)
+    assert sum(flops[name] * len(own) for name, own in chosen.items()) / (3 * sum(flops.values())) == tuned.point.share
+    judge = TargetDistance(model, BATCHES[-1:], loss, "gradient", None)
+    assert judge(tuned.convert(model, BATCHES[0]), LOW) == pytest.approx(tuned.point.measured, rel=1e-3)
+    whole = OpList.of(
+        {"extends": "bfloat16", "float8": [{"ops": ["linear", "addmm"]}], "modules": [{"path": "up", "float8": False}]}
+    )
+    assert judge(autocastfx.convert(model, BATCHES[0], dtype=LOW, op_list=whole), LOW) > 1.2 * (
+        tuned.point.measured or 1
+    )
+    assert "at least 60% of products in float8" in tuned.report()
+    assert "<svg" in tuned.plot()
+
+
+def test_the_list_read_back_gives_the_plan(
+    measured: tuple[nn.Module, Sensitivity], tuned: Tuned, tmp_path: Path
+) -> None:
+    tuned.save(tmp_path / "tuned.yaml")
+    assert (tmp_path / "tuned.yaml").read_text().startswith("extends: bfloat16\n")
+    options: dict[str, Any] = {"dtype": LOW, "op_list": tmp_path / "tuned.yaml", "sensitivity": measured[1]}
+    plan = autocastfx.convert(measured[0], BATCHES[0], **options).plan
+    assert in_float8(plan) == in_float8(tuned.plan)
+    assert (plan.quantized, plan.casts, plan.error) == (tuned.plan.quantized, tuned.plan.casts, tuned.plan.error)
+    entries = [rule for rule in tuned.rules.float8 if rule.path]
+    assert [rule.path for rule in entries] == ["head", "k", "q", "re:^$", "up"] or len({r.path for r in entries}) == 5
+    for rule in entries:
+        assert rule.reason.startswith("tuned: ")
+        assert all(f"{product} " in rule.reason for product in Product)
+
+
+def gpu(tflops: float) -> Gpu:
+    return Gpu("toy", tflops, tflops / 10, 1e3, float8_tflops=2 * tflops)
+
+
+@pytest.mark.parametrize(("error", "tflops"), [(0.02, 1e-3), (0.02, 1e6), ("default", 1e-3)])
+def test_an_error_is_kept_in_the_least_time(measured: tuple[nn.Module, Sensitivity], error: Any, tflops: float) -> None:
+    budget = Budget(error=error) if error != "default" else error
+    found = autocastfx.tune(
+        *(measured[0], BATCHES, loss), budget=budget, float8=True, sensitivity=measured[1], gpu=gpu(tflops), **OPTIONS
+    )
+    assert found.point.measured is not None
+    assert found.point.measured <= (found.budget.error or 0.0)
+    if tflops > 1:  # bytes alone take time, and quantising moves more of them than it saves
+        assert found.point.share == 0
+        assert "saves" in found.text() or not found.rules.float8
+    elif error != "default":
+        assert found.point.share > 0.4
+        assert found.point.saved > 0
+
+
+def test_rules_of_the_list_stay(measured: tuple[nn.Module, Sensitivity]) -> None:
+    own = OpList.of(
+        {
+            "extends": "bfloat16",
+            "modules": [{"path": "up", "float8": {"products": ["output"]}}, {"path": "head", "float8": False}],
+        }
+    )
+    found = autocastfx.tune(
+        *(measured[0], BATCHES, loss), op_list=own, float8=True, share=0.5, sensitivity=measured[1], **OPTIONS
+    )
+    chosen = in_float8(found.plan)
+    assert chosen["linear_3"] == ()
+    assert set(chosen["linear_2"]) <= {Product.OUTPUT}
+    with pytest.raises(SensitivityError, match="100% of products in float8 are more than can be"):
+        autocastfx.tune(
+            *(measured[0], BATCHES, loss), op_list=own, float8=True, share=1.0, sensitivity=measured[1], **OPTIONS
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"share": 0.5}, "share is above 0 and at most 1, with float8"),
+        ({"share": 1.5, "float8": True}, "not 1.5"),
+        ({"share": 0.5, "float8": True, "budget": Budget(error=0.1)}, "instead of a budget"),
+        ({"float8": True, "budget": Budget(bytes=1.0)}, "a budget of bytes says nothing of float8"),
+        ({"float8": "mxfp8"}, "float8 is True or one of 'tensorwise', 'rowwise', 'rowwise_gw_hp', not 'mxfp8'"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        autocastfx.tune(mixing(), BATCHES, loss, **OPTIONS, **options)
+
+
+def test_a_sensitivity_of_16_bits_is_refused(measured: tuple[nn.Module, Sensitivity]) -> None:
+    model, found = measured
+    plain = replace(found, float8="")
+    with pytest.raises(SensitivityError, match="in bfloat16 and float8 rowwise: measure it alike"):
+        autocastfx.tune(model, BATCHES, loss, float8=True, share=0.5, sensitivity=plain, **OPTIONS)
+    lists = OpList.of({"extends": "bfloat16", "float8": [{"ops": ["linear"]}]})
+    with pytest.raises(UnsupportedError, match="measures 16 bits alone"):
+        autocastfx.convert(model, BATCHES[0], dtype=LOW, op_list=lists, sensitivity=plain)
+
+
+def test_the_roofline_of_a_product(tuned: Tuned) -> None:
+    node: PlannedNode = next(n for n in tuned.plan.nodes if n.float8 is not None and n.float8.products)
+    one = product_of(node, Product.OUTPUT, 0.1, (4096, 2048, 1024), None, gpu(1e-3))
+    flops = 2 * 4096 * 2048 * 1024
+    assert one.flops == flops
+    assert one.gain == pytest.approx(flops / 1e9 * 1e12 / 2)  # half of the time, in bytes at 1 TB/s
+    assert sorted(one.reads.values()) == [3 * 2048 * 1024, 3 * 4096 * 1024]
+    bound = product_of(node, Product.WEIGHT_GRADIENT, 0.1, (4096, 2048, 1024), None, gpu(1e9))
+    assert bound.gain == pytest.approx(4096 * 2048 + 4096 * 1024)  # a byte less of each element that it reads
