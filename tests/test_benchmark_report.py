@@ -134,7 +134,7 @@ def test_every_command_that_is_named_exists() -> None:
     sources = (path for folder in ("autocastfx", "benchmarks", "tests") for path in (root / folder).rglob("*.py"))
     pages = [*root.glob("*.md"), *report.DOCS.glob("*.md"), *sources]
     text = "".join(path.read_text(encoding="utf-8") for path in pages if path.name != "benchmark-archive.md")
-    named = set(re.findall(r"python -m benchmarks\.([a-z_]+(?:\.[a-z_]+)?)", text))
+    named = set(re.findall(r"python -m benchmarks\.([a-z_0-9]+(?:\.[a-z_0-9]+)?)", text))
     assert len(named) > 20
     files = {name: root / "benchmarks" / name.replace(".", "/") for name in named}
     assert [n for n, f in files.items() if not (f.with_suffix(".py").exists() or (f / "__main__.py").exists())] == []

@@ -110,9 +110,8 @@ class Choice:
     def _within(self, limit: _Limit) -> Chosen:
         """Return the best choice within a limit that exchanges reach from the cuts next to it."""
         cuts = list(self.hull(limit))
-        sides = {
-            limit.keeps(self.worth(cut), self.error(cut)): cut for cut in cuts
-        }  # of each side the last, the nearest
+        # Of each side the last, which is the nearest.
+        sides = {limit.keeps(self.worth(cut), self.error(cut)): cut for cut in cuts}
         found = (*cuts[:2], *(self._exchanged(start, limit) for start in sides.values()))
         return min(found, key=lambda chosen: (limit.rank(self.worth(chosen), self.error(chosen)), sorted(chosen)))
 
