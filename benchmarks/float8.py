@@ -189,9 +189,6 @@ def without(paths: Sequence[str]) -> OpList:
     return OpList.of({"float8": [{"ops": list(OPS), "recipe": RECIPE, "emulate": True}], "modules": modules})
 
 
-NONE = OpList.of({"float8": [{"ops": list(OPS), "products": [], "emulate": True}]})  # which tune starts from
-
-
 # Measure.
 
 
@@ -271,7 +268,7 @@ def measure(name: str) -> Row:
     by_rule, tuned = dict[str, list[float]](), dict[str, list[float]]()
     for rule, left in rules(paths).items():
         by_rule[rule] = bench.judged(bench.converted("default", without(left)))
-        given = {**options, "op_list": ("default", NONE), "sensitivity": found}
+        given = {**options, "op_list": ("default", without([])), "sensitivity": found}
         chosen = autocastfx.tune(model, first, case.loss, share=by_rule[rule][0], **given)
         tuned[rule] = bench.judged(bench.converted(chosen.op_list))
     there = autocastfx.sensitivity(model, judged[:1], case.loss, probes=16, **options)
