@@ -52,7 +52,7 @@ class FloatProduct:
 
     @property
     def key(self) -> tuple[Group, Product]:
-        """What a rule can say."""
+        """Module, op and product: a rule names no single node."""
         return group_of(self.node), self.product
 
 

@@ -387,7 +387,7 @@ class PlanSearch:
 
     @property
     def effects(self) -> Mapping[Key, Effect]:
-        """What was measured of the nodes of the variant."""
+        """The measured effects of the nodes of the variant."""
         return self.prices.sensitivity.effects_in(mode_of(captured_of(self.variant).training))
 
     def result(self, judge: TargetDistance, limit: Limit, started: Point) -> tuple[Found, list[Point]]:

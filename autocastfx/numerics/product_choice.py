@@ -49,7 +49,7 @@ class Choice:
     costs: Mapping[Hashable, float]
 
     def worth(self, chosen: Collection[int]) -> float:
-        """What is gained, less the cost of each value that is needed."""
+        """The gains of these products, less the cost of quantising each value that they read."""
         needed = {value for i in chosen for value in self.candidates[i].reads}
         return sum(self.candidates[i].gain for i in chosen) - sum(self.costs.get(value, 0.0) for value in needed)
 

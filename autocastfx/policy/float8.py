@@ -170,13 +170,13 @@ class Float8Rule:
 
     @property
     def subject(self) -> str:
-        """What the rule is for, in words."""
+        """Op, modules and device that the rule covers, in words."""
         what = self.op or "products"
         return f"float8 of {what}{f' in {self.path}' if self.path else ''}{f' on {self.device}' if self.device else ''}"
 
     @property
     def wanted(self) -> str:
-        """What it says, in words."""
+        """Its settings, in words."""
         if self.products == ():
             return "none"
         least = ", ".join(f"{name} {size}" for name, size in self.least or ())
@@ -230,7 +230,7 @@ def laid_over(earlier: tuple[Float8Rule, ...], later: tuple[Float8Rule, ...]) ->
 
 @dataclass(frozen=True)
 class Float8Choice:
-    """What the rules together say of one op's products.
+    """The settings of one op's products, each by the rule that fits best.
 
     ``source`` and ``reason`` are those of the rule that chose the products. Other attributes are as in
     :class:`Float8Rule`.

@@ -279,7 +279,7 @@ class Row:
 
     @property
     def float8(self) -> str:
-        """What of a matrix product runs in float8 and why the rest does not, in words; empty without float8 rules."""
+        """Which products of the node run in float8, and why the others do not; empty without float8 rules."""
         planned = self.planned.float8 if self.planned is not None else None
         return "; ".join(filter(None, (str(planned), planned.errors_in_words))) if planned is not None else ""
 

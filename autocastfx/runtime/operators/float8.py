@@ -138,7 +138,7 @@ _LIBRARY.define(
 
 
 class _Call(NamedTuple):
-    """What a call is given but input, weight and bias. What is quantised for a product may be missing."""
+    """The arguments of a call after input, weight and bias. An empty operand is quantised when it is read."""
 
     input_forward: Sequence[Tensor]
     weight_forward: Sequence[Tensor]
