@@ -32,6 +32,7 @@ _PLACING = ("passes/analysis/test_place_simply.py", "passes/analysis/test_place_
 _WRITES = ("passes/test_merge_repeated.py", "invariants/test_mutation.py", "capture/test_constant_masks.py")
 _AUTOCAST = ("passes/torch_autocast/test_follow.py", "passes/torch_autocast/test_expand.py")
 _LOW_WEIGHTS = ("runtime/test_stored_low.py", "runtime/test_working_copies.py")
+_FLOAT8 = ("passes/test_float8.py", "numerics/test_float8_tune.py", "numerics/test_float8_check.py")
 _OTHERS = "test_conversion.py"
 _VARIANTS = ("runtime/test_module_protocol.py", "capture/test_python_state.py", _OTHERS)
 
@@ -80,7 +81,9 @@ ALSO: dict[str, tuple[str, ...]] = {
         "passes/test_replace_attention.py",
         "passes/test_merge_repeated.py",
     ),
-    "passes/verify.py": ("passes/torch_autocast/test_follow.py", "invariants/test_mutation.py"),
+    "passes/verify.py": ("passes/torch_autocast/test_follow.py", "invariants/test_mutation.py", *_FLOAT8[:1]),
+    "passes/analysis/node_errors.py": _FLOAT8,
+    "policy/float8.py": ("policy/test_float8_list.py", *_FLOAT8[:1]),
     "passes/analysis/place_cheaply.py": (
         *_PLACING,
         "passes/analysis/test_place_cheaply.py",
@@ -161,7 +164,12 @@ ALSO: dict[str, tuple[str, ...]] = {
         "runtime/test_observe.py",
     ),
     "training": ("training/test_loss_scale.py", *_STEPS, "training/test_replayed_step.py", *_MANY),
-    "policy/op_list.py": ("policy/test_op_list.py", "presets/test_registrations.py", "policy/test_match.py"),
+    "policy/op_list.py": (
+        "policy/test_op_list.py",
+        "policy/test_float8_list.py",
+        "presets/test_registrations.py",
+        "policy/test_match.py",
+    ),
     "policy": _LISTS,
     "runtime/working_copies.py": (
         "runtime/test_working_copies.py",
@@ -178,8 +186,10 @@ ALSO: dict[str, tuple[str, ...]] = {
         "numerics/test_gradient_histogram.py",
         "numerics/test_tape.py",
         "numerics/test_paired_backward.py",
+        *_FLOAT8[:1],
     ),
-    "policy/read_rules.py": ("policy/test_keywords.py",),
+    "policy/read_rules.py": ("policy/test_keywords.py", "policy/test_float8_list.py"),
+    "policy/write_list.py": ("policy/test_float8_list.py",),
     "policy/kernel_facts.py": ("policy/test_keep_in_float32.py",),
     "policy/rule.py": ("policy/test_backtracking.py",),
     "training/loss_scale.py": ("training/test_host_copy.py",),
@@ -189,6 +199,7 @@ ALSO: dict[str, tuple[str, ...]] = {
         "plan/test_proposed_list.py",
         "report/test_dump.py",
         "report/test_explain.py",
+        *_FLOAT8[:1],
     ),
     "plan/edited_plan.py": ("plan/test_read_plan.py",),
     "capture/masks.py": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
