@@ -185,6 +185,15 @@ def test_what_was_recomposed_is_skipped_and_counted() -> None:
     assert found.table().endswith(f"{found.skipped} nodes that only one of the graphs has; {said}")
 
 
+def test_a_node_that_became_another_op_is_compared_with_none() -> None:
+    amp_model = convert(Function(lambda x: torch.exp(x @ x)), (torch.randn(4, 4),), dtype="float16")
+    for variant in amp_model.variants:
+        (product,) = (node for node in variant.graph.nodes if node.name == "matmul")
+        product.target = torch.ops.aten.add.Tensor
+    amp_model.recompile()
+    assert [n.name for n in compare(None, amp_model, torch.randn(4, 4)).nodes] == ["exp"]
+
+
 def test_a_node_that_is_all_nan_has_an_infinite_error() -> None:
     def lost(x: Tensor) -> Tensor:
         return torch.exp(x) - torch.exp(x)

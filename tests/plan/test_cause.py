@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.plan.plan import Cause, Why
+from autocastfx.plan.plan import Cause, Why, because_of
+from autocastfx.policy.rule import Category
 
 PACKAGE = Path(autocastfx.__file__).parent
 
@@ -67,3 +69,17 @@ def test_no_text_of_a_reason_is_compared_or_split() -> None:
     found = [path for path in PACKAGE.rglob("*.py") if wanted.search(path.read_text("utf-8"))]
     assert found == []
     assert [path.name for path in PACKAGE.rglob("*.py") if ".yaml:" in path.read_text("utf-8")] == []
+
+
+CATEGORIES = {Why.ALLOW: "allow", Why.DENY: "deny", Why.KEEP: "keep", Why.PROMOTE: "promote"}
+
+
+@pytest.mark.parametrize("why", CATEGORIES)
+def test_a_category_that_decided_is_named_once(why: Why) -> None:
+    (node, *_) = autocastfx.convert(nn.Linear(8, 8), torch.randn(2, 8), dtype=torch.bfloat16).plan.nodes
+    decided = replace(
+        node,
+        decision=replace(node.decision, category=Category(CATEGORIES[why])),
+        placement=replace(node.placement, because=Cause(why)),
+    )
+    assert because_of(decided).count(f"its category is {CATEGORIES[why]}") == 1
