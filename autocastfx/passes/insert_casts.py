@@ -35,7 +35,8 @@ from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import Placement, Precision, Recomposed, Why
 from autocastfx.policy.rule import Category
 from autocastfx.runtime.operators.casts import cast_if
-from autocastfx.runtime.working_copies import ATTRIBUTE, working_copy
+from autocastfx.runtime.operators.float8 import quantize
+from autocastfx.runtime.working_copies import ATTRIBUTE, quantized_copy, working_copy
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ class MakeConditional(Pass):
 
 
 def read_copies(graph: fx.Graph, parameters: frozenset[str], placements: Mapping[fx.Node, Placement]) -> None:
-    """Replace the casts of parameters to 16 bits by reads of working copies, in place.
+    """Replace the casts of parameters to 16 bits by reads of working copies, in place; so too what quantises them.
 
     A view that that is low has a read of its own, as it had a cast of its own. Copies are looked at
     anew after whatever may have changed a parameter unseen.
@@ -303,6 +304,16 @@ def read_copies(graph: fx.Graph, parameters: frozenset[str], placements: Mapping
                 made = graph.create_node("call_function", working_copy, cast_node.args, {}, cast_node.name)
             made.meta.update(cast_node.meta)
             reader.replace_input_with(cast_node, made)
+        _read_quantized(cast_node, cast_node)
+
+
+def _read_quantized(copy: fx.Node, low: fx.Node) -> None:
+    """Let what quantises a working copy, or that transposed (``low``), read it as quantised once."""
+    for reader in list(low.users):
+        if reader.target is quantize:
+            reader.target, reader.args = quantized_copy, (*copy.args[:2], *reader.args)
+        elif low is copy and reader.target is torch.ops.aten.t.default:
+            _read_quantized(copy, reader)
 
 
 def store_low(graph: fx.Graph, tensors_of: Mapping[str, int], low: torch.dtype) -> None:

@@ -45,7 +45,7 @@ from autocastfx.policy.float8 import Layout
 from autocastfx.runtime.operators.casts import cast_if, saturating_cast
 from autocastfx.runtime.operators.float8 import quantize
 from autocastfx.runtime.variant import Variant
-from autocastfx.runtime.working_copies import working_copy
+from autocastfx.runtime.working_copies import quantized_copy, working_copy
 
 PIPELINE: tuple[type[Pass], ...] = (
     *(Recompose, WriteOutAttention, RecomputeAttention, MergeRepeated, DropLossCasts),
@@ -307,7 +307,7 @@ def _planned_quantized(graph: fx.Graph, prefix: str) -> list[PlannedQuantized]:
             readers=tuple(prefix + reader.name for reader in node.users),
         )
         for node in graph.nodes
-        if node.target is quantize and (mark := origin(node)) is not None
+        if node.target in (quantize, quantized_copy) and (mark := origin(node)) is not None
     ]
 
 

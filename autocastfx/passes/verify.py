@@ -20,6 +20,7 @@ from autocastfx.passes.state import Pass, State
 from autocastfx.plan.plan import PlannedFloat8
 from autocastfx.policy.float8 import E4M3
 from autocastfx.runtime.operators.float8 import float8_linear, quantize
+from autocastfx.runtime.working_copies import quantized_copy
 
 
 def verify(
@@ -86,7 +87,7 @@ def _problem(node: fx.Node, planned: PlannedDtypes, captured: Mapping[fx.Node, t
         if mark is not None and mark.rule != "storage":
             return f"writes into {target.name}, a cast that nobody else reads"
     for use in uses(node):
-        if use.node.target is quantize:
+        if use.node.target in (quantize, quantized_copy):
             if problem := _problem_of_quantized(node, use):
                 return problem
             continue
@@ -108,7 +109,7 @@ def _problem(node: fx.Node, planned: PlannedDtypes, captured: Mapping[fx.Node, t
 
 def _problem_of_quantized(node: fx.Node, use: Use) -> str | None:
     """A product reads an operand in float8 beside the operand itself: both have to be of one value."""
-    name, of = use.argument.partition("_")[0], use.node.all_input_nodes[0]
+    name, of = use.argument.partition("_")[0], use.node.all_input_nodes[-1]
     if node.target is not float8_linear or argument(node, name) is not of:
         return f"argument {use.argument!r} ({use.node.name}) is {of.name} in float8, which it does not read as {name!r}"
     if dtypes(use.node) != (E4M3, torch.float32):

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autocastfx.errors import UnsupportedError
+from autocastfx.runtime.operators.float8 import quantize
 from autocastfx.training.masters import TensorMark
 
 # A 16-bit working copy of a parameter, and how autograd gives what is read the parameter's gradient.
@@ -27,7 +28,7 @@ _next_sequence_number: Callable[[], int] = cast("Any", torch._C)._autograd._get_
 class WorkingCopy:
     """A working copy, with a mark of its master at the time of copying."""
 
-    __slots__ = ("aliases", "dtype", "filled", "mark", "master", "tensor")
+    __slots__ = ("aliases", "dtype", "filled", "mark", "master", "quantized", "tensor")
 
     def __init__(self, master: weakref.ref[torch.Tensor], dtype: torch.dtype) -> None:
         self.master, self.dtype = master, dtype
@@ -35,9 +36,11 @@ class WorkingCopy:
         self.aliases = 0  # tensors of groups that share its memory
         self.mark: TensorMark | None = None
         self.filled: Filled | None = None
+        self.quantized: dict[object, list[torch.Tensor]] = {}  # data and scale, by layout and CUDA stream
 
     def become(self, tensor: torch.Tensor, master: torch.Tensor, filled: Filled | None) -> None:
         """Hold ``tensor``, a copy of the present ``master``. Graphs that read the previous copy keep it."""
+        self.quantized = {}
         self.tensor, self.mark, self.filled = tensor, TensorMark(master), filled
 
     def takes(self, master: torch.Tensor) -> bool:
@@ -169,6 +172,35 @@ def working_copies(
         for i, copy in zip(learning, read, strict=True):
             tensors[i] = copy
     return tensors
+
+
+def quantized_copy(
+    copies: WorkingCopies | None,
+    master: torch.Tensor,
+    low: torch.Tensor,
+    layout: str,
+    dtype: torch.dtype,
+    power_of_two: bool,
+) -> list[torch.Tensor]:
+    """Return ``low`` in float8 and its scale, quantised once for each copy.
+
+    Args:
+        copies: as for :func:`working_copy`; with None, ``low`` is quantised in each call.
+        master: a parameter.
+        low: its working copy, or that transposed.
+        layout: see the operator ``quantize``.
+        dtype: likewise.
+        power_of_two: likewise.
+    """
+    copy = copies.held.get((id(master), low.dtype)) if copies is not None else None
+    if copy is None:
+        return list(quantize(low, layout, dtype, power_of_two))
+    stream = torch.cuda.current_stream(low.device) if low.is_cuda else None
+    made, key = copy.quantized, (layout, dtype, power_of_two, low.stride(), stream)
+    if key not in made:
+        with torch.inference_mode(False), torch.no_grad():
+            made[key] = list(quantize(low.detach(), layout, dtype, power_of_two))
+    return made[key]
 
 
 class WorkingCopies:

@@ -19,6 +19,7 @@ from autocastfx.errors import OpListError, UnmatchedRuleWarning, UnsupportedErro
 from autocastfx.passes.verify import verify_float8
 from autocastfx.plan.plan import Plan, PlannedFloat8
 from autocastfx.policy.float8 import Product
+from autocastfx.runtime import working_copies
 from autocastfx.runtime.operators.float8 import float8_linear, quantize
 from tests.golden.models import Attention
 from tests.helpers import Function, listing, relative_error, saved_bytes, text
@@ -262,6 +263,97 @@ def test_it_keeps_fewer_bytes_for_backward() -> None:
     # first layer's input asks for no gradient, so that its weight is not kept.
     numbers, scales = 4 * 64 * 256 + 3 * 256 * 256, 7 * 256 * 4
     assert kept == [2 * numbers, numbers + scales]
+
+
+# -- weights quantised once an update ---------------------------------------------------------------------------------
+
+
+class Products(nn.Module):
+    """A linear layer, whose weight is read as it is, and a product that reads its weight transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(32, 32)
+        self.weight, self.bias = nn.Parameter(torch.randn(32, 16) / 8), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, torch.relu(self.layer(x)), self.weight)
+
+
+BOTH = OpList.of({"extends": "bfloat16", "float8": [{"ops": ["linear", "addmm"]}]})
+
+
+def quantized_weights(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The layouts in which working copies are quantised from now on."""
+    made, real = [], working_copies.quantize
+
+    def counting(x: Tensor, layout: str, *rest: Any) -> Any:
+        made.append(layout)
+        return real(x, layout, *rest)
+
+    monkeypatch.setattr(working_copies, "quantize", counting)
+    return made
+
+
+def test_cached_weights_are_quantised_once_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x, results = quantized_weights(monkeypatch), torch.randn(16, 32), list[list[Tensor]]()
+    for weights in ("cast", "cached"):
+        amp_model = convert(Products(), x, lists=BOTH, weights=weights)
+        optimizer = torch.optim.SGD(amp_model.parameters(), lr=0.1)
+        made.clear()
+        results.append([])
+        for _ in range(2):
+            for _ in range(3):  # gradients of three calls are added up
+                amp_model(x).square().mean().backward()
+            results[-1] += [p.grad.clone() for p in amp_model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+    assert made == ["rows", "columns"] * 4
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("how", ["written", "loaded", "replaced"])
+def test_weights_that_change_are_quantised_anew(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Products().eval(), torch.randn(16, 32)
+    amp_model = convert(model, x, lists=BOTH, weights="cached")
+    made = quantized_weights(monkeypatch)
+    with torch.inference_mode():
+        before = [amp_model(x), amp_model(x)]
+    assert (made, torch.equal(*before)) == (["rows", "rows"], True)
+    changed = torch.randn(32, 16)
+    if how == "written":
+        with torch.no_grad():
+            model.weight.copy_(changed)
+    elif how == "loaded":
+        amp_model.load_state_dict({**amp_model.state_dict(), "weight": changed})
+    else:
+        amp_model.weight = model.weight = nn.Parameter(changed)
+    expected = convert(model, x, lists=BOTH)(x)
+    assert torch.equal(amp_model(x), expected)
+    amp_model(x).sum().backward()  # what inference has quantised is no obstacle
+
+
+def test_a_copy_in_two_layouts_is_quantised_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    amp_model = convert(Products(), x := torch.randn(16, 32), lists=BOTH, weights="cached")
+    made = quantized_weights(monkeypatch)
+    amp_model(x)
+    assert sorted(made) == ["columns", "columns", "rows", "rows"]
+    assert [planned.layout.value for planned in amp_model.plan.quantized if "weight" in planned.value] == [
+        "rows",
+        "columns",
+        "rows",
+        "columns",
+    ]
+
+
+def test_where_no_copies_are_read_weights_are_quantised_in_each_call() -> None:
+    model, x = Products(), torch.randn(16, 32)
+    amp_model = convert(model, x, lists=BOTH, weights="cached")
+    expected = amp_model(x)
+    with pytest.warns(UserWarning, match="has no effect under torch.compile"):
+        compiled = torch.compile(amp_model, backend="aot_eager")(x)
+    assert torch.equal(compiled, expected)
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------
