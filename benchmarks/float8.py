@@ -214,7 +214,9 @@ class Row:
 
 
 @dataclass(frozen=True)
-class _Bench:
+class Bench:
+    """A model that was trained for a while, and what a product in float8 does to its gradients."""
+
     model: nn.Module
     case: Case
     judge: TargetDistance
@@ -226,6 +228,16 @@ class _Bench:
         return autocastfx.convert(
             self.model, args, kwargs or None, dtype=dtype, op_list=lists, sensitivity=self.found, check=False
         )
+
+    def paths(self) -> list[str]:
+        """The modules of all products that can run in float8, in the order of the call."""
+        nodes = self.converted("default", without([])).plan.nodes
+        return [node.module for node in nodes if node.float8 is not None and node.float8.products]
+
+    def tuned(self, share: float) -> OpList:
+        """The list that ``tune`` finds for a share of operations."""
+        given = {**_options(self.case), "op_list": ("default", without([])), "sensitivity": self.found}
+        return autocastfx.tune(self.model, self.batches, self.case.loss, share=share, **given).op_list
 
     def judged(self, amp_model: AmpModule) -> list[float]:
         return [self.share(amp_model.plan.nodes), self.judge(amp_model, LOW), amp_model.plan.error or 0.0]
@@ -253,25 +265,29 @@ class _Bench:
         return TargetDistance(self.model, self.judge.batches[:1], *given)(amp_model, LOW)
 
 
-def measure(name: str) -> Row:
-    """Measure one model."""
-    started = time.perf_counter()
-    case = MODELS[name]
+def _options(case: Case) -> dict[str, Any]:
+    return {"inputs": case.inputs, "dtype": "bfloat16", "float8": RECIPE, "progress": False}
+
+
+def prepared(case: Case) -> Bench:
+    """Train a model, and measure how much its gradient changes by each product in float8."""
     model = trained(case, STEPS)
     fresh = list(itertools.islice(case.batches(1), MEASURED + HELD_OUT + JUDGED))
     first, judged = fresh[: MEASURED + HELD_OUT], fresh[MEASURED + HELD_OUT :]
-    options: dict[str, Any] = {"inputs": case.inputs, "dtype": "bfloat16", "float8": RECIPE, "progress": False}
-    found = autocastfx.sensitivity(model, first[:MEASURED], case.loss, **options)
-    bench = _Bench(model, case, TargetDistance(model, judged, case.loss, "gradient", case.inputs), found, first)
+    found = autocastfx.sensitivity(model, first[:MEASURED], case.loss, **_options(case))
+    return Bench(model, case, TargetDistance(model, judged, case.loss, "gradient", case.inputs), found, first)
+
+
+def measure(name: str) -> Row:
+    """Measure one model."""
+    started = time.perf_counter()
+    bench, case = prepared(MODELS[name]), MODELS[name]
     every = bench.converted("default", without([]))
-    paths = [node.module for node in every.plan.nodes if node.float8 is not None and node.float8.products]
     by_rule, tuned = dict[str, list[float]](), dict[str, list[float]]()
-    for rule, left in rules(paths).items():
+    for rule, left in rules(bench.paths()).items():
         by_rule[rule] = bench.judged(bench.converted("default", without(left)))
-        given = {**options, "op_list": ("default", without([])), "sensitivity": found}
-        chosen = autocastfx.tune(model, first, case.loss, share=by_rule[rule][0], **given)
-        tuned[rule] = bench.judged(bench.converted(chosen.op_list))
-    there = autocastfx.sensitivity(model, judged[:1], case.loss, probes=16, **options)
+        tuned[rule] = bench.judged(bench.converted(bench.tuned(by_rule[rule][0])))
+    there = autocastfx.sensitivity(bench.model, bench.judge.batches[:1], case.loss, probes=16, **_options(case))
     products = [(e.name, p) for e in there.effects for p in e.products]
     chosen = random.Random(0).sample(products, min(SINGLES, len(products)))
     singles = [[rms(there[n].products[p]), bench.single(n, p)] for n, p in chosen]

@@ -9,7 +9,9 @@ Parameters and their casts are counted separately, because they do not grow with
 attention out. For the others' scaled_dot_product_attention the unfused kernel of products and softmax is assumed,
 because abstract tensors use it. Dropout saves a boolean mask, as its CUDA kernel does. ``torch_autocast_cuda`` is this
 package's preset of torch.autocast's dispatch on a CUDA device; without such a device torch.autocast itself ignores
-abstract tensors. ``half`` is ``model.half()``. The exit status is 1 if fold="kernel" is above a limit.
+abstract tensors. ``half`` is ``model.half()``. ``float8``: all linear layers but the last compute in float8, the rest
+is as with fold="exact". Every call quantises the weights, so their float8 numbers are among the activations, and this
+policy is compared by all bytes. The exit status is 1 if fold="kernel" is above a limit.
 
 With ``--per-parameter`` a perceptron of ten square layers, with few activations compared to weights, is trained with
 fused AdamW. After the last of three steps, before gradients are dropped, the storages of all live tensors are counted,
@@ -39,6 +41,7 @@ from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import autocastfx
+from autocastfx import OpList
 from autocastfx.errors import UnsupportedError
 from benchmarks import training
 from benchmarks.command import Command, verdict
@@ -46,15 +49,18 @@ from benchmarks.models import TRAINED, FullModel
 from benchmarks.step_counts import Saved, count
 from benchmarks.store import Store
 
-FLOAT32, AUTOCAST, KERNEL, HALF = "float32", "torch_autocast_cuda", "fold=kernel", "half"
+FLOAT32, AUTOCAST, EXACT, KERNEL, HALF = "float32", "torch_autocast_cuda", "fold=exact", "fold=kernel", "half"
+FLOAT8 = "float8"
+_PRODUCTS = OpList.of({"extends": "bfloat16", "float8": [{"ops": ["linear", "addmm"], "last": False}]})
 # By policy: the arguments of convert; None is the model itself.
 POLICIES: dict[str, dict[str, Any] | None] = {
     FLOAT32: None,
     AUTOCAST: {"op_list": AUTOCAST},
     "fold=none": {"fold": "none"},
-    "fold=exact": {"fold": "exact"},
+    EXACT: {"fold": "exact"},
     KERNEL: {"fold": "kernel"},
     HALF: None,
+    FLOAT8: {"op_list": _PRODUCTS, "dtype": torch.bfloat16},
 }
 # fold="kernel" may save this many times what the other policy does: in the geometric mean, and of single models.
 MEAN_LIMIT, LIMIT = 0.82, 1.02
@@ -130,8 +136,12 @@ def cuda_dropout() -> Iterator[None]:
 
 
 def ratios(rows: Sequence[Row], policy: str, other: str) -> dict[str, float]:
-    """Return, by model, the bytes that ``policy`` saves divided by those of ``other``, if both were measured."""
-    held = {(row.model, row.policy): row.activations for row in rows if not row.note}
+    """Return, by model, the bytes that ``policy`` saves divided by those of ``other``, if both were measured.
+
+    They are those of activations, and beside float8 those of weights too.
+    """
+    with_weights = FLOAT8 in (policy, other)
+    held = {(r.model, r.policy): r.activations + with_weights * r.weights for r in rows if not r.note}
     models = dict.fromkeys(row.model for row in rows)
     return {m: held[m, policy] / held[m, other] for m in models if {(m, policy), (m, other)} <= held.keys()}
 
@@ -148,19 +158,20 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-_COMPARED = (("fold=exact", AUTOCAST), (KERNEL, AUTOCAST), (KERNEL, HALF))
+_COMPARED = ((EXACT, AUTOCAST), (KERNEL, AUTOCAST), (KERNEL, HALF), (FLOAT8, EXACT))
 
 
 def table(rows: Sequence[Row]) -> str:
     """Write the table to print: gigabytes of activations and of weights, and ratios of the activations."""
     models = list(dict.fromkeys(row.model for row in rows))
     held = {(row.model, row.policy): row for row in rows}
-    head = "".join(f"{policy:>{_width(policy)}}" for policy in POLICIES)
+    policies = [policy for policy in POLICIES if any(row.policy == policy for row in rows)]
+    head = "".join(f"{policy:>{_width(policy)}}" for policy in policies)
 
     def gigabytes(model: str, kind: str) -> str:
-        found = (held.get((model, policy)) for policy in POLICIES)
+        found = (held.get((model, policy)) for policy in policies)
         texts = (f"{getattr(row, kind) / 1e9:.2f}" if row and not row.note else "-" for row in found)
-        return "".join(f"{text:>{_width(policy)}}" for text, policy in zip(texts, POLICIES, strict=True))
+        return "".join(f"{text:>{_width(policy)}}" for text, policy in zip(texts, policies, strict=True))
 
     lines = [f"{'activations, GB':<22}{head}", *(f"{model:<22}{gigabytes(model, 'activations')}" for model in models)]
     lines += ["", f"{'weights, GB':<22}{head}", *(f"{model:<22}{gigabytes(model, 'weights')}" for model in models)]

@@ -27,6 +27,8 @@ from benchmarks import (
     accuracy,
     compiled_step,
     conversion,
+    float8,
+    float8_training,
     inference,
     losses,
     memory,
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 README = Path(__file__).resolve().parents[1] / "README.md"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 IMAGES = DOCS / "images"
-NAMES = ("benchmark-tables", "benchmarks", "placement", "precision", "tuning")
+NAMES = ("benchmark-tables", "benchmarks", "float8", "placement", "precision", "tuning")
 PAGES = (README, *(DOCS / f"{name}.md" for name in NAMES))
 RESULTS = Path(__file__).resolve().parent / "results"
 # By file: what a row is, and the table that the benchmark prints.
@@ -62,6 +64,9 @@ TABLES: dict[str, tuple[Callable[..., Any], Callable[[list[Any]], str]]] = {
     "placement.json": (placement.Row, placement.table),
     "principles-cpu.json": (principles.Row, principles.table),
     "memory.json": (memory.Row, memory.table),
+    "memory-float8.json": (memory.Row, memory.table),
+    "float8-cpu.json": (float8.Row, float8.table),
+    "float8-training-cpu.json": (float8_training.Run, float8_training.table),
     "train-step-cpu.json": (step_table.Row, step_table.table),
     "train-step-default-cpu.json": (step_table.Row, step_table.table),
     "train-step-compiled-cpu.json": (step_table.Row, step_table.compiled_table),
@@ -327,6 +332,25 @@ def _tune_front(rows: Sequence[tune_table.Row]) -> Figure:
     return figure
 
 
+def _float8_front(rows: Sequence[float8.Row]) -> Figure:
+    """An axis for each of three models: the share of operations in float8 against the error of the gradient."""
+    shown = [row for row in rows if row.model in ("Llama 4x128", "GPT-2 4x128", "MiniLM 6x384")]
+    figure, axes = _figure(9.2, 3.8, len(shown))
+    for axis, row in zip(axes, shown, strict=True):
+        tuned = sorted([[0.0, row.bfloat16], *(point[:2] for point in row.tuned.values()), [1.0, row.all]])
+        axis.plot(*zip(*tuned, strict=True), _EXACT.marker, linestyle="-", color=_EXACT.colour, label="tuned")
+        usual = [point[:2] for point in row.rules.values()]
+        axis.plot(*zip(*usual, strict=True), _KERNEL.marker, linestyle="", color=_KERNEL.colour, label="usual rules")
+        for rule, (share, error, _) in row.rules.items():
+            axis.annotate(rule, (share, error), xytext=(-7, 4), textcoords="offset points", ha="right")
+        axis.set(title=row.model, xlabel="operations in float8", xlim=(-0.05, 1.05))
+        axis.set_ylim(bottom=0)
+        axis.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes[0].set_ylabel("error of the gradient")
+    axes[0].legend(frameon=False, loc="upper left")
+    return figure
+
+
 def _gpu_step(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """An axis for each card: the time of eager steps to torch.autocast's."""
     looks = {step_table.DEFAULT: _EXACT, step_table.FASTEST: _KERNEL, step_table.HALF: _HALF}
@@ -353,6 +377,7 @@ PICTURES: dict[str, Picture] = {
     "optimizer-step.svg": Picture("optimizer-step-cpu.json", optimizer_step.Row, _optimizer_step),
     "conversion.svg": Picture("conversion-cpu.json", conversion.Row, _conversion),
     "losses.svg": Picture("losses-cpu.json", losses.Run, _losses),
+    "float8-front.svg": Picture("float8-cpu.json", float8.Row, _float8_front),
     "tune-front.svg": Picture("tune-cpu.json", tune_table.Row, _tune_front, "GPT-2 2x64"),
 }
 

@@ -184,12 +184,18 @@ def _classifier() -> nn.Module:
     return model
 
 
-def _sentences(seed: int) -> Iterator[dict[str, Tensor]]:
-    """Sentences of docstrings, 32 tokens each, and the numbers of their modules."""
+def sentences(seed: int, part: slice = slice(None), count: int = BATCH) -> Iterator[dict[str, Tensor]]:
+    """Yield batches of ``count`` sentences of docstrings, 32 tokens each, and the numbers of their modules.
+
+    Args:
+        seed: of the order.
+        part: of all sentences, those to draw from.
+        count: of the sentences in a batch.
+    """
     example, _, tokenize = _minilm()
-    texts, shown = example.sentences(), random.Random(seed)
+    texts, shown = example.sentences()[part], random.Random(seed)
     while True:
-        chosen = [shown.choice(texts) for _ in range(BATCH)]
+        chosen = [shown.choice(texts) for _ in range(count)]
         tokens = tokenize([text for text, _ in chosen])
         cut = {name: F.pad(t, (0, max(0, _LENGTH - t.shape[1])))[:, :_LENGTH] for name, t in tokens.items()}
         yield {**cut, "labels": torch.tensor([label for _, label in chosen])}
@@ -216,6 +222,6 @@ MODELS: dict[str, Case] = {
     "LSTM 2x64": Case(_Tagger, _text),
     "ResNet-18": Case(_resnet18, _batches_of("ResNet-10")),
     _MINILM: Case(
-        *(_classifier, _sentences, lambda out, batch: F.cross_entropy(out, batch["labels"]), _without_labels), rate=5e-5
+        *(_classifier, sentences, lambda out, batch: F.cross_entropy(out, batch["labels"]), _without_labels), rate=5e-5
     ),
 }

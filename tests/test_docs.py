@@ -11,7 +11,7 @@ from autocastfx import load_op_list
 from autocastfx.policy.op_list import KEYS
 from autocastfx.policy.read_rules import DEVICES, PLACEMENTS, UNLISTED
 from autocastfx.policy.rule import Category
-from tests.golden.readme import INTEGRATIONS, NUMERICS, OP_LISTS, PLACEMENT, TUNING, WEIGHTS, outputs, run
+from tests.golden.readme import FLOAT8, INTEGRATIONS, NUMERICS, OP_LISTS, PLACEMENT, TUNING, WEIGHTS, outputs, run
 
 TEXT = OP_LISTS.read_text(encoding="utf-8")
 
@@ -41,7 +41,9 @@ def test_the_lists_shown_are_right(folder: Path) -> None:
     assert len(lists["conditions"].conditional) == len(load_op_list("bfloat16").conditional) + 4
 
 
-@pytest.mark.parametrize("page", [WEIGHTS, NUMERICS, TUNING, PLACEMENT, INTEGRATIONS], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [WEIGHTS, FLOAT8, NUMERICS, TUNING, PLACEMENT, INTEGRATIONS], ids=lambda page: page.stem
+)
 def test_the_code_of_further_pages_prints_what_is_shown(page: Path, tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     printed = {start: said for start, said in run(text, tmp_path).items() if said}

@@ -10,6 +10,7 @@ from tests.golden.decoders import KEPT as DECODERS
 from tests.golden.decoders import attentions
 from tests.golden.models import CASES, LINTS, comparable, kept, kept_lint
 from tests.golden.readme import (
+    FLOAT8,
     HOW_TO,
     INTEGRATIONS,
     LINT,
@@ -43,6 +44,7 @@ def main() -> None:
     for page in (
         README,
         OP_LISTS,
+        FLOAT8,
         WEIGHTS,
         REASONS,
         NUMERICS,

@@ -21,6 +21,7 @@ from pathlib import Path
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 OP_LISTS = README.parent / "docs" / "op-lists.md"
+FLOAT8 = README.parent / "docs" / "float8.md"
 WEIGHTS = README.parent / "docs" / "weights.md"
 REASONS = README.parent / "docs" / "reasons.md"
 NUMERICS = README.parent / "docs" / "numerics.md"
