@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.errors import UnsupportedError
 from autocastfx.policy.float8 import E4M3, MULTIPLE, RECIPES, Layout, Product
+from autocastfx.runtime.kernels.chosen import is_chosen
+from autocastfx.runtime.operators.casts import is_concrete
 
 # The numbers are those of torchao 0.18 to the bit (``torchao/float8``: ``float8_utils.py`` for scales,
 # ``float8_linear.py`` for the products, ``float8_ops.py`` for their kernels). What differs is that a value is quantised
@@ -58,7 +61,23 @@ def _is_empty(x: Tensor) -> bool:
     return isinstance(size, int) and not size  # a symbolic size is none that a graph for others has
 
 
+def _takes_kernels(x: Tensor) -> bool:
+    """True for an eager value where the Triton kernels are chosen; a compiler fuses the operator's parts itself."""
+    if not (is_chosen("quantize", x) and is_concrete(x)) or torch._C._are_functorch_transforms_active():
+        return False
+    return x.dtype in (*LOW_DTYPES, torch.float32) and x.numel() > 0 and not missing_products(x.device)
+
+
 def _quantized(x: Tensor, layout: str, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    if layout == Layout.TENSOR or not _takes_kernels(x):
+        return _parts(x, layout, dtype, power_of_two)
+    from autocastfx.runtime.kernels import quantize as kernels  # where Triton is
+
+    call = kernels.quantize_rows if layout == Layout.ROWS else kernels.quantize_columns
+    return call(x.reshape(-1, x.shape[-1]), dtype, power_of_two)
+
+
+def _parts(x: Tensor, layout: str, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
     matrix = x.reshape(-1, x.shape[-1])
     matrix = matrix.t() if layout == Layout.COLUMNS else matrix
     magnitudes = matrix.abs()
@@ -155,6 +174,17 @@ class _Call(NamedTuple):
     def quantize(self, x: Tensor, layout: Layout, dtype: torch.dtype = E4M3) -> Quantized:
         return Quantized(*quantize(x, layout, dtype, RECIPES[self.recipe].power_of_two))
 
+    def gradients(self, gradient: Tensor) -> dict[Layout, Quantized]:
+        """The gradient in each layout that products in backward read, where kernels make two of them at once."""
+        recipe = RECIPES[self.recipe]
+        read = {at[0] for p in (Product.INPUT_GRADIENT, Product.WEIGHT_GRADIENT) if (at := self.layouts(p)) is not None}
+        if read != {Layout.ROWS, Layout.COLUMNS} or not _takes_kernels(gradient):
+            return {}
+        from autocastfx.runtime.kernels import quantize as kernels  # where Triton is
+
+        rows, columns = kernels.quantize_both(gradient, recipe.gradient, recipe.power_of_two)
+        return {Layout.ROWS: Quantized(*rows), Layout.COLUMNS: Quantized(*columns)}
+
     def operand(self, given: Sequence[Tensor], x: Tensor, layout: Layout) -> Quantized:
         return Quantized(*given) if given else self.quantize(x, layout)
 
@@ -202,7 +232,7 @@ class _Float8Linear(torch.autograd.Function):
         saved, call = ctx.saved_tensors, ctx.call
         kept_input, kept_weight = saved[: ctx.kept], saved[ctx.kept :]
         matrix = gradient.reshape(-1, gradient.shape[-1])
-        quantized = dict[Layout, Quantized]()
+        quantized = call.gradients(matrix) if all(ctx.needs_input_grad[:2]) else {}
         of_input = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
             of_input = _in_backward(Product.INPUT_GRADIENT, matrix, kept_weight, ctx.dtypes[0], call, quantized)

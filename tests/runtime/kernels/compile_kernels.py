@@ -21,13 +21,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from autocastfx.runtime.kernels import cross_entropy, rms_norm
+from autocastfx.policy.float8 import E4M3, E5M2
+from autocastfx.runtime.kernels import cross_entropy, quantize, rms_norm
 from autocastfx.runtime.operators.norms import _WIDEST
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # One for each number of warps, and one whose rows do not lie at multiples of 16 bytes.
 WIDTHS = (256, 512, 1024, 2048, 4096, _WIDEST - 1, _WIDEST)
 VOCABULARIES = (1024, 50_257)
+MATRICES = (4096, 16_384, 50_257)  # a row in one block, in the largest, and in several
+FLOAT8 = 89  # the first capability with it
 ROWS = 50_000  # times 50,257 they are more than 32 bits count
 _TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -79,6 +82,13 @@ def loss(classes: int, dtype: torch.dtype) -> None:
     cross_entropy.differentiate(losses, apart, target, cross_entropy.row_losses(apart, target, -100)[1], -100)
 
 
+def quantized(width: int, dtype: torch.dtype) -> None:
+    x = torch.empty(ROWS, width, dtype=dtype)
+    quantize.quantize_rows(x, E4M3, True)
+    quantize.quantize_columns(x, E4M3, True)
+    quantize.quantize_both(x, E5M2, False)
+
+
 def usage(kernel: Any, folder: Path) -> tuple[int, int]:
     """Return the registers and the bytes of stack of a thread."""
     path = folder / f"{kernel.hash}.cubin"
@@ -94,6 +104,9 @@ def main(capability: int, folder: Path) -> None:
         runs += [(width, dtype, lambda w=width, d=dtype: norm(w, d, torch.float32)) for width in WIDTHS]
         runs += [(classes, dtype, lambda c=classes, d=dtype: loss(c, d)) for classes in VOCABULARIES]
         runs.append((4096, dtype, lambda d=dtype: norm(4096, d, d)))
+        if capability >= FLOAT8:
+            widths = MATRICES if dtype == torch.bfloat16 else MATRICES[:1]
+            runs += [(width, dtype, lambda w=width, d=dtype: quantized(w, d)) for width in widths]
     for size, dtype, run in runs:
         with torch.device("meta"), compiled(capability) as made:
             run()

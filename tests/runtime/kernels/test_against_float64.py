@@ -1,4 +1,4 @@
-"""The Triton kernels agree with float64, and errors planted in them are found."""
+"""The Triton kernels agree with float64, or to the bit with torch, and errors planted in them are found."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from tests.runtime.kernels.against_float64 import (
     check_many_scores,
     check_rms_norm,
 )
+from tests.runtime.kernels.quantized import check_quantize
 
 CHECKS: dict[str, Callable[[Any, torch.dtype], None]] = {
     "cross_entropy": check_cross_entropy,
     "rms_norm": check_rms_norm,
+    "quantize": check_quantize,
 }
 PLANTED = {
     "cross_entropy": (
@@ -49,6 +51,24 @@ PLANTED = {
         ("rows[:, None] < programs", "rows[:, None] < programs - 1"),
         ("            gradient = gradient * scale\n", "            pass\n"),
         ("x, gradient, width = x.contiguous(), gradient.contiguous()", "x, gradient, width = x, gradient.contiguous()"),
+    ),
+    "quantize": (
+        ("wide < 1e-12, 1e-12, wide", "wide > 1e-12, wide, 1e-12"),  # a NaN that gets lost
+        ("scaled > MOST, MOST, tl.where(scaled < -MOST, -MOST, scaled)", "scaled < MOST, scaled, MOST"),
+        ("tl.where(scale == scale, power.to(tl.float32, bitcast=True), scale)", "power.to(tl.float32, bitcast=True)"),
+        ("_by_rows[(rows,)]", "_by_rows[(rows - 1,)]"),
+        ("tl.store(scales + row, scale)", "tl.store(scales + row, scale + scale)"),
+        ("largest = tl.maximum(largest, _magnitudes(values))", "largest = _magnitudes(values)"),  # of a wide row
+        ("            tl.store(to + at, ", "            tl.store(to + columns, "),
+        ("largest = tl.maximum(largest, magnitudes)", "largest = magnitudes"),
+        ("tl.max(magnitudes, 1), mask=row < rows", "tl.max(magnitudes, 1), mask=row < rows - 1"),
+        ("tl.max(largest, 0), mask=column < width", "tl.max(largest, 0), mask=column < width - 1"),
+        ("mask=at < count, other=0)", "mask=at < count - 1, other=0)"),
+        ("scale[:, None], MOST", "scale[None, :], MOST"),  # the other layout's scales
+        ("column[None, :] * rows + row[:, None]", "column[None, :] + row[:, None] * width"),  # not transposed
+        ("across * triton.cdiv(down, _STEPS)", "across * (down // _STEPS)"),
+        ("of_columns, of_rows = _by_columns(x.t()", "of_rows, of_columns = _by_columns(x.t()"),
+        ("return quantize_columns(x.t(), dtype, power_of_two)", "return quantize_columns(x, dtype, power_of_two)"),
     ),
 }
 

@@ -26,9 +26,9 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     names_chosen.cache_clear()
 
 
-def test_both_are_measured_faster() -> None:
-    assert FACTS.triton_faster == {"cuda": KERNELS}
-    assert names_chosen() == KERNELS
+def test_what_is_not_measured_is_off() -> None:
+    assert FACTS.triton_faster == {"cuda": KERNELS - {"quantize"}}
+    assert names_chosen() == KERNELS - {"quantize"}
 
 
 def test_without_a_measurement_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_what_is_measured_faster_is_chosen_where_triton_is(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("asked", "names"),
     [("all", KERNELS), ("none", set()), ("", set()), ("rms_norm", {"rms_norm"}),
-     ("rms_norm,cross_entropy_loss", KERNELS)],
+     ("quantize", {"quantize"}), ("rms_norm,cross_entropy_loss", KERNELS - {"quantize"})],
 )  # fmt: skip
 def test_the_variable_chooses(asked: str, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOCASTFX_TRITON", asked)

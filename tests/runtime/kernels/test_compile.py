@@ -19,8 +19,15 @@ KERNELS = {
     "cross_entropy _forward": 3 * 2 * 2,
     "cross_entropy _backward": 3 * 2 * 3,
 }
-# Of a program's number and the size of its block, and of a row among at most 512: small numbers.
-MULTIPLIED_IN_32_BITS = {"cross_entropy _backward": 1, "rms_norm _add_up": 2}
+# On a GPU with float8: three widths of bfloat16 and one of each other dtype, for one layout and for both.
+QUANTIZE = {
+    "quantize _by_rows": 5,
+    **dict.fromkeys(("quantize _largest", "quantize _scales", "quantize _write"), 5 * 2),
+}
+# Of a program's number and the size of its block, and of a row among at most 512 or a block among four: small numbers.
+MULTIPLIED_IN_32_BITS = {
+    "cross_entropy _backward": 1, "rms_norm _add_up": 2, "quantize _largest": 1, "quantize _scales": 1,
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("compiler")
@@ -37,7 +44,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
     lines = [line.split() for line in ran.stdout.splitlines()]
-    assert Counter(" ".join(line[:2]) for line in lines) == KERNELS
+    assert Counter(" ".join(line[:2]) for line in lines) == {**KERNELS, **(QUANTIZE if capability > 80 else {})}
     for module, name, *of, registers, stack, narrow in lines:
         assert int(registers) > 0, of
         assert int(stack) == 0, (module, name, of)
