@@ -8,9 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from autocastfx.runtime.operators.float8 import quantize
 from benchmarks.gpu.stage import Given, Rounds
 from benchmarks.gpu.stages import float8_products
-from benchmarks.gpu.stages.float8_products import COPY, E4M3, E5M2, both_layouts, products, quantised, rowwise
+from benchmarks.gpu.stages.float8_products import (
+    COPY,
+    E4M3,
+    E5M2,
+    LAYOUTS,
+    both_layouts,
+    operator,
+    products,
+    quantised,
+    rowwise,
+)
 from benchmarks.zoo_judge import distance
 from tests.helpers import TORCH
 
@@ -96,3 +107,24 @@ def test_each_side_is_a_row_and_one_that_fails_leaves_the_others(monkeypatch: py
     assert {row["model"] for row in products(again, [(32, 64, 16)], FEW, 0) if row.get("side") == COPY} == {
         "quantise 32 x 64"
     }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_operator_of_the_package_is_timed_from_its_parts_compiled_and_by_kernels(name: str) -> None:
+    x = _random(48, 80)
+    wanted = [made for layout in LAYOUTS[name] for made in quantize(x, layout, E4M3, True)]
+    assert all(a.float().equal(b.float()) for a, b in zip(operator(LAYOUTS[name])(x), wanted, strict=True))
+    options = {"rounds": FEW, "compiling": 0, "quantised": [(48, 80)]}
+    model = f"quantize {name} 48 x 80"
+    found = {row["side"]: row for row in products(Given("cpu"), [], **options) if row["model"] == model}
+    assert found["parts"]["to_parts"] == [1, 1, 1]
+    assert found["parts"]["gb_per_second"] > 0
+    assert found["parts, compiled"]["error"] == "not compiled within 0 s"
+    assert found["Triton"]["error"] == "Triton kernels run on CUDA, not on cpu"
+    again = Given("cpu", frozenset((model, side, "") for side in found))
+    assert model not in {row["model"] for row in products(again, [], **options)}
+
+
+def test_where_triton_is_missing_a_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8_products, "find_spec", lambda name: None)
+    assert float8_products.kernels("both", "cuda") == "the package triton is not installed"

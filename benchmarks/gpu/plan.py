@@ -30,6 +30,7 @@ FLOAT8 = tuple(
         *((768, 768), (768, 3072), (1024, 4096), (2048, 32_000)),
     )
 )
+QUANTISED = ((4096, 4096), (8192, 4096), (16_384, 14_336))
 TINY, FEW = ("ResNet tiny", "BERT tiny"), Rounds(2, 3, 1, 1)
 # How to go on if cuDNN's attention fails, which torch prefers on these cards.
 WITHOUT_CUDNN = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
@@ -113,9 +114,10 @@ def _second(scale: _Scale) -> Iterator[Stage]:
     yield scale.stage("tests, others", "suite:suite", cuda=True, options=options, alone=False, seconds=100)
     options = scale.sized({}, rows=64, samples=1)
     yield scale.stage("kernel facts", "facts:facts", options=options, alone=False, seconds=100)
-    shapes = {"shapes": FLOAT8, "rounds": Rounds(most=20, seconds=0.6, warm_up=2)}
-    options = scale.sized(shapes, shapes=((64, 64, 32),), rounds=FEW)
-    fields: dict[str, Any] = {"cuda": True, "prepares": True, "seconds": 60}
+    shapes = {"shapes": FLOAT8, "quantised": QUANTISED, "compiling": 40}
+    shapes["rounds"] = Rounds(most=20, seconds=0.6, warm_up=2)
+    options = scale.sized(shapes, shapes=((64, 64, 32),), quantised=((64, 32),), rounds=FEW)
+    fields: dict[str, Any] = {"cuda": True, "prepares": True, "seconds": 70}
     yield scale.stage("float8 products", "float8_products:products", options=options, **fields)
     blocks: dict[str, Any] = {"options": {"shapes": ("Llama-1B blocks", "Llama-8B blocks")}, "seconds": 120}
     yield scale.stage("float8 blocks", "float8_blocks:blocks", **{**fields, **blocks}, early=True)

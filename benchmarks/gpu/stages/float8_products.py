@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autocastfx.policy.float8 import Layout
+from autocastfx.runtime.operators.float8 import _parts
 from benchmarks.gpu.measure import Work, failure, interleaved, release, settle, timed
 from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
 from benchmarks.zoo_judge import distance
@@ -20,6 +23,7 @@ LEAST = 1e-12  # torchao's: what is smaller becomes 0, and the scale stays finit
 BFLOAT16, COPY = "bfloat16", "copy"
 SIDES = (BFLOAT16, "tensorwise", "rowwise", "rowwise, e5m2 gradient")
 COMPARED = 256  # rows of a product that are compared with float64's
+PARTS, FUSED, TRITON = "parts", "parts, compiled", "Triton"  # of the package's operator
 Shape = tuple[int, int, int]
 Size = tuple[int, int]
 
@@ -48,16 +52,45 @@ def both_layouts(x: Tensor) -> tuple[Tensor, ...]:
 
 
 Quantiser = Callable[[Tensor], Any]
-Compiled = Mapping[tuple[Size, str], Quantiser | str]  # or why it is not compiled
+Compiled = Mapping[tuple[Size, str], Quantiser | str]  # by size and name; or why it is not compiled
 EAGER: Mapping[str, Quantiser] = {
     **{COPY: torch.clone, "eager tensorwise": quantised},
     **{"eager rowwise": rowwise, "eager both layouts": both_layouts},
 }
 COMPILED: Mapping[str, Quantiser] = {"compiled rowwise": rowwise, "compiled both layouts": both_layouts}
+LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
+    **{layout.value: (layout,) for layout in (Layout.ROWS, Layout.COLUMNS)},
+    "both": (Layout.ROWS, Layout.COLUMNS),
+}
 
 
-def products(given: Given, shapes: Sequence[Shape], rounds: Rounds = ROUNDS, compiling: float = 30) -> Iterator[Row]:
-    """Yield the times of products, their distance from float64's, and the times of quantising their first operands.
+def operator(layouts: Sequence[Layout]) -> Quantiser:
+    """Return what the package's operator does for these layouts, from its parts, with scales that are powers of two."""
+    return lambda x: [made for layout in layouts for made in _parts(x, layout, E4M3, True)]
+
+
+def kernels(name: str, device: str) -> Quantiser | str:
+    """Return what the Triton kernels do for layouts of this name, or why they cannot run."""
+    if device != "cuda":
+        return f"Triton kernels run on CUDA, not on {device}"
+    if not find_spec("triton"):
+        return "the package triton is not installed"
+    from autocastfx.runtime.kernels import quantize
+
+    if name == "both":
+        return lambda x: [made for one in quantize.quantize_both(x, E4M3, True) for made in one]
+    call = quantize.quantize_rows if name == Layout.ROWS else quantize.quantize_columns
+    return lambda x: call(x, E4M3, True)
+
+
+def products(
+    given: Given,
+    shapes: Sequence[Shape],
+    rounds: Rounds = ROUNDS,
+    compiling: float = 30,
+    quantised: Sequence[Size] = (),
+) -> Iterator[Row]:
+    """Yield the times of products, their distance from float64's, and the times of quantising.
 
     The calls are replayed from a CUDA graph, so that what counts is the device's time, not Python's.
 
@@ -66,12 +99,17 @@ def products(given: Given, shapes: Sequence[Shape], rounds: Rounds = ROUNDS, com
         shapes: M, K and N of the product of (M, K) and (K, N).
         rounds: how many, for each shape.
         compiling: seconds; what is not compiled by then has errors for rows.
+        quantised: matrices that the package's operator quantises, too, besides the first operands.
     """
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     sizes = dict.fromkeys((m, k) for m, k, _ in shapes)
     left = [size for size in sizes if not all(given.has(_quantise(size), side) for side in (*EAGER, *COMPILED))]
-    compiled = _compiled(left, given.device, compiling)
+    pairs = [(size, name) for size in quantised for name in LAYOUTS]
+    pairs = [at for at in pairs if not all(given.has(_operator(*at), side) for side in (PARTS, FUSED, TRITON))]
+    wanted = [(size, name, operator(LAYOUTS[name])) for size, name in pairs]
+    wanted += [(size, side, function) for size in left for side, function in COMPILED.items()]
+    compiled = _compiled(wanted, given.device, compiling)
     release()
     settle()
     given.wait()
@@ -81,7 +119,12 @@ def products(given: Given, shapes: Sequence[Shape], rounds: Rounds = ROUNDS, com
             yield from _guarded(names, _of_shape(shape, rounds, given.device))
     for size in left:
         names = dict.fromkeys((*EAGER, *COMPILED), _quantise(size))
-        yield from _guarded(names, _of_size(size, compiled, rounds, given.device))
+        sides = {side: EAGER.get(side) or compiled[size, side] for side in names}
+        yield from _guarded(names, _of_size(_quantise(size), size, sides, COPY, rounds, given.device))
+    for size, name in pairs:
+        sides = {PARTS: operator(LAYOUTS[name]), FUSED: compiled[size, name], TRITON: kernels(name, given.device)}
+        names = dict.fromkeys(sides, _operator(size, name))
+        yield from _guarded(names, _of_size(_operator(size, name), size, sides, PARTS, rounds, given.device))
 
 
 def _product(shape: Shape) -> str:
@@ -94,6 +137,10 @@ def _linear(shape: Shape) -> str:
 
 def _quantise(size: Size) -> str:
     return f"quantise {size[0]} x {size[1]}"
+
+
+def _operator(size: Size, name: str) -> str:
+    return f"quantize {name} {size[0]} x {size[1]}"
 
 
 def _guarded(names: Mapping[str, str], rows: Iterator[Row]) -> Iterator[Row]:
@@ -137,39 +184,39 @@ def _calls(a: Tensor, b: Tensor) -> Mapping[str, Callable[[], Tensor]]:
     return {BFLOAT16: lambda: functional.linear(a, b), **{s: scaled(*o) for s, o in zip(SIDES[1:], sides, strict=True)}}
 
 
-def _of_size(size: Size, compiled: Compiled, rounds: Rounds, device: str) -> Iterator[Row]:
+def _of_size(
+    name: str, size: Size, sides: Mapping[str, Quantiser | str], baseline: str, rounds: Rounds, device: str
+) -> Iterator[Row]:
     x = torch.randn(size, device=device, dtype=torch.bfloat16)
     calls = dict[str, Callable[[], object]]()
-    for side in (*EAGER, *COMPILED):
-        function = EAGER.get(side) or compiled[size, side]
+    for side, function in sides.items():
         if isinstance(function, str):
-            yield {"model": _quantise(size), "side": side, "error": function}
+            yield {"model": name, "side": side, "error": function}
         else:
             calls[side] = lambda function=function: function(x)
-    for side, row in _timed(calls, 3 * x.numel() / 3e9, rounds, COPY, device):
+    for side, row in _timed(calls, 3 * x.numel() / 3e9, rounds, baseline, device):
         if "ms" in row:
             found: Any = calls[side]()
             written = sum(t.nbytes for t in ((found,) if isinstance(found, Tensor) else found))
             row["gb_per_second"] = round((x.nbytes + written) / row["ms"] / 1e6, 1)
-        yield {"model": _quantise(size), "side": side, **row}
+        yield {"model": name, "side": side, **row}
 
 
-def _compiled(sizes: Sequence[Size], device: str, seconds: float) -> Compiled:
-    """Compile the quantisers for each size, while there is time."""
+def _compiled(wanted: Sequence[tuple[Size, str, Quantiser]], device: str, seconds: float) -> Compiled:
+    """Compile each quantiser for its size, while there is time."""
     found = dict[tuple[Size, str], Quantiser | str]()
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(sizes) + 1)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(wanted) + 1)
     ends = time.monotonic() + seconds
-    for size in sizes:
-        for side, function in COMPILED.items():
-            if time.monotonic() >= ends:
-                found[size, side] = f"not compiled within {seconds:g} s"
-                continue
-            try:
-                compiled: Quantiser = torch.compile(function, dynamic=False, fullgraph=True)
-                compiled(torch.zeros(size, device=device, dtype=torch.bfloat16))
-                found[size, side] = compiled
-            except Exception as error:  # of this side; it becomes a row
-                found[size, side] = failure(error)
+    for size, name, function in wanted:
+        if time.monotonic() >= ends:
+            found[size, name] = f"not compiled within {seconds:g} s"
+            continue
+        try:
+            compiled: Quantiser = torch.compile(function, dynamic=False, fullgraph=True)
+            compiled(torch.zeros(size, device=device, dtype=torch.bfloat16))
+            found[size, name] = compiled
+        except Exception as error:  # of this one; it becomes a row
+            found[size, name] = failure(error)
     return found
 
 

@@ -15,6 +15,8 @@ from autocastfx.policy.float8 import E4M3, RECIPES, Layout, Product
 from autocastfx.runtime.kernels.chosen import names_chosen
 from autocastfx.runtime.operators import float8
 from autocastfx.runtime.operators.float8 import float8_linear, quantize
+from benchmarks.gpu.stages.float8_products import LAYOUTS, operator
+from benchmarks.gpu.stages.float8_products import kernels as timed_kernels
 from tests.runtime.kernels.against_float64 import drawn
 from tests.runtime.kernels.quantized import torch_casts
 
@@ -104,3 +106,11 @@ def test_a_layer_gives_the_same_and_quantises_its_gradient_in_one_go(
     monkeypatch.setattr(float8, "is_chosen", lambda name, tensor: False)
     assert all(a.equal(b) for a, b in zip(found, layer(), strict=True))
     assert calls == []
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_benchmark_times_the_kernels_beside_the_same_of_the_parts(name: str, calls: list[str]) -> None:
+    x, timed = drawn(20, 12).to(LOW), timed_kernels(name, "cuda")
+    assert not isinstance(timed, str)
+    assert all(a.equal(b) for a, b in zip(timed(x), operator(LAYOUTS[name])(x), strict=True))
+    assert calls == [f"quantize_{name}"]
