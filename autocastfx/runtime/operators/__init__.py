@@ -1,1 +1,22 @@
 """Operators that converted graphs call."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from torch.compiler import config
+
+_RECIPES = Path(__file__).parents[2] / "policy" / "float8.py"  # which float8_linear computes by
+
+
+def _digest() -> str:
+    """A short digest of the operators' source."""
+    files = sorted([*Path(__file__).parent.glob("*.py"), _RECIPES])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+# torch's caches of compiled code on disk are keyed by graphs in which these operators stand by their names: without a tag, code
+# compiled from another version of them would be taken.
+if (_tag := f"autocastfx-{_digest()}") not in config.cache_key_tag:
+    config.cache_key_tag = f"{config.cache_key_tag} {_tag}".strip()
