@@ -39,9 +39,10 @@ from autocastfx.numerics.find_overflow import find_overflow
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction
 from autocastfx.numerics.plan_search import Budget
 from autocastfx.numerics.sensitivity import Measuring, check_fits
-from autocastfx.numerics.tune import Tuned, tune
+from autocastfx.numerics.tune import Tuned, check_share, tune
 from autocastfx.plan.plan import Plan
 from autocastfx.plan.sensitivity import OUTPUT, TARGETS, Sensitivity
+from autocastfx.policy.float8 import RECIPES, recipe_of
 from autocastfx.policy.kernel_facts import LEVELS
 from autocastfx.policy.op_list import load_op_list
 from autocastfx.report.dump import dump
@@ -255,6 +256,20 @@ def add_tune_to(
         "error; or bytes=0.8, at most this share of the bytes",
     )
     parser.add_argument("--of", choices=TARGETS, default=TARGETS[0], help="whose error; gradient")
+    parser.add_argument(
+        "--float8",
+        nargs="?",
+        const=recipe_of(True),
+        choices=tuple(RECIPES),
+        metavar="RECIPE",
+        help=f"also choose matrix products that run in float8, by one of {', '.join(RECIPES)}; alone {recipe_of(True)}",
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        metavar="FRACTION",
+        help="instead of --budget: at least this share of the operations of products runs in float8",
+    )
     parser.add_argument("--fold", choices=tuple(LEVELS), default="exact", help="as for convert; exact")
     parser.add_argument("--probes", type=int, default=8, metavar="N", help="random projections for each batch; 8")
     parser.add_argument("--held-out", type=int, default=1, metavar="N", help="batches to judge on; 1")
@@ -272,6 +287,10 @@ def _run_tune(options: Namespace) -> int:
     for name in ("probes", "held_out"):
         if getattr(options, name) < 1:
             raise ModelSpecError(f"--{name.replace('_', '-')} is a number from 1 on, not {getattr(options, name)}.")
+    try:
+        check_share(options.share, budget, recipe_of(options.float8))
+    except ValueError as error:
+        raise ModelSpecError(f"{error}.") from error
     for path in (options.output, options.plot, options.sensitivity):
         if path is not None:
             check_writable(path)
@@ -292,6 +311,8 @@ def _run_tune(options: Namespace) -> int:
         probes=options.probes,
         held_out=options.held_out,
         sensitivity=measured,
+        float8=options.float8,
+        share=options.share,
         fold=options.fold,
         inputs=functions["inputs"],
         **how,
@@ -363,16 +384,18 @@ def _measured(
         return known
     args, kwargs = _arguments(model, wanted[0], inputs)
     amp_model = convert(model, args, kwargs or None, **how)
+    recipe = options.float8 or (known.float8 if known is not None else "")
     if known is not None:
-        ours = (options.of, amp_model.plan.low, options.probes)
-        if (known.of, known.dtype, known.probes) != ours:
+        ours = (options.of, amp_model.plan.low, options.probes, recipe)
+        if (known.of, known.dtype, known.probes, known.float8) != ours:
             raise ModelSpecError(
-                f"{file} was measured for the {known.of} in {known.dtype} by {known.probes} probes, and this command "
-                f"asks for the {ours[0]} in {ours[1]} by {ours[2]}: measure into another file."
+                f"{file} was measured for the {known.of} in {known.dtype} by {known.probes} probes"
+                f"{_and_float8(known.float8)}, and this command asks for the {ours[0]} in {ours[1]} by {ours[2]}"
+                f"{_and_float8(recipe)}: measure into another file."
             )
         if not _is_of(known, amp_model.plan):
             raise ModelSpecError(f"{file} was measured for another model: measure into another file.")
-    measuring = Measuring(amp_model, loss_fn, options.of, options.probes, inputs, known)
+    measuring = Measuring(amp_model, loss_fn, options.of, options.probes, inputs, known, recipe)
     try:
         with counted(None, "measuring sensitivity") as show:
             for number, batch in enumerate(wanted, 1):
@@ -386,6 +409,10 @@ def _measured(
             print(f"autocastfx: the same command goes on from {file}", file=sys.stderr)
         raise
     return _known(file)  # as the next run reads it, so that both print the same
+
+
+def _and_float8(recipe: str) -> str:
+    return f" and float8 {recipe}" if recipe else ""
 
 
 def _is_of(known: Sensitivity, plan: Plan) -> bool:
@@ -407,4 +434,4 @@ def _plain(tuned: Tuned) -> dict[str, Any]:
     """The result as data; errors that are not finite are null."""
     points = {"start": tuned.start, "tuned": tuned.point, "front": list(tuned.front)}
     rules = {"op_list": tuned.text(), "gains": tuned.gains, "sensitivity": str(tuned.sensitivity)}
-    return {"budget": {"error": tuned.budget.error, "bytes": tuned.budget.bytes}, **points, **rules}
+    return {"budget": vars(tuned.budget), **points, **rules}

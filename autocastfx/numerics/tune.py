@@ -234,7 +234,7 @@ def tune(
     """
     check_choices(of, probes)
     recipe = recipe_of(float8)
-    _check_share(share, budget, recipe)
+    check_share(share, budget, recipe)
     given = list(batches_of(batches))
     if held_out < 1 or len(given) < held_out + (sensitivity is None):
         raise SensitivityError(
@@ -304,9 +304,19 @@ def tune(
     )
 
 
-def _check_share(share: float | None, budget: str | Budget, recipe: str) -> None:
-    if share is not None and not (recipe and 0 < share <= 1 and budget == "default"):
-        raise ArgumentError(f"share is above 0 and at most 1, with float8 and instead of a budget, not {share!r}")
+def check_share(share: float | None, budget: str | Budget, recipe: str) -> None:
+    """Check that a share, a budget and a recipe (empty: no float8) go together.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if share is not None:
+        if not recipe:
+            raise ArgumentError("share is of products in float8: give float8 too, a recipe or True for 'rowwise'")
+        if not 0 < share <= 1:
+            raise ArgumentError(f"share is a fraction above 0 and at most 1, not {share!r}")
+        if budget != "default":
+            raise ArgumentError(f"share takes the place of a budget, which is {budget!r}: leave one of the two out")
     if recipe and isinstance(budget, Budget) and budget.bytes is not None:
         raise ArgumentError("a budget of bytes says nothing of float8, which only adds errors: give an error, or share")
 

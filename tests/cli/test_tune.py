@@ -131,7 +131,7 @@ def test_a_budget_is_a_number_or_a_list(capsys: pytest.CaptureFixture[str], give
     code, out, _ = run(capsys, *COMMAND, "--budget", given, "--json", "--probes", "2")
     found, told = expected(budget=budget, probes=2), json.loads(out)
     assert code == int(not found.gains)
-    assert told["budget"] == {"error": found.budget.error, "bytes": found.budget.bytes}
+    assert told["budget"] == {"error": found.budget.error, "bytes": found.budget.bytes, "share": None}
     assert told["tuned"] == vars(found.point)
     assert (told["op_list"], told["gains"]) == (found.text(), found.gains)
 
@@ -140,6 +140,37 @@ def test_the_error_of_the_output(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, *COMMAND, "--of", "output", "--mode", "eval", "--held-out", "2", "--json")
     assert code == 0
     assert json.loads(out)["sensitivity"].startswith("sensitivity of the output to bfloat16")
+
+
+@pytest.mark.parametrize(("given", "recipe"), [((), "rowwise"), (("tensorwise",), "tensorwise")])
+def test_a_share_of_products_in_float8(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, given: tuple[str, ...], recipe: str
+) -> None:
+    file = str(tmp_path / "measured.json")
+    options = ("--float8", *given, "--share", "0.5", "--probes", "2", "--json")
+    code, out, _ = run(capsys, *COMMAND, *options)
+    found, told = expected(float8=recipe, share=0.5, probes=2), json.loads(out)
+    assert code == 0
+    assert told["budget"]["share"] == 0.5
+    assert told["tuned"]["share"] == found.point.share >= 0.5
+    assert told["op_list"] == found.text()
+    assert f"recipe: {recipe}" in told["op_list"]
+    assert json.loads(run(capsys, *COMMAND, *options, "--sensitivity", file)[1])["tuned"]["share"] >= 0.5
+    assert autocastfx.Sensitivity.load(file).float8 == recipe
+    # The same file serves a command without float8, and no other recipe.
+    assert run(capsys, *COMMAND, "--probes", "2", "--sensitivity", file)[0] == 0
+    other = ("--float8", "rowwise_gw_hp", "--probes", "2", "--sensitivity", file)
+    code, _, err = run(capsys, *COMMAND, *other)
+    assert code == 2
+    assert f"by 2 probes and float8 {recipe}, and this command asks for the gradient in bfloat16 by 2 and float8" in err
+
+
+def test_another_recipe_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(capsys, *COMMAND, "--float8", "rowise")
+    assert ended.value.code == 2
+    assert "'rowise'" in (said := capsys.readouterr().err)
+    assert "did you mean 'rowwise'?" in said
 
 
 def test_nothing_to_gain_is_told_and_the_list_is_written(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,6 +238,19 @@ BAD = {
     "no bytes": ([*COMMAND, "--budget", "bytes=0"], 2, "--budget bytes=0: bytes is a finite number above 0"),
     "an endless one": ([*COMMAND, "--budget", "error=inf"], 2, "error is a finite number above 0, such as error=0.1."),
     "no such list": ([*COMMAND, "--budget", "no.yaml"], 2, "cannot read the op list no.yaml"),
+    "share alone": ([*COMMAND, "--share", "0.5"], 2, "share is of products in float8: give float8 too"),
+    "too large a share": ([*COMMAND, "--float8", "--share", "65"], 2, "above 0 and at most 1, not 65.0."),
+    "no number": ([*COMMAND, "--float8", "--share", "nan"], 2, "above 0 and at most 1, not nan."),
+    "share and budget": (
+        [*COMMAND, "--float8", "--share", "0.5", "--budget", "error=0.1"],
+        2,
+        "share takes the place of a budget, which is Budget(error=0.1, bytes=None): leave one of the two out.",
+    ),
+    "float8 in bytes": (
+        [*COMMAND, "--float8", "--budget", "bytes=0.9"],
+        2,
+        "a budget of bytes says nothing of float8, which only adds errors: give an error, or share.",
+    ),
     "no probes": ([*COMMAND, "--probes", "0"], 2, "--probes is a number from 1 on, not 0."),
     "none to judge on": ([*COMMAND, "--held-out", "0"], 2, "--held-out is a number from 1 on, not 0."),
     "too little": ([*COMMAND, "--budget", "bytes=0.01"], 3, "no plan keeps the budget"),

@@ -230,9 +230,10 @@ def test_rules_of_the_list_stay(measured: tuple[nn.Module, Sensitivity]) -> None
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"share": 0.5}, "share is above 0 and at most 1, with float8"),
-        ({"share": 1.5, "float8": True}, "not 1.5"),
-        ({"share": 0.5, "float8": True, "budget": Budget(error=0.1)}, "instead of a budget"),
+        ({"share": 0.5}, "share is of products in float8: give float8 too"),
+        ({"share": 1.5, "float8": True}, "share is a fraction above 0 and at most 1, not 1.5"),
+        ({"share": 0.0, "float8": True}, "not 0.0"),
+        ({"share": 0.5, "float8": True, "budget": Budget(error=0.1)}, "share takes the place of a budget"),
         ({"float8": True, "budget": Budget(bytes=1.0)}, "a budget of bytes says nothing of float8"),
         ({"float8": "mxfp8"}, "float8 is True or one of 'tensorwise', 'rowwise', 'rowwise_gw_hp', not 'mxfp8'"),
     ],
