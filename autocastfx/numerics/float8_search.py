@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,8 +15,8 @@ from autocastfx.graph.node import argument
 from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.plan_search import Found, Group, Limit, PlanSearch, Point, group_of
 from autocastfx.numerics.product_choice import Candidate, Choice
-from autocastfx.plan.plan import PlannedNode, Precision
-from autocastfx.policy.float8 import OPERANDS, RECIPES, Product
+from autocastfx.plan.plan import NoFloat8, PlannedNode, Precision
+from autocastfx.policy.float8 import MULTIPLE, OPERANDS, RECIPES, Product
 from autocastfx.policy.op_list import OpList
 from autocastfx.report.lint.roofline import Gpu
 
@@ -147,6 +148,7 @@ def _slow(product: Product, parts: Sequence[FloatProduct], gpu: Gpu) -> str:
 
 
 _MOST_MEASURED = 5
+_MOST_REASONS = 3  # that an error names
 _HALVINGS = 6
 _DECADES = range(-4, 7)  # of the price of an error, around that at which the start's costs what all its bytes do
 _MORE = 1.02  # times the error that is predicted for one plan, to look for another
@@ -179,17 +181,31 @@ class Float8Search:
         variant = self.search.complete(rule)
         self._nodes, effects = variant.plan.nodes, self.search.effects
         made = {node.name: node for node in variant.graph.nodes}
-        self.products, self._flops = [], 0
+        self.products, self._flops, self._kept_out = [], 0, Counter[str]()
         for node in (node for node in self._nodes if node.float8 is not None):
             effect = effects.get((node.name, node.op, node.module))
             if effect is None or node.float8 is None or not effect.products:
                 continue
             self._flops += effect.flops * len(effect.products)
+            for product in effect.products:
+                if why := self._why_not(node, Product(product)):
+                    self._kept_out[why] += effect.flops
             self.products += (
                 product_of(node, one.product, one.error, effect.sizes, made.get(node.name), self.gpu)
                 for one in node.float8.errors
                 if one.product in node.float8.products
             )
+
+    def _why_not(self, node: PlannedNode, product: Product) -> str:
+        """Why a product that was measured cannot be chosen; empty if it can."""
+        float8 = node.float8
+        why = (
+            next((one.why for one in float8.in_16_bits if one.product is product), None) if float8 is not None else None
+        )
+        if why is not None:
+            return f"{why} ({node.decision.source})" if why.why is NoFloat8.NOT_LOW else str(why)
+        is_other = float8 is not None and product not in {one.product for one in float8.errors}
+        return f"its recipe is {float8.recipe}, and {self.recipe} was measured" if float8 and is_other else ""
 
     def result(self, judge: TargetDistance, limit: Limit, started: Point) -> tuple[Found, list[Point]]:
         """Choose products, and for a limit of errors the placement; measure.
@@ -270,12 +286,24 @@ class Float8Search:
         ]
 
     def _at_share(self, share: float) -> Found:
+        if not self._flops:
+            raise SensitivityError(
+                "the model has no product that can run in float8: one of a weight, whose N and K are multiples of "
+                f"{MULTIPLE}. Leave float8 and share out."
+            )
         keys, choice = self._choice(by_flops=True)
         chosen = choice.least_error(share * self._flops * (1 - 1e-9))
         if chosen is None:
-            most = choice.worth(range(len(keys))) / self._flops if self._flops else 0.0
+            most, kept_out = choice.worth(range(len(keys))) / self._flops, self._kept_out.most_common(_MOST_REASONS)
+            said = "; ".join(f"{flops / self._flops:.0%}: {why}" for why, flops in kept_out)
+            more = (
+                f"; and {len(self._kept_out) - len(kept_out)} other reasons"
+                if len(self._kept_out) > len(kept_out)
+                else ""
+            )
             raise SensitivityError(
-                f"{share:.0%} of products in float8 are more than can be: {most:.0%}, by operations. explain tells why."
+                f"{share:.0%} of products in float8 are more than can be: {most:.0%}, by operations. The list "
+                f"{self.search.converter.op_list.name} keeps out {said}{more}. Give a smaller share or another op_list."
             )
         error = math.hypot(self.search.start.error or 0.0, math.sqrt(choice.error(chosen)))
         return self._said(OpList(), {keys[i] for i in chosen}, error, None)

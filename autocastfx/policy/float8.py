@@ -204,8 +204,11 @@ class Float8Rule:
         return max((depth for depth, path in enumerate(paths) if modules.covers(path)), default=-1)
 
     def over(self, earlier: Float8Rule) -> Float8Rule:
-        """This rule, and what ``earlier`` says where it says nothing."""
-        return replace(self, **{name: value for name, value in _given(earlier) if getattr(self, name) is None})
+        """This rule, and what ``earlier`` says where it says nothing; at the place of the one that chooses products."""
+        both = replace(self, **{name: value for name, value in _given(earlier) if getattr(self, name) is None})
+        if self.products is not None or earlier.products is None:
+            return both
+        return replace(both, source=earlier.source, reason=self.reason or earlier.reason)
 
 
 _SETTINGS = tuple(f.name for f in fields(Float8Rule) if f.default is None and f.name != "source")

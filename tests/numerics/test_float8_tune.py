@@ -221,10 +221,52 @@ def test_rules_of_the_list_stay(measured: tuple[nn.Module, Sensitivity]) -> None
     chosen = in_float8(found.plan)
     assert chosen["linear_3"] == ()
     assert set(chosen["linear_2"]) <= {Product.OUTPUT}
-    with pytest.raises(SensitivityError, match="100% of products in float8 are more than can be"):
+
+
+KEPT_OUT: dict[str, tuple[dict[str, Any], str]] = {
+    "rule": (
+        {"float8": [{"ops": ["linear", "addmm"], "products": []}]},
+        r"be: 0%, by operations\. The list mine keeps out 69%: the rule at OpList:float8\[0\]\.ops\[0\] leaves it out; "
+        r"31%: the rule at OpList:float8\[0\]\.ops\[1\] leaves it out\. Give a smaller share or another op_list\.",
+    ),
+    "modules": (
+        {
+            "modules": [
+                {"path": "up", "float8": False, "reason": "by hand"},
+                {"path": "q", "category": "float32"},
+                {"path": "head", "float8": {"products": ["output"]}},
+            ]
+        },
+        r"be: 49%, .* keeps out 31%: the rule at OpList:modules\[0\] \(by hand\) leaves it out; 15%: the node runs in "
+        r"float32 \(OpList:modules\[1\]\); 5%: the rule at OpList:modules\[2\] leaves it out\. Give",
+    ),
+    "sizes": ({"float8": [{"ops": ["linear"], "least": {"M": 64}}]}, "keeps out 69%: M is 32, less than 64"),
+    "recipe": (
+        {"modules": [{"path": "up", "float8": {"recipe": "tensorwise"}}]},
+        "keeps out 31%: its recipe is tensorwise, and rowwise was measured",
+    ),
+    "many": (
+        {"modules": [{"path": path, "float8": False} for path in ("q", "k", "up", "head")]},
+        r"31%: .*modules\[2\].*; and 1 other reasons\. Give",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::autocastfx.errors.UnmatchedRuleWarning")
+@pytest.mark.parametrize(("rules", "said"), KEPT_OUT.values(), ids=list(KEPT_OUT))
+def test_a_share_that_a_list_rules_out_names_its_rules(
+    measured: tuple[nn.Module, Sensitivity], rules: dict[str, Any], said: str
+) -> None:
+    lists = replace(OpList.of({"extends": "bfloat16", **rules}), name="mine")
+    with pytest.raises(SensitivityError, match=said):
         autocastfx.tune(
-            *(measured[0], BATCHES, loss), op_list=own, float8=True, share=1.0, sensitivity=measured[1], **OPTIONS
+            *(measured[0], BATCHES, loss), op_list=lists, float8=True, share=1.0, sensitivity=measured[1], **OPTIONS
         )
+
+
+def test_a_share_of_a_model_without_such_products_is_refused() -> None:
+    with pytest.raises(SensitivityError, match="the model has no product that can run in float8: one of a weight"):
+        autocastfx.tune(nn.Linear(64, 15), BATCHES, loss, float8=True, share=0.5, probes=1, **OPTIONS)
 
 
 @pytest.mark.parametrize(

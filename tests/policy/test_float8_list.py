@@ -97,6 +97,12 @@ def test_a_later_list_is_laid_over_an_earlier_one() -> None:
     choice = said(merged)
     assert choice is not None
     assert (choice.recipe, choice.least, choice.emulate) == ("tensorwise", (("M", 16),), True)
+    ours = {"float8": [{"ops": ["mm", "linear"], "products": [], "reason": "ours"}]}
+    places = [said(OpList.of(ours) | later) for later in (listed(least={"M": 16}), listed(products=["output"]))]
+    assert [one and (str(one.source), one.reason) for one in places] == [
+        ("OpList:float8[0].ops[1]", "ours"),
+        ("OpList:float8[0].ops[0]", ""),
+    ]
     assert (merged | OpList()).float8 == merged.float8 == (OpList() | merged).float8
 
 
