@@ -75,7 +75,7 @@ def product_of(
     operands = _OPERANDS[product]
     read = sum(elements[operand] for operand, _ in operands)
     written = sum(elements.values()) - read
-    rates = ((2, gpu.peak(tensor_cores=True)), (1, 1e12 * gpu.float8_tflops))
+    rates = ((2, gpu.peak(tensor_cores=True)), (1, gpu.peak(tensor_cores=True, in_float8=True)))
     moved = [max(2 * m * n * k / peak * gpu.bandwidth, size * read + 2 * written) for size, peak in rates]
     reads: dict[Hashable, float] = {}
     for (operand, given), layout in zip(operands, _layouts(node, product), strict=True):

@@ -42,6 +42,7 @@ class OpEstimate:
         intensity: FLOP per byte.
         bound: ``"memory"`` or ``"compute"``.
         seconds: max(FLOP / peak, bytes / bandwidth).
+        in_float8: it is a product in float8, at the GPU's rate for these.
     """
 
     node: str
@@ -53,6 +54,7 @@ class OpEstimate:
     intensity: float
     bound: str
     seconds: float
+    in_float8: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,10 @@ class Lint:
         """Names of ops whose FLOP are not counted: they are not ATen's, or cannot run on abstract values."""
         return tuple(op.node for op in self.ops if op.flops is None)
 
+    @property
+    def _has_float8(self) -> bool:
+        return any(op.in_float8 for op in self.ops)
+
     def to_json(self) -> str:
         """Write the findings as JSON text; ``limit`` is null if infinite."""
         limit = self.limit if math.isfinite(self.limit) else None
@@ -121,8 +127,9 @@ class Lint:
     def _lines(self) -> Iterator[str]:
         gpu = self.gpu
         yield f"lint: {self.low} on {gpu.name}, variant {self.variant}"
+        in_float8 = f"{gpu.float8_tflops:,g} in float8, " if self._has_float8 else ""
         yield (
-            f"rates: {gpu.tensor_tflops:g} TFLOP/s in tensor cores, {gpu.float32_tflops:g} in float32, "
+            f"rates: {gpu.tensor_tflops:g} TFLOP/s in tensor cores, {in_float8}{gpu.float32_tflops:g} in float32, "
             f"{gpu.bandwidth_gb_s:,g} GB/s ({gpu.source})"
         )
         if self.device != "cuda":
@@ -139,7 +146,7 @@ class Lint:
         yield from self._times()
 
     def _sizes(self) -> Iterator[str]:
-        if not any(op.flops and self.low in op.reads for op in self.ops):
+        if not any(op.flops and (self.low in op.reads or op.in_float8) for op in self.ops):
             yield f"sizes: no product is known to run in {self.low}"
         elif not self.odd_sizes:
             yield f"sizes: all products in {self.low} have multiples of 8"
@@ -183,9 +190,10 @@ class Lint:
         )
         yield ""
         tensor, float32 = (self.gpu.balance(tensor_cores=cores) for cores in (True, False))
+        float8 = f"{self.gpu.balance(tensor_cores=True, in_float8=True):.0f} in float8, " if self._has_float8 else ""
         yield (
-            f"ops that take longest. Below {tensor:.0f} FLOP a byte in {self.low}, {float32:.0f} in float32, memory is "
-            "the bound:"
+            f"ops that take longest. Below {tensor:.0f} FLOP a byte in {self.low}, {float8}{float32:.0f} in float32, "
+            "memory is the bound:"
         )
         ranked = sorted(self.ops, key=lambda op: -op.seconds)
         titles = ("node", "op", "module", "reads", "FLOP", "bytes", "FLOP/byte", "bound", "time")
@@ -254,7 +262,8 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
             ``"L40S"``, ``"RTX 4090"``, ``"RTX 5090"``, ``"H100"``, ``"H200"``, ``"B200"`` and ``"MI300X"``.
 
     Raises:
-        GpuError: no GPU is known by this name, or its tensor cores cannot take the model's 16-bit dtype.
+        GpuError: no GPU is known by this name, or its tensor cores cannot take the model's 16-bit dtype, or products
+            run in float8 and no such rate of it is known.
         NotCapturedError: the model was converted without inputs and not called yet, so that no size is known.
         UnsupportedError: the float32 graph is not at hand: the model was unpickled, or has ``weights="low"``.
         TypeError: ``amp_model`` is not a converted model.
@@ -327,6 +336,9 @@ def _estimates(after: Iterable[tuple[Located, Work]], plan: Plan, gpu: Gpu) -> t
         module = planned.module or "(root)" if planned is not None else f"for {mark.value}" if mark is not None else ""
         time = bound(work, gpu)
         estimates.append(
-            OpEstimate(one.name, op, module, work.reads, work.flops, work.bytes, time.intensity, time.by, time.seconds)
+            OpEstimate(
+                *(one.name, op, module, work.reads, work.flops, work.bytes, time.intensity, time.by, time.seconds),
+                in_float8=work.in_float8,
+            )
         )
     return tuple(estimates)

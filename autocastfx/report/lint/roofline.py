@@ -21,8 +21,10 @@ from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import GpuError
 from autocastfx.graph.alias import aliased, moves
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import dtypes, example_size, is_member, tensors, uses, value
+from autocastfx.graph.node import argument, dtypes, example_size, is_member, tensors, uses, value
+from autocastfx.policy.float8 import Product
 from autocastfx.policy.yaml_tree import Tree, nearest, parse_file
+from autocastfx.runtime.operators.float8 import float8_linear
 
 # Peak rates of GPUs: a shipped table, or given by the user.
 
@@ -62,18 +64,29 @@ class Gpu:
         if not 0 <= self.float8_tflops < math.inf:
             raise GpuError(f"float8_tflops of the GPU {self.name!r} is a finite number, not {self.float8_tflops!r}.")
 
-    def peak(self, *, tensor_cores: bool) -> float:
-        """Return operations per second, in tensor cores or in float32."""
-        return 1e12 * (self.tensor_tflops if tensor_cores else self.float32_tflops)
+    def peak(self, *, tensor_cores: bool, in_float8: bool = False) -> float:
+        """Return operations per second, in tensor cores or in float32.
+
+        Raises:
+            GpuError: ``in_float8`` asks for the rate on float8 inputs, and none is known.
+        """
+        if in_float8 and not self.float8_tflops:
+            known = ", ".join(gpu.name for gpu in gpus() if gpu.float8_tflops)
+            raise GpuError(
+                f"no float8 rate is known of {self.name}, and products run in float8: choose one of {known}, or give "
+                "the rate, autocastfx.Gpu(..., float8_tflops=...)."
+            )
+        in_cores = self.float8_tflops if in_float8 else self.tensor_tflops
+        return 1e12 * (in_cores if tensor_cores else self.float32_tflops)
 
     @property
     def bandwidth(self) -> float:
         """Bytes per second."""
         return 1e9 * self.bandwidth_gb_s
 
-    def balance(self, *, tensor_cores: bool) -> float:
+    def balance(self, *, tensor_cores: bool, in_float8: bool = False) -> float:
         """Return the operations per byte above which computing takes longer than moving the bytes."""
-        return self.peak(tensor_cores=tensor_cores) / self.bandwidth
+        return self.peak(tensor_cores=tensor_cores, in_float8=in_float8) / self.bandwidth
 
 
 @lru_cache(maxsize=1)
@@ -132,25 +145,41 @@ class Work:
             None if the op is not ATen's, so that torch has no formula, or cannot run on abstract values.
         bytes: its inputs read once and its outputs written; 0 for a view, and for an op without tensor outputs.
         reads: names of the dtypes that it reads, each once; of its outputs if it reads no tensor.
+        in_float8: it is a product that tensor cores compute of float8 inputs.
     """
 
     flops: int | None
     bytes: int
     reads: tuple[str, ...]
+    in_float8: bool = False
 
     @property
     def low(self) -> bool:
-        """True if the op reads 16-bit values, which tensor cores take."""
-        return not _LOW.isdisjoint(self.reads)
+        """True if the op reads 16-bit or float8 values, which tensor cores take."""
+        return self.in_float8 or not _LOW.isdisjoint(self.reads)
 
 
 def work_of(node: fx.Node) -> Work:
     """Count the work of ``node`` for the sizes of the example inputs. A size that depends on data counts as 1."""
-    read = [t for source in node.all_input_nodes for t in tensors(source)]
+    read = [t for source in _read(node) for t in tensors(source)]
     names = tuple(dict.fromkeys(dtype_name(t.dtype) for t in read or tensors(node)))
     if not _moves(node):
         return Work(0, 0, names)
-    return Work(_flops(node), _bytes(node, read), names)
+    in_float8 = _is_in_float8(node) and not argument(node, "emulate")
+    return Work(_flops(node), _bytes(node, read), names, in_float8)
+
+
+def _is_in_float8(node: fx.Node) -> bool:
+    return node.target is float8_linear and Product.OUTPUT.value in argument(node, "products")
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """The nodes that ``node`` reads in forward: of a value and its float8 version the one that is multiplied."""
+    if node.target is not float8_linear:
+        return node.all_input_nodes
+    # The bias, which is small, does not say at what rate float8 values are multiplied.
+    operands = ("input_forward", "weight_forward") if _is_in_float8(node) else ("input", "weight", "bias")
+    return [one for one in (argument(node, name) for name in operands) if isinstance(one, fx.Node)]
 
 
 def _moves(node: fx.Node) -> bool:
@@ -173,6 +202,8 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _flops(node: fx.Node) -> int | None:
+    if node.target is float8_linear:
+        return 2 * math.prod(map(example_size, (*tensors(node)[0].shape, value(argument(node, "weight")).shape[1])))
     matrices = [t for use in uses(node) for t in tensors(use.node) if t.is_floating_point() and t.dim() >= 2]
     if len(matrices) < 2 and isinstance(node.target, OpOverload):
         return 0
@@ -232,10 +263,14 @@ class Total:
 
 
 def bound(work: Work, gpu: Gpu) -> Bound:
-    """Compute the least time of ``work``. Operations that were not counted are taken as 0."""
-    flops = work.flops or 0
-    seconds = max(flops / gpu.peak(tensor_cores=work.low), work.bytes / gpu.bandwidth)
-    return Bound(seconds, flops / work.bytes if work.bytes else 0.0, gpu.balance(tensor_cores=work.low))
+    """Compute the least time of ``work``. Operations that were not counted are taken as 0.
+
+    Raises:
+        GpuError: it runs in float8, and no such rate of the GPU is known.
+    """
+    flops, cores = work.flops or 0, {"tensor_cores": work.low, "in_float8": work.in_float8}
+    seconds = max(flops / gpu.peak(**cores), work.bytes / gpu.bandwidth)
+    return Bound(seconds, flops / work.bytes if work.bytes else 0.0, gpu.balance(**cores))
 
 
 def total(works: Iterable[Work], gpu: Gpu) -> Total:

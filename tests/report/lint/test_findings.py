@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import autocastfx
+from autocastfx.errors import GpuError
 from tests.golden.models import LINTS, converted, kept_lint
 
 
@@ -60,3 +61,30 @@ def test_sizes_that_keep_products_out_of_float8_are_told() -> None:
     )
     assert '"out_of_float8": [' in found.to_json()
     assert "float8" not in str(autocastfx.lint(autocastfx.convert(model, torch.ones(32, 64), dtype="bfloat16"), "H100"))
+
+
+def test_products_in_float8_are_timed_at_their_rate() -> None:
+    model = nn.Sequential(nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 2048))
+    rules = autocastfx.OpList.of(
+        {"float8": [{"ops": ["linear"]}], "modules": [{"path": "2", "float8": {"products": ["input_gradient"]}}]}
+    )
+    inputs = torch.ones(1, 1).expand(8192, 2048)
+    amp_model = autocastfx.convert(model, inputs, dtype="bfloat16", op_list=["bfloat16", rules], device="cuda")
+    gpu = autocastfx.Gpu("mine", 100, 10, 1e6, float8_tflops=400)  # memory takes nearly no time
+    found = autocastfx.lint(amp_model, gpu)
+    flops = 2 * 8192 * 2048 * 2048
+    times = {op.node: op.seconds for op in found.ops if op.flops}
+    assert times == {"linear": pytest.approx(flops / 4e14), "linear_1": pytest.approx(flops / 1e14)}
+    assert found.after.in_products == pytest.approx(sum(times.values()))
+    assert found.uncounted == ()
+    assert "\nrates: 100 TFLOP/s in tensor cores, 400 in float8, 10 in float32, 1e+06 GB/s" in str(found)
+    assert "Below 0 FLOP a byte in bfloat16, 0 in float8, 0 in float32" in str(found)
+    assert "\nsizes: all products in bfloat16 have multiples of 8\n" in str(found)
+    assert '"in_float8": true' in found.to_json()
+    with pytest.raises(GpuError, match="no float8 rate is known of A100"):
+        autocastfx.lint(amp_model)
+    only_backward = autocastfx.OpList.of({"float8": [{"ops": ["linear"], "products": ["input_gradient"]}]})
+    amp_model = autocastfx.convert(
+        *(model, inputs), dtype="bfloat16", op_list=["bfloat16", only_backward], device="cuda"
+    )
+    assert "float8, " not in str(autocastfx.lint(amp_model)), "forward is in 16 bits, so no rate is asked for"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
+from autocastfx.errors import GpuError
 from autocastfx.report.lint.roofline import Bound, Gpu, Total, Work, bound, limit, total
 
 GPU = Gpu("mine", tensor_tflops=1, float32_tflops=0.1, bandwidth_gb_s=10)  # 100 and 10 operations a byte
@@ -29,6 +31,15 @@ def test_the_longer_of_computing_and_moving(work: Work, seconds: float, by: str)
     assert found.seconds == pytest.approx(seconds)
     assert found.by == by
     assert found.balance == (100 if work.low else 10)
+
+
+def test_products_in_float8_have_a_rate_of_their_own() -> None:
+    work = Work(2_000_000, 10_000, ("float8_e4m3fn", "float32"), in_float8=True)
+    found = bound(work, replace(GPU, float8_tflops=4))
+    assert (found.seconds, found.by, found.balance) == (pytest.approx(1e-6), "memory", 400)
+    assert bound(replace(work, bytes=1000), replace(GPU, float8_tflops=4)).seconds == pytest.approx(5e-7)
+    with pytest.raises(GpuError, match=r"no float8 rate is known of mine, .* choose one of L4, L40S, H100, H200, B200"):
+        bound(work, GPU)
 
 
 def test_intensity_is_operations_a_byte() -> None:

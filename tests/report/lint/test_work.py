@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autocastfx
-from autocastfx.graph.node import attribute
+from autocastfx import OpList
+from autocastfx.graph.node import attribute, attributes_of
 from autocastfx.graph.walk import walk
 from autocastfx.report.lint.roofline import Work, work_of
 from tests.helpers import Function
@@ -72,6 +73,36 @@ def test_views_move_nothing_and_casts_move_both_widths() -> None:
     assert [(work.bytes, work.reads, work.low) for work in casts.values()] == [(128 * 6, ("float32",), False)] * 2
     assert found["linear"].bytes == 2 * (128 + 128 + 64)
     assert found["linear"].low
+
+
+def linear_in_float8(training: bool, **keys: Any) -> dict[str, Work]:
+    lists = OpList.of({"extends": "bfloat16", "float8": [{"ops": ["linear"], **keys}]})
+    model = nn.Linear(64, 96).train(training)
+    amp_model = autocastfx.convert(model, torch.ones(4, 8, 64), dtype="bfloat16", op_list=lists)
+    return {one.name: work_of(one.node) for one in walk(amp_model.graph, attributes_of(amp_model, amp_model.graph))}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_product_in_float8_reads_what_was_quantised(training: bool) -> None:
+    found, (m, n, k) = linear_in_float8(training), (32, 96, 64)
+    flops = 2 * m * n * k
+    scales = 4 * (m + n)
+    reads = ("float8_e4m3fn", "float32")
+    assert found["linear"] == Work(flops, m * k + n * k + scales + 2 * m * n, reads, in_float8=True)
+    assert found["linear"].low
+    # Of each operand two bytes are read and one is written, once for each layout.
+    quantised = [work for name, work in found.items() if "_float8_" in name]
+    rows = [3 * m * k + 4 * m, 3 * n * k + 4 * n]
+    columns = [3 * m * k + 4 * k, 3 * n * k + 4 * k]
+    assert sorted(work.bytes for work in quantised) == sorted(rows + columns if training else rows)
+    assert {(work.flops, work.reads) for work in quantised} == {(0, ("bfloat16",))}
+
+
+def test_of_a_product_in_16_bits_float8_in_backward_changes_nothing() -> None:
+    found = linear_in_float8(training=True, products=["input_gradient", "weight_gradient"])
+    assert found["linear"] == Work(2 * 32 * 96 * 64, 2 * (32 * 64 + 96 * 64 + 96 + 32 * 96), ("bfloat16",))
+    emulated = linear_in_float8(training=True, emulate=True)["linear"]
+    assert (emulated.in_float8, emulated.low, emulated.flops) == (False, False, 2 * 32 * 96 * 64)
 
 
 def test_a_gather_reads_what_it_gives() -> None:
