@@ -10,7 +10,7 @@ from autocastfx.errors import ArgumentTypeError
 from autocastfx.plan.plan import PlannedNode, PlannedQuantized, Recomposed, select
 from autocastfx.report.dump import views_of
 from autocastfx.report.reason import Reason, Reasons
-from autocastfx.report.view import PredictedError, View
+from autocastfx.report.view import PredictedError, View, float8_clauses
 from autocastfx.runtime.amp_module import AmpModule
 
 
@@ -68,13 +68,7 @@ def _lines(
         yield f"  decided: {reason.decided}."
     for clause in reason.placed:
         yield f"  placed: {clause}."
-    if node.float8 is not None:
-        yield f"  products: {node.float8}."
-        if node.float8.errors:
-            yield f"  {node.float8.errors_in_words}."
-    for one in (one for one in quantized if node.name in one.readers):
-        others = ", ".join(name for name in one.readers if name != node.name)
-        yield f"  reads {one.name}: {one.value} by {one.layout}" + (f", as {others} do." if others else ".")
+    yield from (f"  {clause}." for clause in float8_clauses(node, quantized))
     if said := " ".join(predicted.sentences(node)):
         yield f"  error: {said}"
     if reason.change:

@@ -27,7 +27,7 @@ from autocastfx.report.comparison import ComparedNode, Comparison, Deviation, co
 from autocastfx.report.compiled_graph import fold_of
 from autocastfx.report.reason import Reasons
 from autocastfx.report.text import summary
-from autocastfx.report.view import Row, View
+from autocastfx.report.view import Row, View, float8_clauses
 from autocastfx.runtime.amp_module import AmpModule
 
 # The part of the page's data that tells how another plan decides: by node, and for the graph.
@@ -171,7 +171,15 @@ def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
     reasons, homes = Reasons(rows), _Homes(rows)
     places = {row.name: i for i, row in enumerate(rows)}
     nodes = [
-        _present({**_node(row, reasons), **_predicted(row, view), "numerics": numbers.get(row.name)}) for row in rows
+        _present(
+            {
+                **_node(row, reasons),
+                **_predicted(row, view),
+                "float8": tuple(float8_clauses(row.planned, view.plan.quantized)) if row.planned is not None else (),
+                "numerics": numbers.get(row.name),
+            }
+        )
+        for row in rows
     ]
     for row, node in zip(rows, nodes, strict=True):
         node["in"] = homes.of(row)

@@ -29,7 +29,16 @@ from autocastfx.graph.node import (
     subgraphs,
     tensors,
 )
-from autocastfx.plan.plan import Decision, Forced, Plan, PlannedCast, PlannedCopy, PlannedNode, Precision
+from autocastfx.plan.plan import (
+    Decision,
+    Forced,
+    Plan,
+    PlannedCast,
+    PlannedCopy,
+    PlannedNode,
+    PlannedQuantized,
+    Precision,
+)
 from autocastfx.plan.ranges import Key
 from autocastfx.plan.sensitivity import Effect, Sensitivity
 from autocastfx.runtime.variant import Variant
@@ -176,6 +185,18 @@ class PredictedError:
 def error_cell(error: float | None) -> str:
     """Return a predicted error for a table; empty if there is none."""
     return "" if error is None else f"{error:.1e}"
+
+
+def float8_clauses(node: PlannedNode, quantized: Iterable[PlannedQuantized]) -> Iterator[str]:
+    """Yield which products of a node run in float8, and which values of ``quantized`` it reads, as others do."""
+    if node.float8 is not None:
+        yield f"products: {node.float8}"
+        if node.float8.errors:
+            yield node.float8.errors_in_words
+    for one in (one for one in quantized if node.name in one.readers):
+        others = [name for name in one.readers if name != node.name]
+        does = f", as {', '.join(others)} {'do' if len(others) > 1 else 'does'}" if others else ""
+        yield f"reads {one.name}: {one.value} by {one.layout}{does}"
 
 
 # Find the source line that made a node in the stack trace that capture recorded.

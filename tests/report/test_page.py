@@ -207,6 +207,25 @@ def test_operations_lead_to_their_nodes(page: Browser, shown: Callable[..., Show
     assert page.text("#panel h2") in {node.name for node in found.amp_model.plan.nodes}
 
 
+def test_products_in_float8_are_told(page: Browser, shown: Callable[..., Shown]) -> None:
+    page.open(shown(converted("float8")).path)
+    page.click("#tab-ops")
+    titles = page.run("return [...document.querySelectorAll('#panel thead th')].map((cell) => cell.innerText)")
+    assert titles[:4] == ["op", "bf16", "of it float8", "f32"]
+    page.run("document.querySelector('#panel [aria-label=\"4 linear in of it float8\"]').click()")
+    assert page.text("#panel h2") == "linear"
+    why = page.text("#panel .why")
+    assert "products: rowwise." in why
+    assert "reads layer_norm_float8_rows: layer_norm by rows, as linear_1, linear_2 do." in why
+    page.search("runs:float8")
+    assert page.text("#hits") == "1 of 4"
+    page.search("op:linear runs:low head")
+    assert "products: no float8: no other product is computed from it." in page.text("#panel .why")
+    page.open(shown(converted("cnn")).path)
+    page.click("#tab-ops")
+    assert "float8" not in page.text("#panel")
+
+
 @pytest.mark.usefixtures("both_modes")
 def test_another_variant_can_be_chosen(page: Browser, shown: Callable[..., Shown]) -> None:
     page.open(shown(converted("encoder_layer")).path)

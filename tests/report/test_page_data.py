@@ -17,7 +17,7 @@ from autocastfx.plan.plan import Precision
 from autocastfx.report.comparison import ComparedNode, ComparedParameter, ComparedVariant, Deviation
 from autocastfx.report.dump import view_of
 from autocastfx.report.html import page_data
-from autocastfx.report.view import View
+from autocastfx.report.view import View, float8_clauses
 from tests.golden.models import CASES, converted
 
 
@@ -103,6 +103,28 @@ def test_words_are_those_of_explain() -> None:
         assert said.count("  placed: ") == len(node.get("placed", ()))
         assert all(f"  placed: {clause}.\n" in said for clause in node.get("placed", ()))
         assert f"  to change it: {node['change']}.\n" in said
+
+
+def test_products_in_float8_are_told_as_by_explain() -> None:
+    amp_model = converted("float8")
+    nodes = named(variant(amp_model))
+    assert nodes["linear"]["float8"] == (
+        "products: rowwise",
+        "reads layer_norm_float8_rows: layer_norm by rows, as linear_1, linear_2 do",
+        "reads q_weight_float8_rows: q_weight by rows",
+        "reads layer_norm_float8_columns: layer_norm by columns, as linear_1, linear_2 do",
+        "reads q_weight_float8_columns: q_weight by columns",
+    )
+    assert nodes["linear_4"]["float8"] == ("products: no float8: no other product is computed from it",)
+    shared = replace(amp_model.plan.quantized[0], readers=("linear", "linear_1"))
+    assert [*float8_clauses(amp_model.plan["linear"], [shared])][-1].endswith("layer_norm by rows, as linear_1 does")
+    for name, node in nodes.items():
+        if clauses := node.get("float8"):
+            assert "".join(f"  {clause}.\n" for clause in clauses) in autocastfx.explain(amp_model, name)
+    assert {name for name, node in nodes.items() if "float8" in node} == {
+        node.name for node in amp_model.plan.nodes if node.float8 is not None
+    }
+    assert "float8" not in json.dumps(page_data([view_of(converted("encoder_layer"))], 0))
 
 
 def test_shapes_bytes_and_attributes_are_those_of_the_rows() -> None:

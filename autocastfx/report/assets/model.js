@@ -190,6 +190,10 @@ const Model = (() => {
     return wider;
   }
 
+  function inFloat8(node) {
+    return (node.runs || "").endsWith(", float8");
+  }
+
   /* Nodes in which every word of the query occurs; op:NAME, runs:PRECISION and is:changed are exact. */
   function find(model, query) {
     const words = query.toLowerCase().split(/\s+/).filter(Boolean);
@@ -197,11 +201,12 @@ const Model = (() => {
     const fits = (node, word) => {
       if (word.startsWith("op:")) return node.op.toLowerCase() === word.slice(3);
       if (word === "is:changed") return Boolean(node.before);
+      if (word === "runs:float8") return inFloat8(node);
       if (word.startsWith("runs:")) return node.shade === word.slice(5);
       return `${node.op || ""} ${node.name} ${node.module || ""}`.toLowerCase().includes(word);
     };
     return model.nodes.filter((node) => node.kind !== "removed" && words.every((word) => fits(node, word)));
   }
 
-  return { build, closed, find, firstOpen, openTo, source, visible, SHADES };
+  return { build, closed, find, firstOpen, inFloat8, openTo, source, visible, SHADES };
 })();

@@ -74,6 +74,7 @@ const Panel = (() => {
         ["decided", decided],
         ["rule", node.shade === "other" ? null : h("code", {}, node.source)],
         ["placed", node.placed ? node.placed.map((clause) => h("p", {}, `${clause}.`)) : null],
+        ["float8", node.float8 ? node.float8.map((clause) => h("p", {}, `${clause}.`)) : null],
         ["error", node.predicts],
         ["to change it", node.change ? `${node.change}.` : null],
       ].map(([name, value]) => [name, Array.isArray(value) ? h("div", {}, value) : value])),

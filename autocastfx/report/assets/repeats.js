@@ -47,7 +47,7 @@ const Repeats = (() => {
       return outside.get(id);
     };
     const plain = (text) => text.replace(/[A-Za-z_]\w*/g, (word) => (names.has(word) ? "·" : word));
-    return JSON.stringify(members.map(([n, path]) => [path, n.kind, n.held ? "" : n.op, n.dtype, n.runs, n.category, n.source, n.reason, n.shape,
+    return JSON.stringify(members.map(([n, path]) => [path, n.kind, n.held ? "" : n.op, n.dtype, n.runs, (n.float8 || [""])[0], n.category, n.source, n.reason, n.shape,
       n.saturates, n.before, (n.attributes || []).map((pair) => pair.map(plain)), n.reads.map(read)]));
   }
 

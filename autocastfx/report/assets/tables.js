@@ -16,12 +16,13 @@ const Tables = (() => {
     const counts = new Map();
     for (const node of model.nodes) {
       if (!node.shade || node.shade === "other" || node.kind !== "op") continue;
-      if (!counts.has(node.op)) counts.set(node.op, { low: 0, float32: 0, mixed: 0, given: 0 });
+      if (!counts.has(node.op)) counts.set(node.op, { low: 0, float8: 0, float32: 0, mixed: 0, given: 0 });
       counts.get(node.op)[node.shade] += 1;
+      if (Model.inFloat8(node)) counts.get(node.op).float8 += 1;
     }
-    const used = ["low", "float32", "mixed", "given"].filter((shade) => [...counts.values()].some((row) => row[shade]));
-    const titles = { low: Words.short(model.variant.low), float32: "f32", mixed: "mixed", given: "as given" };
-    const all = (row) => used.reduce((sum, shade) => sum + row[shade], 0);
+    const used = ["low", "float8", "float32", "mixed", "given"].filter((shade) => [...counts.values()].some((row) => row[shade]));
+    const titles = { low: Words.short(model.variant.low), float8: "of it float8", float32: "f32", mixed: "mixed", given: "as given" };
+    const all = (row) => used.reduce((sum, shade) => sum + (shade === "float8" ? 0 : row[shade]), 0);
     const rows = [...counts].sort((a, b) => all(b[1]) - all(a[1]) || a[0].localeCompare(b[0])).map(([op, row]) => [
       h("button", { type: "button", class: "link", on: () => search(`op:${op}`) }, op),
       ...used.map((shade) => (row[shade] ? h("button", { type: "button", class: "link number", "aria-label": `${row[shade]} ${op} in ${titles[shade]}`,
