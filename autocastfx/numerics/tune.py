@@ -14,8 +14,8 @@ from torch import nn
 from autocastfx.capture.call import arguments_of, batches_of
 from autocastfx.capture.progress import Progress, counted, stage
 from autocastfx.conversion import convert, refuse_unpredicted
-from autocastfx.dtypes import low_dtype
-from autocastfx.errors import ArgumentError, SensitivityError
+from autocastfx.dtypes import dtype_name, low_dtype
+from autocastfx.errors import ArgumentError, SensitivityError, UnsupportedError
 from autocastfx.files import write_whole
 from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.float8_search import Float8Search
@@ -31,6 +31,7 @@ from autocastfx.report.conversion_warnings import warn_of_unmatched_effects
 from autocastfx.report.front_picture import Front, front_picture
 from autocastfx.report.lint.roofline import Gpu, find_gpu
 from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.operators.float8 import missing_products
 
 # The result of ``tune``: an op list, the plan that follows from it, and the front it was chosen from.
 
@@ -251,6 +252,8 @@ def tune(
     base = converted(op_list)
     other = converted(budget) if isinstance(budget, str) and budget != "default" else base
     low = low_dtype(base.plan.low)
+    if recipe:
+        _check_products(low, torch.device(base.plan.device), cast("Converter", base._original.converter).op_list)
     if sensitivity is None:
         measuring = Measuring(base, loss_fn, of, probes, inputs, float8=recipe)
         with counted(progress, "measuring sensitivity") as show:
@@ -313,12 +316,24 @@ def check_share(share: float | None, budget: str | Budget, recipe: str) -> None:
     if share is not None:
         if not recipe:
             raise ArgumentError("share is of products in float8: give float8 too, a recipe or True for 'rowwise'")
-        if not 0 < share <= 1:
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ArgumentError(f"share is a fraction above 0 and at most 1, not {share!r}")
         if budget != "default":
             raise ArgumentError(f"share takes the place of a budget, which is {budget!r}: leave one of the two out")
     if recipe and isinstance(budget, Budget) and budget.bytes is not None:
         raise ArgumentError("a budget of bytes says nothing of float8, which only adds errors: give an error, or share")
+
+
+def _check_products(low: torch.dtype, device: torch.device, op_list: OpList) -> None:
+    if low != torch.bfloat16:
+        raise UnsupportedError(
+            f"{dtype_name(low)} gradients are multiplied by a loss scale, which float8 does not take: tune with "
+            "dtype='bfloat16', or without float8."
+        )
+    if (why := missing_products(device)) and not any(rule.emulate for rule in op_list.float8):
+        raise UnsupportedError(
+            f"{device} has no float8 products: {why}. Tune without float8, or from a list that says emulate: true."
+        )
 
 
 def _prices(gpu: Gpu) -> Callable[[Sensitivity], Prices]:

@@ -101,9 +101,9 @@ def recipe_of(float8: str | bool | None) -> str:
     """Return the name of the recipe that an argument ``float8`` asks for; True: ``rowwise``; empty: none.
 
     Raises:
-        ValueError: no recipe has this name.
+        ValueError: no recipe has this name, or it is something else.
     """
-    if isinstance(float8, str) and float8 not in RECIPES:
+    if not (float8 is None or isinstance(float8, bool) or (isinstance(float8, str) and float8 in RECIPES)):
         raise ArgumentError(f"float8 is True or one of {', '.join(map(repr, RECIPES))}, not {float8!r}")
     return float8 if isinstance(float8, str) else Float8Choice.recipe if float8 else ""
 

@@ -336,6 +336,8 @@ def _float8_rules(entry: Tree, setting: Tree) -> Iterator[Float8Rule]:
             legal = tuple(key for key in FLOAT8_KEYS if key not in ("ops", "reason", "devices"))
             setting.check_keys(legal, what="key of 'float8' in a module's entry")
         settings = _float8_settings(setting)
+    elif not setting.is_list and (recipe := setting.as_scalar()) in RECIPES:
+        raise setting.error(f"a recipe is a key of its own: write float8: {{recipe: {recipe}}}.")
     else:
         settings["products"] = tuple(Product) if setting.as_flag() else ()
     path, rank, ops = entry.child("path"), entry.child("rank"), entry.child("ops").as_strings()

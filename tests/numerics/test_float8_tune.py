@@ -275,14 +275,51 @@ def test_a_share_of_a_model_without_such_products_is_refused() -> None:
         ({"share": 0.5}, "share is of products in float8: give float8 too"),
         ({"share": 1.5, "float8": True}, "share is a fraction above 0 and at most 1, not 1.5"),
         ({"share": 0.0, "float8": True}, "not 0.0"),
+        ({"share": "0.5", "float8": True}, "share is a fraction above 0 and at most 1, not '0.5'"),
+        ({"share": True, "float8": True}, "share is a fraction above 0 and at most 1, not True"),
         ({"share": 0.5, "float8": True, "budget": Budget(error=0.1)}, "share takes the place of a budget"),
         ({"float8": True, "budget": Budget(bytes=1.0)}, "a budget of bytes says nothing of float8"),
         ({"float8": "mxfp8"}, "float8 is True or one of 'tensorwise', 'rowwise', 'rowwise_gw_hp', not 'mxfp8'"),
+        ({"float8": ["rowwise"]}, r"not \['rowwise'\]"),
+        ({"float8": 1}, "'rowwise_gw_hp', not 1"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         autocastfx.tune(mixing(), BATCHES, loss, **OPTIONS, **options)
+
+
+def test_a_recipe_that_is_none_is_not_measured() -> None:
+    with pytest.raises(
+        ValueError, match="float8 is True or one of 'tensorwise', 'rowwise', 'rowwise_gw_hp', not 'row'"
+    ):
+        autocastfx.sensitivity(mixing(), BATCHES, loss, float8="row", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "missing", "said"),
+    [
+        ("float16", "", "float16 gradients are multiplied by a loss scale, .*: tune with dtype='bfloat16'"),
+        (
+            "bfloat16",
+            "too old",
+            r"cpu has no float8 products: too old\. Tune without float8, or from a list that says emulate",
+        ),
+    ],
+)
+def test_what_float8_cannot_serve_is_refused_before_measuring(
+    dtype: str, missing: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("it measures")
+
+    monkeypatch.setattr("autocastfx.numerics.sensitivity.Measuring.add", never)
+    monkeypatch.setattr("autocastfx.numerics.tune.missing_products", lambda _: missing)
+    with pytest.raises(UnsupportedError, match=said):
+        autocastfx.tune(mixing(), BATCHES, loss, float8=True, share=0.5, dtype=dtype, progress=False)
+    emulated = OpList.of({"extends": "bfloat16", "float8": [{"ops": ["linear", "addmm"], "emulate": True}]})
+    with pytest.raises(AssertionError, match="it measures"):
+        autocastfx.tune(mixing(), BATCHES, loss, float8=True, share=0.5, op_list=emulated, **OPTIONS)
 
 
 def test_a_sensitivity_of_16_bits_is_refused(measured: tuple[nn.Module, Sensitivity]) -> None:

@@ -188,6 +188,8 @@ def test_a_wrong_entry_is_one_clear_error(keys: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
+        ({"path": "a", "float8": "rowwise"}, "a recipe is a key of its own: write float8: {recipe: rowwise}"),
+        ({"path": "a", "float8": ["output"]}, "expected true or false, found a list"),
         ({"path": "a", "float8": "no"}, "expected true or false, found 'no' as text"),
         ({"float8": False}, "this entry has no 'path': an entry is {path: …, float8: …}"),
         ({"path": "a..b", "float8": False}, "the glob 'a..b' has an empty name between dots"),

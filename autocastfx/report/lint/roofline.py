@@ -57,12 +57,12 @@ class Gpu:
     float8_tflops: float = 0.0
 
     def __post_init__(self) -> None:
-        for rate in _RATES:
+        for rate in (*_RATES, "float8_tflops"):
             given = getattr(self, rate)
-            if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
-                raise GpuError(f"{rate} of the GPU {self.name!r} is a finite number above 0, not {given!r}.")
-        if not 0 <= self.float8_tflops < math.inf:
-            raise GpuError(f"float8_tflops of the GPU {self.name!r} is a finite number, not {self.float8_tflops!r}.")
+            known = isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < math.inf
+            if not known or (not given and rate in _RATES):
+                least = "above 0" if rate in _RATES else "from 0 on"
+                raise GpuError(f"{rate} of the GPU {self.name!r} is a finite number {least}, not {given!r}.")
 
     def peak(self, *, tensor_cores: bool, in_float8: bool = False) -> float:
         """Return operations per second, in tensor cores or in float32.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -220,6 +220,10 @@ class _Float8Linear(torch.autograd.Function):
         return _output(x, weight, bias, call)
 
     @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        _refuse_transforms()
+
+    @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         (gradient,) = gradients
         if gradient is None:
@@ -281,12 +285,16 @@ def _turned(quantized: Quantized) -> Quantized:
     return Quantized(quantized.data.t(), quantized.scale)
 
 
+def _refuse_transforms(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedError(
+        "float8_linear has no forward-mode derivative, and does not run under the transforms of torch.func: leave the "
+        "layer out of float8, with modules: - {path: …, float8: false} in an op list."
+    )
+
+
 def _with_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, **named: Any) -> Tensor:
     if torch._C._are_functorch_transforms_active():
-        raise UnsupportedError(
-            "float8_linear has no derivative under the transforms of torch.func: leave the layer out of float8, with "
-            "modules: - {path: …, float8: false} in an op list."
-        )
+        _refuse_transforms()
     return _Float8Linear.apply(x, weight, bias, _Call(*rest, **named))
 
 
@@ -296,5 +304,7 @@ def _without_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
 
 _LIBRARY.impl("float8_linear", _with_autograd, "Autograd")
 _LIBRARY.impl("float8_linear", _without_autograd, "CompositeExplicitAutograd")
+for _name in ("quantize", "float8_linear"):
+    _LIBRARY.impl(_name, _refuse_transforms, "FuncTorchBatched")  # vmap
 
 float8_linear = torch.ops.autocastfx.float8_linear.default

@@ -65,3 +65,10 @@ def test_an_unknown_gpu_is_refused_with_the_nearest_name(name: str, hint: str) -
 def test_a_rate_is_a_finite_number_above_zero(rate: float) -> None:
     with pytest.raises(GpuError, match="bandwidth_gb_s of the GPU 'mine' is a finite number above 0"):
         Gpu("mine", 1, 1, rate)
+
+
+@pytest.mark.parametrize("rate", [-1.0, math.inf, math.nan, "fast", True])
+def test_a_rate_in_float8_may_be_none(rate: float) -> None:
+    assert Gpu("mine", 1, 1, 1, float8_tflops=0).float8_tflops == 0
+    with pytest.raises(GpuError, match="float8_tflops of the GPU 'mine' is a finite number from 0 on, not"):
+        Gpu("mine", 1, 1, 1, float8_tflops=rate)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from autocastfx.errors import UnsupportedError
 from autocastfx.policy.float8 import E4M3, E5M2, RECIPES, Layout, Product
@@ -215,8 +217,29 @@ def test_a_second_derivative_is_refused_by_name() -> None:
     x, weight = spread(16, 64).requires_grad_(), spread(48, 64, seed=1).requires_grad_()
     with pytest.raises(UnsupportedError, match="float8_linear has no second derivative"):
         torch.autograd.grad(linear(x, weight).sum(), x, create_graph=True)
-    with pytest.raises(UnsupportedError, match=r"float8_linear has no derivative under the transforms of torch\.func"):
-        torch.func.grad(lambda x: linear(x, weight).sum())(x.detach())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's forward mode
+def test_transforms_are_refused_by_name() -> None:
+    x, weight = spread(16, 64), spread(48, 64, seed=1)
+
+    def forward_mode() -> None:
+        with forward_ad.dual_level():
+            linear(forward_ad.make_dual(x, x), weight)
+
+    calls: list[Callable[[], object]] = [
+        lambda: torch.func.grad(lambda x: linear(x, weight).sum())(x),
+        lambda: torch.func.jvp(lambda x: linear(x, weight), (x,), (x,)),
+        lambda: torch.func.vmap(lambda x: linear(x, weight))(x[None]),
+        lambda: torch.func.vmap(lambda x: linear(x, weight, products=()))(x[None]),
+        lambda: torch.func.vmap(lambda x: quantize(x, "rows", E4M3, True))(x[None]),
+        forward_mode,
+    ]
+    for call in calls:
+        with pytest.raises(
+            UnsupportedError, match=r"no forward-mode derivative, and does not run under the transforms"
+        ):
+            call()
 
 
 def test_abstract_tensors_and_compilers_are_served() -> None:
