@@ -18,8 +18,9 @@ PACKAGE = Path(autocastfx.__file__).parent
 TAG = "import torch.compiler; import autocastfx.runtime.operators; print(torch.compiler.config.cache_key_tag)"
 COMPILED = """
 import torch
-from autocastfx.runtime.operators.casts import saturating_cast
-print(torch.compile(lambda x: saturating_cast(x, torch.float16))(torch.tensor([1e9])).item())
+import autocastfx.runtime.operators.casts
+saturate = torch.compile(lambda x: torch.ops.autocastfx.saturating_cast(x, torch.float16, 8192.0) + 0)
+print(saturate(torch.tensor([1e9])).item())
 """
 
 
@@ -35,10 +36,10 @@ def other(tmp_path: Path) -> Path:
     """A copy of the package in which one operator's number is another."""
     copied = tmp_path / "autocastfx"
     shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__"))
-    (source,) = (path for path in (copied / "runtime/operators").glob("*.py") if path.name == "casts.py")
-    text = source.read_text(encoding="utf-8")
-    assert "bound" in text
-    source.write_text(text + "\n_ALTERED = 1\n", encoding="utf-8")
+    source = copied / "runtime/operators/casts.py"
+    text, line = source.read_text(encoding="utf-8"), "    clamped = x.clamp(-bound, bound)\n"
+    assert line in text
+    source.write_text(text.replace(line, line.replace("bound)", "bound / 2)")), encoding="utf-8")
     return copied
 
 
@@ -47,3 +48,9 @@ def test_the_tag_is_that_of_the_source(other: Path) -> None:
     assert f"autocastfx-{operators._digest()}" in mine
     assert printed(TAG, PACKAGE) != printed(TAG, other)
     assert printed(TAG, PACKAGE, TORCH_COMPILE_CACHE_KEY_TAG="theirs") == f"theirs {printed(TAG, PACKAGE)}"
+
+
+@pytest.mark.slow
+def test_what_is_compiled_is_that_of_the_source(other: Path, tmp_path: Path) -> None:
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    assert [printed(COMPILED, package, **kept) for package in (PACKAGE, other)] == ["8192.0", "4096.0"]
