@@ -16,7 +16,7 @@ def _digest() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-# torch's caches of compiled code on disk are keyed by graphs in which these operators stand by their names: without a tag,
-# code compiled from another version of them would be taken.
+# torch's caches of compiled code on disk are keyed by graphs in which these operators stand by their names: without a
+# tag, code compiled from another version of them would be taken.
 if (_tag := f"autocastfx-{_digest()}") not in config.cache_key_tag:
     config.cache_key_tag = f"{config.cache_key_tag} {_tag}".strip()
