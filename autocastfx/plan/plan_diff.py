@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
 
+from autocastfx.errors import ArgumentTypeError
 from autocastfx.plan.plan import Plan, PlannedNode, Precision
 
 
@@ -133,7 +134,13 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     ::
 
         print(autocastfx.diff(old.plan, autocastfx.convert(model, inputs, op_list=["default", "mine.yaml"]).plan))
+
+    Raises:
+        TypeError: one of them is no plan.
     """
+    for given in (before, after):
+        if not isinstance(given, Plan):
+            raise ArgumentTypeError(f"diff compares plans, as amp_model.plan, not {type(given).__name__}")
     return PlanDiff(before, after)
 
 

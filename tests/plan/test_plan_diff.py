@@ -144,3 +144,10 @@ def test_causes_and_reasons_that_name_nodes_follow_their_names() -> None:
     assert any(n.placement.because.nodes for n in after.nodes)
     assert any("sin_9" in n.decision.reason for n in after.nodes)
     assert not autocastfx.diff(before, after)
+
+
+def test_models_are_no_plans() -> None:
+    amp_model = autocastfx.convert(nn.Linear(4, 4), torch.randn(2, 4))
+    for given in ((amp_model, amp_model.plan), (amp_model.plan, amp_model), (amp_model.plan, None)):
+        with pytest.raises(TypeError, match=r"diff compares plans, as amp_model\.plan, not \w+$"):
+            autocastfx.diff(*given)  # pyright: ignore[reportArgumentType]

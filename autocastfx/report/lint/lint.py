@@ -17,6 +17,7 @@ from autocastfx.report.dump import view_of
 from autocastfx.report.lint.odd_size import OddSize, odd_sizes
 from autocastfx.report.lint.roofline import Gpu, Total, Work, bound, find_gpu, limit, total, work_of
 from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.working_copies import quantized_copy
 
 # The result of ``lint``, as data and as text.
 
@@ -284,7 +285,9 @@ def lint(amp_model: AmpModule, gpu: Gpu | str = "A100") -> Lint:
     located = tuple(walk(captured.graph, captured.attributes))
     before = {one.name: work_of(one.node) for one in located}
     copies = {copy.name for copy in plan.copies}  # renewed when a parameter has changed, not in each pass
-    after = [(one, work_of(one.node)) for one in walk(graph, attributes_of(amp_model, graph)) if one.name not in copies]
+    converted = walk(graph, attributes_of(amp_model, graph))
+    computed = (one for one in converted if one.name not in copies and one.node.target is not quantized_copy)
+    after = [(one, work_of(one.node)) for one in computed]
     products = {name: work.flops for name, work in before.items() if work.flops}
     low = {name: flops for name, flops in products.items() if name in _low(plan)}
     return Lint(

@@ -88,3 +88,17 @@ def test_products_in_float8_are_timed_at_their_rate() -> None:
         *(model, inputs), dtype="bfloat16", op_list=["bfloat16", only_backward], device="cuda"
     )
     assert "float8, " not in str(autocastfx.lint(amp_model)), "forward is in 16 bits, so no rate is asked for"
+
+
+def test_weights_that_are_quantised_once_an_update_are_not_timed() -> None:
+    model, inputs = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)), torch.ones(64, 256)
+    rules = autocastfx.OpList.of({"extends": "bfloat16", "float8": [{"ops": ["linear"]}]})
+    cast, cached = (
+        autocastfx.lint(autocastfx.convert(model, inputs, dtype="bfloat16", op_list=rules, weights=weights), "H100")
+        for weights in ("cast", "cached")
+    )
+    of_weights = {op.node for op in cast.ops if "weight" in op.node}
+    assert {op.node for op in cast.ops} - {op.node for op in cached.ops} == of_weights | {
+        op.node for op in cast.ops if "bias" in op.node
+    }
+    assert cached.uncounted == ()
