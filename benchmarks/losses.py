@@ -71,7 +71,7 @@ def follow(name: str, followed: Followed, side: str, seed: int, setting: Setting
     if side == CONTROL:
         model = FullModel(lambda: _rounded(followed.model(seed).build(), setting.dtype), model.inputs)
     try:
-        made = training(SIDES[side], model, setting, has_masters=side == MASTERS)
+        made = training(SIDES[side], model, setting, masters="float32" if side == MASTERS else "")
     except UnsupportedError as error:
         return Run(name, side, seed, note=f"not there yet: {str(error).splitlines()[0]}")
     losses = []

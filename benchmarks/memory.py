@@ -200,6 +200,8 @@ MODES: dict[str, str] = {
     "float16 cast": "cast, fold=exact",
     "float16 cached": "cached, fold=exact",
     "float16 model.half(), masters": training.HALF,
+    "bfloat16 model.bfloat16(), masters": training.HALF,
+    "bfloat16 model.bfloat16(), split": training.HALF,
     "float16 low, inference": "",
 }
 
@@ -289,7 +291,9 @@ def _inferring(mode: str, full: FullModel, before: dict[int, int]) -> ParameterR
 
 
 def _trained(mode: str, full: FullModel, before: dict[int, int]) -> ParameterRow:
-    made = training.training(MODES[mode], full, training.Setting("cpu", torch.float16))
+    dtype = torch.bfloat16 if mode.startswith("bfloat16") else torch.float16
+    kind = "split" if mode.endswith("split") else "float32"
+    made = training.training(MODES[mode], full, training.Setting("cpu", dtype), masters=kind)
     drop_gradients = made.optimizer.zero_grad
     with mock.patch.object(made.optimizer, "zero_grad"):  # gradients are counted after the step
 
@@ -306,10 +310,11 @@ def _trained(mode: str, full: FullModel, before: dict[int, int]) -> ParameterRow
     weights = list(made.model.parameters())
     masters = [p for group in made.optimizer.param_groups for p in group["params"]]
     states = [held for state in made.optimizer.state.values() for held in state.values()]
+    rests: list[Tensor] = getattr(getattr(made.optimizer, "masters", None), "rests", [])
     kinds = {
         "weights": weights,
         "gradients": [p.grad for p in (*weights, *masters) if p.grad is not None],
-        "masters": [p for p in masters if not any(p is weight for weight in weights)],
+        "masters": [*rests, *(p for p in masters if not any(p is weight for weight in weights))],
         "state": [held for held in states if isinstance(held, Tensor)],
     }
     return _counted(mode, before, kinds, optimizer_peak, step_peak)

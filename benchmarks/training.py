@@ -75,14 +75,14 @@ class Training:
         self.backward(self.forward()[0])
 
 
-def training(name: str, full: FullModel, setting: Setting, *, has_masters: bool = False) -> Training:
+def training(name: str, full: FullModel, setting: Setting, *, masters: str = "") -> Training:
     """Build the side of this name, with AdamW; float16 losses are scaled.
 
     Args:
         name: one of ``SIDES``.
         full: the model, and the first inputs.
         setting: settings that all sides share.
-        has_masters: True if bfloat16 parameters have float32 masters; float16 ones always have.
+        masters: of bfloat16 parameters, as for ``LossScalingOptimizer``; empty: none. float16 ones always have some.
 
     Raises:
         UnsupportedError: ``convert`` does not take the side's arguments.
@@ -97,7 +97,7 @@ def training(name: str, full: FullModel, setting: Setting, *, has_masters: bool 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "float16 convolutions on a CPU")
             model = autocastfx.convert(model, (), inputs, dtype=dtype, keep_output_dtype=False, **side.convert)  # type: ignore[arg-type]
-    return training_of(name, model, inputs, setting, has_masters=has_masters)
+    return training_of(name, model, inputs, setting, masters=masters)
 
 
 def adamw(parameters: Iterable[nn.Parameter], setting: Setting) -> torch.optim.AdamW:
@@ -111,7 +111,7 @@ def training_of(
     inputs: dict[str, Tensor],
     setting: Setting,
     *,
-    has_masters: bool = False,
+    masters: str = "",
     optimizer: Any = None,
 ) -> Training:
     """Build the side of this name from its own model, converted or made 16-bit already.
@@ -134,8 +134,8 @@ def training_of(
     elif dtype == torch.float16 and name != FLOAT32:
         optimizer = autocastfx.LossScalingOptimizer(optimizer)
         backward, update = optimizer.backward, optimizer.step
-    elif has_masters:
-        optimizer = autocastfx.LossScalingOptimizer(optimizer, autocastfx.NoLossScale())
+    elif masters:
+        optimizer = autocastfx.LossScalingOptimizer(optimizer, autocastfx.NoLossScale(), masters=masters)
         backward, update = optimizer.backward, optimizer.step
 
     def step() -> None:

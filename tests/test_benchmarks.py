@@ -137,6 +137,8 @@ def test_bytes_of_a_parameter(tmp_path: Path) -> None:
         "float16 cast": (4, 4, 0, 8, 0, 16),
         "float16 cached": (4, 4, 0, 8, 2, 18),
         "float16 model.half(), masters": (2, 4, 4, 8, 0, 18),
+        "bfloat16 model.bfloat16(), masters": (2, 4, 4, 8, 0, 18),
+        "bfloat16 model.bfloat16(), split": (2, 4, 2, 8, 0, 16),
         "float16 low, inference": (2, 0, 0, 0, 0, 2),
     }
     assert rows.keys() == known.keys()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,8 +88,8 @@ class Masters:
         self._shared.append(None)
         return master
 
-    def refuse_known(self, group: Mapping[str, Any]) -> None:
-        """Refuse a new group with a parameter that has a master; torch compares it with the masters alone.
+    def refuse_known(self, group: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Refuse a new group of ``optimizer`` with a parameter that has a master; torch compares with masters alone.
 
         Raises:
             ValueError: a parameter has a master already.
@@ -135,6 +135,10 @@ class Masters:
                     low, wide = local(working), local(master)
                     wide.copy_(torch.where(low == wide.to(low.dtype), wide, low.float()))
                 self._marks[index] = TensorMark(working)
+
+    def step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Call ``step``, which steps ``optimizer``, while its groups hold the masters' values."""
+        return step()
 
     def publish(self) -> None:
         """Copy the trained masters to their 16-bit parameters, rounding to nearest."""

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from autocastfx.errors import ArgumentTypeError, LossScaleError, ScaledGradientsWarning, UnsupportedError
+from autocastfx.errors import ArgumentError, ArgumentTypeError, LossScaleError, ScaledGradientsWarning, UnsupportedError
 from autocastfx.training import gradients
 from autocastfx.training.gradients import SHARDED, Agreeing, agree, checked
 from autocastfx.training.loss_scale import DynamicLossScale, LossScale, is_capturing
 from autocastfx.training.loss_scaler import LossScaler
 from autocastfx.training.masters import Masters
+from autocastfx.training.split_masters import SplitMasters
 from autocastfx.training.wrapping_optimizer import (
     FusedStep,
     WrappingOptimizer,
@@ -255,6 +256,8 @@ def overflowed(found_inf: torch.Tensor) -> bool:
 
 
 Losses = TypeVar("Losses")
+FLOAT32 = "float32"
+_MASTERS: Mapping[str, Callable[[Optimizer], Masters]] = {FLOAT32: Masters, "split": SplitMasters}
 _OWN = ("loss_scale", "masters")  # keys that a bare optimizer's state dict does not have
 
 
@@ -284,6 +287,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         loss_scale: LossScale | LossScaler | None = None,
         *,
         process_group: Agreeing = SHARDED,
+        masters: str = FLOAT32,
     ) -> None:
         """Wrap ``optimizer``.
 
@@ -294,11 +298,15 @@ class LossScalingOptimizer(WrappingOptimizer):
             process_group: processes that skip a step if one of them overflows. ``"sharded"``: those that hold other
                 parts of these parameters, as under FSDP and tensor parallelism; under DDP gradients, and so overflows,
                 are the same in all. ``"world"``: all processes, which then must step alike. None: this one alone.
+            masters: of 16-bit parameters. ``"float32"``: kept beside them, six bytes for both. ``"split"``, of bfloat16
+                ones: the parameter and the 16 bits that it lacks, four bytes; a master exists while it is updated, some
+                parameters at a time, and parameters are rounded half away from zero instead of half to even.
 
         Raises:
-            UnsupportedError: the optimizer is wrapped already, or has complex parameters.
+            UnsupportedError: the optimizer is wrapped already, or has complex parameters; or ``masters="split"`` and a
+                parameter is float16, or the optimizer needs a closure.
             TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
-            ValueError: ``process_group`` is another word.
+            ValueError: ``process_group`` or ``masters`` is another word; or nothing can be split.
         """
         if isinstance(optimizer, LossScalingOptimizer):
             raise UnsupportedError(
@@ -308,13 +316,15 @@ class LossScalingOptimizer(WrappingOptimizer):
             raise ArgumentTypeError(
                 f"LossScalingOptimizer wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}"
             )
+        if masters not in _MASTERS:
+            raise ArgumentError(f"masters is one of {', '.join(map(repr, _MASTERS))}, not {masters!r}")
         for group in optimizer.param_groups:
             gradients.refuse_complex(group)
         super().__init__(optimizer)
         is_live = isinstance(loss_scale, LossScaler)
         self.loss_scaler = loss_scale if is_live else LossScaler(loss_scale or DynamicLossScale())
         self.process_group = checked(process_group)
-        self.masters = Masters(optimizer)
+        self.masters = _MASTERS[masters](optimizer)
         self._set_up()
 
     def _set_up(self) -> None:
@@ -337,7 +347,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         added = self.optimizer.param_groups[-1]
         try:
             gradients.refuse_complex(added)
-            self.masters.refuse_known(added)
+            self.masters.refuse_known(added, self.optimizer)
         except (UnsupportedError, ValueError):
             self.optimizer.param_groups.pop()
             raise
@@ -444,7 +454,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         if closure is not None and self._searches:
             return self._search(closure)
         if closure is None and not self.optimizer.state and self._makes_state():
-            return self.optimizer.step()
+            return self.masters.step(self.optimizer, self.optimizer.step)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -460,13 +470,13 @@ class LossScalingOptimizer(WrappingOptimizer):
     def _step_or_skip(self, found_inf: torch.Tensor) -> Any:
         result, skipped = None, None
         if not self.loss_scaler.rule.is_checked:
-            result, skipped = self.optimizer.step(), False
+            result, skipped = self.masters.step(self.optimizer, self.optimizer.step), False
         elif self._fused.decides(self.optimizer):
-            result = self._fused.step(self.optimizer, found_inf)
+            result = self.masters.step(self.optimizer, lambda: self._fused.step(self.optimizer, found_inf))
         else:
             skipped = overflowed(found_inf)
             if not skipped:
-                result = self.optimizer.step()
+                result = self.masters.step(self.optimizer, self.optimizer.step)
                 self._fused.note(self.optimizer)
         self._finish(skipped)
         return result

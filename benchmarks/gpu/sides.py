@@ -72,7 +72,7 @@ class Source:
         optimizer = None
         if shares_state and not side.is_half:
             optimizer = self.optimizers.setdefault(setting.is_capturable, adamw(self.model.parameters(), setting))
-        return training_of(name, model, inputs, setting, has_masters=side.is_half, optimizer=optimizer)
+        return training_of(name, model, inputs, setting, masters="float32" if side.is_half else "", optimizer=optimizer)
 
 
 def source(name: str, device: str, *, dropout: bool = True) -> Source:

@@ -450,6 +450,26 @@ def fsdp_keeps_what_16_bits_would_lose() -> None:
     assert torch.equal(full(model.weight), torch.full((8, 6), 1 + 2 * EPS_HALF).half())
 
 
+@case()
+def fsdp_splits_masters() -> None:
+    """Updates that bfloat16 would lose are in the rests, to the bit those of masters in float32."""
+    values = list[torch.Tensor]()
+    for masters in ("float32", "split"):
+        model = sharded(nn.Linear(6, 8, bias=False).bfloat16())
+        with torch.no_grad():
+            local(model.weight).fill_(1.0)
+        bare = torch.optim.AdamW(model.parameters(), 2.0**-12)
+        optimizer = LossScalingOptimizer(bare, SCALE, masters=masters)
+        for _ in range(30):
+            optimizer.zero_grad()
+            optimizer.backward(model(torch.full((1, 6), -1.0).bfloat16()).float().sum())
+            optimizer.step()
+        values.append(full(optimizer.state_dict()["masters"][0]))
+        assert torch.equal(full(model.weight), values[-1].bfloat16())
+    assert torch.equal(*values)
+    assert not torch.equal(values[0], values[0].bfloat16().float())
+
+
 @case(*OPTIMIZERS)
 def fsdp_checkpoints(kind: str) -> None:
     """torch.distributed.checkpoint takes the wrapper for its optimizer; the loss scale is saved beside it."""

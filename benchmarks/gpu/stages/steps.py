@@ -157,4 +157,4 @@ def _allocated(found: Source | None, side: str, setting: Setting, model: str) ->
 def _half(model: str, setting: Setting) -> Training:
     module, inputs = built(model, setting.device)
     given = {key: t.to(setting.dtype) if t.is_floating_point() else t for key, t in inputs.items()}
-    return training_of(HALF, module.to(setting.dtype), given, setting, has_masters=True)
+    return training_of(HALF, module.to(setting.dtype), given, setting, masters="float32")
