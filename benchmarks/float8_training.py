@@ -119,8 +119,8 @@ def table(runs: Sequence[Run]) -> str:
         share = next(run.share for run in runs if (run.model, run.side) == (model, side))
         cells = ""
         for seed in range(SEEDS):
-            loss = losses[model, side, seed]
-            cells += f"{f'{loss:.4f} ({loss - losses[model, FLOAT32, seed]:+.4f})':>24}"
+            loss, base = (losses.get((model, one, seed)) for one in (side, FLOAT32))
+            cells += f"{'-' if loss is None or base is None else f'{loss:.4f} ({loss - base:+.4f})':>24}"
         lines.append(f"{model:14}{side:12}{f'{share:.0%}':>10}{cells}")
     return "\n".join(lines)
 

@@ -342,7 +342,8 @@ def _float8_front(rows: Sequence[float8.Row]) -> Figure:
         usual = [point[:2] for point in row.rules.values()]
         axis.plot(*zip(*usual, strict=True), _KERNEL.marker, linestyle="", color=_KERNEL.colour, label="usual rules")
         for rule, (share, error, _) in row.rules.items():
-            axis.annotate(rule, (share, error), xytext=(-7, 4), textcoords="offset points", ha="right")
+            place = (-7, -7 if rule == "blocks" else 4)  # the two of other rules may lie on one another
+            axis.annotate(rule, (share, error), xytext=place, textcoords="offset points", ha="right")
         axis.set(title=row.model, xlabel="operations in float8", xlim=(-0.05, 1.05))
         axis.set_ylim(bottom=0)
         axis.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")

@@ -11,7 +11,10 @@ MODULES = (
     "capture/masks.py",
     *(f"graph/{name}.py" for name in ("alias", "sizes", "magnitude", "node")),
     *(f"plan/{name}.py" for name in ("plan", "edited_plan")),
-    *(f"training/{name}.py" for name in ("optimizer", "gradients", "loss_scale", "loss_scaler", "masters")),
+    *(
+        f"training/{name}.py"
+        for name in ("optimizer", "gradients", "loss_scale", "loss_scaler", "masters", "split_masters")
+    ),
     "policy/*.py",
     *(f"runtime/{name}.py" for name in ("working_copies", "variant_table")),
     *(f"numerics/{name}.py" for name in ("compare", "bisect", "find_overflow", "paired_run", "watch")),
