@@ -47,7 +47,7 @@ class SplitMasters(Masters):
     parameter keeps the rests, so that its master still rounds to what was written.
     """
 
-    most = 1 << 24  # numbers that are float32 at one time; a larger parameter is alone
+    most = 1 << 22  # numbers that are float32 at one time; a larger parameter is alone
 
     def __init__(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:

@@ -354,3 +354,12 @@ def test_a_step_needs_the_memory_of_one_part(monkeypatch: pytest.MonkeyPatch) ->
         optimizer.unscale_()  # gradients in float32 are there before the step
         needed = peak(optimizer.step, lambda: None)
     assert 4 * most <= needed <= 8 * most, needed  # a part in float32, and on a CPU its rests in four bytes
+
+
+def test_a_small_model_is_updated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, optimizer = wrapped(OPTIMIZERS["SGD foreach"], "split")
+    calls, step = list[int](), optimizer.optimizer.step
+    monkeypatch.setattr(optimizer.optimizer, "step", lambda: (calls.append(1), step()))
+    backward(optimizer, own, 0, bad=False)
+    optimizer.step()
+    assert calls == [1]
