@@ -39,7 +39,7 @@ _DOUBTFUL = 2.0  # a factor between measured and predicted errors
 _WORTH = 0.01  # a share of bytes, or of error, below which nothing was gained
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tuned:
     """The result of :func:`tune`.
 
@@ -78,6 +78,12 @@ class Tuned:
         """Convert ``model`` by the tuned list; arguments as for :func:`autocastfx.convert`."""
         given = {**self.options, "sensitivity": self.sensitivity, **options}
         return convert(model, *inputs, op_list=self.op_list, **given)
+
+    def __repr__(self) -> str:
+        return f"Tuned({self.point}; {self.budget})"
+
+    def __str__(self) -> str:
+        return self.report()
 
     def report(self) -> str:
         """Return the result in words, with the front as a table and the rules."""

@@ -33,7 +33,7 @@ class Difference:
         return (before.run, before.store) != (after.run, after.store) or in_float8[0] != in_float8[1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PlanDiff:
     """The differences of two plans. False in a condition if all nodes are equal.
 
@@ -93,6 +93,9 @@ class PlanDiff:
 
     def __bool__(self) -> bool:
         return bool(self.changed or self.removed or self.added)
+
+    def __repr__(self) -> str:
+        return f"PlanDiff({'; '.join(self.summary)})"
 
     def __str__(self) -> str:
         return "\n".join([*self.summary, *_aligned(self._rows())])

@@ -108,7 +108,7 @@ def _each(first: Mapping[str, Signature], then: Mapping[str, Signature]) -> dict
     return {name: _appended(signature, then[name]) for name, signature in first.items() if name in then}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sensitivity:
     """The effects of 16 bits at each node of a model.
 
@@ -134,6 +134,9 @@ class Sensitivity:
     jumps_at: float = 0.0
     jumps_true: float = 0.0
     float8: str = ""
+
+    def __repr__(self) -> str:
+        return f"Sensitivity({self})"
 
     def __str__(self) -> str:
         """The summary in a line."""

@@ -157,7 +157,7 @@ _ALIASES = ListKey(
 _EXTENDS = "the preset, or the file beside this one, on which this list builds; or a list of these"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OpList:
     """An op list. Immutable; :meth:`merged` returns a new one in which the later list wins, key by key.
 
@@ -228,6 +228,9 @@ class OpList:
             OpListError: the same data would be an error in a YAML file.
         """
         return _from_tree(tree_of(data, name), name, Path.cwd(), ())
+
+    def __repr__(self) -> str:
+        return f"OpList({self.name!r}, {len(self.every_rule())} rules)"
 
     def every_rule(self) -> tuple[Rule | ModuleRule | Float8Rule, ...]:
         """Return all rules: for ops, for ops under conditions or on devices, for modules, for products in float8."""

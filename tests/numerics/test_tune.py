@@ -86,6 +86,13 @@ def test_the_front_is_in_the_order_of_bytes(tuned: tuple[nn.Module, Tuned]) -> N
     assert "extends:" in report
 
 
+def test_a_result_is_printed_as_its_report_and_shown_in_a_line(tuned: tuple[nn.Module, Tuned]) -> None:
+    _, found = tuned
+    assert str(found) == found.report()
+    assert repr(found) == f"Tuned({found.point}; {found.budget})"
+    assert len(repr(found)) < 300
+
+
 def test_the_report_tells_a_bias(tuned: tuple[nn.Module, Tuned]) -> None:
     _, found = tuned
     measured = found.sensitivity

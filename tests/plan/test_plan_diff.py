@@ -151,3 +151,10 @@ def test_models_are_no_plans() -> None:
     for given in ((amp_model, amp_model.plan), (amp_model.plan, amp_model), (amp_model.plan, None)):
         with pytest.raises(TypeError, match=r"diff compares plans, as amp_model\.plan, not \w+$"):
             autocastfx.diff(*given)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_difference_is_shown_in_a_line() -> None:
+    plan = autocastfx.convert(nn.Linear(4, 4), torch.randn(2, 4)).plan
+    found = autocastfx.diff(plan, plan)
+    assert repr(found) == f"PlanDiff({'; '.join(found.summary)})"
+    assert len(repr(found)) < 300

@@ -168,3 +168,10 @@ def test_other_measurements_do_not_merge(change: dict[str, Any]) -> None:
 
 def test_it_is_public() -> None:
     assert autocastfx.Sensitivity is Sensitivity
+
+
+def test_it_is_shown_in_a_line() -> None:
+    effects = tuple(Effect("train", f"mm_{i}", "mm", "", (0.1,) * 99) for i in range(99))
+    found = Sensitivity("gradient", "bfloat16", 99, 1, effects)
+    assert repr(found) == f"Sensitivity({found})"
+    assert len(repr(found)) < 300

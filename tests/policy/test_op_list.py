@@ -512,3 +512,9 @@ def test_an_unknown_word_for_unlisted_is_refused() -> None:
 def test_a_dotted_name_of_which_a_part_is_no_python_name_is_refused(name: str) -> None:
     with pytest.raises(OpListError, match=r"OpList:deny\[0\]"):
         OpList.of({"deny": [name]})
+
+
+def test_a_list_is_shown_in_a_line() -> None:
+    own = OpList.of({"allow": ["mm"], "modules": [{"path": "a", "category": "float32"}]})
+    assert repr(own) == "OpList('OpList', 2 rules)"
+    assert repr(load_op_list("bfloat16")).startswith("OpList('bfloat16', ")
