@@ -146,10 +146,14 @@ def test_each_side_is_first_as_often() -> None:
 # ---- results ---------------------------------------------------------------------------------------------
 
 
+FLOAT8 = ("GPT-2 b8 s1024", "Llama 12x768 b8 s1024", "BERT-base b8 s512")
+
+
 @pytest.mark.parametrize(
     ("name", "models", "kinds", "key"),
     [
-        ("memory", TRAINED, memory.POLICIES, "policy"),
+        ("memory", TRAINED, memory.POLICIES.keys() - {memory.FLOAT8}, "policy"),
+        ("memory-float8", FLOAT8, (memory.EXACT, memory.FLOAT8), "policy"),
         ("train-step-cpu", SMALL, training.SIDES, "side"),
         ("train-step-compiled-cpu", SMALL, COMPILED, "side"),
         ("inference-cpu", SMALL, inference.SIDES, "side"),
