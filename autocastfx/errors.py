@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import PureWindowsPath
 
 __all__ = [
     "ArgumentError",
@@ -56,6 +57,12 @@ class Source:
     def __str__(self) -> str:
         return f"{self.file}:{self.line}:{self.column}"
 
+    @property
+    def portable(self) -> Source:
+        """The place as it is on every machine: an absolute path is cut to the file's name."""
+        path = PureWindowsPath(self.file)  # splits at both kinds of slash
+        return replace(self, file=path.name) if path.root else self
+
 
 @dataclass(frozen=True, order=True)
 class KeyPath:
@@ -66,6 +73,11 @@ class KeyPath:
 
     def __str__(self) -> str:
         return f"{self.name}:{self.path}" if self.path else self.name
+
+    @property
+    def portable(self) -> KeyPath:
+        """The same place."""
+        return self
 
     def key(self, key: object) -> KeyPath:
         """Return the place of the value under ``key``."""

@@ -156,7 +156,7 @@ def _why_out(product: Product, choice: Float8Choice) -> WhyNoFloat8:
     if product in choice.products:
         return NoFloat8.BY_RECIPE.because(choice.recipe)
     said = f" ({choice.reason})" if choice.reason else ""
-    return NoFloat8.BY_RULE.because(f"the rule at {choice.source}{said}" if choice.source else f"a rule{said}")
+    return NoFloat8.BY_RULE.because(f"the rule at {choice.source.portable}{said}" if choice.source else f"a rule{said}")
 
 
 def _captured(node: fx.Node) -> fx.Node:

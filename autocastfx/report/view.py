@@ -310,8 +310,7 @@ class Row:
         decision = self.planned.decision if self.planned is not None else None
         if decision is None or not isinstance(decision.source, Source):
             return decision
-        path = PureWindowsPath(decision.source.file)  # splits at both kinds of slash
-        return replace(decision, source=replace(decision.source, file=path.name)) if path.root else decision
+        return replace(decision, source=decision.source.portable)
 
     @property
     def is_own_cast(self) -> bool:

@@ -7,6 +7,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,6 +264,18 @@ def test_it_keeps_fewer_bytes_for_backward() -> None:
     # first layer's input asks for no gradient, so that its weight is not kept.
     numbers, scales = 4 * 64 * 256 + 3 * 256 * 256, 7 * 256 * 4
     assert kept == [2 * numbers, numbers + scales]
+
+
+def test_reasons_name_a_list_without_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "extends: bfloat16\nfloat8:\n  - ops: [linear]\n"
+        'modules:\n  - {path: "0", reason: by hand, float8: {products: [output]}}\n'
+    )
+    amp_model = autocastfx.convert(nn.Sequential(nn.Linear(32, 32)), torch.ones(16, 32), dtype=LOW, op_list=path)
+    for said in (*(autocastfx.dump(amp_model, format=kind) for kind in ("text", "html")), str(amp_model.plan.nodes[0])):
+        assert str(tmp_path) not in said
+    assert "the rule at mine.yaml:5:5 (by hand) leaves it out" in autocastfx.explain(amp_model, "linear")
 
 
 # -- weights quantised once an update ---------------------------------------------------------------------------------
