@@ -256,6 +256,7 @@ def overflowed(found_inf: torch.Tensor) -> bool:
 
 
 Losses = TypeVar("Losses")
+_HOLDS_MASTERS = "_autocastfx_holds_masters"  # an attribute of the wrapped optimizer
 FLOAT32 = "float32"
 _MASTERS: Mapping[str, Callable[[Optimizer], Masters]] = {FLOAT32: Masters, "split": SplitMasters}
 _OWN = ("loss_scale", "masters")  # keys that a bare optimizer's state dict does not have
@@ -316,6 +317,11 @@ class LossScalingOptimizer(WrappingOptimizer):
             raise ArgumentTypeError(
                 f"LossScalingOptimizer wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}"
             )
+        if getattr(optimizer, _HOLDS_MASTERS, False):
+            raise UnsupportedError(
+                "the optimizer was wrapped before, and holds the masters of that wrapper instead of the model's "
+                "parameters: use that wrapper, or make the optimizer anew."
+            )
         if masters not in _MASTERS:
             raise ArgumentError(f"masters is one of {', '.join(map(repr, _MASTERS))}, not {masters!r}")
         for group in optimizer.param_groups:
@@ -325,6 +331,7 @@ class LossScalingOptimizer(WrappingOptimizer):
         self.loss_scaler = loss_scale if is_live else LossScaler(loss_scale or DynamicLossScale())
         self.process_group = checked(process_group)
         self.masters = _MASTERS[masters](optimizer)
+        self._note_masters()
         self._set_up()
 
     def _set_up(self) -> None:
@@ -352,6 +359,10 @@ class LossScalingOptimizer(WrappingOptimizer):
             self.optimizer.param_groups.pop()
             raise
         self.masters.adopt(added, self.optimizer)
+        self._note_masters()
+
+    def _note_masters(self) -> None:
+        setattr(self.optimizer, _HOLDS_MASTERS, len(self.masters) > 0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, also those of masters and of 16-bit parameters."""

@@ -6,18 +6,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.optim.optimizer as _globals
 from torch.optim import Optimizer
 
-from autocastfx.errors import ArgumentError, UnsupportedError
+from autocastfx.dtypes import dtype_name
+from autocastfx.errors import ArgumentError, LossScaleError, UnsupportedError
 from autocastfx.training.gradients import local
-from autocastfx.training.masters import Masters
+from autocastfx.training.masters import Masters, TensorMark
 from autocastfx.training.wrapping_optimizer import needs_closure
 
 # Split a float32 number, and join it again. The weight is rounded to nearest, halves away from zero: then what is left,
 # the lower 16 bits read as a whole number with its sign, says which number it was. Halves rounded to even, as
 # ``to(bfloat16)`` does, would take one bit more: an even weight stands for the halves on both of its sides.
 
-_HALF = 1 << 15
+_HALF, _INFINITY = 1 << 15, 0x7F80
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> None:
@@ -35,16 +37,27 @@ def split(master: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor) -> Non
     weight.masked_fill_(are_nan, torch.nan)
 
 
+def _drop_impossible(weight: torch.Tensor, rest: torch.Tensor) -> None:
+    magnitude = weight.view(torch.int16) & 0x7FFF
+    rest.masked_fill_(((magnitude == 0) & (rest < 0)) | ((magnitude == _INFINITY) & (rest > 0)), 0)
+
+
 def join(weight: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Return the float32 tensor that was split; a NaN may have become another."""
+    """Return the float32 tensor that was split; a NaN may have become another.
+
+    If ``weight`` was written since, the result rounds to what was written: ``rest`` is kept, but for those that 0 and
+    infinities cannot have, which become 0, in place.
+    """
+    _drop_impossible(weight, rest)
     return weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(rest).view(torch.float32)
 
 
 class SplitMasters(Masters):
-    """Masters of bfloat16 parameters that exist in float32 only while they are updated, some parameters at a time.
+    """Masters of bfloat16 parameters that exist in float32 only while they are updated.
 
-    In between, the elements of ``param_groups`` are NaN: whoever reads them sees it, and cannot write. A write into a
-    parameter keeps the rests, so that its master still rounds to what was written.
+    An optimizer of ``torch.optim`` that updates each parameter by itself does so for some at a time; any other one sees
+    all masters at once, for nobody knows what it computes of all of them. In between, the elements of ``param_groups``
+    are NaN. A write into a parameter keeps the rests, so that its master rounds to what was written.
     """
 
     most = 1 << 22  # numbers that are float32 at one time; a larger parameter is alone
@@ -55,6 +68,7 @@ class SplitMasters(Masters):
         if not any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
             raise ArgumentError("masters='split' is for bfloat16 parameters, and the optimizer has none: leave it out")
         self.rests: list[torch.Tensor] = []
+        self._hidden: dict[int, TensorMark] = {}  # of the masters that are NaN
         super().__init__(optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,8 +76,9 @@ class SplitMasters(Masters):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for master in self.masters:  # a copy of a master has memory for its NaN
-            _hide(master)
+        self._hidden = {}
+        for index in range(len(self)):  # a copy of a master has memory for its NaN
+            self._hide(index)
 
     def refuse_known(self, group: Mapping[str, Any], optimizer: Optimizer) -> None:
         """Refuse a new group also for what cannot be split.
@@ -78,7 +93,7 @@ class SplitMasters(Masters):
     def _add(self, parameter: torch.Tensor) -> torch.Tensor:
         master = super()._add(parameter)
         self.rests.append(torch.zeros_like(local(parameter).detach(), dtype=torch.int16))
-        _hide(master)
+        self._hide(len(self) - 1)
         return master
 
     def follow(self) -> None:
@@ -93,9 +108,12 @@ class SplitMasters(Masters):
         """Return the masters' values, in the order of the groups."""
         values = list[torch.Tensor]()
         for index, master in enumerate(self.masters):
-            self._show((index,))
+            is_hidden = index in self._hidden  # not in a hook of the step that updates it
+            if is_hidden:
+                self._show(index)
             values.append(master.detach().clone())
-            _hide(master)
+            if is_hidden:
+                self._hide(index)
         return values
 
     def load(self, values: Sequence[torch.Tensor] | None) -> None:
@@ -108,72 +126,117 @@ class SplitMasters(Masters):
             if values is None:
                 self.rests[index].zero_()
                 continue
-            self._show((index,))
+            self._show(index)
             try:
                 with torch.no_grad():
                     master.copy_(values[index])
             finally:
-                self._split((index,))
+                self._split(index)
 
     def step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        """Call ``step`` for some parameters of ``optimizer`` at a time.
+        """Call ``step`` for all parameters of ``optimizer``, or for some at a time.
 
         Raises:
-            UnsupportedError: the optimizer has step hooks of its own; or it keeps a number for all parameters together,
-                which comes out otherwise for some of them.
+            LossScaleError: a parameter has another dtype by now, or a master was written; nothing is changed.
         """
+        for index in range(len(self)):
+            self._check(index)
         groups, parameters = list(optimizer.param_groups), [group["params"] for group in optimizer.param_groups]
-        parts = list(self._parts(parameters))
-        if len(parts) > 1:
-            _refuse_hooks(optimizer)
-        numbers, result = _Numbers(optimizer) if len(parts) > 1 else None, None
+        parts = list(self._parts(parameters)) if _updates_each_by_itself(optimizer) else []
+        if len(parts) < 2:
+            return self._step_of(range(len(self)), step)
         try:
-            for part, chosen in parts:
+            for part in parts:
+                chosen = {id(self.masters[index]) for index in part}
+                if part is parts[0]:
+                    chosen |= {id(p) for own in parameters for p in own} - set(map(id, self.masters))
                 for group, own in zip(groups, parameters, strict=True):
                     group["params"] = [p for p in own if id(p) in chosen]
                 optimizer.param_groups[:] = [group for group in groups if group["params"]]
-                self._show(part)
-                try:
-                    result = step()
-                finally:
-                    self._split(part)
-                if numbers is not None:
-                    numbers.note()
+                self._step_of(part, step)
         finally:
             for group, own in zip(groups, parameters, strict=True):
                 group["params"] = own
             optimizer.param_groups[:] = groups
-        if numbers is not None:
-            numbers.keep()
-        return result
+        return None
 
-    def _parts(self, parameters: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[list[int], set[int]]]:
-        """Yield the numbers of masters to update together, and the ids of all parameters of that step."""
+    def _step_of(self, part: Sequence[int], step: Callable[[], Any]) -> Any:
+        for index in part:
+            self._show(index)
+        try:
+            return step()
+        finally:
+            for index in part:
+                self._split(index)
+
+    def _parts(self, parameters: Sequence[Sequence[torch.Tensor]]) -> Iterator[list[int]]:
+        """Yield the numbers of masters to update together: those with gradients, each once."""
         masters = {id(master): index for index, master in enumerate(self.masters)}
-        part, chosen, count = list[int](), set[int](), 0
-        for parameter in (p for own in parameters for p in own):
+        part, count = list[int](), 0
+        for parameter in dict.fromkeys(p for own in parameters for p in own):
             index = masters.get(id(parameter))
-            if index is not None and parameter.grad is not None:
-                if part and count + self.rests[index].numel() > self.most:
-                    yield part, chosen
-                    part, chosen, count = [], set(), 0
-                part.append(index)
-                count += self.rests[index].numel()
-            if index is None or parameter.grad is not None:
-                chosen.add(id(parameter))
-        yield part, chosen
+            if index is None or parameter.grad is None:
+                continue
+            if part and count + self.rests[index].numel() > self.most:
+                yield part
+                part, count = [], 0
+            part.append(index)
+            count += self.rests[index].numel()
+        if part:
+            yield part
 
-    def _show(self, part: Sequence[int]) -> None:
-        with torch.no_grad():
-            for index in part:
-                _put(self.masters[index], join(local(self.working[index]).detach(), self.rests[index]))
+    def _check(self, index: int) -> None:
+        working, master = self.working[index], self.masters[index]
+        if working.dtype != torch.bfloat16 or working.shape != master.shape:
+            raise LossScaleError(
+                f"a parameter that was bfloat16 of shape {tuple(master.shape)} is {dtype_name(working.dtype)} of shape "
+                f"{tuple(working.shape)} now, for which masters='split' has no rest: make the model what it will be "
+                "before the optimizer."
+            )
+        if index in self._hidden and not self._hidden[index].fits(master):
+            raise LossScaleError(
+                f"the master of a parameter of shape {tuple(master.shape)} was written between steps, where "
+                "masters='split' keeps none: write into the model's parameter, or leave masters out."
+            )
 
-    def _split(self, part: Sequence[int]) -> None:
+    def _show(self, index: int) -> None:
+        self._check(index)
+        self._hidden.pop(index, None)
         with torch.no_grad():
-            for index in part:
-                working, master = self.working[index], self.masters[index]
-                split(local(master).detach(), local(working), self.rests[index])
-                _hide(master)
+            _put(self.masters[index], join(local(self.working[index]).detach(), self.rests[index]))
+
+    def _split(self, index: int) -> None:
+        with torch.no_grad():
+            split(local(self.masters[index]).detach(), local(self.working[index]), self.rests[index])
+        self._hide(index)
+
+    def _hide(self, index: int) -> None:
+        """Let a master be NaN, in the memory of one number."""
+        master = self.masters[index]
+        values = local(master)
+        _put(master, values.new_full((), torch.nan).expand(values.shape))
+        self._hidden[index] = TensorMark(master)
+
+
+# Those that compute nothing of all parameters, and keep nothing for them.
+_OF_EACH = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SGD", "SparseAdam"),
+    )
+    if hasattr(torch.optim, name)
+)
+
+
+def _updates_each_by_itself(optimizer: Any) -> bool:
+    """True if the steps for some parameters each are one for all, and nobody looks who would see several."""
+    step = vars(optimizer).get("step")  # replaced: by a scheduler, which only counts, or by somebody
+    if type(optimizer) not in _OF_EACH or (step is not None and not hasattr(step, "_wrapped_by_lr_sched")):
+        return False
+    hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
+    hooks += [_globals._global_optimizer_pre_hooks, _globals._global_optimizer_post_hooks]
+    return all(getattr(hook, "__module__", "").startswith("autocastfx.") for some in hooks for hook in some.values())
 
 
 def _refuse(group: Mapping[str, Any], optimizer: Optimizer) -> None:
@@ -196,67 +259,3 @@ def _put(master: torch.Tensor, values: torch.Tensor) -> None:
         sharded._local_tensor = values
     else:
         master.data = values
-
-
-def _hide(master: torch.Tensor) -> None:
-    """Let ``master`` be NaN, in the memory of one number."""
-    values = local(master)
-    _put(master, values.new_full((), torch.nan).expand(values.shape))
-
-
-def _refuse_hooks(optimizer: Any) -> None:
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise UnsupportedError(
-            f"masters='split' calls the step of {type(optimizer).__name__} for some parameters at a time, and its step "
-            "hooks would run each time: register them on the LossScalingOptimizer."
-        )
-
-
-class _Numbers:
-    """What an optimizer keeps for many parameters together: each part of a step begins with what was there before it.
-
-    Counters then count steps. A number that is computed from parameters would differ from part to part.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._before = self._read()
-        self._after: dict[Any, Any] = {}
-
-    def _read(self) -> dict[Any, Any]:
-        holders = [*self._optimizer.param_groups, vars(self._optimizer)]
-        holders += [kept for key, kept in self._optimizer.state.items() if not isinstance(key, torch.Tensor)]
-        found: dict[Any, Any] = {}
-        for holder in (holder for holder in holders if isinstance(holder, Mapping)):
-            for name, value in holder.items():
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    found[id(holder), name] = (holder, value)
-                elif isinstance(value, torch.Tensor):
-                    found[id(holder), name] = (None, value._version)
-        return found
-
-    def note(self) -> None:
-        """Note what a part has changed, and put back what was there.
-
-        Raises:
-            UnsupportedError: another part has changed it otherwise.
-        """
-        for key, (holder, value) in self._read().items():
-            was = self._before.get(key, (None, None))[1]
-            if value == was:
-                continue
-            if holder is None or self._after.get(key, (holder, value))[1] != value:
-                raise UnsupportedError(
-                    f"{type(self._optimizer).__name__} computes {key[1]!r} from all parameters together, and "
-                    "masters='split' updates some at a time: leave masters out, for masters in float32."
-                )
-            self._after[key] = (holder, value)
-            if was is not None:
-                holder[key[1]] = was
-            else:
-                del holder[key[1]]
-
-    def keep(self) -> None:
-        """Put there what the parts have agreed on."""
-        for (_, name), (holder, value) in self._after.items():
-            holder[name] = value

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autocastfx import DynamicLossScale, LossScalingOptimizer
-from autocastfx.errors import UnsupportedError
+from autocastfx import DynamicLossScale, LossScalingOptimizer, NoLossScale
+from autocastfx.errors import LossScaleError, UnsupportedError
 from autocastfx.training.split_masters import SplitMasters, join, split
 from benchmarks.memory import peak
 
@@ -182,10 +183,23 @@ def test_the_rest_stays_when_a_parameter_is_written() -> None:
         for parameter, average in zip(own, averages, strict=True):
             parameter.copy_(average)
     assert all(map(torch.equal, state_of(optimizer), before))
-    with torch.no_grad():
-        own[0].fill_(3.0)
-    (master, *_) = optimizer.state_dict()["masters"]
-    assert master.to(LOW).eq(3.0).all()
+    for value in (3.0, 0.0, -0.0, math.inf, -math.inf, 2.0**-133, torch.finfo(LOW).max):
+        with torch.no_grad():
+            own[0].fill_(value)
+        (master, *_) = optimizer.state_dict()["masters"]
+        assert torch.equal(master.to(LOW).view(torch.int16), own[0].view(torch.int16))
+
+
+def test_every_weight_with_every_kind_of_rest_rounds_to_the_weight() -> None:
+    weights = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(LOW)
+    for rest in (-(2**15), -1, 0, 1, 2**15 - 1):
+        rests = torch.full((2**16,), rest, dtype=torch.int16)
+        joined = join(weights, rests)
+        again, kept = torch.empty_like(weights), torch.empty_like(rests)
+        split(joined.clone(), again, kept)
+        are_nan = weights.isnan()
+        assert torch.equal(again.isnan(), are_nan)
+        assert torch.equal(again.view(torch.int16)[~are_nan], weights.view(torch.int16)[~are_nan])
 
 
 def test_frozen_parameters_and_those_without_gradients_stay() -> None:
@@ -253,45 +267,77 @@ class AdaptingTensor(optim.SGD):
                     p.sub_(p.grad * group["lr"])
 
 
+class Clipping(optim.SGD):
+    """Divides by the norm of all gradients, which it keeps nowhere."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in every]).norm()
+        for p in every:
+            p.sub_(p.grad / norm)
+
+
+class Naming(optim.SGD):
+    """Chooses its rate by the place of a parameter, and moves those without gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> int:
+        group = self.param_groups[0]
+        for place, p in enumerate(group["params"]):
+            p.sub_(group["lr"] * (place + 1) * (torch.ones_like(p) if p.grad is None else p.grad))
+        return len(group["params"])
+
+
+SEEING = [Counting, Adapting, Clipping, Naming, lambda p, lr: AdaptingTensor(p, lr=torch.tensor(lr))]
+
+
 @pytest.mark.usefixtures("small_parts")
-def test_counters_of_a_group_count_steps() -> None:
-    runs = [wrapped(lambda p: Counting(p, lr=0.1), masters) for masters in ("float32", "split")]
+@pytest.mark.parametrize("make", SEEING)
+def test_an_optimizer_that_nobody_knows_sees_all_masters_at_once(make: Any) -> None:
+    runs = [wrapped(lambda p: make(p, lr=0.1), masters) for masters in ("float32", "split")]
     for step in range(3):
+        results = []
         for own, optimizer in runs:
             optimizer.zero_grad()
-            backward(optimizer, own, step, bad=False)
-            optimizer.step()
+            backward(optimizer, own[: 2 + step], step, bad=False)  # at first not all have gradients
+            results.append(optimizer.step())
+        assert results[0] == results[1]
     (_, full), (_, optimizer) = runs
     assert all(map(torch.equal, state_of(optimizer), state_of(full)))
-    assert (optimizer.param_groups[0]["k"], optimizer.optimizer.steps) == (3, 3)
+    for group, other in zip(optimizer.param_groups, full.param_groups, strict=True):
+        assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in other.items() if k != "params"}
 
 
-@pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [(lambda p: Adapting(p, lr=0.1), "norm"), (lambda p: AdaptingTensor(p, lr=torch.tensor(0.1)), "lr")],
-)
-def test_what_is_computed_from_all_parameters_is_refused(make: Make, name: str) -> None:
-    own, optimizer = wrapped(make, "split")
-    backward(optimizer, own, 0, bad=False)
-    with pytest.raises(UnsupportedError, match=f"computes '{name}' from all parameters together"):
+def parts_of(optimizer: LossScalingOptimizer, own: Sequence[nn.Parameter]) -> int:
+    """How often the wrapped optimizer steps in one step."""
+    parts, step_of = list[int](), SplitMasters._step_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SplitMasters, "_step_of", lambda *a: (parts.append(1), step_of(*a))[1])
+        optimizer.zero_grad()
+        backward(optimizer, own, 0, bad=False)
         optimizer.step()
-    assert [len(group["params"]) for group in optimizer.param_groups] == [4]
+    return len(parts)
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_step_hooks_of_the_wrapped_optimizer_are_refused_and_those_of_the_wrapper_run_once() -> None:
+def test_hooks_and_replaced_steps_see_one_step_and_what_masters_are() -> None:
     own, optimizer = wrapped(lambda p: optim.SGD(p, lr=0.1), "split")
-    seen = list[int]()
-    optimizer.register_step_post_hook(lambda *_: seen.append(1))
-    backward(optimizer, own, 0, bad=False)
-    optimizer.step()
-    assert seen == [1]
-    optimizer.optimizer.register_step_pre_hook(lambda *_: None)
-    optimizer.zero_grad()
-    backward(optimizer, own, 0, bad=False)
-    with pytest.raises(UnsupportedError, match="register them on the LossScalingOptimizer"):
-        optimizer.step()
+    assert parts_of(optimizer, own) == 3
+    optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.5)
+    assert parts_of(optimizer, own) == 3
+    kept = list[list[Tensor]]()
+    handle = optimizer.optimizer.register_step_post_hook(lambda *_: kept.append(optimizer.masters.state()))
+    assert parts_of(optimizer, own) == 1
+    assert all(map(torch.equal, kept[0], optimizer.masters.state()))
+    handle.remove()
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    assert parts_of(optimizer, own) == 1
+    handle.remove()
+    assert parts_of(optimizer, own) == 3
+    replaced = optimizer.optimizer.step
+    optimizer.optimizer.step = lambda *_: replaced()
+    assert parts_of(optimizer, own) == 1
 
 
 # -- refusal ----------------------------------------------------------------------------------------------------------
@@ -319,12 +365,52 @@ def test_what_cannot_be_split_is_refused(
     assert [id(p) for group in bare.param_groups for p in group["params"]] == list(map(id, own))
 
 
-def test_who_reads_a_master_between_steps_sees_nan_and_cannot_write() -> None:
-    _, optimizer = wrapped(OPTIMIZERS["SGD foreach"], "split")
-    (master, *_) = optimizer.param_groups[0]["params"]
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "fill_": lambda master: master.fill_(2),
+    "zero_": lambda master: master.zero_(),
+    "of one element": lambda master: master[:1].mul_(2),
+    "data": lambda master: setattr(master, "data", torch.ones(master.shape)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_master_that_is_written_between_steps_is_refused(write: Callable[[Tensor], object]) -> None:
+    own = [nn.Parameter(torch.ones(4, dtype=LOW))]
+    optimizer = LossScalingOptimizer(optim.SGD(own, lr=0.1), masters="split")
+    (master,) = optimizer.param_groups[0]["params"]
     assert master.isnan().all()
-    with torch.no_grad(), pytest.raises(RuntimeError, match="more than one element"):
-        master.mul_(2)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="more than one element"):
+            master.mul_(2)
+        write(master)
+    optimizer.backward(own[0].float().sum())
+    with pytest.raises(LossScaleError, match="was written between steps, where masters='split' keeps none"):
+        optimizer.step()
+    assert own[0].eq(1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_parameter_that_is_no_longer_bfloat16_is_refused(dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = LossScalingOptimizer(optim.SGD(model.parameters(), lr=0.1), NoLossScale(), masters="split")
+    model.to(dtype)
+    optimizer.backward(model(torch.ones(1, 4, dtype=dtype)).float().sum())
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(LossScaleError, match=r"a parameter that was bfloat16 of shape \(4, 4\) is float"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("masters", ["float32", "split"])
+def test_an_optimizer_that_holds_masters_is_not_wrapped_again(masters: str) -> None:
+    bare = optim.SGD([nn.Parameter(torch.ones(2, dtype=LOW))], lr=0.1)
+    LossScalingOptimizer(bare, masters=masters)
+    for again in ("float32", "split"):
+        with pytest.raises(UnsupportedError, match="holds the masters of that wrapper"):
+            LossScalingOptimizer(bare, masters=again)
+    plain = optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    LossScalingOptimizer(plain)
+    LossScalingOptimizer(plain)  # without masters nothing is between it and the model
 
 
 def test_a_step_that_fails_leaves_the_rest_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
