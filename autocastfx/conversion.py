@@ -267,8 +267,11 @@ def _tell_unmatched(amp_model: AmpModule, stacklevel: int = 2, *, ranges: bool =
         conversion_warnings.warn_of_unmatched_ranges(amp_model, converter.ranges, stacklevel)
     if converter.prices is not None:
         conversion_warnings.warn_of_unmatched_effects(amp_model, converter.prices.sensitivity, stacklevel)
+        conversion_warnings.warn_of_unmeasured_products(amp_model, converter.prices.sensitivity, stacklevel)
     conversion_warnings.warn_of_unmatched_rules(amp_model, converter.op_list, converter.facts, stacklevel)
-    if converter.plan is not None and (message := converter.plan.unmatched(v.plan for v in amp_model.variants)):
+    plans = [variant.plan for variant in amp_model.variants]
+    told = () if converter.plan is None else (converter.plan.unmatched(plans), converter.plan.without_float8(plans))
+    for message in filter(None, told):
         warnings.warn(message, UnmatchedPlanWarning, stacklevel=stacklevel)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import warnings
 import weakref
@@ -22,6 +23,7 @@ from autocastfx.capture.whole_calls import places
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import (
     ArgumentError,
+    ArgumentTypeError,
     AutocastFXError,
     CaptureError,
     StateWarning,
@@ -505,6 +507,12 @@ def enable(
     if own is not None:
         named = {name: arguments[name] for name in ("fold", "recompose") if name in arguments}
         refuse_for_low_model(model, own, dtype=low, **named)
+    known = inspect.signature(CompileBackend).parameters
+    if unknown := [argument for argument in arguments if argument not in known]:
+        raise ArgumentTypeError(
+            f"enable takes no {', '.join(map(repr, unknown))}, but {', '.join(known)} and check: other arguments of "
+            "convert need the model in one graph. Convert it, or leave them out."
+        )
     backend = CompileBackend(dtype=low, inner=inner, **arguments)
     if check is not None:
         check_capture(model, backend, arguments_of(check))

@@ -108,11 +108,13 @@ class _Deciding:
             if not self._is_low(node, reads[name]):
                 return NoFloat8.READS_FLOAT32.because(name)
         weight = reads[operands.weight].node
-        if len(_shape(weight)) != 2 or (operands.transposes and not self._is_parameter(weight)):
+        if len(_shape(weight)) != 2:
+            return NoFloat8.OTHER_SHAPE.because(operands.weight, len(_shape(weight)), 2)
+        if operands.transposes and not self._is_parameter(weight):
             return NoFloat8.NO_WEIGHT.because(operands.weight)
         bias = reads.get(operands.bias)
         if bias is not None and len(_shape(bias.node)) != 1:
-            return NoFloat8.NO_WEIGHT.because(operands.bias)
+            return NoFloat8.OTHER_SHAPE.because(operands.bias, len(_shape(bias.node)), 1)
         if not choice.last and node not in self.leads:
             return NoFloat8.LAST.because()
         return self._of_sizes(reads[operands.input].node, weight, operands, choice)

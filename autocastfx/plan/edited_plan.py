@@ -45,6 +45,7 @@ class Line:
     reason: str = ""
     run: Precision | None = None
     store: Precision | None = None
+    in_float8: bool = False
 
     def speaks_of(self, op: str, module: str) -> bool:
         """True if the line is about a node of this op and module."""
@@ -91,6 +92,18 @@ class EditedPlan:
             if not is_member(node):  # it takes the precision of the op that made its tuple
                 pinned[node] = _pinned(line, decision, usual[node], unable.get(node))
         return Obeyed(lines, decisions, usual, pinned)
+
+    def without_float8(self, plans: Iterable[Plan]) -> str:
+        """A sentence on the nodes whose lines have products in float8, and that have none in ``plans``; or empty."""
+        nodes = [node for plan in plans for node in plan.nodes if node.float8 is None or not node.float8.products]
+        known = ((self.lines.get(node.name), node) for node in nodes)
+        lost = {n.name for line, n in known if line is not None and line.in_float8 and line.speaks_of(n.op, n.module)}
+        return (
+            f"{len(lost)} nodes of the plan {self.name} have products in float8, and here in 16 bits: which products "
+            "run in float8 follows from the op list alone. Give the list that the plan was made by, as op_list."
+            if lost
+            else ""
+        )
 
     def unmatched(self, plans: Iterable[Plan]) -> str:
         """A sentence on the lines that speak of no node of ``plans``; empty if each does."""
@@ -244,6 +257,7 @@ def _of_node(node: PlannedNode, source: TextPlace) -> Line:
         reason=node.decision.reason,
         run=node.placement.run,
         store=node.placement.store,
+        in_float8=node.float8 is not None and node.float8.products != (),
     )
 
 
@@ -310,6 +324,7 @@ def _line(data: Any, source: Source) -> Line:
         reason=str(decision.get("reason", "")),
         run=_word(Precision, placement, "run", source),
         store=_word(Precision, placement, "store", source),
+        in_float8=bool((data.get("float8") or {}).get("products")),
     )
 
 

@@ -123,6 +123,7 @@ class NoFloat8(str, Enum):
     NOT_LOW = "the node runs in float32"
     READS_FLOAT32 = "{} is not in 16 bits"
     NO_WEIGHT = "{} is no parameter"
+    OTHER_SHAPE = "{} has {} dimensions, not {}"
     OTHER_FORM = "{} is another number than 1"
     ODD_SIZE = "{} is {}, no multiple of {}"
     TOO_SMALL = "{} is {}, less than {}"

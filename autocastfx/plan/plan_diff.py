@@ -29,8 +29,7 @@ class Difference:
     def moved(self) -> bool:
         """True if the node or one of its products runs, or its output is stored, in another precision."""
         before, after = self.before.placement, self.after.placement
-        in_float8 = [n.float8 is not None and n.float8.products and str(n.float8) for n in (self.before, self.after)]
-        return (before.run, before.store) != (after.run, after.store) or in_float8[0] != in_float8[1]
+        return (before.run, before.store) != (after.run, after.store) or _float8(self.before) != _float8(self.after)
 
 
 @dataclass(frozen=True, repr=False)
@@ -159,6 +158,12 @@ def _matched(before: Plan, after: Plan) -> Iterator[tuple[PlannedNode, PlannedNo
     )
     for like in rest.keys() & others.keys():
         yield from _in_order(rest[like], others[like])
+
+
+def _float8(node: PlannedNode) -> object:
+    """Which products of a node run in float8, and how, whatever the reason; None if none does."""
+    float8 = node.float8
+    return (float8.recipe, float8.products, float8.emulate) if float8 is not None and float8.products else None
 
 
 def _home(node: PlannedNode) -> str:

@@ -34,6 +34,21 @@ def warn_of_unmatched_effects(amp_model: AmpModule, sensitivity: Sensitivity, st
     _warn_of_unmatched(amp_model, sensitivity.effects, "nodes", "Measure the sensitivity again.", stacklevel)
 
 
+def warn_of_unmeasured_products(amp_model: AmpModule, sensitivity: Sensitivity, stacklevel: int) -> None:
+    """Warn if products run in float8 by a recipe that was not measured: what is predicted leaves them out."""
+    predicted = [v.plan for v in amp_model.variants if v.plan.error is not None]
+    planned = [(n.name, n.float8) for plan in predicted for n in plan.nodes if n.float8 is not None]
+    left_out = {name: one.recipe for name, one in planned if one.products and not one.errors}
+    if left_out:
+        measured = f"by {sensitivity.float8}" if sensitivity.float8 else "in 16 bits alone"
+        warnings.warn(
+            f"the predicted error leaves out the float8 products of {len(left_out)} nodes, and is too small: they run "
+            f"by {', '.join(sorted(set(left_out.values())))}, and the sensitivity was measured {measured}. Measure it "
+            "with float8=…, in the list's recipe.",
+            stacklevel=stacklevel + 1,
+        )
+
+
 def _warn_of_unmatched(
     amp_model: AmpModule, measured: Sequence[Range | Effect], what: str, again: str, stacklevel: int
 ) -> None:

@@ -172,7 +172,8 @@ class PredictedError:
         """Yield what the node's precision does, and for one in float32 what 16 bits would do."""
         is_low = node.placement.run is Precision.LOW
         if node.error is not None:
-            what = "16 bits and float8" if node.float8 is not None and node.float8.products else "16 bits"
+            in_float8 = node.float8 is not None and node.float8.products != ()
+            what = "16 bits and float8" if in_float8 and node.float8 and node.float8.errors else "16 bits"
             subject = f"{what} here change" if is_low else "16 bits around it, which round what it passes back, change"
             yield f"{subject} the {self.of} by {node.error:.1e}."
         effect = self.effects.get((node.name, node.op, node.module))

@@ -560,3 +560,13 @@ def test_a_graph_without_parameters_of_a_16_bit_model_is_raised() -> None:
     last = backend.graphs[-1].plan
     assert last is not None
     assert [(n.op, str(n.placement.run)) for n in last.nodes] == [("softmax", "float32")]
+
+
+@pytest.mark.parametrize("name", ["weights", "calibrate", "opp_list"])
+def test_arguments_that_enable_does_not_take_are_named(name: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(
+        TypeError, match=f"enable takes no '{name}', but dtype, op_list, .* Convert it, or leave them out"
+    ):
+        autocastfx.enable(model, **{name: "cached"})
+    assert autocastfx.backend_of(model) is None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autocastfx
 from autocastfx import OpList
-from autocastfx.errors import OpListError, UnmatchedRuleWarning, UnsupportedError, VerifyError
+from autocastfx.errors import OpListError, UnmatchedPlanWarning, UnmatchedRuleWarning, UnsupportedError, VerifyError
 from autocastfx.passes.verify import verify_float8
 from autocastfx.plan.plan import Plan, PlannedFloat8
 from autocastfx.policy.float8 import Product
@@ -276,6 +276,35 @@ def test_reasons_name_a_list_without_its_folder(tmp_path: Path) -> None:
     for said in (*(autocastfx.dump(amp_model, format=kind) for kind in ("text", "html")), str(amp_model.plan.nodes[0])):
         assert str(tmp_path) not in said
     assert "the rule at mine.yaml:5:5 (by hand) leaves it out" in autocastfx.explain(amp_model, "linear")
+
+
+def test_a_plan_alone_does_not_bring_float8_and_says_so(tmp_path: Path) -> None:
+    model, x = nn.Linear(32, 32), torch.ones(16, 32)
+    made = convert(model, x)
+    path = tmp_path / "plan.json"
+    path.write_text(made.plan.to_json())
+    for plan in (made.plan, str(path)):
+        with pytest.warns(UnmatchedPlanWarning, match="1 nodes of the plan .* have products in float8, and here in 16"):
+            autocastfx.convert(model, x, dtype=LOW, plan=plan)
+        again = convert(model, x, plan=plan)
+        assert planned(again) == planned(made)
+
+
+class Offset(nn.Module):
+    """A product whose bias has a row for each row of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(32, 16)), nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def test_a_bias_of_two_dimensions_is_no_bias() -> None:
+    lists = OpList.of({"extends": "bfloat16", "float8": [{"ops": ["addmm"]}]})
+    with pytest.warns(UnmatchedRuleWarning, match="self has 2 dimensions, not 1"):
+        convert(Offset(), torch.ones(16, 32), lists=lists)
 
 
 # -- weights quantised once an update ---------------------------------------------------------------------------------

@@ -158,3 +158,15 @@ def test_a_difference_is_shown_in_a_line() -> None:
     found = autocastfx.diff(plan, plan)
     assert repr(found) == f"PlanDiff({'; '.join(found.summary)})"
     assert len(repr(found)) < 300
+
+
+def test_another_place_of_a_float8_rule_moves_nothing() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.ones(16, 32)
+    part = {"path": "0", "float8": {"products": ["output"]}}
+    lists = [
+        autocastfx.OpList.of({"extends": "bfloat16", "float8": [{"ops": ["linear"]}], "modules": modules})
+        for modules in ([part], [{"path": "1", "category": "allow"}, part], [{**part, "float8": False}])
+    ]
+    plans = [autocastfx.convert(model, x, dtype="bfloat16", op_list=one).plan for one in lists]
+    assert [d.moved for d in autocastfx.diff(plans[0], plans[1]).changed if d.name == "linear"] == [False]
+    assert [d.moved for d in autocastfx.diff(plans[0], plans[2]).changed if d.name == "linear"] == [True]
