@@ -449,3 +449,18 @@ def test_a_small_model_is_updated_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     backward(optimizer, own, 0, bad=False)
     optimizer.step()
     assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(20, [[12, 8], [5]]), (13, [[12], [8, 5]]), (12, [[12], [8], [5]]), (1, [[12], [8], [5]])]
+)
+def test_a_part_holds_as_many_numbers_as_it_may(
+    most: int, sizes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SplitMasters, "most", most)
+    own, optimizer = wrapped(OPTIMIZERS["SGD foreach"], "split")
+    backward(optimizer, own, 0, bad=False)
+    optimizer.unscale_()
+    masters: Any = optimizer.masters
+    parts = masters._parts([group["params"] for group in optimizer.param_groups])
+    assert [[masters.rests[index].numel() for index in part] for part in parts] == sizes
