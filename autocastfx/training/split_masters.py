@@ -142,9 +142,9 @@ class SplitMasters(Masters):
         for index in range(len(self)):
             self._check(index)
         groups, parameters = list(optimizer.param_groups), [group["params"] for group in optimizer.param_groups]
-        parts = list(self._parts(parameters)) if _updates_each_by_itself(optimizer) else []
+        parts = list(self._parts(parameters)) if _updates_each_by_itself(optimizer) else [range(len(self))]
         if len(parts) < 2:
-            return self._step_of(range(len(self)), step)
+            return self._step_of(parts[0] if parts else (), step)
         try:
             for part in parts:
                 chosen = {id(self.masters[index]) for index in part}
@@ -169,7 +169,7 @@ class SplitMasters(Masters):
             for index in part:
                 self._split(index)
 
-    def _parts(self, parameters: Sequence[Sequence[torch.Tensor]]) -> Iterator[list[int]]:
+    def _parts(self, parameters: Sequence[Sequence[torch.Tensor]]) -> Iterator[Sequence[int]]:
         """Yield the numbers of masters to update together: those with gradients, each once."""
         masters = {id(master): index for index, master in enumerate(self.masters)}
         part, count = list[int](), 0

@@ -464,3 +464,16 @@ def test_a_part_holds_as_many_numbers_as_it_may(
     masters: Any = optimizer.masters
     parts = masters._parts([group["params"] for group in optimizer.param_groups])
     assert [[masters.rests[index].numel() for index in part] for part in parts] == sizes
+
+
+def test_a_master_without_gradient_takes_no_memory_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, optimizer = wrapped(lambda p: optim.SGD(p, lr=0.1), "split")
+    shown, show = list[int](), SplitMasters._show
+    monkeypatch.setattr(SplitMasters, "_show", lambda self, index: (shown.append(index), show(self, index)))
+    optimizer.backward(own[2].float().sum())
+    optimizer.step()
+    assert shown == [1]
+    optimizer.zero_grad()
+    backward(optimizer, own[1:2], 0, bad=False)  # of float32
+    optimizer.step()
+    assert shown == [1]
