@@ -47,6 +47,7 @@ from autocastfx.plan.ranges import Ranges
 from autocastfx.plan.sensitivity import Sensitivity
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.op_list import OpList, OpListLike, load_op_list
+from autocastfx.policy.saved import rules_of
 from autocastfx.report import conversion_warnings
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.runtime.behaviour import Difference, compare_calls, trials_of
@@ -74,6 +75,7 @@ def convert(
     recompose: bool | Sequence[str] = True,
     sensitivity: Sensitivity | str | os.PathLike[str] | None = None,
     check: bool | None = None,
+    saved: str | Sequence[Mapping[str, Any]] = "as computed",
 ) -> AmpModule:
     """Turn a float32 model into a graph whose every cast to 16 bits, and back, is a node.
 
@@ -124,6 +126,11 @@ def convert(
         sensitivity: what :func:`sensitivity` measured, or the path of its file: the plan, dumps and ``explain`` then
             tell the error that is predicted for each node and for the whole. It changes no placement; :func:`tune`
             chooses by it.
+        saved: how values are kept for backward in eager training; forward does not change. ``"as computed"``, unless
+            ``op_list`` has rules; ``"recompute"``: what cheap ops (norms, activations, dropout, casts) give again is
+            not kept, and gradients are the same to the bit; ``"low"``: float32 values in bfloat16; ``"float8"``: in
+            e4m3, with a scale for each row; or entries as under ``saved`` of an op list. :func:`tune` chooses value
+            by value. A compiler decides itself what to keep and recompute, so ``torch.compile`` ignores this.
         check: whether the captured graph, without a cast, is run beside ``model`` before anything is handed out: with
             the example inputs and with other values, forward and backward, in training and evaluation. All that it
             does must be the same: outputs, gradients, buffers, arguments that are written into, random numbers.
@@ -172,6 +179,7 @@ def convert(
         plan=plan,
         recompose=recompose,
         sensitivity=sensitivity,
+        saved=saved,
     )
     if weights == "low" and not is_given:
         raise UnsupportedError(
@@ -223,6 +231,7 @@ def _recipe(
     plan: Plan | str | Path | None,
     recompose: bool | Sequence[str],
     sensitivity: Sensitivity | str | os.PathLike[str] | None,
+    saved: str | Sequence[Mapping[str, Any]],
 ) -> Converter:
     """Read the lists, the plan and the measurements that were given: all that decides a conversion but the graph.
 
@@ -239,6 +248,8 @@ def _recipe(
         lists, calibrate, plan, recompose = load_op_list("float32"), None, None, False
     elif not follows:
         lists = replace(kept_in_float32(module, low).merged(lists), name=lists.name)
+    if (entries := rules_of(saved)) and not conversion_is_off():
+        lists = replace(lists.merged(OpList.of({"saved": entries}, name="saved")), name=lists.name)
     if own is not None:
         given = {"recompose": recompose, "calibrate": calibrate, "sensitivity": sensitivity}
         refuse_for_low_model(module, own, dtype=low, weights=weights, fold=fold, **given)

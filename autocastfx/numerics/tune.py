@@ -21,6 +21,7 @@ from autocastfx.numerics.compare import TargetDistance
 from autocastfx.numerics.float8_search import Float8Search
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction
 from autocastfx.numerics.plan_search import Budget, Limit, PlanSearch, Point
+from autocastfx.numerics.saved_choice import SavedChoice, SavedSearch, check_saved
 from autocastfx.numerics.sensitivity import Measuring, check_choices, check_fits
 from autocastfx.passes.pipeline import Converter
 from autocastfx.plan.plan import Plan, Prices
@@ -54,6 +55,7 @@ class Tuned:
         sensitivity: what was measured.
         budget: the limit that was kept, as an error or in bytes.
         options: further arguments of the conversion.
+        saved: what is kept for backward, if that was chosen, too.
     """
 
     rules: OpList
@@ -66,13 +68,15 @@ class Tuned:
     sensitivity: Sensitivity
     budget: Limit
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    saved: SavedChoice | None = None
 
     @property
     def gains(self) -> bool:
         """False if the list that was started from is as good: nothing to gain."""
         fewer = self.point.bytes < (1 - _WORTH) * self.start.bytes
         nearer = (self.point.measured or 0.0) < (1 - _WORTH) * (self.start.measured or 0.0)
-        return bool(self.rules.every_rule()) and (fewer or nearer or self.point.share > self.start.share)
+        placed = bool(self.rules.every_rule()) and (fewer or nearer or self.point.share > self.start.share)
+        return placed or (self.saved is not None and self.saved.kept < (1 - _WORTH) * self.saved.before)
 
     def convert(self, model: nn.Module, *inputs: Any, **options: Any) -> AmpModule:
         """Convert ``model`` by the tuned list; arguments as for :func:`autocastfx.convert`."""
@@ -94,6 +98,7 @@ class Tuned:
         ]
         if not self.gains:
             lines.append("nothing to gain: the list that was started from is as good.")
+        lines += [str(self.saved)] if self.saved is not None else []
         lines += [*self._bias(), *self._doubts()]
         in_float8 = any(p.share for p in self.front)
         titles = f"{'float8':>8}{'saves µs':>10}" if in_float8 else ""
@@ -154,7 +159,7 @@ class Tuned:
     def text(self) -> str:
         """Return the rules as YAML; they extend the preset that was started from, if it was one."""
         extends = f"extends: {self._preset}\n" if self._preset else ""
-        return extends + (self.rules.text() if self.rules.every_rule() else "")
+        return extends + (self.rules.text() if self.rules != OpList() else "")
 
     def save(self, path: str | Path) -> None:
         """Write an op list that :func:`convert` takes: the rules over the list that was started from.
@@ -162,7 +167,7 @@ class Tuned:
         Raises:
             OSError: the file cannot be written.
         """
-        if self._preset and self.rules.every_rule():
+        if self._preset and self.rules != OpList():
             write_whole(Path(path), self.text())
         else:
             self.op_list.save(path)
@@ -197,6 +202,7 @@ def tune(
     inputs: Inputs | None = None,
     gpu: Gpu | str = "A100",
     progress: Progress = None,
+    saved: bool | float | Budget = False,
 ) -> Tuned:
     """Find the op list that moves the fewest bytes within an error budget, for this model and these batches.
 
@@ -231,6 +237,10 @@ def tune(
         gpu: whose rates say what a float32 product costs beside bytes, and a product in float8 saves: those of an H100
             if it has no float8 products.
         progress: as for :func:`calibrate`.
+        saved: also choose how each value is kept for backward, after the placement: recomputed, in bfloat16, in float8
+            or as computed, so that the fewest bytes are kept. The gradient's error may become so many times that of
+            the placement alone (True: 1.1); or a :class:`Budget` of the whole error, or of the share of bytes kept.
+            Each form of each value is measured by a backward of its own on the batches not held out.
 
     Raises:
         SensitivityError: as for :func:`sensitivity`; there are too few batches; or no plan keeps the budget.
@@ -242,6 +252,7 @@ def tune(
     check_choices(of, probes)
     recipe = recipe_of(float8)
     check_share(share, budget, recipe)
+    saved_limit = check_saved(saved, of) if saved is not False else None
     given = list(batches_of(batches))
     if held_out < 1 or len(given) < held_out + (sensitivity is None):
         raise SensitivityError(
@@ -299,6 +310,14 @@ def tune(
         else:
             best, front = search.result(judge, limit, started)
     rules = best.rules or OpList(name="tuned")
+    choice = None
+    if saved_limit is not None:
+        with stage("choosing what is kept for backward"):
+            placed = (
+                base if rules == OpList() else converted(replace(search.converter.op_list.merged(rules), name="tuned"))
+            )
+            choice = SavedSearch(placed, given[:-held_out], loss_fn, inputs, judge, low).result(**saved_limit)
+        rules = replace(rules.merged(choice.op_list()), name="tuned")
     return Tuned(
         rules=rules,
         op_list=replace(search.converter.op_list.merged(rules), name="tuned"),
@@ -310,6 +329,7 @@ def tune(
         sensitivity=sensitivity,
         budget=limit,
         options={"dtype": low, "fold": fold},
+        saved=choice,
     )
 
 

@@ -24,6 +24,7 @@ from autocastfx.passes.float8 import UseFloat8, check_float8
 from autocastfx.passes.insert_casts import DropLossCasts, InsertCasts, MakeConditional, StoreWeights
 from autocastfx.passes.place import Placer
 from autocastfx.passes.recompose import MergeRepeated, Recompose, RecomputeAttention, WriteOutAttention
+from autocastfx.passes.saved import choose_saved
 from autocastfx.passes.state import Pass, Settings, State
 from autocastfx.passes.torch_autocast.expand import expand
 from autocastfx.passes.torch_autocast.insert_casts import Follow, InsertFollowedCasts, dispatch_of
@@ -138,6 +139,8 @@ class Converter(Settings):
         known = self.ranges.magnitudes(mode) if self.ranges is not None else {}
         effects = self.prices.sensitivity.effects_in(mode) if self.prices is not None else {}
         made = _converted(settings, graph, attributes, tensors, _Measured(known, effects), guesses, rewrites=rewrites)
+        keeps_saved = rewrites and mode != "eval" and not draft
+        trained = {name: tensor.requires_grad for name, tensor in tensors.items()}
         plan = Plan(
             *(self.low_name, device.type, self.op_list.name),
             *(tuple(made.nodes), tuple(made.casts), made.traffic),
@@ -146,6 +149,7 @@ class Converter(Settings):
             copies=tuple(_planned_copies(made.graph)),
             error=self.prices.sensitivity.error(made.effects) if self.prices is not None and made.is_measured else None,
             quantized=tuple(made.quantized),
+            saved=choose_saved(made.graph, trained, self.op_list, self.facts) if keeps_saved else (),
         )
         return ConvertedGraph(made.graph, made.attributes, plan)
 

@@ -21,6 +21,7 @@ from autocastfx.plan.sensitivity import Sensitivity, Signature, added, rms
 from autocastfx.policy.float8 import Layout, Product
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.rule import Category, ModuleRule, Rule
+from autocastfx.policy.saved import Keep
 from autocastfx.policy.yaml_tree import nearest
 
 # The cause of a node's placement as a value: a kind, and the nodes that it names.
@@ -336,6 +337,48 @@ class PlannedQuantized:
 
 
 @dataclass(frozen=True)
+class SavedSize:
+    """The bytes that a value takes in a form."""
+
+    keep: Keep
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PlannedSaved:
+    """A value that backward reads, or that others are recomputed from, and how it is kept.
+
+    Attributes:
+        name: of the node that gives it; with ``is_inside``, of the one whose kernel makes and keeps it (a mask).
+        op, module: of the node.
+        keep: its form.
+        bytes: that autograd keeps of it by itself; none if no op saves it.
+        kept: that are kept of it in this form.
+        readers: the nodes whose backward reads it.
+        because: the place of the rule, with its reason.
+        recomputes: the nodes that run again in backward to give it, in order.
+        smaller: the forms that would take fewer bytes; none for what has to stay as it is.
+    """
+
+    name: str
+    op: str
+    module: str
+    keep: Keep
+    bytes: int
+    kept: int
+    readers: tuple[str, ...] = ()
+    because: str = ""
+    recomputes: tuple[str, ...] = ()
+    is_inside: bool = False
+    smaller: tuple[SavedSize, ...] = ()
+
+    def __str__(self) -> str:
+        what = "what its kernel keeps is " if self.is_inside else ""
+        how = f"recomputed by {', '.join(self.recomputes)}" if self.recomputes else f"kept {self.keep.in_words}"
+        return f"{what}{how}, {self.kept:,} instead of {self.bytes:,} bytes: {self.because}"
+
+
+@dataclass(frozen=True)
 class Recomposed:
     """A node that stands for captured ones, or does what they did: by which pattern, and their names."""
 
@@ -374,6 +417,7 @@ class Plan:
     copies: tuple[PlannedCopy, ...] = ()
     error: float | None = None
     quantized: tuple[PlannedQuantized, ...] = ()
+    saved: tuple[PlannedSaved, ...] = ()
 
     def __str__(self) -> str:
         """The summary in a line; ``repr`` holds everything."""
@@ -433,7 +477,7 @@ class Plan:
         for node in data["nodes"]:
             del node["effect"]
         for record in (data, *data["nodes"]):
-            for key in ("error", "float8", "quantized"):  # as in plans of earlier versions
+            for key in ("error", "float8", "quantized", "saved"):  # as in plans of earlier versions
                 if record.get(key, False) in (None, []):
                     del record[key]
         return json.dumps(data, indent=1, ensure_ascii=False)

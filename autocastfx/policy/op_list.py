@@ -24,6 +24,7 @@ from autocastfx.policy import read_rules, write_list
 from autocastfx.policy.float8 import Float8Choice, Float8Rule, chosen, laid_over
 from autocastfx.policy.read_rules import ListKey, Said, keys_of, later_or_earlier, limited, stacked
 from autocastfx.policy.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
+from autocastfx.policy.saved import SavedRule, saved_rules, written
 from autocastfx.policy.write_list import Change
 from autocastfx.policy.yaml_tree import Tree, nearest, parse_file, tree_of
 
@@ -126,6 +127,13 @@ _FLOAT8 = ListKey(
     said=lambda rules: [(r.subject, f"{r.wanted} at rank {r.rank}" if r.rank else r.wanted, r.reason) for r in rules],
     over=lambda earlier, later: laid_over(earlier, later) if later else earlier,
 )
+_SAVED = ListKey(
+    "a list of entries on how values are kept for backward; of those that fit a value, the last one counts",
+    read=lambda tree: tuple(saved_rules(tree)),
+    write=written,
+    said=lambda rules: [(f"{rule.subject} (rule {i})", str(rule.keep), rule.reason) for i, rule in enumerate(rules)],
+    over=lambda earlier, later: (*earlier, *later),
+)
 _REDUCTION_DEPTH = ListKey(
     "for each op, how many elements it may reduce into one in 16 bits; a single number, or `*`, applies to all "
     "reductions, and `null` lifts a limit",
@@ -181,6 +189,7 @@ class OpList:
         conditional: the rules with a ``when`` or for one device type, by op name, conditions and device.
         modules: the rules for module paths, sorted; a later list's have the higher ranks.
         float8: the rules for products in float8, sorted; a later list's have the higher ranks.
+        saved: the rules for what is kept for backward; later ones win.
     """
 
     rules: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
@@ -190,6 +199,7 @@ class OpList:
         default_factory=dict[str, tuple[str, ...]], metadata={"key": _KEEP_ARGS}
     )
     float8: tuple[Float8Rule, ...] = field(default=(), metadata={"key": _FLOAT8})
+    saved: tuple[SavedRule, ...] = field(default=(), metadata={"key": _SAVED})
     set_dtype: frozenset[str] = field(default=frozenset(), metadata={"key": _SET_DTYPE})
     reduction_depth: Mapping[str, DepthLimit] = field(
         default_factory=dict[str, DepthLimit], metadata={"key": _REDUCTION_DEPTH}
@@ -273,6 +283,13 @@ class OpList:
         if not self.float8:
             return None
         return chosen(self.float8, set(self.names_of(op_name(node))), enclosing_modules(node), device)
+
+    def saved_of(self, node: fx.Node) -> SavedRule | None:
+        """Return the rule on how what ``node`` gives is kept for backward; None if there is none."""
+        if not self.saved:
+            return None
+        names, paths = set(self.names_of(op_name(node))), enclosing_modules(node)
+        return next((rule for rule in reversed(self.saved) if rule.covers(names, paths)), None)
 
     def depth_limit(self, op: str, *, of_group: bool) -> DepthLimit | None:
         """Return the limit for ``op``, else the one for all reductions if ``op`` is one (``of_group``), else None."""
@@ -523,7 +540,7 @@ def _best(matches: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
     return sorted((rule for fit, rule in matches if fit == most), key=_place)
 
 
-def _place(rule: Rule | ModuleRule | Float8Rule | Demand) -> tuple[str, int, int, str, str]:
+def _place(rule: Rule | ModuleRule | Float8Rule | Demand | SavedRule) -> tuple[str, int, int, str, str]:
     """Sort key: by file, then by line."""
     subject = rule.op if isinstance(rule, Demand) else rule.subject
     match rule.source:
@@ -575,6 +592,9 @@ class MatchedRules:
             if self.op_list.float8:
                 names, paths = set(self.op_list.names_of(op_name(node))), enclosing_modules(node)
                 self._matched |= {id(rule) for rule in self.op_list.float8 if rule.covers(names, paths, device)}
+            if self.op_list.saved:
+                names, paths = set(self.op_list.names_of(op_name(node))), enclosing_modules(node)
+                self._matched |= {id(rule) for rule in self.op_list.saved if rule.covers(names, paths)}
             self._ops.add(op_name(node))
             self._classes.update(module_classes(node))
             self._paths.update(enclosing_modules(node))
@@ -588,11 +608,12 @@ class MatchedRules:
         left = [r for r in own if id(r) not in self._matched and r.source not in self._decided]
         names = {name for op in self._ops for name in self.op_list.names_of(op)}
         demands = [d for d in self.op_list.demands.values() if not d.shipped and d.op not in names]
-        return tuple(self._said(rule) for rule in sorted((*left, *demands), key=_place))
+        saved = [r for r in self.op_list.saved if not r.shipped and id(r) not in self._matched]
+        return tuple(self._said(rule) for rule in sorted((*left, *demands, *saved), key=_place))
 
-    def _said(self, rule: Rule | ModuleRule | Float8Rule | Demand) -> str:
+    def _said(self, rule: Rule | ModuleRule | Float8Rule | Demand | SavedRule) -> str:
         place = f"{rule.source}: " if rule.source else ""
-        if isinstance(rule, ModuleRule) or (isinstance(rule, Float8Rule) and rule.path):
+        if isinstance(rule, ModuleRule) or (isinstance(rule, (Float8Rule, SavedRule)) and rule.path):
             if any(ModuleRule(rule.path, "keep").covers(path) for path in self._paths):
                 ops = rule.ops if isinstance(rule, ModuleRule) else (rule.op,)
                 return f"{place}none of {', '.join(ops)} runs in the modules {rule.path!r}."

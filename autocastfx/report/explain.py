@@ -10,7 +10,7 @@ from autocastfx.errors import ArgumentTypeError
 from autocastfx.plan.plan import PlannedNode, PlannedQuantized, Recomposed, select
 from autocastfx.report.dump import views_of
 from autocastfx.report.reason import Reason, Reasons
-from autocastfx.report.view import PredictedError, View, float8_clauses
+from autocastfx.report.view import PredictedError, View, float8_clauses, saved_clauses
 from autocastfx.runtime.amp_module import AmpModule
 
 
@@ -51,7 +51,7 @@ def _paragraphs(shown: View, what: str) -> Iterator[str]:
     for node in select(shown.plan, what):
         yield "\n".join(
             _lines(node, reasons.of(node), recomposed.get(node.name), shown.predicted, shown.plan.quantized)
-        )
+        ) + "".join(f"\n  for backward: {clause}." for clause in saved_clauses(node, shown.plan.saved))
 
 
 def _lines(

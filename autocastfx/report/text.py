@@ -13,6 +13,7 @@ from autocastfx.errors import ArgumentError
 from autocastfx.plan.plan import Decision, Plan, PlannedNode, Precision, Traffic, Why, joint_error
 from autocastfx.policy.float8 import Product
 from autocastfx.policy.rule import Category, ModuleRule, module_pattern
+from autocastfx.policy.saved import Keep
 from autocastfx.policy.yaml_tree import nearest
 from autocastfx.report.view import Row, View, error_cell
 
@@ -393,6 +394,7 @@ def summary(view: View) -> list[str]:
         f"casts: {len(casts)}, of which {to_dtypes}; {saturating} saturating",
         *([_copies(plan)] if plan.copies else []),
         *_float8(plan),
+        *_saved(plan),
         _moved(plan),
         *([f"predicted error of the {view.predicted.of}: {plan.error_in_words}"] if plan.error is not None else []),
         f"unlisted ops: {unlisted}",
@@ -419,6 +421,15 @@ def _float8(plan: Plan) -> Iterator[str]:
         shared = sum(len(one.readers) > 1 for one in plan.quantized)
         values = f"; values in float8: {len(plan.quantized)}, of which {shared} with several readers"
         yield f"products in float8: {count} of {of}" + (values if count else "")
+
+
+def _saved(plan: Plan) -> Iterator[str]:
+    """A line on what is kept for backward, if the list has rules on it."""
+    if plan.saved:
+        before, kept = sum(one.bytes for one in plan.saved), sum(one.kept for one in plan.saved)
+        counts = Counter(one.keep for one in plan.saved)
+        said = ", ".join(f"{counts[keep]} {keep.in_words}" for keep in Keep if counts[keep])
+        yield f"kept for backward: {kept / 1e6:.2f} MB instead of {before / 1e6:.2f}; values: {said}"
 
 
 def _moved(plan: Plan) -> str:

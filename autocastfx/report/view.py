@@ -37,6 +37,7 @@ from autocastfx.plan.plan import (
     PlannedCopy,
     PlannedNode,
     PlannedQuantized,
+    PlannedSaved,
     Precision,
 )
 from autocastfx.plan.ranges import Key
@@ -198,6 +199,11 @@ def float8_clauses(node: PlannedNode, quantized: Iterable[PlannedQuantized]) -> 
         others = [name for name in one.readers if name != node.name]
         does = f", as {', '.join(others)} {'do' if len(others) > 1 else 'does'}" if others else ""
         yield f"reads {one.name}: {one.value} by {one.layout}{does}"
+
+
+def saved_clauses(node: PlannedNode, saved: Iterable[PlannedSaved]) -> Iterator[str]:
+    """Yield how what a node gives is kept for backward, if a list has rules on it."""
+    yield from (str(one) for one in saved if one.name == node.name)
 
 
 # Find the source line that made a node in the stack trace that capture recorded.

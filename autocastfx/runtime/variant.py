@@ -27,6 +27,7 @@ from autocastfx.graph.alias import is_opaque
 from autocastfx.graph.serialize import GraphData, data_of, graph_of
 from autocastfx.plan.plan import Plan
 from autocastfx.runtime.operators.norms import compute_layer_norm, layer_norm
+from autocastfx.runtime.saved import Forms, keep_chosen, planned_form
 from autocastfx.runtime.working_copies import ATTRIBUTE, working_copies, working_copy
 
 if TYPE_CHECKING:
@@ -360,12 +361,20 @@ class Variant(nn.Module):
         """Check the attributes of ``model``, the original, from now on; with None, count them as unchanged."""
         self.first_broken = self.state.broken(model) if model is not None else self.state.unchanged
 
-    def compile_graph(self) -> None:
-        """Generate ``code`` and ``function(owner, *tensors)`` from the present graph."""
+    def compile_graph(self, forms: Forms = planned_form) -> None:
+        """Generate ``code`` and ``function(owner, *tensors)`` from the present graph.
+
+        ``forms`` gives the form of each value that the plan keeps for backward.
+        """
         self.code, traced = _compiled(self.graph)
         no_tensors = {f"{self.prefix}.{name}" for name in self._held.values() if name not in self._buffers}
         quick = quick_graph(self.graph, {*no_tensors, ATTRIBUTE})
-        self.function = traced if quick is None else _quick(traced, _compiled(quick[0])[1], quick[1])
+        if quick is not None:
+            saved = self.plan.saved
+            eager = _compiled(keep_chosen(self.graph, saved, forms))[1] if saved else traced
+            self.function = _quick(traced, eager, _compiled(keep_chosen(quick[0], saved, forms))[1], quick[1])
+        else:
+            self.function = traced
 
     def move(self, device: torch.device) -> None:
         """Move tensor creation in the graph from its present device to ``device``."""
@@ -421,13 +430,18 @@ def _compiled(graph: fx.Graph) -> tuple[str, Callable[..., tuple[Any, ...]]]:
 
 
 def _quick(
-    traced: Callable[..., tuple[Any, ...]], called: Callable[..., tuple[Any, ...]], reads: Reads
+    traced: Callable[..., tuple[Any, ...]],
+    eager: Callable[..., tuple[Any, ...]],
+    called: Callable[..., tuple[Any, ...]],
+    reads: Reads,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Return a function that runs ``called`` with the tensors read, or ``traced`` while compiling or if one is none."""
+    """Return a function that runs ``called`` with the tensors read, ``eager`` if one is none; compiled, ``traced``."""
 
     def function(owner: nn.Module, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        values = None if torch.compiler.is_compiling() else reads(owner)
-        return traced(owner, *tensors) if values is None else called(owner, *values, *tensors)
+        if torch.compiler.is_compiling():
+            return traced(owner, *tensors)
+        values = reads(owner)
+        return eager(owner, *tensors) if values is None else called(owner, *values, *tensors)
 
     function.__code__ = function.__code__.replace()  # torch.compile caches by code object: each has its own
     return function

@@ -1,0 +1,279 @@
+"""Choose value by value how backward gets what it reads: by the bytes that a form spares and the error that it adds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from autocastfx.capture.call import arguments_of
+from autocastfx.capture.leave_intact import random_numbers_kept
+from autocastfx.conversion import convert_again
+from autocastfx.errors import ArgumentError, SensitivityError
+from autocastfx.numerics.compare import TargetDistance
+from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
+from autocastfx.numerics.plan_search import Budget
+from autocastfx.plan.plan import PlannedSaved
+from autocastfx.policy.op_list import OpList
+from autocastfx.policy.saved import Keep
+from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.saved import FORMS, Form
+from autocastfx.runtime.variant import Variant
+
+_SCALE = 1024  # of a loss in float16, whose small gradients would else become zero
+_ALL: Mapping[str, str] = {"keep": Keep.RECOMPUTE.value}
+Group = tuple[str, str]  # a module path and an op: what one rule covers
+
+
+@dataclass(frozen=True)
+class SavedOption:
+    """A form for the values of an op in a module, the bytes that it spares, and the error that it adds, squared."""
+
+    group: Group
+    keep: Keep
+    spares: int
+    error: float
+
+
+@dataclass(frozen=True)
+class SavedChoice:
+    """What is kept for backward, as rules of an op list.
+
+    Attributes:
+        entries: the rules, as under ``saved`` of an op list.
+        before: bytes that autograd keeps by itself.
+        kept: bytes that are kept by the rules.
+        start: the relative error of the gradient without them, measured.
+        predicted, measured: with them.
+    """
+
+    entries: tuple[Mapping[str, Any], ...]
+    before: int
+    kept: int
+    start: float
+    predicted: float
+    measured: float
+
+    def op_list(self) -> OpList:
+        """The rules as a list."""
+        return OpList.of({"saved": list(self.entries)}, name="saved")
+
+    def __str__(self) -> str:
+        return (
+            f"kept for backward: {self.kept / 1e6:.2f} MB instead of {self.before / 1e6:.2f}; error {self.start:.2e} "
+            f"without, predicted {self.predicted:.2e}, measured {self.measured:.2e}"
+        )
+
+
+class _Trial:
+    """The form of a value in trials: as computed, unless its group is the one on trial."""
+
+    def __init__(self, group: Group, now: dict[Group, Keep]) -> None:
+        self.group, self.now = group, now
+
+    def form(self) -> Form:
+        return Form(_as_computed, self._unpack)
+
+    def _unpack(self, dtype: torch.dtype, parts: tuple[Tensor, ...]) -> Tensor:
+        keep = self.now.get(self.group)
+        return parts[0] if keep is None else FORMS[keep].unpack(dtype, FORMS[keep].pack(parts[0]))
+
+
+@dataclass
+class SavedSearch:
+    """The search for one model.
+
+    Attributes:
+        amp_model: converted with the placement that stays.
+        batches: to measure on.
+        loss_fn, inputs: as for :func:`tune`.
+        judge: measures the error on batches that were held out.
+        low: the 16-bit dtype.
+    """
+
+    amp_model: AmpModule
+    batches: Sequence[Any]
+    loss_fn: LossFunction | None
+    inputs: Inputs | None
+    judge: TargetDistance
+    low: torch.dtype
+    _now: dict[Group, Keep] = field(default_factory=dict[Group, Keep])
+
+    def result(
+        self, *, ratio: float | None = None, error: float | None = None, share: float | None = None
+    ) -> SavedChoice:
+        """Find the rules that keep the fewest bytes within an error, or add the least error within bytes.
+
+        Args:
+            ratio: the most that the error may be, by that without any rules.
+            error: the most that it may be.
+            share: the most bytes, by what autograd keeps by itself.
+
+        Raises:
+            SensitivityError: no rules keep so few bytes.
+        """
+        start = self.judge(self.amp_model, self.low)
+        base = self._converted((_ALL,))
+        sizes = self._sizes(base)
+        options = self._options(base)
+        limit = error if error is not None else math.inf if ratio is None else ratio * start
+        most = None if share is None else share * sizes[0]
+        chosen = list(_greedy(options, start, limit, sizes[1], most))
+        while True:
+            entries = _entries(_groups(base), chosen)
+            made = self._converted(entries)
+            before, kept = self._sizes(made)
+            predicted = math.sqrt(start**2 + sum(one.error for one in chosen))
+            found = SavedChoice(entries, before, kept, start, predicted, self.judge(made, self.low))
+            if found.measured <= limit or not chosen:
+                break
+            chosen = chosen[: len(chosen) * 3 // 4]  # without those that spare the fewest bytes for their error
+        if most is not None and kept > most:
+            raise SensitivityError(f"no rules keep less than {kept / before:.0%} of the bytes: ask for a larger share.")
+        return found
+
+    def _converted(self, entries: Sequence[Mapping[str, Any]]) -> AmpModule:
+        made = convert_again(self.amp_model, OpList.of({"saved": list(entries)}, name="saved"))
+        if made is None:
+            raise SensitivityError("the captured graph is not at hand: convert the model again.")
+        return made
+
+    def _variant(self, amp_model: AmpModule) -> Variant:
+        args, kwargs = arguments_of(self.batches[0] if self.inputs is None else self.inputs(self.batches[0]))
+        return amp_model._variant_for(args, kwargs)
+
+    def _sizes(self, amp_model: AmpModule) -> tuple[int, int]:
+        saved = self._variant(amp_model).plan.saved
+        return sum(one.bytes for one in saved), sum(one.kept for one in saved)
+
+    def _options(self, base: AmpModule) -> list[SavedOption]:
+        """Measure each form of each group of values, with one forward and one backward for each."""
+        groups = _groups(base)
+        errors: dict[tuple[Group, Keep], float] = {}
+        for batch in self.batches:
+            args, kwargs = arguments_of(batch if self.inputs is None else self.inputs(batch))
+            variant = base._variant_for(args, kwargs)
+            wanted = [p for p in base.parameters() if p.requires_grad]
+            with random_numbers_kept(), self._on_trial(variant, groups), torch.enable_grad():
+                loss = loss_of(base(*args, **kwargs), batch, self.loss_fn)
+                loss = loss * (_SCALE if self.low == torch.float16 else 1)
+                exact = _gradient(loss, wanted)
+                size = sum(float(g.double().square().sum()) for g in exact)
+                for group, parts in groups.items():
+                    for keep in _forms_of(parts):
+                        self._now[group] = keep
+                        moved = _gradient(loss, wanted)
+                        del self._now[group]
+                        part = sum(float((a - b).double().square().sum()) for a, b in zip(moved, exact, strict=True))
+                        errors[group, keep] = errors.get((group, keep), 0.0) + part / size / len(self.batches)
+        options: list[SavedOption] = []
+        for (group, keep), added in errors.items():
+            spares = sum(one.kept - _size_in(keep, one) for one in groups[group])
+            if spares > 0 and math.isfinite(added):
+                options.append(SavedOption(group, keep, spares, added))
+        return options
+
+    @contextmanager
+    def _on_trial(self, variant: Variant, groups: Mapping[Group, Sequence[PlannedSaved]]) -> Generator[None]:
+        of_group = {one.name: group for group, parts in groups.items() for one in parts}
+
+        def form(one: PlannedSaved) -> Form | None:
+            return _Trial(of_group[one.name], self._now).form() if one.name in of_group else None
+
+        variant.compile_graph(form)
+        try:
+            yield
+        finally:
+            variant.compile_graph()
+
+
+def _as_computed(x: Tensor) -> tuple[Tensor, ...]:
+    return (x,)
+
+
+def _gradient(loss: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
+    found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+    given = cast("Sequence[Tensor | None]", found)
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(given, wanted, strict=True)]
+
+
+def _groups(base: AmpModule) -> dict[Group, list[PlannedSaved]]:
+    """The values that are kept as computed and may be kept in other forms, by module and op.
+
+    A rule covers all values of an op in a module, so a group is left out of which some are recomputed.
+    """
+    groups: dict[Group, list[PlannedSaved]] = {}
+    mixed: set[Group] = set()
+    for variant in base.variants:
+        for one in variant.plan.saved:
+            group = (one.module, one.op)
+            if one.keep is not Keep.COMPUTED:
+                mixed.add(group)
+            elif one.smaller:
+                groups.setdefault(group, []).append(one)
+    return {group: parts for group, parts in groups.items() if group not in mixed}
+
+
+def _forms_of(parts: Sequence[PlannedSaved]) -> tuple[Keep, ...]:
+    return tuple(keep for keep in FORMS if any(size.keep is keep for one in parts for size in one.smaller))
+
+
+def _size_in(keep: Keep, one: PlannedSaved) -> int:
+    return next((size.bytes for size in one.smaller if size.keep is keep), one.kept)
+
+
+def _greedy(
+    options: Sequence[SavedOption], start: float, limit: float, kept: int, most: float | None
+) -> Iterator[SavedOption]:
+    """Yield, by bytes spared for the error added, the options that keep to a limit of the error, or reach one of bytes.
+
+    Of a value's forms the one that spares more takes the place of the other.
+    """
+    taken: dict[Group, SavedOption] = {}
+    room = limit**2 - start**2
+    for option in sorted(options, key=lambda o: o.error / o.spares):
+        before = taken.get(option.group)
+        if (before is not None and before.spares >= option.spares) or (most is not None and kept <= most):
+            continue
+        added = option.error - (before.error if before is not None else 0.0)
+        if added <= room:
+            room -= added
+            kept -= option.spares - (before.spares if before is not None else 0)
+            taken.pop(option.group, None)
+            taken[option.group] = option
+    yield from taken.values()
+
+
+def _entries(groups: Mapping[Group, object], chosen: Sequence[SavedOption]) -> tuple[Mapping[str, Any], ...]:
+    """The rules of a choice: the outer modules' first, for the last one that fits counts."""
+    keeps = {option.group: option.keep for option in chosen}
+    ops = {op for _, op in keeps}
+    entries: list[Mapping[str, Any]] = [_ALL]
+    for module, op in sorted((group for group in groups if group[1] in ops), key=lambda g: (g[0].count("."), g)):
+        keep = keeps.get((module, op), Keep.RECOMPUTE)
+        entries.append({"keep": keep.value, "ops": [op], **({"path": module} if module else {})})
+    return tuple(entries)
+
+
+def check_saved(saved: object, of: str) -> dict[str, float]:
+    """The limit that an argument ``saved`` of :func:`tune` sets, as arguments of :meth:`SavedSearch.result`.
+
+    Raises:
+        ValueError: it is none, or what is tuned has no backward.
+    """
+    if of != "gradient":
+        raise ArgumentError(
+            "saved is for training: what is kept for backward does not change the output. Leave it out."
+        )
+    if isinstance(saved, Budget):
+        return {"error": saved.error} if saved.error is not None else {"share": cast("float", saved.bytes)}
+    if saved is True:
+        return {"ratio": 1.1}
+    if isinstance(saved, (int, float)) and not isinstance(saved, bool) and 1 <= saved < math.inf:
+        return {"ratio": float(saved)}
+    raise ArgumentError(f"saved is True, a factor of the error from 1 on, or a Budget, not {saved!r}")

@@ -1,0 +1,335 @@
+"""Decide what is kept for backward: by an op list's rules, and the fewest bytes from which the rest is recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from autocastfx.graph.alias import is_opaque
+from autocastfx.graph.names import base_name, op_name
+from autocastfx.graph.node import draws_random_numbers, module_path, value
+from autocastfx.graph.sizes import concrete_sizes
+from autocastfx.passes.analysis.min_cut import Term, cheapest
+from autocastfx.plan.plan import PlannedSaved, SavedSize
+from autocastfx.policy.kernel_facts import KernelFacts
+from autocastfx.policy.op_list import OpList
+from autocastfx.policy.saved import Keep, SavedRule
+from autocastfx.runtime.saved import FORMS
+from autocastfx.runtime.working_copies import quantized_copy, working_copy
+
+_LEAST = 4096  # elements: a smaller value is not worth a call
+_DEEPEST = 6  # ops that run again one after the other: a residual stream is else summed up anew at each of its norms
+
+
+@dataclass
+class Saves:
+    """What autograd keeps of each op of a graph, found by running the graph on abstract tensors.
+
+    Attributes:
+        makers: by storage, the node that gave it first.
+        made: the tensor of each node that gives one.
+        readers: by node that made a storage, the ops whose backward reads that.
+        inside: by node, the bytes that its kernel makes and keeps.
+        written: storages that an op writes into, or may.
+        results: what nodes gave, so that no storage is freed and its number given again.
+    """
+
+    makers: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
+    made: dict[fx.Node, Tensor] = field(default_factory=dict[fx.Node, Tensor])
+    readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict[fx.Node, list[fx.Node]])
+    inside: dict[fx.Node, int] = field(default_factory=dict[fx.Node, int])
+    written: set[int] = field(default_factory=set[int])
+    results: list[Any] = field(default_factory=list[Any])
+
+    def root(self, node: fx.Node) -> fx.Node | None:
+        """The node that first gave the storage of the one tensor that ``node`` gives."""
+        made = self.made.get(node)
+        return None if made is None else self.makers.get(_storage(made))
+
+
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+class _Run(fx.Interpreter):
+    """Runs a graph on abstract tensors of the example's sizes, and records what autograd saves."""
+
+    def __init__(self, graph: fx.Graph, trained: Mapping[str, bool]) -> None:
+        super().__init__(nn.Module(), graph=graph)
+        self.extra_traceback = False
+        self.saves, self.trained, self.concrete = Saves(), trained, concrete_sizes(graph)
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "output":
+            return None
+        packed: list[Tensor] = []
+        with saved_tensors_hooks(packed.append, _as_it_is):
+            result = self._result(n)
+        saves = self.saves
+        saves.results.append(result)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                saves.makers.setdefault(_storage(leaf), n)
+        if isinstance(result, Tensor):
+            saves.made[n] = result
+        known = {_storage(x): x for x in pytree.tree_leaves((saves.results, result)) if isinstance(x, Tensor)}
+        for x in packed:
+            if _storage(x) not in known:
+                saves.inside[n] = saves.inside.get(n, 0) + x.untyped_storage().nbytes()
+                saves.results.append(x)
+                continue
+            root = saves.makers[_storage(x)]
+            readers = saves.readers.setdefault(root, [])
+            readers += [] if n in readers else [n]
+        return result
+
+    def _result(self, n: fx.Node) -> Any:
+        given = n.op in ("placeholder", "get_attr") or n.target in (working_copy, quantized_copy)
+        if not given:
+            try:
+                return super().run_node(n)
+            except Exception:  # it takes no abstract tensors: what it saves is not known, and what it writes into
+                read = pytree.tree_leaves([self.env[one] for one in n.all_input_nodes])
+                self.saves.written.update(_storage(x) for x in read if isinstance(x, Tensor))
+        trains = self.trained.get(str(n.target), False) if n.op == "get_attr" else self._reads_trained(n)
+        return pytree.tree_map_only(Tensor, lambda x: _fresh(x, trains=trains), self.concrete(value(n)))
+
+    def _reads_trained(self, n: fx.Node) -> bool:
+        leaves = pytree.tree_leaves([self.env.get(read) for read in n.all_input_nodes])
+        return any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
+
+
+def _fresh(x: Tensor, *, trains: bool) -> Tensor:
+    mode = x.fake_mode if isinstance(x, FakeTensor) else FakeTensorMode()
+    with mode:
+        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return made.requires_grad_(trains and made.is_floating_point())
+
+
+def find_saves(graph: fx.Graph, trained: Mapping[str, bool]) -> Saves:
+    """Find what autograd keeps of each op.
+
+    Args:
+        graph: rewritten, with abstract values.
+        trained: whether each parameter requires a gradient, by target.
+    """
+    run = _Run(graph, trained)
+    run.garbage_collect_values = False
+    inputs = [run._result(node) for node in graph.find_nodes(op="placeholder")]
+    with torch.enable_grad(), torch._C._DisableAutocast():
+        run.run(*inputs)
+    results = (x for x in pytree.tree_leaves(run.saves.results) if isinstance(x, Tensor))
+    run.saves.written.update(_storage(x) for x in results if x._version)
+    return run.saves
+
+
+def choose_saved(
+    graph: fx.Graph, trained: Mapping[str, bool], op_list: OpList, facts: KernelFacts
+) -> tuple[PlannedSaved, ...]:
+    """Decide how each value that backward reads is kept.
+
+    A value stays as it is if it is small, written into, given by an op of several results, or an output. Values that
+    may be recomputed are, where that keeps the fewest bytes: the minimum cut between what cannot be recomputed and what
+    backward reads.
+
+    Args:
+        graph: rewritten, with abstract values; not changed.
+        trained: whether each parameter requires a gradient, by target.
+        op_list: has the rules.
+        facts: name the ops that may run again.
+
+    Returns:
+        A part of the plan for each value that is kept in another way, in the graph's order; none if the graph runs code
+        that may do anything.
+    """
+    if not op_list.saved or any(map(is_opaque, graph.nodes)):
+        return ()
+    saves = find_saves(graph, trained)
+    rules = {node: rule for node in graph.nodes if (rule := op_list.saved_of(node)) is not None}
+    return _Choice(graph, saves, rules, facts).planned()
+
+
+class _Choice:
+    """The choice for one graph."""
+
+    def __init__(self, graph: fx.Graph, saves: Saves, rules: Mapping[fx.Node, SavedRule], facts: KernelFacts) -> None:
+        self.graph, self.saves, self.rules, self.facts = graph, saves, rules, facts
+        self.written = saves.written
+        self.outputs = {saves.root(node) for node in graph.output_node().all_input_nodes}
+        self.pinned: set[fx.Node] = set()  # not to be run again
+        self.forms = {node: self._form(node) for node in saves.made if saves.root(node) is node}
+
+    def planned(self) -> tuple[PlannedSaved, ...]:
+        """The parts of the plan."""
+        read = [node for node in self.saves.readers if self._is_large(node)]
+        there, again = self._cut(read)
+        while too_deep := self._too_deep(again):
+            self.pinned |= too_deep
+            there, again = self._cut(read)
+        parts: list[PlannedSaved] = []
+        for node in self.graph.nodes:
+            if node in self.saves.inside and self._redraws(node):
+                parts.append(self._part(node, Keep.RECOMPUTE, self.saves.inside[node], 0, (node,), is_inside=True))
+            if node not in self.forms or node not in there:
+                continue
+            readers, size = tuple(self.saves.readers.get(node, ())), self._bytes(node)
+            before = size if readers else 0
+            if node in again:
+                if readers:
+                    parts.append(self._part(node, Keep.RECOMPUTE, before, 0, readers, self._chain(node, again)))
+            elif self._is_free(node):
+                continue
+            else:
+                parts.append(self._part(node, self.forms[node], before, self._kept(node), readers))
+        return tuple(parts)
+
+    def _cut(self, read: list[fx.Node]) -> tuple[frozenset[fx.Node], set[fx.Node]]:
+        """What is there in backward, and what of that is run again, if the fewest bytes are kept."""
+        there = cheapest(map(self._term, self.saves.made), dict.fromkeys(read, True))
+        nodes = {node for node in self.saves.made if node in there}
+        return frozenset(nodes), {n for n in nodes if self._may_rerun(n) and nodes.issuperset(self._sources(n))}
+
+    def _too_deep(self, again: set[fx.Node]) -> set[fx.Node]:
+        """The first nodes of chains that are too long."""
+        depths: dict[fx.Node, int] = {}
+        for node in self.graph.nodes:
+            if node in again:
+                before = max((depths.get(read, 0) for read in self._sources(node)), default=0)
+                depths[node] = before + (not self._is_view(node))
+        return {n for n, depth in depths.items() if depth == _DEEPEST + 1 and not self._is_view(n)}
+
+    def _part(
+        self,
+        node: fx.Node,
+        keep: Keep,
+        before: int,
+        kept: int,
+        readers: tuple[fx.Node, ...],
+        again: tuple[fx.Node, ...] = (),
+        *,
+        is_inside: bool = False,
+    ) -> PlannedSaved:
+        rule = self.rules.get(node)
+        said = " ".join(filter(None, (rule.reason, f"({rule.source})" if rule.source else ""))) if rule else ""
+        said = (
+            said if keep is not Keep.COMPUTED or (rule is not None and rule.keep is keep) else self._why_computed(node)
+        )
+        return PlannedSaved(
+            *(node.name, op_name(node), module_path(node), keep, before, kept),
+            readers=tuple(reader.name for reader in readers),
+            because=said,
+            recomputes=tuple(one.name for one in again) if not is_inside else (node.name,),
+            is_inside=is_inside,
+            smaller=() if is_inside or keep is Keep.RECOMPUTE else self._smaller(node),
+        )
+
+    def _why_computed(self, node: fx.Node) -> str:
+        """Why a value is kept as computed that no rule asks for."""
+        rule = self.rules.get(node)
+        if node not in self.saves.readers:
+            return "others are recomputed from it"
+        if rule is None:
+            return "no rule covers it"
+        if node.op == "placeholder" or node in self.outputs:
+            return "an input or output of the model, which the caller has"
+        if not self._may_change(node):
+            return "it is written into, or holds no numbers to change"
+        if rule.keep is Keep.RECOMPUTE:
+            return "recomputing it would keep more bytes" if self._is_cheap(node) else f"{op_name(node)} is not cheap"
+        return f"{rule.keep.value} is not smaller"
+
+    def _form(self, node: fx.Node) -> Keep:
+        """The form in which a value that is kept is kept."""
+        rule = self.rules.get(node)
+        smaller = self._smaller(node) if rule is not None else ()
+        return next((size.keep for size in smaller if rule is not None and size.keep is rule.keep), Keep.COMPUTED)
+
+    def _smaller(self, node: fx.Node) -> tuple[SavedSize, ...]:
+        made = self.saves.made[node]
+        if not made.is_floating_point() or not self._may_change(node):
+            return ()
+        sizes = (SavedSize(k, sum(x.nbytes for x in form.pack(made.detach()))) for k, form in FORMS.items())
+        return tuple(size for size in sizes if size.bytes < made.nbytes)
+
+    def _may_change(self, node: fx.Node) -> bool:
+        made = self.saves.made[node]
+        is_computed = node.op == "call_function" and not self._is_free(node)
+        return is_computed and self._is_large(node) and node not in self.outputs and _storage(made) not in self.written
+
+    def _is_large(self, node: fx.Node) -> bool:
+        made = self.saves.made.get(node)
+        return made is not None and made.numel() >= _LEAST
+
+    def _is_free(self, node: fx.Node) -> bool:
+        """True for what is there in backward in any case: parameters, buffers and their copies."""
+        return node.op == "get_attr" or node.target in (working_copy, quantized_copy)
+
+    def _is_view(self, node: fx.Node) -> bool:
+        return self.saves.root(node) is not node
+
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        return [read for read in node.all_input_nodes if read in self.saves.made]
+
+    def _may_rerun(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or self._is_free(node) or _storage(self.saves.made[node]) in self.written:
+            return False
+        if any(_storage(self.saves.made[read]) in self.written for read in self._sources(node)):
+            return False
+        if any(isinstance(value(read), (list, tuple)) for read in node.all_input_nodes):
+            return False  # an item of several results
+        if self._is_view(node):
+            return True
+        if node in self.pinned:
+            return False
+        if draws_random_numbers(node) and not (node in self.saves.inside and self._redraws(node)):
+            return False
+        rule = self.rules.get(node)
+        return rule is not None and rule.keep is Keep.RECOMPUTE and self._is_cheap(node) and self._may_change(node)
+
+    def _is_cheap(self, node: fx.Node) -> bool:
+        return base_name(op_name(node)) in self.facts.recomputes
+
+    def _redraws(self, node: fx.Node) -> bool:
+        rule = self.rules.get(node)
+        by_rule = rule is not None and rule.keep is Keep.RECOMPUTE
+        return by_rule and draws_random_numbers(node) and self._is_cheap(node) and self._is_large(node)
+
+    def _term(self, node: fx.Node) -> Term:
+        """What it costs to have a value in backward: nothing more, if it is recomputed from others that are there."""
+        sources = tuple(self._sources(node)) if self._may_rerun(node) else ()
+        if self._is_free(node) or (self._may_rerun(node) and not sources):
+            return Term(0, (node,))
+        if self._is_view(node):
+            return Term(None, (node,), sources) if sources else Term(self._bytes(node), (node,))
+        return Term(self._kept(node), (node,), sources)
+
+    def _bytes(self, node: fx.Node) -> int:
+        return self.saves.made[node].untyped_storage().nbytes()
+
+    def _kept(self, node: fx.Node) -> int:
+        form = self.forms.get(node, Keep.COMPUTED)
+        if form is Keep.COMPUTED:
+            return self._bytes(node)
+        return next(size.bytes for size in self._smaller(node) if size.keep is form)
+
+    def _chain(self, node: fx.Node, again: set[fx.Node]) -> tuple[fx.Node, ...]:
+        """The nodes that run again to give ``node``, in order."""
+        chain: dict[fx.Node, None] = {}
+        stack = [node]
+        while stack:
+            one = stack.pop()
+            if one in again and one not in chain:
+                chain[one] = None
+                stack += self._sources(one)
+        return tuple(one for one in self.graph.nodes if one in chain)
