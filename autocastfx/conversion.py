@@ -248,7 +248,7 @@ def _recipe(
         lists, calibrate, plan, recompose = load_op_list("float32"), None, None, False
     elif not follows:
         lists = replace(kept_in_float32(module, low).merged(lists), name=lists.name)
-    if (entries := rules_of(saved)) and not conversion_is_off():
+    if saved != "as computed" and (entries := rules_of(saved)) and not conversion_is_off():
         lists = replace(lists.merged(OpList.of({"saved": entries}, name="saved")), name=lists.name)
     if own is not None:
         given = {"recompose": recompose, "calibrate": calibrate, "sensitivity": sensitivity}

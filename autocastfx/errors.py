@@ -163,7 +163,7 @@ class SkippedStepWarning(UserWarning):
 
 
 class UnmatchedRuleWarning(UserWarning):
-    """A rule of the user's own op list matched no node of the model."""
+    """A rule of the user's own op list matched no node of the model, or has no effect."""
 
 
 class UnmatchedPlanWarning(UserWarning):

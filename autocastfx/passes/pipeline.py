@@ -139,7 +139,7 @@ class Converter(Settings):
         known = self.ranges.magnitudes(mode) if self.ranges is not None else {}
         effects = self.prices.sensitivity.effects_in(mode) if self.prices is not None else {}
         made = _converted(settings, graph, attributes, tensors, _Measured(known, effects), guesses, rewrites=rewrites)
-        keeps_saved = rewrites and mode != "eval" and not draft
+        keeps_saved = self.op_list.saved and rewrites and mode != "eval" and not draft
         trained = {name: tensor.requires_grad for name, tensor in tensors.items()}
         plan = Plan(
             *(self.low_name, device.type, self.op_list.name),

@@ -129,7 +129,7 @@ _FLOAT8 = ListKey(
 )
 _SAVED = ListKey(
     "a list of entries on how values are kept for backward; of those that fit a value, the last one counts",
-    read=lambda tree: tuple(saved_rules(tree)),
+    read=lambda tree: () if tree.child("saved").is_missing else tuple(saved_rules(tree)),
     write=written,
     said=lambda rules: [(f"{rule.subject} (rule {i})", str(rule.keep), rule.reason) for i, rule in enumerate(rules)],
     over=lambda earlier, later: (*earlier, *later),
@@ -592,12 +592,15 @@ class MatchedRules:
             if self.op_list.float8:
                 names, paths = set(self.op_list.names_of(op_name(node))), enclosing_modules(node)
                 self._matched |= {id(rule) for rule in self.op_list.float8 if rule.covers(names, paths, device)}
-            if self.op_list.saved:
-                names, paths = set(self.op_list.names_of(op_name(node))), enclosing_modules(node)
-                self._matched |= {id(rule) for rule in self.op_list.saved if rule.covers(names, paths)}
             self._ops.add(op_name(node))
             self._classes.update(module_classes(node))
             self._paths.update(enclosing_modules(node))
+
+    def add_saved(self, nodes: Iterable[fx.Node]) -> None:
+        """Look at the nodes of a converted graph, whose values rules under ``saved`` are on."""
+        for node in nodes if self.op_list.saved else ():
+            names, paths = set(self.op_list.names_of(op_name(node))), enclosing_modules(node)
+            self._matched |= {id(rule) for rule in self.op_list.saved if rule.covers(names, paths)}
 
     def unmatched(self) -> tuple[str, ...]:
         """Write a sentence on each of the user's own rules and demands that matches no node, sorted by place.

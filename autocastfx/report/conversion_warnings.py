@@ -115,7 +115,14 @@ def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: Kernel
     captured = [(v.captured, v) for v in amp_model.variants if v.captured is not None]
     for capture, variant in captured:
         match_graph(matched, capture.graph, capture.attributes, variant.graph, variant.plan, facts)
-    messages = (*matched.unmatched(), *without_float8(op_list, [v.plan for _, v in captured])) if captured else ()
+    plans = [variant.plan for _, variant in captured]
+    messages = (*matched.unmatched(), *without_float8(op_list, plans)) if captured else ()
+    if op_list.saved and any(v.mode != "eval" for _, v in captured) and not any(plan.saved for plan in plans):
+        messages = (
+            *messages,
+            f"the op list {op_list.name} says how values are kept for backward, and nothing is kept otherwise: the model "
+            "trains no parameter, its values are small, or it runs code that may do anything.",
+        )
     for message in messages:
         warnings.warn(message, UnmatchedRuleWarning, stacklevel=stacklevel + 1)
 
@@ -150,3 +157,4 @@ def match_graph(
     rules = (matched.op_list.rule(other, plan.device) for other in others)
     decided = {node.decision.source for node in plan.nodes} | {rule.source for rule in rules if rule is not None}
     matched.add(plan.device, nodes, decided)
+    matched.add_saved(converted.nodes)

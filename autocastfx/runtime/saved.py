@@ -93,7 +93,7 @@ class _Packed:
 
     def __init__(self, tensor: Tensor) -> None:
         hooks = _C._autograd._top_saved_tensors_default_hooks(True)
-        self._version = tensor._version
+        self._version: int | None = tensor._version
         self._unpack: Callable[[Any], Tensor] | None = hooks[1] if hooks is not None else None
         self._held: Any = hooks[0](tensor) if hooks is not None else tensor
 
@@ -103,10 +103,10 @@ class _Packed:
         Raises:
             RuntimeError: it was written into since, as autograd says of what it saves itself.
         """
-        if self._unpack is not None:
-            return self._unpack(self._held)
+        if self._unpack is not None:  # once, which is all that torch.utils.checkpoint allows
+            self._held, self._unpack, self._version = self._unpack(self._held), None, None
         held: Tensor = self._held
-        if held._version != self._version:
+        if self._version is not None and held._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{held.dtype} of size {list(held.shape)} is at version {held._version}; expected version "
@@ -278,10 +278,12 @@ def _is_whole(x: Tensor) -> bool:
     return x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.nbytes
 
 
-def keeping(form: Form | None) -> Callable[..., KeptValue | None]:
-    """Return a function that keeps a value in ``form``."""
+def keeping(form: Form | None) -> Callable[..., Any]:
+    """Return a function that keeps a tensor in ``form``; it gives other arguments, such as sizes, as they are."""
 
-    def keep(value: Tensor) -> KeptValue | None:
+    def keep(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
         return KeptValue(value, form) if _keeps() else None
 
     return keep
@@ -385,7 +387,7 @@ def keep_chosen(graph: fx.Graph, planned: Collection[PlannedSaved], forms: Forms
         planned: the parts of the plan for the nodes of these names; there may be others.
         forms: gives the form of a value that is kept.
     """
-    return _Rewrite(graph, planned, forms).graph if planned else graph
+    return _Rewrite(graph, planned, forms).graph
 
 
 class _Rewrite:
@@ -445,8 +447,7 @@ class _Rewrite:
         is_again, is_random = node.name in self.again, node.name in self.inside
 
         def source(read: fx.Node) -> fx.Node:
-            of_tensor = isinstance(read.meta.get("val"), torch.Tensor)
-            return self._kept(read) if is_again and of_tensor else self.made[read]
+            return self._kept(read) if is_again else self.made[read]
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), source)
         like = (self.made[node.all_input_nodes[0]],) if is_random else ()

@@ -7,6 +7,7 @@ import itertools
 import operator
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from autocastfx.capture.leave_intact import keep_source
 from autocastfx.capture.python_state import Read, StateGuard
 from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.dtypes import LOW_DTYPES
-from autocastfx.errors import VariantError
+from autocastfx.errors import UnmatchedRuleWarning, VariantError
 from autocastfx.graph.alias import is_opaque
 from autocastfx.graph.serialize import GraphData, data_of, graph_of
 from autocastfx.plan.plan import Plan
@@ -370,9 +371,11 @@ class Variant(nn.Module):
         no_tensors = {f"{self.prefix}.{name}" for name in self._held.values() if name not in self._buffers}
         quick = quick_graph(self.graph, {*no_tensors, ATTRIBUTE})
         if quick is not None:
-            saved = self.plan.saved
-            eager = _compiled(keep_chosen(self.graph, saved, forms))[1] if saved else traced
-            self.function = _quick(traced, eager, _compiled(keep_chosen(quick[0], saved, forms))[1], quick[1])
+            eager, called = traced, quick[0]
+            if saved := self.plan.saved:
+                eager = _compiled(keep_chosen(self.graph, saved, forms))[1]
+                called = keep_chosen(called, saved, forms)
+            self.function = _quick(traced, eager, _compiled(called)[1], quick[1], tells=bool(saved))
         else:
             self.function = traced
 
@@ -434,17 +437,34 @@ def _quick(
     eager: Callable[..., tuple[Any, ...]],
     called: Callable[..., tuple[Any, ...]],
     reads: Reads,
+    *,
+    tells: bool,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Return a function that runs ``called`` with the tensors read, ``eager`` if one is none; compiled, ``traced``."""
+    """Return a function that runs ``called`` with the tensors read, ``eager`` if one is none; compiled, ``traced``.
+
+    With ``tells`` a compiler is told that it is to choose what is kept for backward.
+    """
 
     def function(owner: nn.Module, *tensors: torch.Tensor) -> tuple[Any, ...]:
         if torch.compiler.is_compiling():
+            if tells:
+                _tell_of_compiler()
             return traced(owner, *tensors)
         values = reads(owner)
         return eager(owner, *tensors) if values is None else called(owner, *values, *tensors)
 
     function.__code__ = function.__code__.replace()  # torch.compile caches by code object: each has its own
     return function
+
+
+@torch.compiler.assume_constant_result  # runs while torch.compile traces
+def _tell_of_compiler() -> None:
+    warnings.warn(
+        "torch.compile chooses itself what is kept for backward and what is recomputed: the rules under 'saved' have no "
+        "effect there. torch._functorch.config.activation_memory_budget sets how much it keeps.",
+        UnmatchedRuleWarning,
+        stacklevel=2,
+    )
 
 
 def _swap(old: torch.device, new: torch.device) -> Callable[[Any], Any]:

@@ -13,6 +13,7 @@ from autocastfx.policy.float8 import Product
 from autocastfx.policy.op_list import KEYS, OpList
 from autocastfx.policy.read_rules import UNLISTED_CATEGORIES
 from autocastfx.policy.rule import Category
+from autocastfx.policy.saved import KEEPS, SAVED_KEYS, Keep
 from tests.golden.yaml_reference import PAGE, page
 from tests.helpers import with_pinned_torch
 
@@ -35,6 +36,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "modules": {"modules": [{"path": "head", "category": "low"}]},
     "keep_args": {"keep_args": {"batch_norm": "weight"}},
     "float8": {"float8": [{"ops": ["linear"]}]},
+    "saved": {"saved": [{"keep": "float8"}]},
     "set_dtype": {"placement": "follow", "deny": ["softmax"], "set_dtype": ["softmax"]},
     "product_depth": {"product_depth": 16},
     "demands": {"demands": [{"ops": ["sin"], "reason": "an angle"}]},
@@ -81,6 +83,7 @@ MODULES = {
         (read_rules.MODULE_KEYS, MODULES, "modules"),
         (read_rules.DEMAND_KEYS, {"ops": ["div"], **DEMAND}, "demands"),
         (read_rules.FLOAT8_KEYS, {"ops": ["linear"], **FLOAT8}, "float8"),
+        (SAVED_KEYS, {"keep": "low", "ops": ["gelu"], "path": "layers.*", "reason": "measured"}, "saved"),
     ],
 )
 def test_each_key_of_an_entry_is_taken(words: Mapping[str, str], entry: dict[str, Any], under: str) -> None:
@@ -91,6 +94,11 @@ def test_each_key_of_an_entry_is_taken(words: Mapping[str, str], entry: dict[str
     with pytest.raises(OpListError, match="'whne' is no key of"):
         OpList.of({under: [entry]})
     del body["whne"]
+
+
+@pytest.mark.parametrize("word", KEEPS)
+def test_each_way_to_keep_a_value_is_taken(word: str) -> None:
+    assert OpList.of({"saved": [{"keep": word}]}).saved[0].keep is Keep(word)
 
 
 @pytest.mark.parametrize("word", [*read_rules.MODULE_CATEGORIES, *read_rules.CATEGORIES])

@@ -1,0 +1,298 @@
+"""What is kept for backward: forward to the bit, gradients to the bit or within the form's error, and fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import autocastfx
+from autocastfx import AmpModule
+from autocastfx.errors import UnmatchedRuleWarning
+from autocastfx.policy.saved import Keep
+from autocastfx.runtime import saved
+from benchmarks.step_counts import Saved, count
+
+EPS8 = 2**-4  # half of e4m3's step
+
+
+class Layer(nn.Module):
+    """A transformer's layer with dropout, and norms before its parts."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        scores = self.q(y) @ self.k(y).transpose(-1, -2) / 4
+        x = x + self.drop(self.o(self.drop(scores.softmax(-1)) @ self.v(y)))
+        y: Tensor = x + self.drop(self.down(functional.gelu(self.up(self.second(x)))))
+        return y
+
+
+class Layers(nn.Module):
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Images(nn.Module):
+    """Convolutions whose activations are written into, beside one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 8, 3)
+        self.norm = nn.BatchNorm2d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.relu(self.norm(self.a(x)), inplace=True)
+        x = functional.silu(self.b(x)).clone().mul_(2)
+        return self.c(x.to(memory_format=torch.channels_last)).relu().mean()
+
+
+@pytest.fixture(scope="module")
+def model() -> Layers:
+    torch.manual_seed(0)
+    return Layers().train()
+
+
+@pytest.fixture(scope="module")
+def x() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(4, 64, 32)
+
+
+def converted(model: nn.Module, x: Tensor, saved: Any = "as computed", **options: Any) -> AmpModule:
+    return autocastfx.convert(model, (x,), **{"dtype": torch.bfloat16, "saved": saved, "check": False, **options})
+
+
+def step(
+    amp_model: nn.Module, x: Tensor, call: Callable[..., Tensor] | None = None
+) -> tuple[Tensor, list[Tensor], Saved]:
+    """A loss, all gradients, and what backward holds, from the same random numbers each time."""
+    torch.manual_seed(2)
+    amp_model.zero_grad()
+    made: list[Tensor] = []
+    found = count(amp_model, [x], lambda: made.append((call or amp_model)(x))).saved()
+    made[0].backward()
+    gradients = [p.grad.clone() for p in amp_model.parameters() if p.grad is not None]
+    return made[0].detach(), gradients, found
+
+
+def distance(a: list[Tensor], b: list[Tensor]) -> float:
+    moved = sum(float((x - y).double().square().sum()) for x, y in zip(a, b, strict=True))
+    return float((moved / sum(float(y.double().square().sum()) for y in b)) ** 0.5)
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# -- numerics ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["cast", "cached"])
+def test_what_is_recomputed_is_the_same_to_the_bit(model: Layers, x: Tensor, weights: str) -> None:
+    before = step(converted(model, x, weights=weights), x)
+    after = step(converted(model, x, "recompute", weights=weights), x)
+    assert torch.equal(before[0], after[0])
+    assert equal(before[1], after[1])
+    assert after[2].activations < 0.5 * before[2].activations
+
+
+@pytest.mark.parametrize("saved", ["low", "float8"])
+def test_fewer_bits_change_gradients_alone(model: Layers, x: Tensor, saved: str) -> None:
+    before, after = step(converted(model, x), x), step(converted(model, x, saved), x)
+    assert torch.equal(before[0], after[0])
+    assert 0 < distance(after[1], before[1]) < (EPS8 if saved == "float8" else 2**-8)
+    assert after[2].activations < before[2].activations
+
+
+def test_random_numbers_go_on_as_without_it(model: Layers, x: Tensor) -> None:
+    states = []
+    for saved in ("as computed", "recompute"):
+        step(converted(model, x, saved), x)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_what_is_written_into_stays(x: Tensor) -> None:
+    torch.manual_seed(0)
+    images, batch = Images().train(), torch.randn(8, 3, 12, 12)
+    before = step(converted(images, batch), batch)
+    for keep in ("recompute", "low", "float8"):
+        loss, gradients, _ = step(converted(images, batch, keep), batch)
+        assert torch.equal(loss, before[0])
+        assert equal(gradients, before[1]) == (keep != "float8")  # whose values are all 16-bit here
+        assert distance(gradients, before[1]) < EPS8
+
+
+def test_float8_has_a_scale_for_each_row() -> None:
+    value = torch.tensor([[1e-6, 2e-6, -3e-6, 0.0], [5.0, -7.0, 300.0, 1e4]])
+    form = saved.FORMS[Keep.FLOAT8]
+    restored = form.unpack(value.dtype, form.pack(value))
+    assert (restored[0] - value[0]).abs().max() <= EPS8 * value[0].abs().max()
+    torch.testing.assert_close(restored[1, 2:], value[1, 2:], rtol=EPS8, atol=0)
+    assert form.unpack(value.dtype, form.pack(torch.zeros(2, 4))).equal(torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8), (2, 4, 3, 8)])
+def test_strides_stay(shape: tuple[int, ...]) -> None:
+    value = torch.randn(shape)
+    for layout in (value, value.transpose(0, -1), value.flip(0)):
+        for keep, form in saved.FORMS.items():
+            assert form.unpack(layout.dtype, form.pack(layout)).stride() == layout.stride(), keep
+
+
+# -- beside other users of autograd's hooks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saved", ["recompute", "float8"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(model: Layers, x: Tensor, saved: str, reentrant: bool) -> None:
+    amp_model, x = converted(model, x, saved), x.clone().requires_grad_()
+    plain = step(amp_model, x)
+    checked = step(amp_model, x, lambda x: checkpoint(amp_model, x, use_reentrant=reentrant))
+    assert torch.equal(plain[0], checked[0])
+    assert equal(plain[1], checked[1])
+    assert checked[2].activations < 0.1 * plain[2].activations
+
+
+def test_save_on_cpu(model: Layers, x: Tensor) -> None:
+    amp_model = converted(model, x, "float8")
+    plain = step(amp_model, x)
+
+    def call(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            made: Tensor = amp_model(x)
+            return made
+
+    assert equal(step(amp_model, x, call)[1], plain[1])
+
+
+def test_backward_twice_and_second_derivatives(model: Layers, x: Tensor) -> None:
+    amp_model, plain = converted(model.eval(), x, "recompute"), converted(model, x)
+    model.train()
+    for one in (amp_model, plain):
+        one.eval()
+    parameters = list(model.parameters())
+    found = []
+    for one in (amp_model.train(), plain.train()):
+        torch.manual_seed(3)
+        loss = one(x)
+        first = torch.autograd.grad(loss, parameters, retain_graph=True)
+        again = torch.autograd.grad(loss, parameters, create_graph=True)
+        assert equal(list(first), list(again))
+        second = torch.autograd.grad(sum(g.square().sum() for g in again), parameters, allow_unused=True)
+        found.append([g for g in second if g is not None])
+    assert equal(*found)
+
+
+def test_a_weight_that_was_written_into_is_told(model: Layers, x: Tensor) -> None:
+    amp_model = converted(model, x, "recompute")
+    loss = amp_model(x)
+    with torch.no_grad():
+        model.layers[0].first.weight.add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_without_gradients_nothing_is_kept(model: Layers, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    amp_model = converted(model, x, "recompute")
+    monkeypatch.setattr(saved, "KeptValue", None)
+    monkeypatch.setattr(saved, "Recomputed", None)
+    with torch.no_grad():
+        amp_model(x)
+    torch.func.functional_call(amp_model.eval(), {}, (x,)).backward()  # nothing is prepared in eval
+    amp_model.train()
+
+
+def test_transforms(model: Layers, x: Tensor) -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).train()
+    x = torch.randn(128, 64)
+    found = []
+    for keep in ("as computed", "recompute"):
+        amp_model = converted(layer, x, keep)
+        values = {name: p.detach() for name, p in amp_model.named_parameters()}
+        found.append(
+            torch.func.grad(lambda values, amp=amp_model: torch.func.functional_call(amp, values, (x,)).sum())(values)
+        )
+    assert equal(list(found[0].values()), list(found[1].values()))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_keep_the_same(model: Layers, x: Tensor, copied: Callable[[AmpModule], AmpModule]) -> None:
+    amp_model = converted(model, x, "recompute")
+    before, after = step(amp_model, x), step(copied(amp_model), x)
+    assert equal(before[1], after[1])
+    assert before[2] == after[2]
+
+
+def test_a_frozen_part_saves_nothing(x: Tensor) -> None:
+    torch.manual_seed(0)
+    frozen = Layers().train()
+    for p in frozen.layers[0].parameters():
+        p.requires_grad_(False)
+    before, after = step(converted(frozen, x), x), step(converted(frozen, x, "recompute"), x)
+    assert equal(before[1], after[1])
+    assert after[2].activations < before[2].activations
+
+
+def test_a_parametrized_weight_keeps_the_same_bytes(x: Tensor) -> None:
+    torch.manual_seed(0)
+    wrapped = Layers(1).train()
+    nn.utils.parametrizations.weight_norm(wrapped.layers[0].up)
+    before, after = step(converted(wrapped, x), x), step(converted(wrapped, x, "recompute"), x)
+    assert equal(before[1], after[1])
+    assert after[2].activations < 0.6 * before[2].activations
+
+
+def test_a_compiler_is_told_that_it_chooses(model: Layers, x: Tensor) -> None:
+    amp_model = converted(model, x, "recompute")
+    with pytest.warns(UnmatchedRuleWarning, match="torch.compile chooses itself what is kept"):
+        torch.compile(amp_model, backend="eager")(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(converted(model, x), backend="eager")(x)
+
+
+# -- planted faults ---------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_row_scale_is_seen(model: Layers, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = saved.FORMS[Keep.FLOAT8]
+    wrong = saved.Form(lambda v: (form.pack(v)[0], form.pack(v)[1].roll(1, 0)), form.unpack)
+    monkeypatch.setitem(saved.FORMS, Keep.FLOAT8, wrong)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        test_fewer_bits_change_gradients_alone(model, x, "float8")
+
+
+def test_another_dropout_mask_is_seen(model: Layers, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved, "_set_random_state", lambda device, state: None)
+    with pytest.raises(AssertionError):
+        test_what_is_recomputed_is_the_same_to_the_bit(model, x, "cast")
+
+
+def test_a_value_of_another_row_is_seen(model: Layers, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    restore = saved.Recomputed.restore
+    monkeypatch.setattr(saved.Recomputed, "restore", lambda self: restore(self).roll(1, 0))
+    with pytest.raises(AssertionError):
+        test_what_is_recomputed_is_the_same_to_the_bit(model, x, "cast")
