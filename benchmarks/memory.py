@@ -1,6 +1,7 @@
 """Count bytes: those that a training forward saves for backward, at full size, or those of each parameter in training.
 
     python -m benchmarks.memory [--models "GPT-2 b8 s1024"] [--policies "float32;float16 half"] [--json PATH]
+    python -m benchmarks.memory --saved [--twins "GPT-2 eager"] [--rounds 6] [--json PATH]
     python -m benchmarks.memory --per-parameter [--modes "float32;float16 cached"] [--width 1024] [--json PATH]
 
 By default nothing is allocated or computed: tensors are abstract, on the meta device, and placements are for a CUDA
@@ -17,6 +18,9 @@ With ``--per-parameter`` a perceptron of ten square layers, with few activations
 fused AdamW. After the last of three steps, before gradients are dropped, the storages of all live tensors are counted,
 each once. Peaks are the most bytes that the optimizer's part of a step, and the whole step, allocate at one time, by
 the allocator's events.
+
+With ``--saved`` narrower models compute, with values kept for backward in several ways (``benchmarks/saved.py``). The
+exit status is 1 if too few models keep its limits.
 
 With ``--json`` each row is written at once; rows of the same commit are not measured again.
 """
@@ -43,14 +47,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import autocastfx
 from autocastfx import OpList
 from autocastfx.errors import UnsupportedError
-from benchmarks import training
+from benchmarks import saved, training
 from benchmarks.command import Command, verdict
 from benchmarks.models import TRAINED, FullModel
 from benchmarks.step_counts import Saved, count
 from benchmarks.store import Store
 
 FLOAT32, AUTOCAST, EXACT, KERNEL, HALF = "float32", "torch_autocast_cuda", "fold=exact", "fold=kernel", "half"
-FLOAT8 = "float8"
+FLOAT8, RECOMPUTE = "float8", "saved=recompute"
 _PRODUCTS = OpList.of({"extends": "bfloat16", "float8": [{"ops": ["linear", "addmm"], "last": False}]})
 # By policy: the arguments of convert; None is the model itself.
 POLICIES: dict[str, dict[str, Any] | None] = {
@@ -61,6 +65,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     KERNEL: {"fold": "kernel"},
     HALF: None,
     FLOAT8: {"op_list": _PRODUCTS, "dtype": torch.bfloat16},
+    RECOMPUTE: {"saved": "recompute"},
 }
 # fold="kernel" may save this many times what the other policy does: in the geometric mean, and of single models.
 MEAN_LIMIT, LIMIT = 0.82, 1.02
@@ -158,7 +163,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-_COMPARED = ((EXACT, AUTOCAST), (KERNEL, AUTOCAST), (KERNEL, HALF), (FLOAT8, EXACT))
+_COMPARED = ((EXACT, AUTOCAST), (KERNEL, AUTOCAST), (KERNEL, HALF), (FLOAT8, EXACT), (RECOMPUTE, EXACT))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -358,7 +363,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--per-parameter", action="store_true", help="count the bytes of each parameter instead")
     command.names("--modes", MODES, separator=";")
     command.number("--width", WIDTH)
-    options = command.begin(arguments)
+    command.add_argument("--saved", action="store_true", help="keep values for backward in several ways instead")
+    command.names("--twins", saved.TWINS, separator=";")
+    command.rounds(6)
+    options = command.begin(arguments, is_timed=True)
+    if options.saved:
+        kept = Store(options.json, saved.SavedRow, {"rounds": options.rounds})
+        kept.fill(options.twins, "model", lambda name: saved.measure(name, saved.TWINS[name], options.rounds, peak))
+        return verdict(saved.table(kept.rows), saved.failures(kept.rows))
     if options.per_parameter:
         parameters = Store(options.json, ParameterRow, {})
         parameters.rows.clear()  # they do not name the width

@@ -460,8 +460,8 @@ def _quick(
 @torch.compiler.assume_constant_result  # runs while torch.compile traces
 def _tell_of_compiler() -> None:
     warnings.warn(
-        "torch.compile chooses itself what is kept for backward and what is recomputed: the rules under 'saved' have no "
-        "effect there. torch._functorch.config.activation_memory_budget sets how much it keeps.",
+        "torch.compile chooses itself what is kept for backward and what is recomputed: the rules under 'saved' have "
+        "no effect there. torch._functorch.config.activation_memory_budget sets how much it keeps.",
         UnmatchedRuleWarning,
         stacklevel=2,
     )

@@ -127,8 +127,8 @@ def test_fewer_bits_change_gradients_alone(model: Layers, x: Tensor, saved: str)
 
 def test_random_numbers_go_on_as_without_it(model: Layers, x: Tensor) -> None:
     states = []
-    for saved in ("as computed", "recompute"):
-        step(converted(model, x, saved), x)
+    for keep in ("as computed", "recompute"):
+        step(converted(model, x, keep), x)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
 
