@@ -1,4 +1,4 @@
-"""The code of pages in docs runs and prints what is shown; docs/op-lists.md names every key."""
+"""The code of pages in docs runs and prints what is shown; docs/op-lists.md names every device and preset."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autocastfx import load_op_list
-from autocastfx.policy.op_list import KEYS
-from autocastfx.policy.read_rules import DEVICES, PLACEMENTS, UNLISTED
-from autocastfx.policy.rule import Category
+from autocastfx import load_op_list, presets
+from autocastfx.policy.read_rules import DEVICES
 from tests.golden.readme import FLOAT8, INTEGRATIONS, NUMERICS, OP_LISTS, PLACEMENT, TUNING, WEIGHTS, outputs, run
 
 TEXT = OP_LISTS.read_text(encoding="utf-8")
@@ -60,8 +58,7 @@ def test_the_code_of_further_pages_prints_what_is_shown(page: Path, tmp_path: Pa
 _ERROR = re.compile(r"\b\d\.\d\d?e-\d\d\b")
 
 
-def test_every_key_is_named() -> None:
-    table = TEXT.partition("## Keys")[2].partition("## Entries")[0]
-    assert set(KEYS) <= set(re.findall(r"`(\w+)`", table))
-    assert {*UNLISTED, *PLACEMENTS, *(str(c) for c in Category)} <= set(re.findall(r"`(\w+)`", table))
-    assert set(DEVICES[:4]) <= set(re.findall(r"`(\w+)`", TEXT))
+def test_every_device_and_preset_is_named() -> None:
+    assert set(DEVICES) <= set(re.findall(r"`(\w+)`", TEXT))
+    table = TEXT.partition("## Presets")[2].partition("###")[0]
+    assert set(presets()) <= set(re.findall(r"`(\w+)`", table))

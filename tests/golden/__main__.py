@@ -1,4 +1,4 @@
-"""``python -m tests.golden`` writes the kept texts, the outputs in README.md and docs, and docs/yaml-reference.md."""
+"""``python -m tests.golden`` writes the kept texts, the outputs in README.md and docs, and tables of docs/op-lists.md."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import autocastfx
 from tests.golden.decoders import KEPT as DECODERS
 from tests.golden.decoders import attentions
+from tests.golden.list_tables import filled
 from tests.golden.models import CASES, LINTS, comparable, kept, kept_lint
 from tests.golden.readme import (
     FLOAT8,
@@ -26,8 +27,6 @@ from tests.golden.readme import (
     run,
     updated,
 )
-from tests.golden.yaml_reference import PAGE
-from tests.golden.yaml_reference import page as yaml_reference
 
 
 def main() -> None:
@@ -39,8 +38,7 @@ def main() -> None:
         print(kept_lint(name))
     DECODERS.write_text(attentions(), encoding="utf-8")
     print(DECODERS)
-    PAGE.write_text(yaml_reference(), encoding="utf-8")
-    print(PAGE)
+    OP_LISTS.write_text(filled(OP_LISTS.read_text(encoding="utf-8")), encoding="utf-8")
     for page in (
         README,
         OP_LISTS,
