@@ -1,4 +1,4 @@
-"""``python -m tests.golden`` writes the kept texts, the outputs in README.md and docs, and tables of docs/op-lists.md."""
+"""``python -m tests.golden`` writes the kept texts, the outputs in README.md and docs, and the tables of op lists."""
 
 from __future__ import annotations
 
