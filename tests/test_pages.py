@@ -14,7 +14,7 @@ PAGES = (
     "tutorial",
     "how-to",
     "when-not",
-    "reasons",
+    "page",
     "training",
     "lint",
     "migrate-autocast",

@@ -17,15 +17,16 @@ from tests.golden.readme import (
     LINT,
     NUMERICS,
     OP_LISTS,
+    PAGE,
     PLACEMENT,
     README,
-    REASONS,
     TUNING,
     TUTORIAL,
     WEIGHTS,
     WHEN_NOT,
     run,
     updated,
+    without_further_packages,
 )
 
 
@@ -44,7 +45,7 @@ def main() -> None:
         OP_LISTS,
         FLOAT8,
         WEIGHTS,
-        REASONS,
+        PAGE,
         NUMERICS,
         TUNING,
         LINT,
@@ -55,8 +56,9 @@ def main() -> None:
         INTEGRATIONS,
     ):
         text = page.read_text(encoding="utf-8")
+        runs = without_further_packages(text)
         with tempfile.TemporaryDirectory() as folder:
-            page.write_text(updated(text, run(text, Path(folder))), encoding="utf-8")
+            page.write_text(updated(runs, run(runs, Path(folder))) + text[len(runs) :], encoding="utf-8")
         print(page)
 
 
