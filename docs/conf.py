@@ -25,6 +25,8 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
+# Packages that integrations import; not every environment that builds the documentation has them.
+autodoc_mock_imports = ["accelerate", "lightning", "onnx", "onnx_ir", "onnxruntime", "onnxscript"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Files of the repository's root that are pages here; links to them stay inside the documentation.
