@@ -58,8 +58,8 @@ DEMANDS: Mapping[str, str] = {
     "nothing": "removes the demand of an earlier list",
 }
 MODULE_KEYS: Mapping[str, str] = {
-    "path": "a glob of module paths (`*` and `?` inside a name, `**` for any number of names), or `re:` and a regular "
-    "expression; it must match the whole path, and covers everything that runs inside the module",
+    "path": "a glob of module paths (`*`, `?` and `[0-3]` inside a name, `**` for any number of names), or `re:` and a "
+    "regular expression; it must match the whole path, and covers everything that runs inside the module",
     "category": "a category, `low` or `float32`",
     "float8": "`false`: no product runs in float8; `true`: all do; or keys of an entry under `float8`, without `ops`",
     "reason": "text that plans, dumps and errors show",
