@@ -17,7 +17,6 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = (
     "tutorial",
     "how-to",
-    "when-not",
     "page",
     "training",
     "lint",

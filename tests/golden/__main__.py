@@ -23,7 +23,6 @@ from tests.golden.readme import (
     TUNING,
     TUTORIAL,
     WEIGHTS,
-    WHEN_NOT,
     run,
     updated,
     without_further_packages,
@@ -51,7 +50,6 @@ def main() -> None:
         LINT,
         TUTORIAL,
         HOW_TO,
-        WHEN_NOT,
         PLACEMENT,
         INTEGRATIONS,
     ):

@@ -31,7 +31,6 @@ HOW_TO = README.parent / "docs" / "how-to.md"
 PLACEMENT = README.parent / "docs" / "placement.md"
 INTEGRATIONS = README.parent / "docs" / "integrations.md"
 TUNING = README.parent / "docs" / "tuning.md"
-WHEN_NOT = README.parent / "docs" / "when-not.md"
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`([\w./]+\.yaml)`")
