@@ -5,7 +5,7 @@
 Each file of results has a table in ``benchmarks/results/tables``, with the method before it: the docstring of the
 benchmark. What GPUs measured is there in ``gpu.md``. A page of the documentation can show a table too, after a line
 ``<!-- results: NAME.json -->`` and a sentence on the machine. Between ``<!-- gpu: KIND -->`` and ``<!-- end -->`` it
-shows steps on GPUs; the kinds are "steps", and "picture" with the picture above.
+shows steps on GPUs; the kinds are "steps", a table, and "picture".
 
 Pictures are SVG, the same each time, and need the extra ``plot``. Their metadata names the source, with a digest of the
 results and of this file. Their ground is white, on dark pages too. Colours are those of Okabe and Ito, which
@@ -443,7 +443,7 @@ def updated(page: str) -> str:
 
 def _on_gpus(kind: str) -> str:
     measured = gpu_rows.read(RESULTS / "gpu")
-    found = {"steps": gpu_table.step_summary, "picture": gpu_table.step_table}[kind](measured)
+    found = {"steps": gpu_table.step_summary, "picture": gpu_table.step_cards}[kind](measured)
     return f"{GPU_PICTURE}\n\n{found}" if found and kind == "picture" else found or NO_GPU
 
 
