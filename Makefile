@@ -7,6 +7,8 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 # For `make other-torch`.
 TORCH ?= 2.15.0
+# Not in constraints.txt: each build of torch for GPUs asks for a version of its own.
+TRITON_VERSION := 3.6.0
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -105,12 +107,12 @@ unit: $(INSTALLED) browser
 
 # Triton is large, and without a GPU nothing else needs it: it stays out of .venv. Elsewhere than on Linux there is none, and
 # its tests are skipped.
-$(TRITON): constraints.txt
+$(TRITON): Makefile
 	@rm -rf .triton
 	$(call step,kernels: install Triton into .triton) { \
 	  mkdir -p .triton; \
 	  [ "$$(uname -s)" != Linux ] || \
-	    $(BIN)/python -m pip install -q --no-deps --target .triton -c constraints.txt triton; \
+	    $(BIN)/python -m pip install -q --no-deps --target .triton triton==$(TRITON_VERSION); \
 	  touch $@; \
 	}
 
@@ -141,7 +143,7 @@ integrations: $(INSTALLED) $(TRAINERS)
 other-torch:
 	$(call step,other-torch: pytest with torch $(TORCH)) { \
 	  [ -x .torch-$(TORCH)/bin/python ] || $(PYTHON) -m venv .torch-$(TORCH); \
-	  { grep -v '^torch==\|^setuptools==\|^triton==' constraints.txt; echo "torch==$(TORCH)"; } > .torch-$(TORCH)/constraints.txt; \
+	  { grep -v '^torch==\|^setuptools==' constraints.txt; echo "torch==$(TORCH)"; } > .torch-$(TORCH)/constraints.txt; \
 	  .torch-$(TORCH)/bin/python -m pip install -q -c .torch-$(TORCH)/constraints.txt -e '.[$(EXTRAS)]'; \
 	  $(ONE_THREAD) .torch-$(TORCH)/bin/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS); \
 	}

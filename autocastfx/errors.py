@@ -10,11 +10,13 @@ __all__ = [
     "ArgumentTypeError",
     "AutocastFXError",
     "BannedOpError",
+    "BisectError",
     "CalibrationError",
     "CaptureError",
     "EvaluationsError",
     "GpuError",
     "KeyPath",
+    "LossScaleError",
     "ManyVariantsWarning",
     "MissingExtraError",
     "ModelSpecError",
@@ -23,6 +25,8 @@ __all__ = [
     "OpListError",
     "PlanError",
     "ScaledGradientsWarning",
+    "SensitivityError",
+    "SkippedStepWarning",
     "Source",
     "StateWarning",
     "TextPlace",
@@ -34,7 +38,6 @@ __all__ = [
     "UnsupportedError",
     "VariantError",
     "VerifyError",
-    "shown",
 ]
 
 _LONG = 256  # bits; messages do not write out longer integers

@@ -1,9 +1,11 @@
-"""Write the tables and the pictures of the documentation from the stored results.
+"""Write tables and pictures from the stored results.
 
     python -m benchmarks.report
 
-A table follows a line ``<!-- results: NAME.json -->`` and a sentence on the machine. What was measured on GPUs stands
-between ``<!-- gpu: KIND -->`` and ``<!-- end -->``; the kinds are "steps", "picture", with the steps, and "all".
+Each file of results has a table in ``benchmarks/results/tables``, with the method before it: the docstring of the
+benchmark. What GPUs measured is there in ``gpu.md``. A page of the documentation can show a table too, after a line
+``<!-- results: NAME.json -->`` and a sentence on the machine. Between ``<!-- gpu: KIND -->`` and ``<!-- end -->`` it
+shows steps on GPUs; the kinds are "steps", a table, and "picture".
 
 Pictures are SVG, the same each time, and need the extra ``plot``. Their metadata names the source, with a digest of the
 results and of this file. Their ground is white, on dark pages too. Colours are those of Okabe and Ito, which
@@ -12,6 +14,7 @@ colour-blind people tell apart, and each side has a marker of its own besides.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import io
 import json
@@ -51,35 +54,55 @@ if TYPE_CHECKING:
 README = Path(__file__).resolve().parents[1] / "README.md"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 IMAGES = DOCS / "images"
-NAMES = ("benchmark-tables", "benchmarks", "float8", "placement", "precision", "tuning")
-PAGES = (README, *(DOCS / f"{name}.md" for name in NAMES))
 RESULTS = Path(__file__).resolve().parent / "results"
-# By file: what a row is, and the table that the benchmark prints.
-TABLES: dict[str, tuple[Callable[..., Any], Callable[[list[Any]], str]]] = {
-    "accuracy-cpu.json": (accuracy.Row, accuracy.table),
-    "optimizer-step-cpu.json": (optimizer_step.Row, optimizer_step.table),
-    "memory-per-parameter-cpu.json": (memory.ParameterRow, memory.parameter_table),
-    "conversion-cpu.json": (conversion.Row, conversion.table),
-    "conversion-zoo-cpu.json": (conversion.ZooRow, conversion.zoo_table),
-    "placement.json": (placement.Row, placement.table),
-    "principles-cpu.json": (principles.Row, principles.table),
-    "memory.json": (memory.Row, memory.table),
-    "memory-float8.json": (memory.Row, memory.table),
-    "float8-cpu.json": (float8.Row, float8.table),
-    "float8-training-cpu.json": (float8_training.Run, float8_training.table),
-    "train-step-cpu.json": (step_table.Row, step_table.table),
-    "train-step-default-cpu.json": (step_table.Row, step_table.table),
-    "train-step-compiled-cpu.json": (step_table.Row, step_table.compiled_table),
-    "compiled-step-cpu.json": (compiled_step.Row, compiled_step.table),
-    "packages-cpu.json": (PackageRow, packages_table.table),
-    "reach-cpu.json": (reach.Row, reach.table),
-    "tune-cpu.json": (tune_table.Row, tune_table.table),
-    "vocabulary-cpu.json": (vocabulary.Row, vocabulary.table),
-    "losses-cpu.json": (losses.Run, losses.table),
-    "inference-cpu.json": (inference.Row, inference.table),
-}
 _TABLE = re.compile(r"(<!-- results: (\S+) -->\n).*?\n```text\n.*?```\n", re.DOTALL)
-_GPU = re.compile(r"(<!-- gpu: (steps|picture|all) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+_GPU = re.compile(r"(<!-- gpu: (steps|picture) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+# Those that show a table.
+PAGES = tuple(
+    page
+    for page in (README, *sorted(DOCS.glob("*.md")))
+    if any(marker.search(page.read_text(encoding="utf-8")) for marker in (_TABLE, _GPU))
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """How a file of results becomes a table.
+
+    Attributes:
+        row: what one of its rows is.
+        write: gives the table that the benchmark prints.
+        method: the file of the benchmark, whose docstring says what was measured and what the columns are.
+    """
+
+    row: Callable[..., Any]
+    write: Callable[[list[Any]], str]
+    method: str
+
+
+TABLES: dict[str, Table] = {
+    "accuracy-cpu.json": Table(accuracy.Row, accuracy.table, "accuracy.py"),
+    "optimizer-step-cpu.json": Table(optimizer_step.Row, optimizer_step.table, "optimizer_step.py"),
+    "memory-per-parameter-cpu.json": Table(memory.ParameterRow, memory.parameter_table, "memory.py"),
+    "conversion-cpu.json": Table(conversion.Row, conversion.table, "conversion.py"),
+    "conversion-zoo-cpu.json": Table(conversion.ZooRow, conversion.zoo_table, "conversion.py"),
+    "placement.json": Table(placement.Row, placement.table, "placement.py"),
+    "principles-cpu.json": Table(principles.Row, principles.table, "principles.py"),
+    "memory.json": Table(memory.Row, memory.table, "memory.py"),
+    "memory-float8.json": Table(memory.Row, memory.table, "memory.py"),
+    "float8-cpu.json": Table(float8.Row, float8.table, "float8.py"),
+    "float8-training-cpu.json": Table(float8_training.Run, float8_training.table, "float8_training.py"),
+    "train-step-cpu.json": Table(step_table.Row, step_table.table, "train_step.py"),
+    "train-step-default-cpu.json": Table(step_table.Row, step_table.table, "train_step.py"),
+    "train-step-compiled-cpu.json": Table(step_table.Row, step_table.compiled_table, "train_step.py"),
+    "compiled-step-cpu.json": Table(compiled_step.Row, compiled_step.table, "compiled_step.py"),
+    "packages-cpu.json": Table(PackageRow, packages_table.table, "packages/__main__.py"),
+    "reach-cpu.json": Table(reach.Row, reach.table, "reach.py"),
+    "tune-cpu.json": Table(tune_table.Row, tune_table.table, "tune.py"),
+    "vocabulary-cpu.json": Table(vocabulary.Row, vocabulary.table, "vocabulary.py"),
+    "losses-cpu.json": Table(losses.Run, losses.table, "losses.py"),
+    "inference-cpu.json": Table(inference.Row, inference.table, "inference.py"),
+}
 NO_GPU = "No figure was measured on a GPU yet."
 GPU_PICTURE = """![Time of a training step on a GPU of the default, of cached weights with fold="kernel" and of pure
 half, to torch.autocast's, by model and dtype](images/gpu-step.svg)"""
@@ -383,7 +406,29 @@ PICTURES: dict[str, Picture] = {
 }
 
 
-# ---- pages -----------------------------------------------------------------------------------------------------------
+# ---- tables and pages ------------------------------------------------------------------------------------------------
+
+
+def tables() -> dict[str, str]:
+    """Return the files of ``benchmarks/results/tables`` by their name, as they follow from the stored results."""
+    found = {f"{name.removesuffix('.json')}.txt": _with_method(name) for name in TABLES if (RESULTS / name).exists()}
+    on_gpus = gpu_table.markdown(gpu_rows.read(RESULTS / "gpu"))
+    return found | ({"gpu.md": f"# Measured on GPUs\n\n{_method('gpu/__main__.py')}\n\n{on_gpus}\n"} if on_gpus else {})
+
+
+def _with_method(name: str) -> str:
+    held = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return f"{_method(TABLES[name].method)}\n\n{'-' * 80}\n{_where(held)}\n\n{_written(name, held)}\n"
+
+
+def _method(path: str) -> str:
+    """The docstring of a benchmark; it is not imported, for that may need other packages."""
+    source = (Path(__file__).parent / path).read_text(encoding="utf-8")
+    return ast.get_docstring(ast.parse(source)) or ""
+
+
+def _written(name: str, held: Mapping[str, Any]) -> str:
+    return TABLES[name].write([TABLES[name].row(**row) for row in held["rows"]])
 
 
 def updated(page: str) -> str:
@@ -391,16 +436,14 @@ def updated(page: str) -> str:
 
     def fresh(match: re.Match[str]) -> str:
         held = json.loads((RESULTS / match[2]).read_text(encoding="utf-8"))
-        kind, table = TABLES[match[2]]
-        return f"{match[1]}\n{_where(held)}\n\n```text\n{table([kind(**row) for row in held['rows']])}\n```\n"
+        return f"{match[1]}\n{_where(held)}\n\n```text\n{_written(match[2], held)}\n```\n"
 
     return _GPU.sub(lambda match: f"{match[1]}\n{_on_gpus(match[2])}\n\n{match[3]}", _TABLE.sub(fresh, page))
 
 
 def _on_gpus(kind: str) -> str:
     measured = gpu_rows.read(RESULTS / "gpu")
-    tables = {"all": gpu_table.markdown, "steps": gpu_table.step_summary, "picture": gpu_table.step_table}
-    found = tables[kind](measured)
+    found = {"steps": gpu_table.step_summary, "picture": gpu_table.step_cards}[kind](measured)
     return f"{GPU_PICTURE}\n\n{found}" if found and kind == "picture" else found or NO_GPU
 
 
@@ -442,23 +485,27 @@ def shown() -> list[str]:
 
 
 def stale() -> list[str]:
-    """Return the pages and pictures that do not match the stored results."""
+    """Return the pages, tables and pictures that do not match the stored results."""
     pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
     found = [name for name, text in pages.items() if updated(text) != text]
-    images = {name: IMAGES / name for name in shown()}
-    return found + [
-        name
-        for name, path in images.items()
-        if not path.exists() or f">{described(name)}<" not in path.read_text(encoding="utf-8")
-    ]
+    found += [name for name, text in tables().items() if _text(RESULTS / "tables" / name) != text]
+    return found + [name for name in shown() if f">{described(name)}<" not in _text(IMAGES / name)]
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def main() -> int:
-    """Write the stale pages and pictures, and name them."""
+    """Write the stale pages, tables and pictures, and name them."""
     pages = {page.name: page for page in PAGES}
+    written = tables()
+    (RESULTS / "tables").mkdir(exist_ok=True)
     for name in stale():
         if name in PICTURES:
             (IMAGES / name).write_text(drawn(name), encoding="utf-8")
+        elif name in written:
+            (RESULTS / "tables" / name).write_text(written[name], encoding="utf-8")
         else:
             pages[name].write_text(updated(pages[name].read_text(encoding="utf-8")), encoding="utf-8")
         print(f"{name}: written")

@@ -25,6 +25,8 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
+# Packages that integrations import; not every environment that builds the documentation has them.
+autodoc_mock_imports = ["accelerate", "lightning", "onnx", "onnx_ir", "onnxruntime", "onnxscript"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Files of the repository's root that are pages here; links to them stay inside the documentation.
@@ -61,6 +63,12 @@ def include_root_files(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = re.sub(r"^% include-root: (\S+)$", text_of, source[0], flags=re.MULTILINE)
 
 
+def offer_files(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Make a link to a Markdown file that is no page here one to the file itself; MyST takes other files for that."""
+    source[0] = re.sub(r"\]\((\.\./[^)#\s]+\.md)\)", r"](path:\1)", source[0])
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", include_root_files)
+    app.connect("source-read", offer_files)

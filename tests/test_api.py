@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import autocastfx
+from autocastfx import testing
 
 SOURCE = Path(autocastfx.__file__).read_text(encoding="utf-8")
 
@@ -35,6 +37,22 @@ def test_type_checkers_see_the_same_names_from_the_same_modules() -> None:
 @pytest.mark.parametrize("name", sorted(autocastfx._HOME_OF))
 def test_a_name_is_that_of_its_module(name: str) -> None:
     assert getattr(autocastfx, name) is getattr(import_module(f"autocastfx.{autocastfx._HOME_OF[name]}"), name)
+
+
+def test_the_reference_has_each_public_name_once_and_convert_first() -> None:
+    docs = Path(autocastfx.__file__).parents[1] / "docs"
+    sections = re.findall(r"^(api/\w[\w-]*)$", (docs / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(sections) == sorted(f"api/{page.stem}" for page in (docs / "api").glob("*.md"))
+    text = "".join((docs / f"{section}.md").read_text(encoding="utf-8") for section in sections)
+    shown = re.findall(r"^\.\. auto(?:class|data|exception|function):: autocastfx\.([\w.]+)$", text, re.MULTILINE)
+    assert shown[0] == "convert"
+    assert len(shown) == len({*shown})
+    optional = {name for name in shown if name.startswith("integrations.")}  # their packages may not be there
+    public = {name for name in autocastfx.__all__ if not name.startswith("_")}
+    for home in (autocastfx.errors, testing):
+        public |= {f"{home.__name__.removeprefix('autocastfx.')}.{name}" for name in home.__all__}
+    public |= {f"{home}.{name}" for home, name in autocastfx._NEW_HOME_OF.values()}
+    assert {*shown} - optional == public
 
 
 @pytest.mark.parametrize("name", sorted(autocastfx._NEW_HOME_OF))

@@ -15,6 +15,8 @@ from benchmarks import report
 from benchmarks.gpu import rows
 from benchmarks.training import DEFAULT
 
+IMAGES = report.IMAGES
+
 
 def _texts(svg: str) -> list[str]:
     """What can be read in a picture, its description first."""
@@ -25,19 +27,23 @@ def test_tables_and_pictures_belong_to_the_results_that_are_kept() -> None:
     assert report.stale() == [], "run `python -m benchmarks.report` and review what changed"
 
 
-def test_each_table_and_each_picture_is_shown_once() -> None:
-    text = "".join(page.read_text(encoding="utf-8") for page in report.PAGES)
-    for name in report.TABLES:
-        assert text.count(f"<!-- results: {name} -->") == 1
-    shown = re.findall(r"!\[([^\]]*)\]\(images/([\w-]+\.svg)\)", text)
-    assert sorted(name for _, name in shown) == sorted(report.shown())
+def test_each_result_has_a_table_and_each_picture_is_in_the_gallery() -> None:
+    kept = {path.name: path.read_text(encoding="utf-8") for path in (report.RESULTS / "tables").iterdir()}
+    assert kept == report.tables()
+    assert {f"{name.removesuffix('.json')}.txt" for name in report.TABLES} | {"gpu.md"} == kept.keys()
+    assert {path.name for path in report.PAGES} >= {"README.md", "benchmarks.md"}
+    gallery = (report.DOCS / "gallery.md").read_text(encoding="utf-8")
+    shown = re.findall(r"!\[([^\]]*)\]\(images/([\w-]+\.\w+)\)", gallery)
+    assert sorted(name for _, name in shown if name.endswith(".svg")) == sorted(report.shown())
+    assert sorted(name for _, name in shown if name.endswith(".png")) == sorted(p.name for p in IMAGES.glob("*.png"))
     assert all(len(alt) > 50 for alt, _ in shown), "who cannot see it reads what it shows"
 
 
 def test_figures_of_the_conclusions_stand_in_the_tables() -> None:
-    pages = ("benchmark-tables.md", "benchmark-archive.md")
-    tables = "".join((report.DOCS / page).read_text(encoding="utf-8") for page in pages)
-    figures = re.findall(r"\b\d+\.\d+\b", (report.DOCS / "benchmarks.md").read_text(encoding="utf-8"))
+    tables = "".join(report.tables().values()) + (report.RESULTS / "answered.md").read_text(encoding="utf-8")
+    pages = ("benchmarks", "cost")
+    text = "".join((report.DOCS / f"{page}.md").read_text(encoding="utf-8") for page in pages)
+    figures = re.findall(r"\b\d+\.\d+\b", text)
     assert len(figures) > 30
     assert {figure for figure in figures if not re.search(rf"\b{re.escape(figure)}", tables)} == set()
 
@@ -65,10 +71,12 @@ def test_what_is_stale_is_told_and_written_anew(
     held["rows"][2]["activations"] //= 2
     results.write_text(json.dumps(held))
     (tmp_path / "IMAGES" / "placement.svg").unlink()
-    assert report.stale() == ["benchmark-tables.md", "memory.svg", "placement.svg"]
+    (results.parent / "tables" / "vocabulary-cpu.txt").unlink()
+    assert report.stale() == ["memory.txt", "vocabulary-cpu.txt", "memory.svg", "placement.svg"]
     assert report.main() == 0
     assert capsys.readouterr().out.splitlines() == [
-        "benchmark-tables.md: written",
+        "memory.txt: written",
+        "vocabulary-cpu.txt: written",
         "memory.svg: written",
         "placement.svg: written",
     ]
@@ -86,22 +94,24 @@ def test_what_a_gpu_measured_becomes_tables_and_a_picture(tmp_path: Path, monkey
     monkeypatch.setattr(report, "_TABLE", re.compile("(?!)"))
     monkeypatch.setattr(report, "PICTURES", {"gpu-step.svg": report.PICTURES["gpu-step.svg"]})
     assert report.main() == 0
-    assert all(report.NO_GPU in Path(page).read_text(encoding="utf-8") for page in pages[:3])
+    with_steps = [tmp_path / "README.md", tmp_path / "benchmarks.md"]
+    assert all(report.NO_GPU in page.read_text(encoding="utf-8") for page in with_steps)
+    assert report.tables() == {}
     (tmp_path / "gpu").mkdir()
     environment = {"device": "H100", "torch": "2.11.0+cu130", "commit": "abc", "date": "2026-01-01 12:00 UTC"}
     rows.append(tmp_path / "gpu", {"card": "H100", "stage": "environment", "model": "environment", **environment})
     for side, ratio in (("torch.autocast", 1.0), (DEFAULT, 0.875)):
         row = {"stage": "eager step, BERT", "model": "BERT", "dtype": "float16", "side": side, "step_ms": 8.5}
         rows.append(tmp_path / "gpu", {"card": "H100", **row, "step_to_autocast": [0.5, ratio, 1.5]})
-    assert report.stale() == ["README.md", "benchmark-tables.md", "benchmarks.md", "gpu-step.svg"]
+    assert report.stale() == ["README.md", "benchmarks.md", "gpu.md", "gpu-step.svg"]
     assert report.main() == 0
     assert report.stale() == []
-    for page in map(Path, pages[:3]):
+    for page in (*with_steps, tmp_path / "tables" / "gpu.md"):
         text = page.read_text(encoding="utf-8")
         assert report.NO_GPU not in text
         assert "H100; torch 2.11.0+cu130, commit abc; 2026-01-01.\n" in text
-        row = "| BERT | 0.88 |" if page.name == "README.md" else "| BERT | float16 | 8.5 | 0.875 (0.500 to 1.500) |"
-        assert f"\n{row}\n" in text
+        assert ("\n| BERT | 0.88 |\n" in text) == (page.name == "README.md")
+        assert ("\n| BERT | float16 | 8.5 | 0.875 (0.500 to 1.500) |\n" in text) == (page.name == "gpu.md")
         assert ("images/gpu-step.svg" in text) == (page.name == "benchmarks.md")
     texts = _texts((tmp_path / "gpu-step.svg").read_text(encoding="utf-8"))
     assert {"BERT, float16", "training step, time, H100", DEFAULT} <= set(texts)
@@ -129,11 +139,11 @@ def test_what_is_beyond_an_axis_is_a_number() -> None:
 
 
 def test_every_command_that_is_named_exists() -> None:
-    """The archive names commands of earlier commits."""
+    """Those of questions that are answered are gone."""
     root = report.README.parent
     sources = (path for folder in ("autocastfx", "benchmarks", "tests") for path in (root / folder).rglob("*.py"))
     pages = [*root.glob("*.md"), *report.DOCS.glob("*.md"), *sources]
-    text = "".join(path.read_text(encoding="utf-8") for path in pages if path.name != "benchmark-archive.md")
+    text = "".join(path.read_text(encoding="utf-8") for path in pages)
     named = set(re.findall(r"python -m benchmarks\.([a-z_0-9]+(?:\.[a-z_0-9]+)?)", text))
     assert len(named) > 20
     files = {name: root / "benchmarks" / name.replace(".", "/") for name in named}

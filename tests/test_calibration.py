@@ -22,7 +22,6 @@ import autocastfx
 from autocastfx import OpList, Ranges, calibrate, convert, load_op_list
 from autocastfx.errors import CalibrationError, UnsupportedError
 from autocastfx.policy.rule import Category
-from tests.golden.readme import blocks, outputs, run
 from tests.helpers import Function, op_list, relative_error
 
 EPS = torch.finfo(torch.float16).eps
@@ -575,14 +574,6 @@ def test_an_autocast_region_around_it_changes_nothing() -> None:
         assert calibrate(model, data) == calibrate(model, data)
         inside = calibrate(model, data)
     assert inside == calibrate(model, data)
-
-
-def test_the_documentation_prints_what_it_shows(tmp_path: Path) -> None:
-    text = (Path(autocastfx.__file__).parents[1] / "docs" / "calibration.md").read_text(encoding="utf-8")
-    printed = run(text, tmp_path)
-    assert len(printed) == sum(b.language == "python" for b in blocks(text)) >= 2
-    for code, shown in outputs(text):
-        assert printed[code.start] == shown.text
 
 
 def test_what_is_recomposed_reaches_what_its_parts_reached() -> None:

@@ -390,8 +390,8 @@ def test_no_warning_without_a_slow_convolution(tmp_path: Path) -> None:
 # -- the pipeline -----------------------------------------------------------------------------------------------------
 
 
-def test_the_pipeline_reads_like_the_design() -> None:
-    written = (Path(__file__).parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
+def test_the_pipeline_reads_like_its_description() -> None:
+    written = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     steps = re.findall(r"^   │  (\w+(?: \w+)*)  ", written, re.MULTILINE)
     assert steps == ["capture", *(step.name for step in PIPELINE)]
 

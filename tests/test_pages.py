@@ -6,20 +6,21 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
+import autocastfx
 from tests.golden.readme import blocks, outputs, run
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = (
     "tutorial",
     "how-to",
-    "when-not",
-    "reasons",
+    "page",
     "training",
     "lint",
-    "migrate-autocast",
-    "migrate-apex",
-    "migrate-callbacks",
+    "migrate",
 )
 
 
@@ -42,3 +43,21 @@ def test_pages_are_in_the_table_of_contents_and_name_examples_that_exist(page: s
         assert (DOCS.parent / example).is_file(), example
     for target in re.findall(r"\]\((\w[\w-]+\.md)", text):
         assert (DOCS / target).is_file(), target
+
+
+@pytest.mark.parametrize("side", ["-", "+"])
+def test_both_sides_of_the_loop_that_moves_from_autocast_train(side: str) -> None:
+    (loop,) = re.findall(r"```diff\n(.*?)```", (DOCS / "migrate.md").read_text(encoding="utf-8"), re.DOTALL)
+    code = "\n".join(line[1:] for line in loop.splitlines() if line[0] in {side, " "}).replace('"cuda"', '"cpu"')
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+    x = torch.randn(256, 16)
+    labels = x[:, :4].argmax(1)
+
+    def loss_now() -> Tensor:
+        return cross_entropy(model(x), labels).detach()
+
+    names = {"torch": torch, "autocastfx": autocastfx, "cross_entropy": cross_entropy, "model": model}
+    before = loss_now()
+    exec(code, {**names, "example": x[:32], "batches": list(zip(x.split(32), labels.split(32), strict=True)) * 8})
+    assert loss_now() < 0.9 * before

@@ -128,7 +128,7 @@ def find_saves(graph: fx.Graph, trained: Mapping[str, bool]) -> Saves:
     run.garbage_collect_values = False
     inputs = [run._result(node) for node in graph.find_nodes(op="placeholder")]
     with torch.enable_grad(), torch._C._DisableAutocast():
-        run.run(*inputs)
+        run.run(*inputs, enable_io_processing=False)
     results = (x for x in pytree.tree_leaves(run.saves.results) if isinstance(x, Tensor))
     run.saves.written.update(_storage(x) for x in results if x._version)
     return run.saves

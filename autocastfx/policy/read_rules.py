@@ -29,8 +29,8 @@ from autocastfx.policy.yaml_tree import Tree, is_known, legal_op_names, nearest
 CATEGORIES: Mapping[str, str] = {
     "allow": "runs in 16 bits",
     "deny": "runs in float32, and pulls the `infer` and `clear` ops that follow it into float32",
-    "infer": "safe in 16 bits: runs there if all its floating-point inputs have 16 bits and it moves fewer bytes; "
-    "after a `deny` op it is float32",
+    "infer": "safe in 16 bits: used when all its floating-point inputs are 16-bit and that moves fewer bytes, but not "
+    "after a `deny` op",
     "clear": "moves, selects or compares values: runs in the precision of its neighbours",
     "promote": "runs in 16 bits only if all its floating-point inputs have 16 bits already",
     "keep": "runs exactly as captured",
@@ -58,8 +58,8 @@ DEMANDS: Mapping[str, str] = {
     "nothing": "removes the demand of an earlier list",
 }
 MODULE_KEYS: Mapping[str, str] = {
-    "path": "a glob of module paths (`*` and `?` inside a name, `**` for any number of names), or `re:` and a regular "
-    "expression; it must match the whole path, and covers everything that runs inside the module",
+    "path": "a glob of module paths (`*`, `?` and `[0-3]` inside a name, `**` for any number of names), or `re:` and a "
+    "regular expression; it must match the whole path, and covers everything that runs inside the module",
     "category": "a category, `low` or `float32`",
     "float8": "`false`: no product runs in float8; `true`: all do; or keys of an entry under `float8`, without `ops`",
     "reason": "text that plans, dumps and errors show",

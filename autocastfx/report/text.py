@@ -485,7 +485,7 @@ def _legends(rows: Sequence[Row], cells: Sequence[Sequence[str]]) -> Iterator[st
     if any(cell.startswith("(") and "→" in cell for line in cells for cell in line):
         yield "casts in brackets: those that an op above reads too"
     if any("[" in line[-1] for line in cells):
-        yield "why: category and [reason], then what placed it, if that is not the category or the fewest bytes moved"
+        yield "why: category, [note], and the neighbour that forced it"
     if any(row.planned is not None and row.planned.error is not None for row in rows):
         yield "error: what the 16 bits of this node, or of what it reads, are predicted to change"
     sizes = dict(pair for row in rows for pair in _SYMBOL.findall(row.shape))

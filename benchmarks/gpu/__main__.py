@@ -4,6 +4,11 @@
     python -m benchmarks.gpu --out DIR --call 2 --minutes 3.9 --resume DIR
     python -m benchmarks.gpu --out DIR --call 1 --device cpu --tiny
 
+The sides take turns in each round, after three steps to warm up, and a side's ratio is to torch.autocast's time in the
+same round: medians, with quartiles. A step is forward, backward and fused AdamW, with the copies of cached weights that
+the next step reads; CUDA events time it. In float16 torch.autocast has a ``GradScaler``, the other sides a
+``LossScalingOptimizer``; ``pure half`` has float32 masters in both dtypes. Peak memory is that of one side alone.
+
 The first call shows that all works, and measures training steps beside torch.autocast. The second one runs again what
 failed or was not reached in the first, then compiled models, kernel facts and the other tests. Without ``--call`` all
 is run. Rows are appended at once to DIR/rows.jsonl; DIR/log.txt has what stages printed. ``--resume`` leaves out what

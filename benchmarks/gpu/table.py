@@ -97,15 +97,11 @@ def short(rows: Iterable[Row], card: str, most: int) -> str:
     return "\n".join([*lines, *([f"... {left} more lines: python -m benchmarks.gpu.table DIR"] if left else [])])
 
 
-def step_table(rows: Iterable[Row]) -> str:
-    """Return the table of eager steps alone, for each card; empty if there are no such rows."""
+def step_cards(rows: Iterable[Row]) -> str:
+    """Return for each card that timed eager steps its name, the versions and the date; empty if none did."""
     held = stored.latest(rows)
-    parts: list[str] = []
-    for card in dict.fromkeys(row["card"] for row in held):
-        mine = [row for row in held if row["card"] == card and row["stage"].startswith(STEPS[0].stage)]
-        if table := _pivot(STEPS[0], mine):
-            parts += [_caption(row for row in held if row["card"] == card), table]
-    return "\n\n".join(parts)
+    timed = dict.fromkeys(row["card"] for row in held if row["stage"].startswith(STEPS[0].stage))
+    return "\n\n".join(_caption(row for row in held if row["card"] == card) for card in timed)
 
 
 def step_summary(rows: Iterable[Row]) -> str:

@@ -1,4 +1,4 @@
-"""``python -m tests.golden`` writes the kept texts, the outputs in README.md and docs, and docs/yaml-reference.md."""
+"""``python -m tests.golden`` writes the kept texts, the outputs in README.md and docs, and the tables of op lists."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import autocastfx
 from tests.golden.decoders import KEPT as DECODERS
 from tests.golden.decoders import attentions
+from tests.golden.list_tables import filled
 from tests.golden.models import CASES, LINTS, comparable, kept, kept_lint
 from tests.golden.readme import (
     FLOAT8,
@@ -16,18 +17,16 @@ from tests.golden.readme import (
     LINT,
     NUMERICS,
     OP_LISTS,
+    PAGE,
     PLACEMENT,
     README,
-    REASONS,
     TUNING,
     TUTORIAL,
     WEIGHTS,
-    WHEN_NOT,
     run,
     updated,
+    without_further_packages,
 )
-from tests.golden.yaml_reference import PAGE
-from tests.golden.yaml_reference import page as yaml_reference
 
 
 def main() -> None:
@@ -39,26 +38,25 @@ def main() -> None:
         print(kept_lint(name))
     DECODERS.write_text(attentions(), encoding="utf-8")
     print(DECODERS)
-    PAGE.write_text(yaml_reference(), encoding="utf-8")
-    print(PAGE)
+    OP_LISTS.write_text(filled(OP_LISTS.read_text(encoding="utf-8")), encoding="utf-8")
     for page in (
         README,
         OP_LISTS,
         FLOAT8,
         WEIGHTS,
-        REASONS,
+        PAGE,
         NUMERICS,
         TUNING,
         LINT,
         TUTORIAL,
         HOW_TO,
-        WHEN_NOT,
         PLACEMENT,
         INTEGRATIONS,
     ):
         text = page.read_text(encoding="utf-8")
+        runs = without_further_packages(text)
         with tempfile.TemporaryDirectory() as folder:
-            page.write_text(updated(text, run(text, Path(folder))), encoding="utf-8")
+            page.write_text(updated(runs, run(runs, Path(folder))) + text[len(runs) :], encoding="utf-8")
         print(page)
 
 

@@ -23,7 +23,7 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 OP_LISTS = README.parent / "docs" / "op-lists.md"
 FLOAT8 = README.parent / "docs" / "float8.md"
 WEIGHTS = README.parent / "docs" / "weights.md"
-REASONS = README.parent / "docs" / "reasons.md"
+PAGE = README.parent / "docs" / "page.md"
 NUMERICS = README.parent / "docs" / "numerics.md"
 LINT = README.parent / "docs" / "lint.md"
 TUTORIAL = README.parent / "docs" / "tutorial.md"
@@ -31,10 +31,10 @@ HOW_TO = README.parent / "docs" / "how-to.md"
 PLACEMENT = README.parent / "docs" / "placement.md"
 INTEGRATIONS = README.parent / "docs" / "integrations.md"
 TUNING = README.parent / "docs" / "tuning.md"
-WHEN_NOT = README.parent / "docs" / "when-not.md"
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`([\w./]+\.yaml)`")
+_NEED_MORE = re.compile(r"^## (?:Trainers|ONNX)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,23 @@ def blocks(markdown: str) -> list[Block]:
         found.append(Block(match[1], match[2], match.start(2), match.end(2), markdown[last : match.start()]))
         last = match.end()
     return found
+
+
+def section(markdown: str, title: str) -> str:
+    """The section under ``## title``, with its subsections.
+
+    :raises ValueError: where there is none.
+    """
+    for part in re.split(r"^(?=## )", markdown, flags=re.MULTILINE):
+        if part.startswith(f"## {title}\n"):
+            return part
+    raise ValueError(f"no section {title!r}")
+
+
+def without_further_packages(markdown: str) -> str:
+    """``markdown`` up to the first section whose code needs packages that only ``make integrations`` installs."""
+    found = _NEED_MORE.search(markdown)
+    return markdown[: found.start()] if found else markdown
 
 
 def outputs(markdown: str) -> Iterator[tuple[Block, Block]]:

@@ -19,7 +19,7 @@ from autocastfx import AmpModule
 from autocastfx.errors import MissingExtraError, UnsupportedError
 from autocastfx.runtime.operators.casts import saturating_cast
 from benchmarks.zoo_models import ZOO
-from tests.golden.readme import outputs, run
+from tests.golden.readme import INTEGRATIONS, outputs, run, section
 from tests.helpers import Function, sampled, unchecked
 
 pytest.importorskip("onnxruntime", reason="needs onnxruntime: make integrations")
@@ -30,7 +30,6 @@ import onnxruntime
 
 from autocastfx.integrations.onnx import export
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "onnx.md"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:float16 convolutions on a CPU:UserWarning"),
 ]
@@ -275,7 +274,7 @@ def test_nothing_of_onnx_is_imported_before_it_is_asked_for() -> None:
 
 
 def test_the_code_of_the_page_prints_what_is_shown(tmp_path: Path) -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text = section(INTEGRATIONS.read_text(encoding="utf-8"), "ONNX")
     printed, shown = run(text, tmp_path), list(outputs(text))
     assert len(shown) == text.count("```text\n") > 0
     assert {code.start: output.text for code, output in shown} == {

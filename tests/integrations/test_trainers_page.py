@@ -1,4 +1,4 @@
-"""The code of docs/trainers.md runs, and prints what is shown."""
+"""The code of docs/integrations.md on trainers runs, and prints what is shown."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.readme import outputs, run
+from tests.golden.readme import INTEGRATIONS, outputs, run, section
 
 for package in ("accelerate", "lightning", "peft"):
     pytest.importorskip(package, reason=f"needs {package}: make integrations")
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "trainers.md"
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -21,7 +20,7 @@ pytestmark = [
 
 
 def test_the_code_prints_what_is_shown(tmp_path: Path) -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text = section(INTEGRATIONS.read_text(encoding="utf-8"), "Trainers")
     printed, shown = run(text, tmp_path), list(outputs(text))
     assert len(shown) == text.count("```text\n") > 0
     assert {code.start: output.text for code, output in shown} == {

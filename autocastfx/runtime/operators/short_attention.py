@@ -18,7 +18,7 @@ from torch import Tensor
 from autocastfx.runtime.operators.casts import is_concrete
 
 aten: Any = torch.ops.aten
-# Measured (docs/benchmark-archive.md): the gain shrinks with more queries and keys; with few scores the
+# Measured (benchmarks/results/answered.md): the gain shrinks with more queries and keys; with few scores the
 # operators' overhead outweighs it.
 TOKENS, _SCORES = 160, 2**13
 
