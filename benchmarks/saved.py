@@ -126,20 +126,20 @@ def _step(amp_model: AmpModule, batch: dict[str, Tensor]) -> None:
 def table(rows: Sequence[SavedRow]) -> str:
     """Write the table to print."""
     lines = [
-        f"{'model':<16}{'kept':<13}{'MB':>9}{'of it':>7}{'peak':>7}{'error':>10}{'of it':>7}{'predicted':>11}{'time':>20}"
+        f"{'model':<16}{'kept':<13}{'MB':>9}{'of it':>7}{'peak':>7}"
+        f"{'error':>10}{'of it':>7}{'predicted':>11}{'time':>20}"
     ]
     default = {row.model: row for row in rows if row.side == DEFAULT}
     for row in rows:
         base = default[row.model]
         predicted = "" if row.predicted is None else f"{row.predicted:.2e}"
-        lines.append(
-            f"{row.model:<16}{row.side:<13}{row.kept / 1e6:>9.2f}{row.kept / base.kept:>7.2f}{row.peak / base.peak:>7.2f}"
-            f"{row.error:>10.2e}{row.error / base.error:>7.2f}{predicted:>11}{timing.spread(row.time):>20}"
-        )
+        sizes = f"{row.kept / 1e6:>9.2f}{row.kept / base.kept:>7.2f}{row.peak / base.peak:>7.2f}"
+        errors = f"{row.error:>10.2e}{row.error / base.error:>7.2f}{predicted:>11}"
+        lines.append(f"{row.model:<16}{row.side:<13}{sizes}{errors}{timing.spread(row.time):>20}")
     good = [row for row in rows if row.side == CHOSEN and _is_good(row, default[row.model])]
     lines.append(
-        f"{CHOSEN}: at most {LESS} of the bytes at {RATIO} of the error, predicted within {PREDICTED}, on {len(good)} of "
-        f"{len(default)} models"
+        f"{CHOSEN}: at most {LESS} of the bytes at {RATIO} of the error, predicted within {PREDICTED}, on {len(good)} "
+        f"of {len(default)} models"
     )
     return "\n".join(lines)
 

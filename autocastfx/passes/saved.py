@@ -70,7 +70,7 @@ class _Run(fx.Interpreter):
         if n.op == "output":
             return None
         packed: list[Tensor] = []
-        with saved_tensors_hooks(packed.append, _as_it_is):
+        with torch.enable_grad(), saved_tensors_hooks(packed.append, _as_it_is):  # a part without gradients may fail
             result = self._result(n)
         saves = self.saves
         saves.results.append(result)
@@ -127,7 +127,7 @@ def find_saves(graph: fx.Graph, trained: Mapping[str, bool]) -> Saves:
     run = _Run(graph, trained)
     run.garbage_collect_values = False
     inputs = [run._result(node) for node in graph.find_nodes(op="placeholder")]
-    with torch.enable_grad(), torch._C._DisableAutocast():
+    with torch._C._DisableAutocast():
         run.run(*inputs, enable_io_processing=False)
     results = (x for x in pytree.tree_leaves(run.saves.results) if isinstance(x, Tensor))
     run.saves.written.update(_storage(x) for x in results if x._version)
@@ -177,10 +177,12 @@ class _Choice:
         while too_deep := self._too_deep(again):
             self.pinned |= too_deep
             there, again = self._cut(read)
+        inside = {node for node in self.saves.inside if self._runs_for_inside(node, there)}
         parts: list[PlannedSaved] = []
         for node in self.graph.nodes:
-            if node in self.saves.inside and self._redraws(node):
-                parts.append(self._part(node, Keep.RECOMPUTE, self.saves.inside[node], 0, (node,), is_inside=True))
+            if node in inside:
+                kind = "drawn" if draws_random_numbers(node) else "computed"
+                parts.append(self._part(node, Keep.RECOMPUTE, self.saves.inside[node], 0, (node,), inside=kind))
             if node not in self.forms or node not in there:
                 continue
             readers, size = tuple(self.saves.readers.get(node, ())), self._bytes(node)
@@ -196,9 +198,27 @@ class _Choice:
 
     def _cut(self, read: list[fx.Node]) -> tuple[frozenset[fx.Node], set[fx.Node]]:
         """What is there in backward, and what of that is run again, if the fewest bytes are kept."""
-        there = cheapest(map(self._term, self.saves.made), dict.fromkeys(read, True))
+        terms = [*map(self._term, self.saves.made), *self._inside_terms()]
+        there = cheapest(
+            terms, dict.fromkeys([*read, *(label for term in self._inside_terms() for label in term.lows)], True)
+        )
         nodes = {node for node in self.saves.made if node in there}
         return frozenset(nodes), {n for n in nodes if self._may_rerun(n) and nodes.issuperset(self._sources(n))}
+
+    def _inside_terms(self) -> list[Term]:
+        """What it costs to keep what kernels make inside of them, or else their inputs."""
+        inside = ((n, size) for n, size in self.saves.inside.items() if self._may_run_for_inside(n))
+        return [Term(size, ((n, "inside"),), tuple(self._sources(n))) for n, size in inside if self._sources(n)]
+
+    def _may_run_for_inside(self, node: fx.Node) -> bool:
+        rule = self.rules.get(node)
+        by_rule = rule is not None and rule.keep is Keep.RECOMPUTE and self._is_cheap(node)
+        is_large = self.saves.inside[node] >= _LEAST
+        return by_rule and is_large and not draws_random_numbers(node) and not self._reads_written(node)
+
+    def _runs_for_inside(self, node: fx.Node, there: frozenset[fx.Node]) -> bool:
+        """True if what the kernel of ``node`` makes and keeps is made again in backward."""
+        return self._redraws(node) or (self._may_run_for_inside(node) and there.issuperset(self._sources(node)))
 
     def _too_deep(self, again: set[fx.Node]) -> set[fx.Node]:
         """The first nodes of chains that are too long."""
@@ -218,7 +238,7 @@ class _Choice:
         readers: tuple[fx.Node, ...],
         again: tuple[fx.Node, ...] = (),
         *,
-        is_inside: bool = False,
+        inside: str = "",
     ) -> PlannedSaved:
         rule = self.rules.get(node)
         said = " ".join(filter(None, (rule.reason, f"({rule.source})" if rule.source else ""))) if rule else ""
@@ -229,9 +249,9 @@ class _Choice:
             *(node.name, op_name(node), module_path(node), keep, before, kept),
             readers=tuple(reader.name for reader in readers),
             because=said,
-            recomputes=tuple(one.name for one in again) if not is_inside else (node.name,),
-            is_inside=is_inside,
-            smaller=() if is_inside or keep is Keep.RECOMPUTE else self._smaller(node),
+            recomputes=tuple(one.name for one in again) if not inside else (node.name,),
+            inside=inside,
+            smaller=() if inside or keep is Keep.RECOMPUTE else self._smaller(node),
         )
 
     def _why_computed(self, node: fx.Node) -> str:
@@ -284,10 +304,8 @@ class _Choice:
     def _may_rerun(self, node: fx.Node) -> bool:
         if node.op != "call_function" or self._is_free(node) or _storage(self.saves.made[node]) in self.written:
             return False
-        if any(_storage(self.saves.made[read]) in self.written for read in self._sources(node)):
-            return False
-        if any(isinstance(value(read), (list, tuple)) for read in node.all_input_nodes):
-            return False  # an item of several results
+        if self._reads_written(node) or any(isinstance(value(r), (list, tuple)) for r in node.all_input_nodes):
+            return False  # the latter is an item of several results
         if self._is_view(node):
             return True
         if node in self.pinned:
@@ -296,6 +314,9 @@ class _Choice:
             return False
         rule = self.rules.get(node)
         return rule is not None and rule.keep is Keep.RECOMPUTE and self._is_cheap(node) and self._may_change(node)
+
+    def _reads_written(self, node: fx.Node) -> bool:
+        return any(_storage(self.saves.made[read]) in self.written for read in self._sources(node))
 
     def _is_cheap(self, node: fx.Node) -> bool:
         return base_name(op_name(node)) in self.facts.recomputes

@@ -349,7 +349,7 @@ class PlannedSaved:
     """A value that backward reads, or that others are recomputed from, and how it is kept.
 
     Attributes:
-        name: of the node that gives it; with ``is_inside``, of the one whose kernel makes and keeps it (a mask).
+        name: of the node that gives it; with ``inside``, of the one whose kernel makes and keeps it.
         op, module: of the node.
         keep: its form.
         bytes: that autograd keeps of it by itself; none if no op saves it.
@@ -357,6 +357,8 @@ class PlannedSaved:
         readers: the nodes whose backward reads it.
         because: the place of the rule, with its reason.
         recomputes: the nodes that run again in backward to give it, in order.
+        inside: ``"drawn"`` if the kernel makes it of random numbers (dropout's mask), ``"computed"`` if of its inputs
+            (a loss's probabilities); empty for what a node gives.
         smaller: the forms that would take fewer bytes; none for what has to stay as it is.
     """
 
@@ -369,11 +371,11 @@ class PlannedSaved:
     readers: tuple[str, ...] = ()
     because: str = ""
     recomputes: tuple[str, ...] = ()
-    is_inside: bool = False
+    inside: str = ""
     smaller: tuple[SavedSize, ...] = ()
 
     def __str__(self) -> str:
-        what = "what its kernel keeps is " if self.is_inside else ""
+        what = "what its kernel keeps is " if self.inside else ""
         how = f"recomputed by {', '.join(self.recomputes)}" if self.recomputes else f"kept {self.keep.in_words}"
         return f"{what}{how}, {self.kept:,} instead of {self.bytes:,} bytes: {self.because}"
 

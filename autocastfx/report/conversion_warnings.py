@@ -120,8 +120,8 @@ def warn_of_unmatched_rules(amp_model: AmpModule, op_list: OpList, facts: Kernel
     if op_list.saved and any(v.mode != "eval" for _, v in captured) and not any(plan.saved for plan in plans):
         messages = (
             *messages,
-            f"the op list {op_list.name} says how values are kept for backward, and nothing is kept otherwise: the model "
-            "trains no parameter, its values are small, or it runs code that may do anything.",
+            f"the op list {op_list.name} says how values are kept for backward, and nothing is kept otherwise: the "
+            "model trains no parameter, its values are small, or it runs code that may do anything.",
         )
     for message in messages:
         warnings.warn(message, UnmatchedRuleWarning, stacklevel=stacklevel + 1)

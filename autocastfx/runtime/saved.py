@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -178,23 +179,25 @@ class Recomputed(Kept):
     def restore(self) -> Tensor:
         """Compute it again."""
         if self.state is not None:
-            return self.draw()[0]
+            return self.rerun()[0]
         args, kwargs = pytree.tree_map(_restored, (self.args, self.kwargs), is_leaf=_is_kept)
         with torch.no_grad(), _C._DisableAutocast():
             return self.call(*args, **kwargs)
 
-    def draw(self) -> tuple[Tensor, list[Tensor]]:
-        """Draw it again; also gives what autograd saves of that, the inputs and the result apart."""
+    def rerun(self) -> tuple[Tensor, list[Tensor]]:
+        """Compute it again; also gives what autograd saves of that, the inputs and the result apart."""
         args, kwargs = pytree.tree_map(_restored, (self.args, self.kwargs), is_leaf=_is_kept)
         args = pytree.tree_map_only(Tensor, _derivable, args)
         saved: list[Tensor] = []
-        now = cast("Tensor", _random_state(self.device))
+        now = _random_state(self.device) if self.state is not None else None
         try:
-            _set_random_state(self.device, cast("Tensor", self.state))
+            if self.state is not None:
+                _set_random_state(self.device, self.state)
             with torch.enable_grad(), _C._DisableAutocast(), saved_tensors_hooks(saved.append, _as_saved):
                 result = self.call(*args, **kwargs)
         finally:
-            _set_random_state(self.device, now)
+            if now is not None:
+                _set_random_state(self.device, now)
         others = {_storage(x) for x in (result, *pytree.tree_leaves(args)) if isinstance(x, Tensor)}
         return result.detach(), [x.detach() for x in saved if _storage(x) not in others]
 
@@ -308,7 +311,7 @@ def drawing_again(call: Callable[..., Tensor]) -> Callable[..., Recomputed | Non
     return redraw
 
 
-def saving(call: Callable[..., Any], *, keeps_own: bool, form: Form | None) -> Callable[..., Any]:
+def saving(call: Callable[..., Any], *, keeps_own: bool, reruns_inside: bool, form: Form | None) -> Callable[..., Any]:
     """Return a function that calls ``call`` and lets autograd hold what is kept in place of tensors.
 
     It takes tensors, what is kept of each, and what gives ``call``'s own result or what its kernel makes again; then
@@ -337,10 +340,11 @@ def saving(call: Callable[..., Any], *, keeps_own: bool, form: Form | None) -> C
 
         with saved_tensors_hooks(pack, lambda held: held.unpack()):
             result = call(*args, **kwargs)
+        known.clear()  # autograd holds ``pack``
         for one in shown:  # not before, where tensors would come into the hooks above
             one.store()
         own_kept: Any = own if own is not None else KeptValue(result, form) if keeps_own else None
-        _settle(late, result, args, own_kept if keeps_own else None, own)
+        _settle(late, result, args, own_kept if keeps_own else None, own if reruns_inside else None)
         return (result, own_kept) if keeps_own else result
 
     return save
@@ -350,16 +354,15 @@ def _settle(late: list[_Late], result: Any, args: Any, own: Any, inside: Recompu
     """Say what gives the tensors that the op saved and that are none of the values kept."""
     given = {_storage(x) for x in pytree.tree_leaves(args) if isinstance(x, Tensor)}
     made = result if isinstance(result, Tensor) and _is_whole(result) else None
-    number = 0
+    again = _Inside(inside) if inside is not None else None
     for one in late:
         x = cast("Tensor", one.tensor)
         if made is not None and own is not None and _storage(x) == _storage(made) and x.dtype == made.dtype:
             own.store()
             own.views += 1
             one.give = _View(own, x.shape, x.stride(), int(x.storage_offset()), (made.shape, made.stride())).unpack
-        elif inside is not None and inside.state is not None and not (_storage(x) in given or _is_result(x, result)):
-            one.give = _Inside(inside, number)
-            number += 1
+        elif again is not None and not (_storage(x) in given or _is_result(x, result)):
+            one.give = again.give_next()
         else:
             one.give = _Packed(x.detach())
         one.tensor = None
@@ -369,14 +372,26 @@ def _is_result(x: Tensor, result: Any) -> bool:
     return any(isinstance(y, Tensor) and _storage(x) == _storage(y) for y in pytree.tree_leaves(result))
 
 
-class _Inside(NamedTuple):
-    """A tensor that the kernel of a random op made and saved: it is drawn again."""
+class _Inside:
+    """The tensors that a kernel makes and saves: the op runs again to make them, once for all of them."""
 
-    drawn: Recomputed
-    number: int
+    def __init__(self, op: Recomputed) -> None:
+        self.op, self.count, self.left = op, 0, 0
+        self.made: list[Tensor] = []
 
-    def __call__(self) -> Tensor:
-        return self.drawn.draw()[1][self.number]
+    def give_next(self) -> Callable[[], Tensor]:
+        """Return what gives the next one of them, in the order in which they were saved."""
+        self.op.store()
+        self.count += 1
+        return partial(self._give, self.count - 1)
+
+    def _give(self, number: int) -> Tensor:
+        made = self.made
+        if not made:
+            made, self.left = self.op.rerun()[1], self.count
+        self.left -= 1
+        self.made = made if self.left > 0 else []
+        return made[number]
 
 
 def keep_chosen(graph: fx.Graph, planned: Collection[PlannedSaved], forms: Forms = planned_form) -> fx.Graph:
@@ -396,9 +411,9 @@ class _Rewrite:
     def __init__(self, graph: fx.Graph, planned: Collection[PlannedSaved], forms: Forms) -> None:
         self.forms = forms
         self.nodes = {node.name: node for node in graph.nodes}
-        self.values = {one.name: one for one in planned if not one.is_inside}
-        self.inside = {one.name for one in planned if one.is_inside}
-        self.again = {name for one in planned for name in one.recomputes if not one.is_inside}
+        self.values = {one.name: one for one in planned if not one.inside}
+        self.inside = {one.name: one.inside for one in planned if one.inside}
+        self.again = {name for one in planned for name in one.recomputes if not one.inside}
         self.reads: dict[str, list[str]] = {}
         changed = (one for one in self.values.values() if one.keep is Keep.RECOMPUTE or forms(one) is not None)
         for one in changed:
@@ -412,19 +427,20 @@ class _Rewrite:
 
     def _copied(self, node: fx.Node) -> fx.Node:
         reads = [name for name in self.reads.get(node.name, ()) if name in self.nodes]
-        is_random = node.name in self.inside
-        if node.op != "call_function" or not (reads or is_random):
+        is_inside, is_random = node.name in self.inside, self.inside.get(node.name) == "drawn"
+        if node.op != "call_function" or not (reads or is_inside):
             return self.graph.node_copy(node, self.made.__getitem__)
         keeps_own = node.name in reads or (is_random and node.name in self.again)
         others = [name for name in reads if name != node.name]
         kept = tuple(self._kept(self.nodes[name]) for name in others)
-        own = self._rerun(node) if is_random or (keeps_own and node.name in self.again) else None
+        own = self._rerun(node) if is_inside or (keeps_own and node.name in self.again) else None
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.made.__getitem__)
         values = tuple(self.made[self.nodes[name]] for name in others)
         planned = self.values.get(node.name)
         form = self.forms(planned) if planned is not None else None
         call = cast("Callable[..., Any]", node.target)
-        target = _named(saving(call, keeps_own=keeps_own, form=form), "saving", node)
+        function = saving(call, keeps_own=keeps_own, reruns_inside=is_inside, form=form)
+        target = _named(function, "saving", node)
         made = self.graph.call_function(target, (values, kept, own, *args), kwargs)
         made.meta.update(node.meta)
         if not keeps_own:
@@ -444,10 +460,11 @@ class _Rewrite:
         return self.kept[node.name]
 
     def _rerun(self, node: fx.Node) -> fx.Node:
-        is_again, is_random = node.name in self.again, node.name in self.inside
+        is_random = self.inside.get(node.name) == "drawn"
+        by_sizes = is_random and node.name not in self.again
 
         def source(read: fx.Node) -> fx.Node:
-            return self._kept(read) if is_again else self.made[read]
+            return self.made[read] if by_sizes else self._kept(read)
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), source)
         like = (self.made[node.all_input_nodes[0]],) if is_random else ()
