@@ -124,13 +124,12 @@ def test_graphs_are_told_apart_by_mode_inputs_and_device() -> None:
 def test_the_first_screen_says_how_much_runs_in_16_bits_and_why_the_rest_does_not(
     page: Browser, shown: Show, tower: autocastfx.AmpModule
 ) -> None:
-    size = {"width": 1280, "height": 887, "deviceScaleFactor": 1, "mobile": False}
-    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.viewport(1280, 887)
     try:
         page.open(shown(tower).path)
         seen = page.run(VISIBLE)
     finally:
-        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        page.whole_window()
     ops = [n for n in tower.plan.nodes if n.op in ("linear", "relu", "add", "tanh", "layer_norm")]
     low = sum(str(node.placement.run) == "low" for node in ops)
     share = re.search(r"(\d+) % of ops in bfloat16", seen)
@@ -228,8 +227,7 @@ def test_casts_of_equal_layers_are_one_row(page: Browser, shown: Show, tower: au
 def test_nothing_lies_over_the_graph(
     page: Browser, shown: Show, tower: autocastfx.AmpModule, size: tuple[int, int]
 ) -> None:
-    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
-    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    page.viewport(*size)
     try:
         page.open(shown(tower).path)
         page.click("#folds")
@@ -246,4 +244,4 @@ def test_nothing_lies_over_the_graph(
         assert page.driver.find_element("css selector", "#map").is_displayed()
         assert page.run("return document.documentElement.scrollWidth <= innerWidth")
     finally:
-        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        page.whole_window()
