@@ -103,6 +103,15 @@ class Browser:
         self.driver.find_element("css selector", "body").send_keys("/")
         self.press(words, Keys.ENTER)
 
+    def viewport(self, width: int, height: int) -> None:
+        """Show pages in so many pixels, whatever the window's frame takes."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def whole_window(self) -> None:
+        """Show pages in the window again."""
+        self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
     def colours(self, scheme: str) -> None:
         """Prefer light or dark colours."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]

@@ -11,7 +11,7 @@ from torch import fx, nn
 from autocastfx.errors import VariantError
 from autocastfx.plan.plan import Plan
 from autocastfx.report.formats import render
-from autocastfx.report.view import SourceLine, View, view_of_graph
+from autocastfx.report.view import SourceLine, View, titled, view_of_graph
 
 
 @dataclass(frozen=True)
@@ -84,5 +84,27 @@ def views_of_enabled(model: nn.Module) -> list[View] | None:
     ]
     if not views:
         raise VariantError(f"no graph of the enabled model could be converted: {outside[0]}")
+    held = {name.replace(".", "_") for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    views = [titled(one, _which(one), _held(one, held)) for one in views]
     views[0] = replace(views[0], outside=(*outside, *backend.unmatched))
     return [replace(one, model=type(model).__name__) for one in views]
+
+
+_MODES = {
+    (name, said): mode
+    for name in ("train", "training")  # the argument of dropout, and of batch norm
+    for said, mode in (("True", "train mode"), ("False", "eval mode"))
+}
+
+
+def _which(view: View) -> str:
+    """Return the number of a graph, and its mode where an op of it, such as dropout, has one."""
+    number = view.variant.replace(", captured by torch.compile", "")
+    modes = dict.fromkeys(_MODES[pair] for row in view.rows for pair in row.attributes if pair in _MODES)
+    return ", ".join([number, *(modes if len(modes) == 1 else ["mixed modes"] if modes else [])])
+
+
+def _held(view: View, held: set[str]) -> list[str]:
+    """Return the inputs that are parameters or buffers: Dynamo names them by their paths inside the frame's module."""
+    inputs = [row.name for row in view.rows if row.kind == "input"]
+    return [name for name in inputs if name in held or any(path.endswith(f"_{name}") for path in held)]

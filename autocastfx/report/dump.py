@@ -17,12 +17,36 @@ from autocastfx.report.compiled_graph import views_of_enabled
 from autocastfx.report.formats import FORMATS, render
 from autocastfx.report.html import model_facts, render_html
 from autocastfx.report.text import TextOptions, check_names, render_text
-from autocastfx.report.view import PredictedError, View, view
+from autocastfx.report.view import PredictedError, View, titled, view
 from autocastfx.runtime.amp_module import AmpModule
 
 # ``dump``: render a converted model as text, for people and for tools.
 
-_SUFFIXES = {".dot": "dot", ".gv": "dot", ".graphml": "graphml", ".html": "html", ".json": "json", ".py": "python"}
+_SUFFIXES = {
+    **{".dot": "dot", ".gv": "dot", ".graphml": "graphml", ".json": "json", ".py": "python"},
+    **{".html": "html", ".htm": "html"},
+}
+
+
+class Dumped(str):
+    """The text that :func:`dump` wrote into a file, or a page. A notebook or a prompt shows it as one line."""
+
+    __slots__ = ("path",)
+
+    path: str | None  # of the file
+
+    def __new__(cls, text: str, path: str | None) -> Dumped:
+        """Make it of a text, and of the path of the file that holds it; None if there is no file."""
+        made = super().__new__(cls, text)
+        made.path = path
+        return made
+
+    def __reduce__(self) -> tuple[type[Dumped], tuple[str, str | None]]:
+        return type(self), (str(self), self.path)
+
+    def __repr__(self) -> str:
+        where = "print() shows it" if self.path is None else f"in {self.path}"
+        return f"<dump of {len(self):,} characters, {where}>"
 
 
 def dump(
@@ -52,7 +76,7 @@ def dump(
             for Graphviz; ``"graphml"``, for graph tools; ``"python"``, the generated code with dtypes and precision
             as comments; or ``"html"``, a self-contained page for a browser that shows the graph by module and can be
             searched. By default that of the path's suffix (``.json``, ``.dot`` or ``.gv``, ``.graphml``, ``.py``,
-            ``.html``), else ``"text"``.
+            ``.html`` or ``.htm``), else ``"text"``.
         comparison: a result of :func:`compare` for ``amp_model``, shown on the page with the variant that was compared.
         against: the plan of the same model, converted in another way. The page marks the nodes that it decides or
             places differently, as :func:`diff` lists them, in the variant that is shown first.
@@ -67,7 +91,7 @@ def dump(
         summary: let it count nodes by op and by module, and list none.
 
     Returns:
-        The text, which ends with a newline.
+        The text, which ends with a newline. A notebook shows a page, or what was written to ``path``, as one line.
 
     Raises:
         ValueError: the format is unknown; ``only`` or ``module`` names nothing in the model, and the message suggests
@@ -110,7 +134,7 @@ def dump(
     if path is not None:
         check_writable(Path(path))
         write_whole(Path(path), text)
-    return text
+    return Dumped(text, None if path is None else os.fspath(path)) if path is not None or format == "html" else text
 
 
 def dump_text(amp_model: nn.Module, options: TextOptions) -> str:
@@ -178,8 +202,9 @@ def _view(amp_model: AmpModule, number: int) -> View:
     variant = variants[number]
     mode = "mixed modes" if variant.mode == "mixed" else f"{variant.mode} mode"
     what = "draft " if variant.plan.unverified else ""
-    words = f"{what}{number + 1} of {len(variants)}, {mode}, called with {variant.structure}"
-    shown = replace(view(amp_model, variant, words), model=amp_model._original.class_name)
+    which = f"{what}{number + 1} of {len(variants)}, {mode}"
+    words = f"{which}, called with {variant.structure}"
+    shown = replace(titled(view(amp_model, variant, words), which), model=amp_model._original.class_name)
     prices = amp_model._original.converter.prices
     measured = prices.sensitivity if prices is not None else None
     return shown if measured is None else replace(shown, predicted=PredictedError.by(measured, shown.mode))

@@ -25,9 +25,10 @@ from autocastfx.plan.plan import Plan, PlannedNode, Precision
 from autocastfx.plan.plan_diff import PlanDiff, diff
 from autocastfx.report.comparison import ComparedNode, Comparison, Deviation, compared_variant
 from autocastfx.report.compiled_graph import fold_of
+from autocastfx.report.headline import brief_reason, headline, headline_data
 from autocastfx.report.reason import Reasons
 from autocastfx.report.text import summary
-from autocastfx.report.view import Row, View, float8_clauses
+from autocastfx.report.view import Row, View, float8_clauses, in_numbers
 from autocastfx.runtime.amp_module import AmpModule
 
 # The part of the page's data that tells how another plan decides: by node, and for the graph.
@@ -168,12 +169,14 @@ def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
     numbers = {node.name: _of_value(node) for node in comparison.nodes} if comparison is not None else {}
     parameters = comparison.parameters if comparison is not None else ()
     rows = [_portable(row) for row in view.rows]
-    reasons, homes = Reasons(rows), _Homes(rows)
+    reasons, homes, whys = Reasons(rows), _Homes(rows), _Whys(rows)
     places = {row.name: i for i, row in enumerate(rows)}
     nodes = [
         _present(
             {
                 **_node(row, reasons),
+                "why": whys.of(row),
+                "passive": row.kind == "op" and not row.computes,
                 **_predicted(row, view),
                 "float8": tuple(float8_clauses(row.planned, view.plan.quantized)) if row.planned is not None else (),
                 "numerics": numbers.get(row.name),
@@ -186,17 +189,38 @@ def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
         reads = [*row.reads, *(f"{inner}/output" for inner in row.runs)]
         node["reads"] = [places[read] for read in reads if read in places]
     return {
-        "title": view.variant,
+        "title": view.title or view.variant,
+        "headline": headline_data(headline(view)),
         "low": view.plan.low,
         "device": view.plan.device,
         "op_list": view.plan.op_list,
         "summary": summary(view),
         "unlisted": view.plan.unlisted,
+        "whys": whys.table,
         "modules": homes.table,
         "nodes": nodes,
         **({"parameters": [{"name": one.name, **_numbers(one)} for one in parameters]} if parameters else {}),
         **({"begin": _beginning(comparison)} if comparison is not None else {}),
     }
+
+
+class _Whys:
+    """The reasons of ops in words, each once: nodes refer to them by number, from 1."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.table: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._known = {row.name: row.planned for row in rows if row.planned is not None}
+
+    def of(self, row: Row) -> int | None:
+        """Return the number of a row's reason; None if no precision is at stake."""
+        if row.planned is None or row.precision is Precision.CAPTURED:
+            return None
+        said = brief_reason(row.planned, self._known)
+        if said not in self._numbers:
+            self.table.append(said)
+            self._numbers[said] = len(self.table)
+        return self._numbers[said]
 
 
 def _beginning(comparison: Comparison) -> dict[str, Any]:
@@ -212,7 +236,13 @@ def _portable(row: Row) -> Row:
 
 def _node(row: Row, reasons: Reasons) -> dict[str, Any]:
     data: dict[str, Any] = {"name": row.name, "kind": row.kind, "op": row.op, "dtype": row.dtype, "shade": _shade(row)}
-    data |= {"shape": row.shape, "size": row.bytes or "", "attributes": row.attributes}
+    shape = in_numbers(row.shape)
+    data |= {
+        "shape": shape,
+        "symbols": row.shape if row.shape != shape else "",
+        "size": row.bytes or "",
+        "attributes": row.attributes,
+    }
     if row.line is not None:
         data["line"] = f"{row.line.file}:{row.line.number}"
         data["code"] = row.line.code

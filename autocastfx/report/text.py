@@ -15,6 +15,7 @@ from autocastfx.policy.float8 import Product
 from autocastfx.policy.rule import Category, ModuleRule, module_pattern
 from autocastfx.policy.saved import Keep
 from autocastfx.policy.yaml_tree import nearest
+from autocastfx.report.equal_layers import EqualLayers, equal_layers
 from autocastfx.report.view import Row, View, error_cell
 
 # Lay out cells in columns that fit a width.
@@ -34,6 +35,8 @@ class Column:
         from_end: too long cells lose their end, not their middle.
         weight: where columns are cut, a column of weight 2 keeps twice as much as one of weight 1.
         least: it keeps as much in any case.
+        is_path: its cells are paths of modules, which keep the numbers of layers. Where that is too much for the width
+            of a line, they are shortened like others.
     """
 
     title: str
@@ -41,6 +44,17 @@ class Column:
     from_end: bool = False
     weight: float = 1
     least: int = _LEAST
+    is_path: bool = False
+
+    def shortened(self, text: str, room: int, *, from_end: bool = False) -> str:
+        """Return a cell's text, or as much of it as there is room for."""
+        if self.is_path and len(text) > room:
+            return _shorter_path(text, room)
+        return shortened(text, room, from_end=from_end or self.from_end)
+
+    def needs(self, cells: Sequence[str]) -> int:
+        """Return the least width of a column that has these cells."""
+        return max((len(_shortest_path(cell)) for cell in cells), default=0) if self.is_path else self.least
 
 
 def aligned(
@@ -62,7 +76,10 @@ def aligned(
     shown = [columns[i] for i in kept]
     whole = [row if len(row) == len(shown) else row[:-1] for row in table]  # the last cell of the others extends
     natural = [max(len(c.title), *(len(row[i]) for row in whole if len(row) > i), 0) for i, c in enumerate(shown)]
-    widths = natural if width is None else _fitting(natural, shown, width - len(_GAP) * (len(shown) - 1))
+    widths = natural
+    if width is not None:
+        leasts = [max(c.needs([row[i] for row in whole if len(row) > i]), c.least) for i, c in enumerate(shown)]
+        widths = _fitting(natural, shown, leasts, width - len(_GAP) * (len(shown) - 1))
     lines = [_GAP.join(f"{shortened(c.title, w):<{w}}" for c, w in zip(shown, widths, strict=True)).rstrip()]
     return lines + [_line(row, shown, widths, width, painted) for row in table]
 
@@ -80,24 +97,59 @@ def _line(
     line, used = "", 0
     for i, cell in enumerate(row[: last + 1]):
         room = widths[i] if i < last else len(cell) if width is None else width - used
-        text = shortened(cell, room, from_end=columns[i].from_end or (i == last and extends))
+        is_prose = i == last and extends
+        text = shortened(cell, room, from_end=True) if is_prose else columns[i].shortened(cell, room)
         line += painted(text, columns[i].paint) + (" " * (widths[i] - len(text)) + _GAP if i < last else "")
         used += widths[i] + len(_GAP)
     return line
 
 
-def _fitting(natural: Sequence[int], columns: Sequence[Column], room: int) -> list[int]:
+def _fitting(natural: Sequence[int], columns: Sequence[Column], leasts: Sequence[int], room: int) -> list[int]:
     """Return widths whose sum is at most ``room``, where that can be: the largest are cut to one level."""
-    for level in range(max(natural), _LEAST, -1):
-        widths = [min(w, max(c.least, int(level * c.weight))) for w, c in zip(natural, columns, strict=True)]
-        if sum(widths) <= room:
-            break
+    for kept in (leasts, [column.least for column in columns]):
+        for level in range(max(natural), _LEAST, -1):
+            cut = [max(least, int(level * c.weight)) for least, c in zip(kept, columns, strict=True)]
+            widths = list(map(min, natural, cut))
+            if sum(widths) <= room:
+                break
+        else:
+            continue
+        break
     else:
         return [min(width, column.least) for width, column in zip(natural, columns, strict=True)]
     for i, width in enumerate(natural):  # what the level leaves over goes to the first that are cut
         extra = min(width - widths[i], room - sum(widths))
         widths[i] += min(extra, 1)
     return widths
+
+
+def _shorter_path(path: str, room: int) -> str:
+    """Shorten a module's path to ``room``: layers' numbers stay, then the last name, then the names before it."""
+    shortest = _shortest_path(path)
+    if len(shortest) > room:
+        return shortened(path, room)
+    parts = path.split(".")
+    kept = [part.isdecimal() for part in parts]
+    for i in [len(parts) - 1, *range(len(parts) - 1)]:
+        tried = [one or at == i for at, one in enumerate(kept)]
+        if len(_elided(parts, tried)) <= room:
+            kept = tried
+    if not kept[-1]:  # as much of the last name as there is room for
+        spare = room - len(shortest) + 1
+        return f"{shortest[:-1]}{shortened(parts[-1], spare)}" if spare > 1 else shortest
+    return _elided(parts, kept)
+
+
+def _shortest_path(path: str) -> str:
+    """Return the numbers of the layers in a path, with an ellipsis for the names."""
+    parts = path.split(".")
+    return _elided(parts, [part.isdecimal() for part in parts])
+
+
+def _elided(parts: Sequence[str], kept: Sequence[bool]) -> str:
+    """Return a path with an ellipsis for each run of names that are not kept."""
+    shown = [part if keeps else "…" for part, keeps in zip(parts, kept, strict=True)]
+    return ".".join(one for i, one in enumerate(shown) if one != "…" or i == 0 or shown[i - 1] != "…")
 
 
 def shortened(text: str, room: int, *, from_end: bool = False) -> str:
@@ -437,13 +489,19 @@ def _moved(plan: Plan) -> str:
     if plan.traffic == Traffic():  # placement: follow compares no costs
         return f"bytes moved by casts: {by_casts:,}"
     moved, simply = plan.traffic.moved, plan.traffic.moved_simply
-    return f"bytes moved: {moved:,}, of which by casts {by_casts:,}; by TensorFlow's rule {simply:,}"
+    others = ", with other values in 16 bits" if simply < moved else ""
+    return f"bytes moved: {moved:,}, of which by casts {by_casts:,}; by TensorFlow's rule {simply:,}{others}"
 
 
 _LEGEND = {"+": "made by the conversion", "-": "in the captured graph only", "*": "the model's own cast"}
 _WHY = Column("why", from_end=True, least=10)  # a category and the number of its reason
 _ERROR = Column("error")
-_PLACE = (Column("module", weight=1.5), Column("dtype"), Column("shape", weight=1.2), Column("runs", "runs"))
+_PLACE = (
+    Column("module", weight=1.5, is_path=True),
+    Column("dtype"),
+    Column("shape", weight=1.2),
+    Column("runs", "runs"),
+)
 _FOLDED = (Column("  name (op)", "mark", weight=1.5), *_PLACE, Column("casts", from_end=True), _ERROR, _WHY)
 _FULL = (Column("  name", "mark", weight=1.5), Column("op"), *_PLACE, _ERROR, _WHY)
 _MARKS = {"cast": "+", "made": "+", "copy": "+", "removed": "-"}
@@ -469,12 +527,29 @@ def render_text(view: View, options: TextOptions = _DEFAULT) -> str:
         else:
             read = {name for row in view.rows for name in row.reads}
             lines = [row for row in shown if not is_folded(row, read)]
-            columns, cells = _FOLDED, [_folded_cells(row, casts.get(row.name), notes) for row in lines]
+            is_whole = options.only is None and options.module is None
+            equal = equal_layers(view.rows, {name: one.words for name, one in casts.items()}, lines) if is_whole else []
+            columns, cells = _FOLDED, list(_lines(lines, casts, equal, notes))
         tables = [aligned(columns, cells, options.width, *([_painted] if options.colour else []))]
         head += _legends(view.rows, cells)
     prose = [line for text in head for line in wrapped(text, options.width, "  ")]
     blocks = (prose, *(tables if shown else [["no node fits"]]), notes.lines(options.width))
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def _lines(
+    rows: Sequence[Row], casts: Mapping[str, FoldedCasts], equal: Sequence[EqualLayers], notes: _Notes
+) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each row, and one line in the place of layers that are equal to one above."""
+    stands = {name: one for one in equal for name in one.names}
+    told = set[EqualLayers]()
+    for row in rows:
+        layers = stands.get(row.name)
+        if layers is None:
+            yield _folded_cells(row, casts.get(row.name), notes)
+        elif layers not in told:
+            told.add(layers)
+            yield (f"  … {layers.says}",)
 
 
 def _legends(rows: Sequence[Row], cells: Sequence[Sequence[str]]) -> Iterator[str]:

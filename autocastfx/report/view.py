@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import Source
+from autocastfx.graph.alias import moves
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import (
     Origin,
@@ -42,6 +43,7 @@ from autocastfx.plan.plan import (
 )
 from autocastfx.plan.ranges import Key
 from autocastfx.plan.sensitivity import Effect, Sensitivity
+from autocastfx.report.lint.roofline import ProductFlops
 from autocastfx.runtime.variant import Variant
 from autocastfx.runtime.working_copies import ATTRIBUTE
 
@@ -50,7 +52,8 @@ from autocastfx.runtime.working_copies import ATTRIBUTE
 Values = tuple[torch.Tensor, ...]
 _SYMBOL = re.compile(r"\b([a-z]+)\d+\b")
 _AROUND = re.compile(r"^\(([^()]*)\)$")
-_LONGEST = 20  # of an expression; a longer one says less than its value
+_SIMPLE = re.compile(r"\w+(?:(?: [+-] |\*|//)\w+)?")  # an expression that says more than its value does
+_NAMED = re.compile(r"[^\[\], ][^\[\],]*=(\d+)")
 
 
 class Shapes:
@@ -89,7 +92,8 @@ class Shapes:
         if not isinstance(size, torch.SymInt) or size.node.expr.is_number:
             return str(int(size))
         said, known = _SYMBOL.sub(self._name, str(size.node.expr)), example(size)
-        said = _AROUND.sub(r"\1", said) if len(said) <= _LONGEST else "…"
+        said = _AROUND.sub(r"\1", said)
+        said = said if known is None or _SIMPLE.fullmatch(said) else "…"
         return said if known is None else f"{said}={known}"
 
     def _name(self, match: re.Match[str]) -> str:
@@ -98,6 +102,11 @@ class Shapes:
             self._names[match[0]] = f"{letter}{self._counts.get(letter, 0)}"
             self._counts[letter] = self._counts.get(letter, 0) + 1
         return self._names[match[0]]
+
+
+def in_numbers(shape: str) -> str:
+    """Return a shape of :class:`Shapes` with the sizes of the example inputs alone: ``[8, 32]`` of ``[s0=8, 32]``."""
+    return _NAMED.sub(r"\1", shape)
 
 
 def captured_values(graph: fx.Graph, attributes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Values]]:
@@ -272,6 +281,8 @@ class Row:
         attributes: the op's constant arguments, each with its name: ``("dim", "-1")``.
         bytes: the value's bytes for the sizes of the example inputs; 0 where the shape is empty.
         low_reads: the rows that a float32 op reads in 16 bits, for its kernel computes in float32 inside.
+        flops: its multiplications and additions, if it is a matrix product or a convolution of known sizes; else 0.
+        computes: it reads and writes elements; false for views, sizes, members of tuples and casts of the model's own.
     """
 
     name: str
@@ -290,6 +301,8 @@ class Row:
     bytes: int = 0
     attributes: tuple[tuple[str, str], ...] = ()
     low_reads: tuple[str, ...] = ()
+    computes: bool = False
+    flops: int = 0
 
     @property
     def precision(self) -> Precision:
@@ -338,6 +351,7 @@ class View:
     Attributes:
         plan: the graph's plan.
         variant: a description of the variant.
+        title: what tells it from the model's other graphs: number, mode, inputs with their sizes, device.
         mode, call, sizes: the variant's key, as in ``ComparedVariant``.
         rows: in graph order; the rows of a sub-graph follow the node that runs it.
         codes: generated Python code by the prefix of node names: ``""`` for the graph, then its sub-graphs.
@@ -356,6 +370,27 @@ class View:
     model: str = ""
     predicted: PredictedError = field(default_factory=PredictedError)
     outside: tuple[str, ...] = ()
+    title: str = ""
+
+
+_MOST_INPUTS = 4  # that a title names
+
+
+def titled(view: View, number: str, held: Iterable[str] = ()) -> View:
+    """Return a view with a title.
+
+    Args:
+        view: of a graph.
+        number: which one it is, and its mode.
+        held: the names of parameters and buffers among the inputs of a graph; they are left out.
+    """
+    names = set(held)
+    rows = [row for row in view.rows if row.kind == "input" and not row.depth and row.name not in names]
+    inputs = [f"{row.name}={row.dtype}{in_numbers(row.shape)}" for row in rows if row.shape]
+    if not inputs and view.call:  # of a draft, or of a model that was unpickled
+        inputs = [view.call]
+    more = [f"{len(inputs) - _MOST_INPUTS} more inputs"] if len(inputs) > _MOST_INPUTS else []
+    return replace(view, title=", ".join([number, *inputs[:_MOST_INPUTS], *more, view.plan.device]))
 
 
 def view(owner: nn.Module, variant: Variant, words: str) -> View:
@@ -400,6 +435,7 @@ class _Join:
         self.shapes = Shapes(plan, captured)
         self.is_draft = plan.unverified  # its values are stand-ins of one element
         self.codes: dict[str, str] = {}
+        self.flops = ProductFlops()
 
     def rows(self, owner: nn.Module, graph: fx.Graph, code: str, prefix: str) -> Iterator[Row]:
         self.codes[prefix] = code
@@ -448,7 +484,10 @@ class _Join:
         if (copy := self.copies.get(name)) is not None:
             return Row(name, "copy", dtype=f"float32 → {copy.dtype}", copy=copy, mark=mark)
         op = planned.op if planned is not None else op_name(node)
-        return Row(name, "made" if mark is not None else "op", op, _change(planned), planned=planned, mark=mark)
+        row = Row(name, "made" if mark is not None else "op", op, _change(planned), planned=planned, mark=mark)
+        if row.kind != "op" or row.is_own_cast or not moves(node):
+            return row
+        return replace(row, computes=True, flops=0 if self.is_draft else self.flops.of(node))
 
 
 def _with_low_reads(rows: Iterable[Row], plan: Plan) -> list[Row]:

@@ -104,7 +104,7 @@ def test_a_model_that_is_not_converted_is_refused() -> None:
     ("name", "format"),
     [
         *(("a.txt", "text"), ("a", "text"), ("a.json", "json"), ("a.dot", "dot"), ("a.gv", "dot")),
-        *(("a.graphml", "graphml"), ("a.py", "python"), ("a.HTML", "html")),
+        *(("a.graphml", "graphml"), ("a.py", "python"), ("a.HTML", "html"), ("a.htm", "html")),
     ],
 )
 def test_the_suffix_chooses_the_format_unless_one_is_given(name: str, format: str, tmp_path: Path) -> None:
@@ -120,3 +120,16 @@ def test_a_plan_as_text_is_its_summary() -> None:
     told = "bfloat16 on cpu, op list bfloat16; nodes: 1 in bfloat16, 1 in float32; casts: 3"
     assert str(amp_model.plan) == told
     assert "PlannedNode(" in repr(amp_model.plan)
+
+
+def test_a_prompt_shows_what_was_written_as_one_line(tmp_path: Path) -> None:
+    amp_model, path = converted("cnn"), tmp_path / "page.htm"
+    written = autocastfx.dump(amp_model, path)
+    assert repr(written) == f"<dump of {len(written):,} characters, in {path}>"
+    assert repr(autocastfx.dump(amp_model, format="html")) == f"<dump of {len(written):,} characters, print() shows it>"
+    assert str(written) == written == path.read_text(encoding="utf-8")
+    assert f"{written}" == written
+    copied = pickle.loads(pickle.dumps(written))
+    assert (copied, repr(copied)) == (written, repr(written))
+    text = autocastfx.dump(amp_model)
+    assert repr(text) == repr(str(text)), "text that stands in no file is shown as it is"

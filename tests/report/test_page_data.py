@@ -132,9 +132,11 @@ def test_shapes_bytes_and_attributes_are_those_of_the_rows() -> None:
     nodes = named(page_data([view], 0)["variants"][0])
     for row in view.rows:
         node = nodes[row.name]
-        assert (node.get("shape", ""), node.get("size", 0)) == (row.shape, row.bytes)
+        assert (node.get("symbols", node.get("shape", "")), node.get("size", 0)) == (row.shape, row.bytes)
+        assert "=" not in node.get("shape", "")
         assert node.get("attributes", ()) == row.attributes
     assert nodes["softmax"]["attributes"] == (("dim", "-1"),)
+    assert (nodes["softmax"]["shape"], nodes["softmax"]["symbols"]) == ("[2, 2, 9, 9]", "[s0=2, 2, 9, 9]")
 
 
 def test_nodes_stand_in_their_modules() -> None:

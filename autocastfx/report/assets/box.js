@@ -94,7 +94,7 @@ const Box = (() => {
     const said = isGroup ? `${what} ${item.path || "(root)"}, closed: ${look.lines.join(", ")}; activate to open`
       : `${look.title} ${item.name}${item.runs ? `, runs ${item.runs}` : ""}${item.dtype ? `, ${item.dtype}` : ""}${item.shape ? `, ${item.shape}` : ""}`;
     const state = isGroup ? { "aria-expanded": "false" } : { "aria-pressed": "false" };
-    const made = el("g", { class: `box ${isGroup ? "group" : `node ${item.shade || item.kind}`}${heat ? ` ${heat.of(item)}` : ""}${faded ? " faded" : ""}`, "data-key": item.key, role: "button",
+    const made = el("g", { class: `box ${isGroup ? "group" : `node ${item.shade || item.kind}`}${item.lost ? " lost" : heat ? ` ${heat.of(item)}` : ""}${faded ? " faded" : ""}`, "data-key": item.key, role: "button",
       tabindex: -1, "aria-label": said, ...state });
     if (isGroup) made.append(el("rect", { class: "behind", x: x + 4, y: y + 4, width: w, height: h, rx: 6 }));
     made.append(el("rect", { class: "area", x, y, width: w, height: h, rx: corner(item) }));

@@ -23,6 +23,25 @@ const Head = (() => {
     $("facts").replaceChildren(...said.filter(([, value]) => value).map(([name, value]) => h("li", {}, h("span", {}, `${name} `), value)));
   }
 
+  /* The share in 16 bits, and why the rest is float32; a count leads to the nodes. */
+  function headline(model, search) {
+    const { says, details, low, float32, reasons = [] } = model.variant.headline, whys = model.variant.whys || [];
+    const part = (kind, count) => {
+      const made = h("span", { class: kind });
+      made.style.flexGrow = String(count);
+      return made;
+    };
+    $("says").textContent = says;
+    $("details").textContent = details;
+    $("sharebar").replaceChildren(...[["low", low], ["float32", float32]].filter(([, count]) => count).map(([kind, count]) => part(kind, count)));
+    $("whyfloat32").hidden = !reasons.length;
+    $("reasons").replaceChildren(...reasons.map(({ says: why, count, ops }) => {
+      const said = `${ops.join(", ")}: ${why}`;
+      return h("li", {}, h("button", { type: "button", class: "link", "aria-label": `Go to the ${count} of ${said}`, on: () => search(`why:${whys.indexOf(why) + 1}`) },
+        count.toLocaleString("en")), h("span", { title: said }, said));
+    }));
+  }
+
   /* Where Inf and NaN begin, in a page with a comparison that failed. */
   function banner(model, goTo) {
     const begin = model.variant.begin, first = begin && model.byName.get(begin.node);
@@ -32,5 +51,14 @@ const Head = (() => {
     $("banner").replaceChildren(h("span", {}, `${begin.says[0].toUpperCase()}${begin.says.slice(1)}. `, first ? link(first, goTo, "Show it") : ""), close);
   }
 
-  return { banner, facts, legend };
+  const THEMES = ["system", "light", "dark"];
+
+  /* Take the next of the themes. */
+  function changeTheme() {
+    const root = document.documentElement, now = THEMES[(THEMES.indexOf(root.dataset.theme || "system") + 1) % THEMES.length];
+    root.dataset.theme = now;
+    $("theme").textContent = `Theme: ${now}`;
+  }
+
+  return { banner, changeTheme, facts, headline, legend };
 })();

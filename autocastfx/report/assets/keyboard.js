@@ -28,6 +28,19 @@ const Keyboard = (() => {
     });
   }
 
+  /* The key of what lies next to a place in a direction; null if nothing does. */
+  function nearest(from, [dx, dy], keys, spot) {
+    const middle = (p) => [p.x + p.w / 2, p.y + p.h / 2], [x0, y0] = middle(from);
+    let best = null, least = Infinity;
+    for (const key of keys) {
+      const place = spot(key);
+      if (!place) continue;
+      const [x, y] = middle(place), along = (x - x0) * dx + (y - y0) * dy, aside = Math.abs((x - x0) * dy) + Math.abs((y - y0) * dx);
+      if (along > 4 && along + 2 * aside < least) [best, least] = [key, along + 2 * aside];
+    }
+    return best;
+  }
+
   /* Arrow keys, Home and End go from tab to tab. */
   function listenToTabs(tabs, pick) {
     tabs.addEventListener("keydown", (event) => {
@@ -41,5 +54,5 @@ const Keyboard = (() => {
     });
   }
 
-  return { listen, listenToTabs };
+  return { listen, listenToTabs, nearest };
 })();

@@ -58,7 +58,7 @@ const Layout = (() => {
       if (!open.has(inner) && !group.single) continue;
       const part = clusters(model, inner, inside, looks, open, options);
       if (!part.length) continue;
-      if (group.single && !options.weights) {
+      if (group.single && !options.weights && !options.integers) {
         lines.push(...part);
         continue;
       }

@@ -1,7 +1,7 @@
 "use strict";
 /* A small map of the whole drawing: what is seen of it is framed, and a click or a drag goes there. */
 const Minimap = (() => {
-  const WIDE = 180, HIGH = 140;
+  const WIDE = 180, HIGH = 110;
   const { el } = Box;
 
   function of(map, port) {

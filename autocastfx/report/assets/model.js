@@ -19,6 +19,8 @@ const Model = (() => {
       node.aside = node.held || (node.shade === "other" && !node.dtype && node.kind === "op"); // weights and sizes
       const error = node.numerics ? Words.value(node.numerics.error) : NaN;
       if (!Number.isNaN(error)) node.error = error;
+      node.plumbing = isPlumbing(node, nodes);
+      if (node.plumbing) node.feeders = feedersOf(node, nodes);
       node.lost = Boolean(node.numerics && (Words.value(node.numerics.overflow) || Words.value(node.numerics.nan)));
       for (const read of node.reads) nodes[read].readers.push(node.id);
     }
@@ -35,13 +37,29 @@ const Model = (() => {
       for (let g = node.group; g >= 0; g = groups[g].around) count(groups[g], node);
     }
     for (const group of groups) {
-      const drawn = group.nodes.filter((id) => nodes[id].drawn && !nodes[id].aside);
+      const drawn = group.nodes.filter((id) => nodes[id].drawn && !nodes[id].aside && !nodes[id].plumbing);
       group.single = group.around >= 0 && !group.inner.length && drawn.length === 1; // drawn as what it computes
       if (group.single && !group.bundle && !group.runs) nodes[drawn[0]].stands = group.label;
     }
     for (const node of nodes) node.heldCasts = node.reads.map((r) => nodes[r]).filter((r) => r.kind === "cast" && source(nodes, r).held);
     const byName = new Map(nodes.map((n) => [n.name, n]));
     return { variant, groups, nodes, byName };
+  }
+
+  /* True for an operation on whole numbers that come from whole numbers alone: labels, masks, positions. */
+  function isPlumbing(node, nodes) {
+    if ((node.kind !== "op" && node.kind !== "made") || node.shade !== "other" || !isWhole(node)) return false;
+    return node.reads.map((id) => nodes[id]).every((read) => read.plumbing || (read.aside && !read.dtype) || (isWhole(read) && (read.held || read.kind === "input")));
+  }
+
+  function isWhole(node) {
+    return /^((u?int\d+|bool)( x \d+)?(,|$))+$/.test(node.dtype);
+  }
+
+  /* What reaches a value through such operations. */
+  function feedersOf(node, nodes) {
+    const read = node.reads.map((id) => nodes[id]).filter((one) => !one.aside);
+    return [...new Set(read.flatMap((one) => (one.plumbing ? one.feeders : [one])))];
   }
 
   function count(group, node) {
@@ -66,7 +84,7 @@ const Model = (() => {
     const around = new Set(groups.map((g) => g.around)), runs = [];
     let last = null;
     for (const node of nodes) {
-      if ((node.kind !== "op" && node.kind !== "made") || node.aside) continue;
+      if ((node.kind !== "op" && node.kind !== "made") || node.aside || node.plumbing) continue;
       if (last === null || last !== node.group) runs.push([]);
       last = node.group;
       runs[runs.length - 1].push(node);
@@ -104,7 +122,7 @@ const Model = (() => {
     if (above?.layers) above = groups[above.around];
     if (group.bundle) return `${above.name || "model"}: ${group.name}`;
     if (group.runs) return `sub-graph ${group.name}`;
-    return /^\d+$/.test(group.name) ? `${above.name}.${group.name}` : group.name || "model";
+    return /^\d+$/.test(group.name) && above?.name ? `${above.name}.${group.name}` : group.name || "model";
   }
 
   /* What a cast reads; any other node is its own source. */
@@ -140,7 +158,7 @@ const Model = (() => {
   }
 
   function shows(node, options) {
-    return node.drawn && (!node.aside || options.weights);
+    return node.drawn && (!node.aside || options.weights) && (!node.plumbing || options.integers);
   }
 
   function boxes(model, open, options) {
@@ -162,13 +180,15 @@ const Model = (() => {
     for (const node of model.nodes) {
       if (!shows(node, options)) continue;
       for (const read of node.reads.map((id) => model.nodes[id])) {
-        const from = source(model.nodes, read);
-        const [a, b] = [stands(from), stands(node)];
-        if (!shows(from, options) || a === b) continue;
-        const key = `e${a.key}${b.key}`;
-        if (!edges.has(key)) edges.set(key, { key, from: a, to: b, values: new Set(), casts: new Set() });
-        edges.get(key).values.add(from);
-        if (read.kind === "cast") edges.get(key).casts.add(read);
+        const value = source(model.nodes, read);
+        for (const from of value.plumbing && !options.integers ? value.feeders : [value]) {
+          const [a, b] = [stands(from), stands(node)];
+          if (!shows(from, options) || a === b) continue;
+          const key = `e${a.key}${b.key}`;
+          if (!edges.has(key)) edges.set(key, { key, from: a, to: b, values: new Set(), casts: new Set() });
+          edges.get(key).values.add(from);
+          if (read.kind === "cast") edges.get(key).casts.add(read);
+        }
       }
     }
     const all = [...edges.values()];
@@ -194,7 +214,7 @@ const Model = (() => {
     return (node.runs || "").endsWith(", float8");
   }
 
-  /* Nodes in which every word of the query occurs; op:NAME, runs:PRECISION and is:changed are exact. */
+  /* Nodes in which every word of the query occurs; op:NAME, runs:PRECISION, why:NUMBER and is:changed are exact. */
   function find(model, query) {
     const words = query.toLowerCase().split(/\s+/).filter(Boolean);
     if (!words.length) return [];
@@ -202,6 +222,7 @@ const Model = (() => {
       if (word.startsWith("op:")) return node.op.toLowerCase() === word.slice(3);
       if (word === "is:changed") return Boolean(node.before);
       if (word === "runs:float8") return inFloat8(node);
+      if (word.startsWith("why:")) return String(node.why) === word.slice(4) && node.shade !== "low" && !node.passive;
       if (word.startsWith("runs:")) return node.shade === word.slice(5);
       return `${node.op || ""} ${node.name} ${node.module || ""}`.toLowerCase().includes(word);
     };

@@ -3,9 +3,9 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
-  const graph = $("graph"), view = $("view"), { h } = Elements, port = Viewport.of(graph, view), map = Minimap.of($("map"), port);
-  const state = { variant: 0, model: null, open: new Set(), scene: null, selected: null, current: null };
-  const options = { weights: false, numerics: false, shapes: true, changes: false, folds: true, colour: "precision", direction: "TB" };
+  const graph = $("graph"), view = $("view"), { h } = Elements, port = Viewport.of(graph, view), map = Minimap.of($("map"), port), WIDE = 1100, MOST_DRAWN_TWICE = 80;
+  const state = { variant: 0, model: null, open: new Set(), scene: null, selected: null, current: null, hasChosen: new Set() };
+  const options = { weights: false, integers: false, numerics: false, shapes: true, changes: false, folds: true, colour: "precision", direction: "TB" };
   const found = Search.of((query) => Model.find(state.model, query), (node) => goTo(node));
   let viz = null;
 
@@ -79,18 +79,9 @@
 
   /* ---- moving about ---- */
 
-  function step(key, [dx, dy]) {
-    const from = spot(key);
-    if (!from) return;
-    const middle = (p) => [p.x + p.w / 2, p.y + p.h / 2], [x0, y0] = middle(from);
-    const keys = [...view.querySelectorAll("[data-key][tabindex]")].map((one) => one.dataset.key);
-    let best = null, least = Infinity;
-    for (const other of keys) {
-      const place = other === key ? null : spot(other);
-      if (!place) continue;
-      const [x, y] = middle(place), along = (x - x0) * dx + (y - y0) * dy, aside = Math.abs((x - x0) * dy) + Math.abs((y - y0) * dx);
-      if (along > 4 && along + 2 * aside < least) [best, least] = [other, along + 2 * aside];
-    }
+  function step(key, direction) {
+    const from = spot(key), keys = [...view.querySelectorAll("[data-key][tabindex]")].map((one) => one.dataset.key);
+    const best = from && Keyboard.nearest(from, direction, keys.filter((other) => other !== key), spot);
     if (best) setCurrent(best, true);
   }
 
@@ -129,6 +120,7 @@
   function goTo(node) {
     const needed = node.kind === "cast" ? [Model.source(state.model.nodes, node), ...node.readers.map((id) => state.model.nodes[id])] : [node];
     if (needed.some((n) => n.held)) choose("weights", true);
+    if (needed.some((n) => n.plumbing)) choose("integers", true);
     let open = state.open;
     for (const one of needed.slice(0, 3)) open = Model.openTo(state.model, open, one);
     const same = open.size === state.open.size;
@@ -170,7 +162,7 @@
       port.fit(state.scene, false, options.direction);
     }
     if (selected) goTo(state.model.byName.get(selected));
-    else show("selection", Panel.nothing(state.model));
+    else pick("selection");
   }
 
   /* ---- the panel ---- */
@@ -200,18 +192,33 @@
     $("changes-choice").hidden = !("changes" in state.model.variant);
     if ($("changes-choice").hidden) options.changes = $("changes").checked = false;
     $("colour").querySelector("[value=error]").disabled = !measured;
+    if (measured && !state.hasChosen.has("colour")) options.colour = $("colour").value = "error";
     if (!measured && options.colour === "error") options.colour = $("colour").value = "precision";
     const predicted = state.model.nodes.some((n) => n.predicted !== undefined);
     $("colour").querySelector("[value=predicted]").disabled = !predicted;
     if (!predicted && options.colour === "predicted") options.colour = $("colour").value = "precision";
     Head.legend(state.model, options);
     Head.facts(data.model || {}, state.model.variant);
+    Head.headline(state.model, found.search);
     Head.banner(state.model, goTo);
     tabs();
-    show("selection", Panel.nothing(state.model));
+    pick("changes" in state.model.variant ? "changes" : "selection");
     found.lookUp();
-    if (!viz) return;
+    if (viz) drawFirst();
+  }
+
+  /* Draw from left to right in a wide window, where the whole can then be read or is larger, unless a person has chosen. */
+  function drawFirst() {
+    if (!state.hasChosen.has("direction")) options.direction = $("direction").value = "TB";
     redraw();
+    const before = state.scene ? port.scaleOf(state.scene) : Infinity;
+    if (state.scene && !state.hasChosen.has("direction") && graph.clientWidth >= WIDE && state.scene.boxes.length <= MOST_DRAWN_TWICE) {
+      for (const direction of ["LR", "TB"]) {
+        if (direction === "TB" && port.scaleOf(state.scene) > Math.min(before, Viewport.LEGIBLE)) break;
+        options.direction = $("direction").value = direction;
+        redraw();
+      }
+    }
     port.fit(state.scene, false, options.direction);
   }
 
@@ -244,8 +251,13 @@
   $("farther").addEventListener("click", () => port.zoomBy(0.8));
   $("fit").addEventListener("click", () => port.fit(state.scene, true));
   $("reset").addEventListener("click", () => begin(state.variant));
-  for (const name of ["weights", "numerics", "shapes", "changes"]) $(name).addEventListener("change", (event) => choose(name, event.target.checked));
-  for (const name of ["colour", "direction"]) $(name).addEventListener("change", (event) => choose(name, event.target.value));
+  for (const name of ["weights", "integers", "numerics", "shapes", "changes"]) $(name).addEventListener("change", (event) => choose(name, event.target.checked));
+  for (const name of ["colour", "direction"]) {
+    $(name).addEventListener("change", (event) => {
+      state.hasChosen.add(name);
+      choose(name, event.target.value);
+    });
+  }
   $("folds").addEventListener("change", (event) => fold(event.target.checked));
   const file = (suffix) => `${(data.model?.name || "model").replace(/\W+/g, "_")}.${suffix}`;
   $("svg").addEventListener("click", () => state.scene && Picture.save(file("svg"), Picture.svg(view, state.scene), "image/svg+xml"));
@@ -253,12 +265,7 @@
     $("status").textContent = `The picture cannot be made: ${error.message}. Save it as SVG.`;
   }));
 
-  const THEMES = ["system", "light", "dark"];
-  $("theme").addEventListener("click", () => {
-    const root = document.documentElement, now = THEMES[(THEMES.indexOf(root.dataset.theme || "system") + 1) % THEMES.length];
-    root.dataset.theme = now;
-    $("theme").textContent = `Theme: ${now}`;
-  });
+  $("theme").addEventListener("click", Head.changeTheme);
   $("variant").replaceChildren(...data.variants.map((v, i) => h("option", { value: i }, v.title)));
   document.querySelector(".variant").hidden = data.variants.length < 2;
   $("variant").addEventListener("change", () => begin(Number($("variant").value)));
@@ -284,8 +291,7 @@
   const first = visit();
   Viz.instance().then((made) => {
     viz = made;
-    redraw();
-    port.fit(state.scene, false, options.direction);
+    drawFirst();
     if (first) goTo(first);
     document.documentElement.dataset.drawn = String(Math.round(performance.now()));
   }).catch((error) => {

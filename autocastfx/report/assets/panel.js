@@ -25,6 +25,7 @@ const Panel = (() => {
         ["module", node.module ? h("span", {}, breakable(node.module)) : node.kind === "op" ? "(root)" : null],
         ["dtype", node.dtype],
         ["shape", node.shape],
+        ["may differ", node.symbols],
         ["size", node.size ? bytes(node.size) : null],
         ["precision", node.runs],
         ["category", node.category],

@@ -16,7 +16,8 @@ const Tables = (() => {
     const counts = new Map();
     for (const node of model.nodes) {
       if (!node.shade || node.shade === "other" || node.kind !== "op") continue;
-      if (!counts.has(node.op)) counts.set(node.op, { low: 0, float8: 0, float32: 0, mixed: 0, given: 0 });
+      if (!counts.has(node.op)) counts.set(node.op, { low: 0, float8: 0, float32: 0, mixed: 0, given: 0, nodes: [] });
+      counts.get(node.op).nodes.push(node);
       counts.get(node.op)[node.shade] += 1;
       if (Model.inFloat8(node)) counts.get(node.op).float8 += 1;
     }
@@ -27,20 +28,48 @@ const Tables = (() => {
       h("button", { type: "button", class: "link", on: () => search(`op:${op}`) }, op),
       ...used.map((shade) => (row[shade] ? h("button", { type: "button", class: "link number", "aria-label": `${row[shade]} ${op} in ${titles[shade]}`,
         on: () => search(`op:${op} runs:${shade}`) }, String(row[shade])) : "")),
+      whyOf(model, row.nodes),
     ]);
     const unlisted = Object.entries(model.variant.unlisted || {}).map(([op, count]) => [
       h("button", { type: "button", class: "link", on: () => search(`op:${op}`) }, op), String(count)]);
     return [
-      h("h2", {}, "Operations by precision"), table(["op", ...used.map((shade) => titles[shade])], rows, "No operation has a float32 value."),
+      h("h2", {}, "Operations by precision"), table(["op", ...used.map((shade) => titles[shade]), "why"], rows, "No operation has a float32 value."),
       h("h2", {}, "Operations that no list names"), table(["op", "count"], unlisted, "None."),
     ];
   }
 
+  /* The most frequent reason: of those in float32, where there are any. */
+  function whyOf(model, nodes) {
+    const wide = nodes.filter((node) => node.shade !== "low"), counts = new Map();
+    for (const { why } of wide.length ? wide : nodes) if (why) counts.set(why, (counts.get(why) || 0) + 1);
+    const [first, ...rest] = [...counts].sort((a, b) => b[1] - a[1]);
+    if (!first) return "";
+    return h("span", {}, `${wide.length && wide.length < nodes.length ? "float32: " : ""}${model.variant.whys[first[0] - 1]}${rest.length ? ` (and ${many(rest.length, "other reason")})` : ""}`);
+  }
+
+  /* Casts whose values differ in the numbers of their layers alone are one row. */
   function casts(model, go) {
-    const all = model.nodes.filter((n) => n.kind === "cast").sort((a, b) => (b.bytes || 0) - (a.bytes || 0));
-    const rows = all.map((cast) => [link(cast, go, path(model, cast.of)), cast.dtype.split(" → ").map(Words.short).join(" → "), bytes(cast.bytes || 0)]);
+    const all = model.nodes.filter((n) => n.kind === "cast"), alike = new Map();
+    for (const cast of all) {
+      const of = model.byName.get(cast.of), key = JSON.stringify([placeOf(cast, of), cast.dtype, cast.bytes]);
+      const group = /(^|\.)\d+(\.|$)/.test(of?.held ? of.op : of?.module || "") ? key : cast.key;
+      if (!alike.has(group)) alike.set(group, []);
+      alike.get(group).push(cast);
+    }
+    const groups = [...alike.values()].sort((a, b) => total(b) - total(a));
+    const rows = groups.map((same) => {
+      const [cast] = same, of = model.byName.get(cast.of);
+      const value = same.length === 1 ? link(cast, go, path(model, cast.of)) : h("span", {}, link(cast, go, placeOf(cast, of)), ` ×${same.length}`);
+      return [value, cast.dtype.split(" → ").map(Words.short).join(" → "), bytes(total(same))];
+    });
     return [h("h2", {}, "Casts, the costliest first"), h("p", { class: "none" }, `${many(all.length, "cast")}, ${bytes(total(all))} in each call`),
       table(["value", "dtype", "bytes"], rows, "There is no cast.")];
+  }
+
+  /* Where the value of a cast is, with a star for the number of a layer. */
+  function placeOf(cast, of) {
+    const said = !of ? cast.of : of.held ? of.op : of.module ? `${of.module}.${of.op}` : of.name;
+    return said.replace(/(^|\.)\d+(?=\.|$)/g, "$1*");
   }
 
   function errors(model, go) {

@@ -1,7 +1,7 @@
 "use strict";
 /* Which part of the drawing is seen, and how large: dragging, wheel, zoom. */
 const Viewport = (() => {
-  const EDGE = 40, MARGIN = 16, READABLE = 0.85, LEGIBLE = 0.8, SMALLEST = 0.5;
+  const EDGE = 40, MARGIN = 16, READABLE = 0.85, LEGIBLE = 0.8, SMALLEST = 0.5, LARGEST = 1.2;
 
   function of(frame, view) {
     let x = 0, y = 0, zoom = 1, drag = null;
@@ -17,10 +17,16 @@ const Viewport = (() => {
       return [box.width, box.height];
     }
 
+    /* How large a scene is where all of it is shown. */
+    function scaleOf(scene) {
+      const [w, h] = room();
+      return Math.min((w - 2 * MARGIN) / scene.across, (h - 2 * MARGIN) / scene.down, LARGEST);
+    }
+
     /* Show a scene: all of it, or from its beginning as large as can be read. */
     function fit(scene, whole, direction) {
       if (!scene) return;
-      const [w, h] = room(), across = (w - 2 * MARGIN) / scene.across, down = (h - 2 * MARGIN) / scene.down, all = Math.min(across, down, 1);
+      const [w, h] = room(), across = (w - 2 * MARGIN) / scene.across, down = (h - 2 * MARGIN) / scene.down, all = scaleOf(scene);
       zoom = whole || all >= LEGIBLE ? all : Math.max(all, Math.min(direction === "LR" ? down : across, 1), SMALLEST);
       x = Math.max((w - scene.across * zoom) / 2, MARGIN);
       y = Math.max((h - scene.down * zoom) / 2, MARGIN);
@@ -99,8 +105,8 @@ const Viewport = (() => {
     }, { passive: false });
 
     new ResizeObserver(() => move()).observe(frame);
-    return { centre, fit, listen, reveal, seen, shift, zoomBy };
+    return { centre, fit, listen, reveal, scaleOf, seen, shift, zoomBy };
   }
 
-  return { of };
+  return { of, LEGIBLE };
 })();

@@ -218,6 +218,30 @@ def _flops(node: fx.Node) -> int | None:
     return counter.get_total_flops()
 
 
+class ProductFlops:
+    """Counts operations of matrix products and convolutions; of the same op on the same sizes once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, str], int] = {}
+
+    def of(self, node: fx.Node) -> int:
+        """Return the operations of a node, for the sizes of the example inputs; 0 if they are not known."""
+        if node.op != "call_function" or not _moves(node):
+            return 0
+        key = (node.target, repr(map_aggregate((node.args, node.kwargs), _sizes)))
+        if key not in self._known:
+            self._known[key] = _flops(node) or 0
+        return self._known[key]
+
+
+def _sizes(leaf: Any) -> Any:
+    """Return what an argument's operations depend on: the sizes of tensors; other arguments as they are."""
+    if not isinstance(leaf, fx.Node):
+        return leaf
+    found = tensors(leaf)
+    return [[example_size(n) for n in t.shape] for t in found] if found else str(value(leaf))
+
+
 def _meta(leaf: Any) -> Any:
     """Return an argument as a meta tensor with the sizes of the example inputs; other arguments as numbers."""
     return pytree.tree_map(_without_storage, value(leaf)) if isinstance(leaf, fx.Node) else example_size(leaf)
