@@ -17,7 +17,7 @@ MODULES = (
     ),
     "policy/*.py",
     *(f"runtime/{name}.py" for name in ("working_copies", "variant_table")),
-    *(f"numerics/{name}.py" for name in ("compare", "bisect", "find_overflow", "paired_run", "watch")),
+    *(f"numerics/{name}.py" for name in ("compare", "bisect", "find_overflow", "mended_run", "paired_run", "watch")),
 )
 
 # Beside the test file that mirrors a module: the others that exercise it, the quickest first.
@@ -206,7 +206,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     ),
     "plan/edited_plan.py": ("plan/test_read_plan.py",),
     "capture/masks.py": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
-    "numerics/find_overflow.py": ("numerics/test_overflow.py",),
+    "numerics/find_overflow.py": ("numerics/test_overflow.py", "numerics/test_mended_run.py"),
 }
 
 
