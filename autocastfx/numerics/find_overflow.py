@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import NodeError
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import is_cast, module_path, stack_trace
+from autocastfx.graph.node import is_cast, module_path, stack_trace, uncast
 from autocastfx.numerics.mended_run import MendedRun
 from autocastfx.numerics.paired_run import Step, floating, run_side_by_side
 from autocastfx.plan.plan import PlannedNode, Precision, Why, because_of, op_list_for
@@ -353,7 +353,7 @@ class _Known:
     def lost(self, node: fx.Node) -> Iterator[PlannedNode]:
         """The nodes in which what ``node`` reads became zero."""
         for read in node.all_input_nodes:
-            yield from self.vanished.get(_uncast(read), ())
+            yield from self.vanished.get(uncast(read), ())
 
 
 class _Read(NamedTuple):
@@ -408,7 +408,7 @@ def _overflow(step: Step, in_float32: bool | None, known: _Known) -> Overflow:
     because = because_of(entry)
     if cast:
         readers = ", ".join(known.names.get(user, user.name) for user in node.users)
-        because = f"the conversion casts {known.names[_uncast(node)]} for {readers}"
+        because = f"the conversion casts {known.names[uncast(node)]} for {readers}"
     fix = "" if in_float32 else op_list_for(known.guilty(node))
     names = [known.names[read] for read in node.all_input_nodes]
     return Overflow(
@@ -440,10 +440,3 @@ def _advice(in_float32: bool | None, fix: str, guilty: list[PlannedNode], node: 
     if fix:
         return "add this to your op list:"
     return "scale the values in the model, or convert to torch.bfloat16."
-
-
-def _uncast(node: fx.Node) -> fx.Node:
-    """The value behind the casts of the conversion."""
-    while is_cast(node):
-        node = node.all_input_nodes[-1]
-    return node

@@ -180,7 +180,11 @@ ALSO: dict[str, tuple[str, ...]] = {
         "runtime/test_stored_low.py",
     ),
     "runtime/variant_table.py": _VARIANTS,
-    "numerics/compare.py": ("numerics/test_paired_backward.py", "numerics/test_target_error.py"),
+    "numerics/compare.py": (
+        "numerics/test_cancellation.py",
+        "numerics/test_paired_backward.py",
+        "numerics/test_target_error.py",
+    ),
     "numerics/watch.py": ("numerics/test_watch.py",),
     "numerics/bisect.py": ("numerics/test_bisect.py", "numerics/test_output_error.py"),
     "numerics/paired_run.py": (
