@@ -1,0 +1,182 @@
+"""What is decided of the values that backward reads: the fewest bytes, by rules, and what has to stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autocastfx
+from autocastfx import OpList
+from autocastfx.errors import OpListError, UnmatchedRuleWarning
+from autocastfx.plan.plan import Plan, PlannedSaved
+from autocastfx.policy.saved import Keep
+from tests.helpers import Function
+from tests.runtime.test_saved import Layers
+
+
+def plan_of(model: nn.Module, *inputs: Tensor, saved: Any = "recompute", **options: Any) -> Plan:
+    given = {"dtype": torch.bfloat16, "check": False, **options}
+    return autocastfx.convert(model.train(), inputs, saved=saved, **given).plan
+
+
+def parts(plan: Plan) -> dict[str, PlannedSaved]:
+    return {f"{one.op}{' inside' if one.inside else ''}": one for one in plan.saved}
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(functional.gelu(self.up(self.norm(x)))).square().mean()
+        return y
+
+
+X = torch.randn(128, 64)
+
+
+def test_what_cheap_ops_give_is_recomputed() -> None:
+    plan = plan_of(Mlp(), X)
+    found = {one.name: one for one in plan.saved}
+    assert found["gelu"].keep is Keep.RECOMPUTE
+    assert (found["gelu"].bytes, found["gelu"].kept, found["gelu"].recomputes) == (2 * 128 * 256, 0, ("gelu",))
+    assert found["gelu"].readers == ("linear_1",)
+    assert found["linear"].keep is Keep.COMPUTED  # the input of the GELU
+    assert found["linear"].because == "linear is not cheap"
+    assert found["layer_norm_bfloat16"].recomputes == ("layer_norm", "layer_norm_bfloat16")
+    assert str(found["gelu"]) == "recomputed by gelu, 0 instead of 65,536 bytes: (saved:saved[0])"
+
+
+@pytest.mark.parametrize("keep", [Keep.LOW, Keep.FLOAT8])
+def test_forms_take_fewer_bytes(keep: Keep) -> None:
+    found = {one.name: one for one in plan_of(Mlp(), X, saved=keep.value).saved}
+    assert (found["linear"].keep is keep) == (keep is Keep.FLOAT8)  # it has 16 bits already
+    assert found["linear"].kept == (128 * 256 + 4 * 128 if keep is Keep.FLOAT8 else 2 * 128 * 256)
+
+
+def test_a_rule_of_a_module_wins_over_an_earlier_one() -> None:
+    rules = [{"keep": "recompute"}, {"keep": "float8", "ops": ["gelu"], "reason": "measured"}]
+    found = {one.name: one for one in plan_of(Mlp(), X, saved=rules).saved}
+    assert found["gelu"].keep is Keep.FLOAT8
+    assert found["gelu"].because == "measured (saved:saved[1].ops[0])"
+    again = {one.name: one for one in plan_of(Mlp(), X, saved=[*rules, {"keep": "computed", "ops": ["gelu"]}]).saved}
+    assert again["gelu"].keep is Keep.COMPUTED
+
+
+def test_a_chain_is_not_too_long() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(12))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x.square().mean()
+
+    plan = plan_of(Sums(), X)
+    adds = {name for one in plan.saved for name in one.recomputes if name.startswith("add")}
+    longest = max(sum(name.startswith("add") for name in one.recomputes) for one in plan.saved)
+    assert adds
+    assert longest <= 6
+    assert any(one.op == "add" and one.keep is Keep.COMPUTED for one in plan.saved)
+
+
+def test_a_loss_makes_its_probabilities_again() -> None:
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(64, 512)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return functional.cross_entropy(self.head(x), labels)
+
+    plan = plan_of(Classifier(), X, torch.zeros(128, dtype=torch.long))
+    inside = parts(plan)["cross_entropy_loss inside"]
+    assert inside.inside == "computed"
+    assert inside.bytes >= 4 * 128 * 512
+    assert inside.kept == 0
+    assert {one.name: one.kept for one in plan.saved}["linear"] == 2 * 128 * 512  # which it is made of
+
+
+def test_what_is_small_written_into_or_frozen_stays() -> None:
+    def call(x: Tensor) -> Tensor:
+        y = functional.silu(x * 2)
+        z = functional.silu(x * 3)
+        z.add_(1)
+        return (y.exp() + z.exp() + functional.silu(x[:4]).exp().sum()).mean()
+
+    plan = plan_of(nn.Sequential(nn.Linear(64, 64), Function(call)), X)
+    silus = {one.name: one.keep for one in plan.saved if one.op in ("silu", "add_")}
+    assert silus.get("silu", Keep.RECOMPUTE) is Keep.RECOMPUTE
+    assert silus.get("silu_1") in (None, Keep.COMPUTED)
+    assert "silu_2" not in silus
+    model = Mlp()
+    for p in (model.norm, model.up):
+        p.requires_grad_(False)
+    found = {one.name for one in plan_of(model, X).saved}
+    assert found <= {"linear_1", "gelu", "down_weight_bfloat16", "linear", "linear_1_float32"}
+
+
+def test_nothing_is_decided_without_rules_or_for_evaluation() -> None:
+    assert plan_of(Mlp(), X, saved="as computed").saved == ()
+    x = torch.randn(4, 64, 32)
+    amp_model = autocastfx.convert(Layers(1), (x,), dtype="bfloat16", saved="recompute", check=False)
+    assert {variant.mode: bool(variant.plan.saved) for variant in amp_model.variants} == {"train": True, "eval": False}
+
+
+def test_a_plan_with_it_reads_back_and_is_told(tmp_path: Any) -> None:
+    amp_model = autocastfx.convert(Mlp(), (X,), dtype="bfloat16", saved="recompute", check=False)
+    plan = amp_model.plan
+    assert Plan.from_json(plan.to_json()) == Plan.from_json(Plan.from_json(plan.to_json()).to_json())
+    assert Plan.from_json(plan.to_json()).saved == plan.saved
+    assert '"saved"' not in autocastfx.convert(Mlp(), (X,), dtype="bfloat16", check=False).plan.to_json()
+    assert "kept for backward: " in autocastfx.dump(amp_model)
+    assert "for backward: recomputed by gelu, 0 instead of 65,536 bytes" in autocastfx.explain(amp_model, "gelu")
+    page = autocastfx.dump(amp_model, format="html")
+    assert "recomputed by gelu, 0 instead of 65,536 bytes" in page
+
+
+# -- refusal ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"ops": ["gelu"]}, "does not say how values are kept"),
+        ({"keep": "bfloat16"}, "bfloat16"),
+        ({"keep": "low", "ops": []}, "an empty list of ops never matches"),
+        ({"keep": "low", "ops": ["gelo"]}, "did you mean 'gelu'"),
+        ({"keep": "low", "path": "re:("}, "saved"),
+        ({"keep": "low", "opps": ["gelu"]}, "no key of an entry under 'saved'"),
+    ],
+)
+def test_a_wrong_entry_is_one_error(entry: dict[str, Any], said: str) -> None:
+    with pytest.raises(OpListError, match=said):
+        OpList.of({"saved": [entry]})
+
+
+def test_a_wrong_word_is_one_error() -> None:
+    with pytest.raises(ValueError, match="saved is 'as computed', 'recompute', 'low', 'float8', or entries"):
+        plan_of(Mlp(), X, saved="bfloat16")
+
+
+def test_a_rule_that_matches_nothing_is_told() -> None:
+    with pytest.warns(UnmatchedRuleWarning, match="no node of the model is 'softmax'"):
+        plan_of(Mlp(), X, saved=[{"keep": "recompute"}, {"keep": "float8", "ops": ["softmax"]}])
+    with pytest.warns(UnmatchedRuleWarning, match="nothing is kept otherwise"):
+        plan_of(Mlp(8), X[:2, :8], saved="recompute")
+
+
+def test_lists_merge_and_write_back() -> None:
+    first = OpList.of({"saved": [{"keep": "recompute"}]})
+    second = OpList.of({"saved": [{"keep": "low", "ops": ["exp"], "path": "head", "reason": "measured"}]})
+    merged = first | second
+    assert [str(rule.keep) for rule in merged.saved] == ["recompute", "low"]
+    assert "keep: low" in merged.text()
+    assert [str(change) for change in first.diff(second)]
