@@ -123,6 +123,7 @@ def test_what_is_small_written_into_or_frozen_stays() -> None:
     assert found <= {"linear_1", "gelu", "down_weight_bfloat16", "linear", "linear_1_float32"}
 
 
+@pytest.mark.usefixtures("both_modes")
 def test_nothing_is_decided_without_rules_or_for_evaluation() -> None:
     assert plan_of(Mlp(), X, saved="as computed").saved == ()
     x = torch.randn(4, 64, 32)
