@@ -32,6 +32,7 @@ from autocastfx.errors import (
     UnsupportedError,
 )
 from autocastfx.graph.names import located
+from autocastfx.graph.node import Held
 from autocastfx.graph.sizes import own_sizes
 from autocastfx.integrations.checked_copies import check_capture
 from autocastfx.integrations.compiled import CompiledCall
@@ -314,9 +315,12 @@ class CompileBackend:
                 warnings.warn(told, UnmatchedRuleWarning, stacklevel=4)
 
     def paths(self) -> dict[int, str]:
-        """Return the paths of modules and parameters of the compiled models, by their ``id``."""
-        named = (one for model in self._models for one in (*model.named_modules(), *model.named_parameters()))
-        return {id(member): name for name, member in named}
+        """Return the paths of modules, parameters and buffers of the compiled models, by their ``id``."""
+        return {
+            id(member): name
+            for model in self._models
+            for name, member in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
+        }
 
     def _converted(
         self,
@@ -325,17 +329,23 @@ class CompileBackend:
         device: torch.device,
         graphs: list[CompiledGraph],
         converter: Converter | None = None,
+        passed: Sequence[Any] = (),
     ) -> fx.GraphModule:
-        """Convert a graph, and those that it recomputes, by one converter; adds to ``graphs``."""
+        """Convert a graph, and those that it recomputes, by one converter; adds to ``graphs``.
+
+        A graph that is recomputed has no ``inputs`` of its own, but is ``passed`` nodes of the graph around it.
+        """
         from autocastfx.capture.dynamo_graph import WholeCall, aten_graph, run_as_dynamo
 
-        captured = aten_graph(module, inputs, self._whole, self.paths())
+        captured = aten_graph(module, inputs, self._whole, self.paths(), [Held.of(node) for node in passed])
         converter = converter or self._converter_for(captured.parameters.values())
         made = converter.convert_graph(captured.graph, captured.attributes, captured.parameters, device, mode="train")
         converted = run_as_dynamo(captured, made.graph, made.attributes)
         for node in converted.graph.nodes:
             if isinstance(node.target, WholeCall) and (inside := node.target.recomputed) is not None:
-                node.target = node.target.with_recomputed(self._converted(inside, None, device, graphs, converter))
+                given = node.target.passed(node.args)
+                inner = self._converted(inside, None, device, graphs, converter, given)
+                node.target = node.target.with_recomputed(inner)
         converted.recompile()
         graphs.append(CompiledGraph(converted, made.plan))
         facts = self._converter.facts
