@@ -74,7 +74,7 @@ def as_module(function: Callable[..., Any]) -> FunctionModule:
         _refuse(name, found)
         if is_plain(found.value) and found.read is not None:
             live[found.path] = Live(found.read)
-        elif found.read is not None and plain_parts(found.value):
+        elif found.read is not None and not isinstance(found.value, ModuleType) and plain_parts(found.value):
             kept[found.path] = found.value
     taken = {*dir(nn.Module()), "function"}
     attributes = {path: f"{path}_" if path in taken else path for path in (*live, *kept)}

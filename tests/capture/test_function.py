@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import pickle
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autocastfx
-from autocastfx.capture.function import is_function
-from autocastfx.errors import ArgumentTypeError, CaptureError, UnsupportedError
+from autocastfx.capture.function import as_module, is_function
+from autocastfx.errors import ArgumentTypeError, CaptureError, StateWarning, UnsupportedError
 
 SCALE = 2.0
 LAYER = nn.Linear(8, 8)
@@ -149,6 +150,30 @@ def test_a_number_that_changes_is_captured_again(monkeypatch: pytest.MonkeyPatch
     space.factor = 3.0
     assert close(closed(X), X * 27)
     assert close(copied(X), X @ X.mT * 5)
+
+
+def test_only_what_is_read_is_watched() -> None:
+    """Modules of Python that a function names are no settings; a list that it fills is told of."""
+    module = as_module(uses_libraries)
+    assert not [name for name, value in vars(module).items() if isinstance(value, ModuleType)]
+    (variant, *_) = autocastfx.convert(uses_libraries, X, dtype="bfloat16").variants
+    assert [read.path for read in variant.state.reads] == ["SCALE"]
+
+
+def uses_libraries(x: Tensor) -> Tensor:
+    return torch.relu(F.silu(x) * math.pi * SCALE)
+
+
+def test_a_list_that_a_function_fills_is_told_of() -> None:
+    kept: list[Tensor] = []
+
+    def function(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x * 2
+
+    with pytest.warns(StateWarning, match="kept"):
+        autocastfx.convert(function, X, dtype="bfloat16")
+    assert not kept
 
 
 def inside(value: Any) -> dict[str, Callable[[Tensor], Tensor]]:
