@@ -19,7 +19,7 @@ import_module("autocastfx.capture.rewrites")
 
 if TYPE_CHECKING:
     from autocastfx.calibration import calibrate
-    from autocastfx.conversion import convert
+    from autocastfx.conversion import convert, convert_function
     from autocastfx.integrations.backend import CompileBackend, backend_of, disable, enable
     from autocastfx.numerics.bisect import bisect
     from autocastfx.numerics.check import check
@@ -73,6 +73,7 @@ __all__ = [
     "check",
     "compare",
     "convert",
+    "convert_function",
     "diff",
     "disable",
     "dump",
@@ -94,7 +95,7 @@ __all__ = [
 # The modules that have the names above.
 _HOMES = {
     "calibration": "calibrate",
-    "conversion": "convert",
+    "conversion": "convert convert_function",
     "integrations.backend": "CompileBackend backend_of disable enable",
     "numerics.bisect": "bisect",
     "numerics.check": "check",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from types import MethodType
+from typing import Any, cast, overload
 
 import torch
 from torch import fx, nn
@@ -29,6 +32,7 @@ from autocastfx.capture.call import (
     named_device,
     refuse_for_low_model,
 )
+from autocastfx.capture.function import as_module, is_function
 from autocastfx.capture.leave_intact import capturing
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import (
@@ -59,7 +63,7 @@ _CHECKED = 2**30  # bytes of parameters up to which a model is checked unasked
 
 
 def convert(
-    model: nn.Module | fx.GraphModule | ExportedProgram,
+    model: nn.Module | fx.GraphModule | ExportedProgram | Callable[..., Any],
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | torch.Tensor | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
@@ -83,7 +87,11 @@ def convert(
     nothing is rounded that was not, and without such rules it stays as it is, to the bit.
 
     Args:
-        model: left as it is; the result shares its parameters and buffers, so training one trains the other.
+        model: left as it is; the result shares its parameters and buffers, so training one trains the other. A function
+            of tensors is converted, too, as one of ``torch.nn.functional``, with its arguments by position and by
+            keyword and all that it returns. Numbers that it reads from around it may change: it is captured again.
+            Tensors that it reads there are constants, and must need no gradient. :func:`convert_function` is a
+            decorator.
         example_inputs: positional inputs of one call, as a tuple (one tensor may stand alone), or its keyword inputs,
             as a dict. Their sizes and dtypes matter, their values do not. Other sizes are served too, if need be by a
             further capture. Without any input the model is captured at its first call, from that call's inputs; until
@@ -152,13 +160,16 @@ def convert(
             has no such products (or the model is 16-bit), a reserved argument was given, a parameter is a DTensor,
             ``weights="low"`` or ``check=True`` was given without example inputs, or ``sensitivity`` with a list that
             follows torch.autocast's dispatch; or the model is 16-bit, and was given another ``dtype``, ``weights``,
-            ``fold="kernel"``, ``calibrate``, ``sensitivity``, or names to ``recompose``.
+            ``fold="kernel"``, ``calibrate``, ``sensitivity``, or names to ``recompose``; or a function
+            calls a module with parameters, or reads a tensor that requires a gradient, from around it.
         ValueError: ``dtype`` is no 16-bit dtype, or ``recompose`` names no pattern.
         VerifyError: a defect of this package; nothing is handed out.
     """
     check_arguments(fold, weights, headroom, check=check)
     started = time.perf_counter()
     module, target = _as_module(model), named_device(device)
+    if not isinstance(model, ExportedProgram):
+        model = module  # of a function, the module that stands for it
     _refuse_enabled(module)
     conversion_warnings.warn_of_other_parameters(module, stacklevel=3)
     args, kwargs = inputs_of(example_inputs, example_kwargs)
@@ -214,6 +225,61 @@ def convert(
     if weights == "low":
         amp_model._store_low(converter.low)
     return amp_model
+
+
+@overload
+def convert_function(function: Callable[..., Any], /, **options: Any) -> AmpModule: ...
+@overload
+def convert_function(**options: Any) -> Callable[[Callable[..., Any]], AmpModule]: ...
+def convert_function(
+    function: Callable[..., Any] | None = None, /, **options: Any
+) -> AmpModule | Callable[[Callable[..., Any]], AmpModule]:
+    """Convert a function of tensors where it is defined, as a decorator: ``@convert_function(dtype="bfloat16")``.
+
+    What takes its place is called like it, and is what :func:`convert` returns for it: it has ``plan`` and ``graph``,
+    and ``dump`` and ``explain`` show it. It is captured at its first call, and again for calls that no graph fits.
+
+    Args:
+        function: a function at the top of a module or inside of another function; left out with options alone, as in
+            ``@convert_function()``.
+        options: of :func:`convert`, by keyword, such as ``dtype`` and ``op_list``.
+
+    Returns:
+        The converted function; with options alone, what converts one.
+
+    Raises:
+        TypeError: it is no function, or an option is none of :func:`convert`'s.
+        UnsupportedError: it is a method, whose object is no tensor; it calls a module with parameters, or reads a
+            tensor that requires a gradient, from around it.
+    """
+    if function is None:
+        return partial(_converted_function, options)
+    return _converted_function(options, function)
+
+
+def _converted_function(options: Mapping[str, Any], function: Any) -> AmpModule:
+    if not is_function(function):
+        what = "an nn.Module, which convert takes" if isinstance(function, nn.Module) else type(function).__name__
+        raise ArgumentTypeError(
+            f"convert_function takes a function of tensors, not {what}; its options go by keyword, as in "
+            '@convert_function(dtype="bfloat16")'
+        )
+    known = inspect.signature(convert).parameters
+    if unknown := [option for option in options if option not in known or option == "model"]:
+        raise ArgumentTypeError(
+            f"convert_function takes no {', '.join(map(repr, unknown))}, but the options of convert: "
+            f"{', '.join(name for name in known if name != 'model')}"
+        )
+    place, _, name = str(getattr(function, "__qualname__", "")).rpartition(".")
+    first = next(iter(getattr(getattr(function, "__code__", None), "co_varnames", ())), "")
+    is_in_class = bool(place) and not place.endswith("<locals>") and not isinstance(function, MethodType)
+    if is_in_class and first in ("self", "cls"):
+        raise UnsupportedError(
+            f"{place}.{name} is a method, and convert_function takes a function of tensors: {first} is none. Convert "
+            "the module with autocastfx.convert or autocastfx.enable, or decorate a function that the method calls "
+            "with its tensors."
+        )
+    return convert(function, **options)
 
 
 def _recipe(
@@ -325,14 +391,18 @@ def _as_module(model: object) -> nn.Module:
 
     Raises:
         TypeError: it is nothing that can be converted.
-        UnsupportedError: it is converted already, or a parameter is a DTensor.
+        UnsupportedError: it is converted already, a parameter is a DTensor, or a function reads parameters.
     """
     if isinstance(model, AmpModule):
         raise UnsupportedError("the model is converted already: convert the original again, with the other arguments.")
     module = model.module() if isinstance(model, ExportedProgram) else model
     if not isinstance(module, nn.Module):
+        if is_function(module):
+            return as_module(cast("Callable[..., Any]", module))
+        hint = f": give an instance of {model.__name__}" if isinstance(model, type) else ""
         raise ArgumentTypeError(
-            f"convert takes an nn.Module, a GraphModule or an ExportedProgram, not {type(model).__name__}"
+            "convert takes an nn.Module, a GraphModule, an ExportedProgram or a function of tensors, not "
+            f"{type(model).__name__}{hint}"
         )
     _check_parameters(module)
     _refuse_swapped(module)

@@ -125,8 +125,8 @@ INPUTS: dict[str, tuple[Act, str]] = {
     "find_overflow: a size": (lambda: autocastfx.find_overflow(convert(), WRONG), "no variant fits these sizes"),
 }
 ARGUMENTS: dict[str, tuple[Act, str]] = {
-    "a function": (lambda: autocastfx.convert(lambda x: x, X), "convert takes an nn.Module, .*not function"),  # type: ignore
-    "a class": (lambda: autocastfx.convert(Net, X), "convert takes an nn.Module, .*not type"),  # type: ignore
+    "a function": (lambda: autocastfx.convert(len, X), "convert takes an nn.Module, .*not builtin_function"),
+    "a class": (lambda: autocastfx.convert(Net, X), "convert takes an nn.Module, .*not type: give an instance of Net"),
     "converted twice": (
         lambda: autocastfx.convert(convert(), X),
         "the model is converted already: convert the original",

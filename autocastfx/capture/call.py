@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from typing import Any, cast
 
@@ -277,6 +277,12 @@ def _refusal(leaf: Any, path: tuple[Any, ...]) -> str:
     place = "".join(f"[{step!r}]" for step in path[1:])
     if type(leaf).__module__ == "numpy":
         return f"argument {path[0]}{place} is a {kind} of NumPy: make a tensor of it, torch.from_numpy(array)."
+    if is_dataclass(leaf):
+        return (
+            f"argument {path[0]}{place} is a dataclass {kind} that torch does not know. Call "
+            f"torch.export.register_dataclass({kind}) once, before the conversion: its fields are arguments of a graph "
+            "then, if they are tensors, numbers, text, None, or the like."
+        )
     return (
         f"argument {path[0]}{place} is an object of class {kind}, which a graph cannot hold. Arguments are "
         "tensors, numbers, text, None, dtypes, devices, layouts and enums, in lists, tuples, dicts and registered "

@@ -27,7 +27,7 @@ from autocastfx.capture.tidy import flatten_transforms, tidy
 from autocastfx.capture.whole_calls import record_call
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import attribute
+from autocastfx.graph.node import HELD, Held, attribute
 
 # Operators with graphs of their own that are called whole: tracing into them would lose a custom backward, a hook, or
 # the recomputation. Of the latter the graph is converted by itself.
@@ -47,12 +47,14 @@ class DynamoGraph:
         attributes: constants and sub-graphs, by ``get_attr`` target.
         parameters: by ``get_attr`` target.
         places: the number of each input of Dynamo's graph, by the name of its placeholder or its ``get_attr`` target.
+        held: the inputs that the model holds, by the same names.
     """
 
     graph: fx.Graph
     attributes: Mapping[str, Any]
     parameters: Mapping[str, nn.Parameter]
     places: Mapping[str, int]
+    held: Mapping[str, Held]
 
 
 def aten_graph(
@@ -60,6 +62,7 @@ def aten_graph(
     inputs: Sequence[Any] | None = None,
     whole: Collection[Any] = (),
     paths: Mapping[int, str] | None = None,
+    passed: Sequence[Held | None] = (),
 ) -> DynamoGraph:
     """Trace Dynamo's graph to ATen operators, on the abstract tensors that Dynamo made it with.
 
@@ -68,8 +71,9 @@ def aten_graph(
         inputs: what Dynamo gives a backend: parameters, and examples of the other inputs. For a graph inside another,
             None: its placeholders hold examples.
         whole: functions that stay whole, as far as Dynamo has left them so.
-        paths: of modules and parameters of the model, by their ``id``. Dynamo knows others by where it found them,
-            which is no path behind a break of the graph.
+        paths: of modules, parameters and buffers of the model, by their ``id``. Dynamo knows others by where it found
+            them, which is no path behind a break of the graph.
+        passed: for a graph inside another, what the other passes to each input that the model holds.
 
     Raises:
         CaptureError: a hook comes after a use of its tensor, or a constant has no values.
@@ -81,7 +85,8 @@ def aten_graph(
     _refuse_late_hooks(module)
     _refuse_two_hooks(module)
     traced, called = _traced(module, given, inputs, whole)
-    names = _names(given, inputs, paths)
+    held = passed or [_held(node, value, paths) for node, value in zip(given, inputs, strict=True)]
+    names = _names(given, held)
     attributes: dict[str, Any] = {}
     root = _root(given, inputs, paths)
     for node in traced.graph.nodes:
@@ -96,7 +101,9 @@ def aten_graph(
     for node in graph.nodes:
         if node.op == "placeholder" and node.target in parameters:
             node.op = "get_attr"
-    return DynamoGraph(graph, attributes, parameters, {name: i for i, name in enumerate(names)})
+    places = {name: i for i, name in enumerate(names)}
+    by_name = {name: one for name, one in zip(names, held, strict=True) if one is not None}
+    return DynamoGraph(graph, attributes, parameters, places, by_name)
 
 
 def run_as_dynamo(captured: DynamoGraph, graph: fx.Graph, attributes: Mapping[str, Any]) -> fx.GraphModule:
@@ -109,8 +116,10 @@ def run_as_dynamo(captured: DynamoGraph, graph: fx.Graph, attributes: Mapping[st
     """
     lifted = fx.Graph()
     inputs = {name: lifted.create_node("placeholder", name, name=name.replace(".", "_")) for name in captured.places}
-    for node in inputs.values():
+    for name, node in inputs.items():
         node.target = node.name  # an argument of Python, and no path
+        if name in captured.held:
+            node.meta[HELD] = captured.held[name]
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" or (node.op == "get_attr" and node.target in captured.parameters):
@@ -179,19 +188,32 @@ def _constants(module: fx.GraphModule) -> Iterator[str]:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _names(given: Sequence[fx.Node], inputs: Sequence[Any], paths: Mapping[int, str]) -> list[str]:
+def _names(given: Sequence[fx.Node], held: Sequence[Held | None]) -> list[str]:
     """Name the inputs as the model does, or by where Dynamo found them."""
     names: list[str] = []
-    for node, value in zip(given, inputs, strict=True):
-        argument = node.meta.get("grapharg")
-        source = getattr(argument, "source", None)
-        name = paths.get(id(value)) or (_path(source.name) if source is not None else "")
+    for node, one in zip(given, held, strict=True):
+        name = one.path if one is not None else _found_at(node)
         name = re.sub(r"\W", "_", name) if not re.fullmatch(r"[\w.]+", name) else name
         name = name or node.name
         while name in names:
             name += "_"
         names.append(name)
     return names
+
+
+def _held(node: fx.Node, value: object, paths: Mapping[int, str]) -> Held | None:
+    """Return what an input of Dynamo's graph is in the model; None if the model does not hold it."""
+    source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    is_held = id(value) in paths or "_parameters[" in source or "_buffers[" in source
+    if not isinstance(value, torch.Tensor) or not is_held:
+        return None
+    kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
+    return Held(kind, paths.get(id(value)) or _path(source))
+
+
+def _found_at(node: fx.Node) -> str:
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    return _path(source.name) if source is not None else ""
 
 
 def _root(given: Sequence[fx.Node], inputs: Sequence[Any], paths: Mapping[int, str]) -> str:
@@ -243,6 +265,11 @@ class WholeCall:
         """The graph that runs again in backward, of activation checkpointing."""
         first = self.arguments[0] if self.operator.name() in _RECOMPUTED else None
         return first[0] if first is not None and isinstance(first[0], fx.GraphModule) else None
+
+    def passed(self, args: Sequence[Any]) -> list[Any]:
+        """Return what a call with ``args`` passes to each input of the graph that runs again."""
+        rest = iter(args)
+        return [next(rest) if one is None else one[0] for one in self.arguments][1:]
 
     def with_recomputed(self, module: fx.GraphModule) -> WholeCall:
         """The same call, of another graph that takes the same inputs."""

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from autocastfx.capture import rewrites
 from autocastfx.capture.call import Call, CallSignature, CallStructure
 from autocastfx.capture.failure import AgainError, asks_for_values, capture_error, quiet
+from autocastfx.capture.function import FunctionModule, refuse_constants
 from autocastfx.capture.leave_intact import capturing, intact
 from autocastfx.capture.masks import drop_settled
 from autocastfx.capture.python_state import (
@@ -183,6 +184,8 @@ def capture(
                     if asks_for_values(error):
                         break
                     continue
+            if isinstance(model, FunctionModule):
+                refuse_constants(model, program.constants)
             captured = _captured(
                 program, set(held), called, call, tuple(training), _device(held, call), attempt, follows
             )

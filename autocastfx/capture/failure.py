@@ -162,8 +162,8 @@ def _advice(error: Exception) -> str:
     if "pytree" in text or "unsupported type" in text.lower() or ("output" in text and "type" in text):
         return (
             "It returns an object that is not a tensor, number, dict, list or tuple. Return tensors (transformers: "
-            "use_cache=False), register the class with torch.utils._pytree.register_pytree_node, or convert in place, "
-            "with autocastfx.enable."
+            "use_cache=False), register the class with torch.utils._pytree.register_pytree_node (a dataclass with "
+            "torch.export.register_dataclass), or convert in place, with autocastfx.enable."
         )
     if type(error).__module__ == "builtins":
         return (

@@ -165,6 +165,16 @@ def _is_of(hook: Any, places: tuple[str, ...]) -> bool:
     return any(str(home).startswith(places) for home in homes)
 
 
+class Live:
+    """An attribute of a class of modules whose value ``read`` gives, each time that it is asked for."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self.read = read
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        return self.read()
+
+
 _BARE = nn.Module()
 # Attributes that every module has: tables, hooks, and the mode, which is part of a variant's key. An RNN's lists of its
 # parameters are rebuilt whenever one is swapped, as export does.
@@ -387,7 +397,8 @@ def _table(instance: Any) -> dict[Any, Any]:
 
 
 def _of_class(kind: type, name: str) -> Any:
-    return next((vars(c)[name] for c in kind.__mro__ if name in vars(c)), _MISSING)
+    value = next((vars(c)[name] for c in kind.__mro__ if name in vars(c)), _MISSING)
+    return value.read() if isinstance(value, Live) else value
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:

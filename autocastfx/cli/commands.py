@@ -234,12 +234,14 @@ def add_run_to(add: Callable[..., Any], common: argparse.ArgumentParser) -> None
     parser.add_argument(
         "--op-list", action="append", metavar="LIST", help="a preset or a YAML file; given again, the later wins"
     )
-    parser.add_argument("--fold", choices=tuple(LEVELS), default="exact")
+    parser.add_argument("--fold", choices=tuple(LEVELS), default="exact", help="as for convert; exact")
     parser.add_argument("--inner", default="eager", help="the backend of torch.compile that compiles the result")
-    parser.add_argument("--uncaptured", choices=UNCAPTURED, default="autocast")
+    parser.add_argument(
+        "--uncaptured", choices=UNCAPTURED, default="autocast", help="how code runs that is not captured; autocast"
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what became of each model, as JSON")
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is the name of a module")
-    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("script", metavar="SCRIPT", help="the path of the script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     parser.set_defaults(run=prepare)
 

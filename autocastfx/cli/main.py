@@ -12,12 +12,12 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
 
 from autocastfx.cli import commands, numerics
 from autocastfx.cli.commands import add_run_to
 from autocastfx.cli.interrupt import interrupted, raise_when_interrupted
 from autocastfx.cli.model import add_conversion_options, converted
+from autocastfx.cli.parser import CONVERSION, MODEL, WRITTEN, group, suggesting_parser, with_examples
 from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import (
     AutocastFXError,
@@ -28,33 +28,9 @@ from autocastfx.errors import (
     OpListError,
     PlanError,
 )
-from autocastfx.policy.yaml_tree import nearest
 from autocastfx.report.formats import FORMATS
 from autocastfx.report.lint.lint import lint
 from autocastfx.report.lint.roofline import find_gpu, gpus
-
-# An argument parser that says in two lines what is wrong, and what was meant by an unknown command or choice.
-
-
-def suggesting_parser(**arguments: Any) -> argparse.ArgumentParser:
-    """Make a parser, with arguments as for ``argparse.ArgumentParser``, whose subcommands' parsers suggest too."""
-    return _SuggestingParser(**arguments)
-
-
-class _SuggestingParser(argparse.ArgumentParser):
-    """Names the nearest command or choice, as argparse does from Python 3.14 on if asked to."""
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            hint = nearest(str(value), map(str, action.choices or ()))
-            raise argparse.ArgumentError(action, f"{error.message}{hint}") from error
-
-    def error(self, message: str) -> NoReturn:
-        """End with code 2 and the message, without the usage, which takes ten lines."""
-        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help shows all arguments.\n")
-
 
 # Let a shell complete the command line, if argcomplete is installed.
 
@@ -78,9 +54,11 @@ def add_lint_to(
 ) -> None:
     """Add the command with ``add``, the subcommands' ``add_parser``; ``model`` is the help text of MODEL."""
     parser = add("lint", parents=parents, help="sizes that tensor cores would pad, and where time would go on a GPU")
-    parser.add_argument("model", metavar="MODEL", help=model)
+    group(parser, MODEL).add_argument("model", metavar="MODEL", help=model)
     names = ", ".join(gpu.name for gpu in gpus())
-    parser.add_argument("--gpu", default="A100", metavar="GPU", help=f"{names}; A100 by default. It need not be here")
+    group(parser, MODEL).add_argument(
+        "--gpu", default="A100", metavar="GPU", help=f"{names}; A100 by default. It need not be here"
+    )
     parser.set_defaults(run=_run_lint)
 
 
@@ -110,6 +88,28 @@ _INPUTS = (
     "else zeros)"
 )
 _MOST_LINES = 3
+_NET = "net:Net --inputs 'float32[8,3,32,32]'"
+# A command line for each command, without the program's name.
+_EXAMPLES = {
+    "dump": f"dump {_NET} --dtype bfloat16 -o net.html",
+    "explain": f"explain {_NET} softmax",
+    "diff": f"diff {_NET} --op-list default --op-list default mine.yaml",
+    "compare": f"compare {_NET} --gradients",
+    "check": f"check {_NET} --dtype float16",
+    "bisect": f"bisect {_NET} --tolerance 0.01 -o list.yaml",
+    "tune": "tune net:Net --batches net:batches --budget error=0.01 -o tuned.yaml",
+    "convert": f"convert {_NET} -o net.pt",
+    "lint": f"lint {_NET} --gpu H100",
+    "run": "run --dtype bfloat16 train.py --epochs 3",
+    "doctor": "doctor --json",
+    "lists": "lists",
+}
+_LIST_EXAMPLES = {
+    "show": "show bfloat16",
+    "check": f"check mine.yaml --model {_NET}",
+    "path": "path bfloat16",
+    "diff": "diff bfloat16 mine.yaml",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -195,75 +195,94 @@ def _parser() -> argparse.ArgumentParser:
         prog="autocastfx", description="Mixed precision for PyTorch as a graph rewrite.", epilog=_CODES
     )
     parser.add_argument("--version", action="version", version=f"autocastfx {version('autocastfx')}")
-    add = parser.add_subparsers(title="commands", required=True, metavar="COMMAND").add_parser
+    commands_of = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add = with_examples(commands_of.add_parser, _EXAMPLES)
 
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
     data = argparse.ArgumentParser(add_help=False, parents=[common])
-    data.add_argument("--json", action="store_true", help="give data instead of text")
+    group(data, WRITTEN).add_argument("--json", action="store_true", help="give data instead of text")
     dtype = argparse.ArgumentParser(add_help=False)
-    dtype.add_argument(
+    group(dtype, CONVERSION).add_argument(
         "--dtype",
         choices=tuple(map(dtype_name, LOW_DTYPES)),
         help="the 16-bit dtype; default: bfloat16 for a model on a CPU, else float16",
     )
     given = argparse.ArgumentParser(add_help=False, parents=[dtype])
-    given.add_argument("--mode", choices=("train", "eval"), help="the factory's by default")
-    given.add_argument("--weights", type=Path, metavar="FILE", help="a state_dict for the model; nothing in it runs")
-    given.add_argument("--trust", action="store_true", help="read a MODEL that is a file, which runs what it says")
+    group(given, MODEL).add_argument("--mode", choices=("train", "eval"), help="the factory's by default")
+    group(given, MODEL).add_argument(
+        "--weights", type=Path, metavar="FILE", help="a state_dict for the model; nothing in it runs"
+    )
+    group(given, MODEL).add_argument(
+        "--trust", action="store_true", help="read a MODEL that is a file, which runs what it says"
+    )
     inputs = argparse.ArgumentParser(add_help=False, parents=[given])
-    inputs.add_argument("--inputs", nargs="+", action="extend", default=[], metavar="INPUT", help=_INPUTS)
-    how = argparse.ArgumentParser(add_help=False)
-    add_conversion_options(how)
+    group(inputs, MODEL).add_argument("--inputs", nargs="+", action="extend", default=[], metavar="INPUT", help=_INPUTS)
     lists = argparse.ArgumentParser(add_help=False)
-    lists.add_argument(
+    group(lists, CONVERSION).add_argument(
         "--op-list", nargs="+", action="extend", metavar="LIST", help="presets or YAML files, of which the later win"
     )
 
-    dump = add(
-        "dump", parents=[common, inputs, lists, how], help="show what was decided for each node of a model, and why"
+    dump = add("dump", parents=[common, inputs, lists], help="show what was decided for each node of a model, and why")
+    group(dump, MODEL).add_argument("model", metavar="MODEL", help=_MODEL)
+    group(dump, WRITTEN).add_argument(
+        "--format", choices=FORMATS, help="default: by the suffix of the output's name, else text"
     )
-    dump.add_argument("model", metavar="MODEL", help=_MODEL)
-    dump.add_argument("--format", choices=FORMATS, help="default: by the suffix of the output's name, else text")
-    dump.add_argument("-o", "--output", type=Path, metavar="FILE", help="write here, not to standard output")
-    dump.add_argument("--full", action="store_true", help="a line for each node, parameters and casts too")
-    dump.add_argument(
+    group(dump, WRITTEN).add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write here, not to standard output"
+    )
+    group(dump, WRITTEN).add_argument(
+        "--full", action="store_true", help="a line for each node, parameters and casts too"
+    )
+    group(dump, WRITTEN).add_argument(
         "--only", metavar="WHAT", help="show low, float32, captured, casts, a category such as deny, or an op alone"
     )
-    dump.add_argument("--module", metavar="PATH", help="show what is inside a module alone; a path or a pattern")
-    dump.add_argument("--summary", action="store_true", help="count by op and by module, and list no nodes")
-    dump.add_argument(
+    group(dump, WRITTEN).add_argument(
+        "--module", metavar="PATH", help="show what is inside a module alone; a path or a pattern"
+    )
+    group(dump, WRITTEN).add_argument(
+        "--summary", action="store_true", help="count by op and by module, and list no nodes"
+    )
+    group(dump, WRITTEN).add_argument(
         "--width", type=int, metavar="N", help="of lines; by default the terminal's; 0, and in files: no limit"
     )
-    dump.add_argument(
+    group(dump, WRITTEN).add_argument(
         "--against",
         type=Path,
         metavar="PLAN",
         help="mark on the page what this file of dump --format json decides otherwise",
     )
+    add_conversion_options(dump)
     dump.set_defaults(run=commands.dump)
 
     explain = add(
-        "explain", parents=[data, inputs, lists, how], help="say why nodes run as they do, and what would change it"
+        "explain", parents=[data, inputs, lists], help="say why nodes run as they do, and what would change it"
     )
-    explain.add_argument("model", metavar="MODEL", help=_MODEL)
-    explain.add_argument("what", nargs="+", metavar="WHAT", help="a node, an op, a module, or an op inside a module")
+    group(explain, MODEL).add_argument("model", metavar="MODEL", help=_MODEL)
+    group(explain, MODEL).add_argument(
+        "what", nargs="+", metavar="WHAT", help="a node, an op, a module, or an op inside a module"
+    )
+    add_conversion_options(explain)
     explain.set_defaults(run=commands.explain)
 
-    diff = add(
-        "diff", parents=[data, inputs, how], help="compare two plans: of a model with two op lists, or of two files"
+    diff = add("diff", parents=[data, inputs], help="compare two plans: of a model with two op lists, or of two files")
+    group(diff, MODEL).add_argument(
+        "what", nargs="+", metavar="MODEL or PLAN", help=f"{_MODEL}; or two files of dump --format json"
     )
-    diff.add_argument("what", nargs="+", metavar="MODEL or PLAN", help=f"{_MODEL}; or two files of dump --format json")
-    diff.add_argument(
+    group(diff, CONVERSION).add_argument(
         "--op-list", nargs="+", action="append", default=[], metavar="LIST", help="given twice: before, and after"
     )
+    add_conversion_options(diff)
     diff.set_defaults(run=commands.diff)
 
     numerics.add_to(add, [data, inputs, lists], _MODEL)
     numerics.add_tune_to(add, [data, given, lists], _MODEL)
-    convert = add("convert", parents=[common, inputs, lists, how], help="convert a model and save the result")
-    convert.add_argument("model", metavar="MODEL", help=_MODEL)
-    convert.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="what torch.save writes")
+    convert = add("convert", parents=[common, inputs, lists], help="convert a model and save the result")
+    group(convert, MODEL).add_argument("model", metavar="MODEL", help=_MODEL)
+    group(convert, WRITTEN).add_argument(
+        "-o", "--output", type=Path, metavar="FILE", required=True, help="what torch.save writes"
+    )
+    add_conversion_options(convert)
     convert.set_defaults(run=commands.convert_model)
 
     add_lint_to(add, [data, inputs, lists], _MODEL)
@@ -282,7 +301,7 @@ def _add_lists(
     inputs: argparse.ArgumentParser,
 ) -> None:
     parser.set_defaults(run=commands.list_presets, traceback=False)
-    add = parser.add_subparsers(title="commands", metavar="COMMAND").add_parser
+    add = with_examples(parser.add_subparsers(title="commands", metavar="COMMAND").add_parser, _LIST_EXAMPLES)
     name = "a preset's name or the path of a YAML file"
 
     show = add("show", parents=[data, dtype], help="write a list out, with all that it extends")

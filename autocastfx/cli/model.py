@@ -18,6 +18,7 @@ from torch import nn
 
 from autocastfx.capture.call import device_of, named_device
 from autocastfx.capture.leave_intact import random_numbers_kept
+from autocastfx.cli.parser import CONVERSION, group
 from autocastfx.conversion import convert
 from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import CaptureError, ModelSpecError, NotCapturedError
@@ -403,21 +404,22 @@ _NAMES = ("device", "fold", "recompose", "calibrate", "plan")
 
 def add_conversion_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser."""
-    parser.add_argument("--device", metavar="DEVICE", help="decide for the kernels of this device; the model's")
-    parser.add_argument("--fold", choices=tuple(LEVELS), help="where a deny op may take and give 16 bits; exact")
-    which = parser.add_mutually_exclusive_group()
+    conversion = group(parser, CONVERSION)
+    conversion.add_argument("--device", metavar="DEVICE", help="decide for the kernels of this device; the model's")
+    conversion.add_argument("--fold", choices=tuple(LEVELS), help="where a deny op may take and give 16 bits; exact")
+    which = conversion.add_mutually_exclusive_group()
     which.add_argument("--recompose", nargs="+", metavar="NAME", help="use these patterns alone, of all of convert's")
     which.add_argument(
         "--no-recompose", dest="recompose", action="store_false", default=None, help="replace nothing by one operator"
     )
-    parser.add_argument(
+    conversion.add_argument(
         "--calibrate",
         nargs="+",
         metavar="INPUTS",
         help="measure how large values are: on batches, each as --inputs (a factory may give a list of them); or a "
         "file of ranges",
     )
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="an edited plan of dump --format json")
+    conversion.add_argument("--plan", type=Path, metavar="FILE", help="an edited plan of dump --format json")
 
 
 def given_options(options: Namespace) -> list[str]:

@@ -28,6 +28,7 @@ from autocastfx.cli.model import (
     load_function,
     load_inputs,
 )
+from autocastfx.cli.parser import CONVERSION, MODEL, WRITTEN, group
 from autocastfx.conversion import convert
 from autocastfx.dtypes import chosen_dtype, dtype_name
 from autocastfx.errors import BisectError, EvaluationsError, ModelSpecError, SensitivityError
@@ -53,34 +54,38 @@ _OF_A_SEARCH = ("model", "inputs", "weights", "mode", "metric", "seed")  # argum
 def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser], model: str) -> None:
     """Add the commands with ``add``, the subcommands' ``add_parser``; ``model`` is the help text of MODEL."""
     seeded = argparse.ArgumentParser(add_help=False)
-    seeded.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers of each run; 0")
+    group(seeded, MODEL).add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the random numbers of each run; 0"
+    )
 
     parser = add(
         "compare", parents=[*parents, seeded], help="run a model in 16 bits and in float32, and compare each value"
     )
-    parser.add_argument("model", metavar="MODEL", help=model)
+    group(parser, MODEL).add_argument("model", metavar="MODEL", help=model)
     parser.add_argument("--gradients", action="store_true", help="compare gradients as well")
-    parser.add_argument(
+    group(parser, MODEL).add_argument(
         "--loss",
         metavar="LOSS",
         help="package.module:factory, giving a function of the output, for gradients; by default the output's sum",
     )
     parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="a loss scale, for gradients; 1")
-    parser.add_argument("--most", type=int, default=20, metavar="N", help="show as many; 20")
-    parser.add_argument("--in-order", action="store_true", help="show the first ones, not the worst")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="also write the page of dump, with these numbers")
+    group(parser, WRITTEN).add_argument("--most", type=int, default=20, metavar="N", help="show as many; 20")
+    group(parser, WRITTEN).add_argument("--in-order", action="store_true", help="show the first ones, not the worst")
+    group(parser, WRITTEN).add_argument(
+        "--page", type=Path, metavar="FILE", help="also write the page of dump, with these numbers"
+    )
     add_conversion_options(parser)
     parser.set_defaults(run=_compare)
 
     parser = add("check", parents=parents, help="run a model beside its conversion, and say what differs")
-    parser.add_argument("model", metavar="MODEL", help=model)
+    group(parser, MODEL).add_argument("model", metavar="MODEL", help=model)
     add_conversion_options(parser)
     parser.set_defaults(run=_check_model)
 
     parser = add(
         "bisect", parents=[*parents, seeded], help="find the ops that have to run in float32, and write a list"
     )
-    parser.add_argument("model", metavar="MODEL", help=model)
+    group(parser, MODEL).add_argument("model", metavar="MODEL", help=model)
     parser.add_argument(
         "--tolerance", type=float, required=True, metavar="T", help="the largest value of the metric that holds"
     )
@@ -92,7 +97,9 @@ def add_to(add: Callable[..., argparse.ArgumentParser], parents: Sequence[argpar
         "element of the output), or package.module:factory, giving a function of a converted model, where less is "
         "better",
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="the op list, in YAML")
+    group(parser, WRITTEN).add_argument(
+        "-o", "--output", type=Path, metavar="FILE", required=True, help="the op list, in YAML"
+    )
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep evaluations here, and go on from them")
     parser.set_defaults(run=_bisect)
 
@@ -231,19 +238,19 @@ def add_tune_to(
 ) -> None:
     """Add the command with ``add``, the subcommands' ``add_parser``; ``model`` is the help text of MODEL."""
     parser = add("tune", parents=parents, help="measure what 16 bits cost each op, and write the list that moves least")
-    parser.add_argument("model", metavar="MODEL", help=model)
-    parser.add_argument(
+    group(parser, MODEL).add_argument("model", metavar="MODEL", help=model)
+    group(parser, MODEL).add_argument(
         "--batches",
         metavar="BATCHES",
         required=True,
         help="package.module:factory, giving a list of batches; the last ones are held out to judge on",
     )
-    parser.add_argument(
+    group(parser, MODEL).add_argument(
         "--loss",
         metavar="LOSS",
         help="package.module:factory, giving a function of the output and the batch; by default the model's own loss",
     )
-    parser.add_argument(
+    group(parser, MODEL).add_argument(
         "--inputs",
         metavar="INPUTS",
         help="package.module:factory, giving a function of a batch: the part that the model takes; by default all",
@@ -270,11 +277,17 @@ def add_tune_to(
         metavar="FRACTION",
         help="instead of --budget: at least this share of the operations of products runs in float8",
     )
-    parser.add_argument("--fold", choices=tuple(LEVELS), default="exact", help="as for convert; exact")
+    group(parser, CONVERSION).add_argument(
+        "--fold", choices=tuple(LEVELS), default="exact", help="as for convert; exact"
+    )
     parser.add_argument("--probes", type=int, default=8, metavar="N", help="random projections for each batch; 8")
     parser.add_argument("--held-out", type=int, default=1, metavar="N", help="batches to judge on; 1")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the op list here, in YAML")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bytes against error here, as SVG")
+    group(parser, WRITTEN).add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the op list here, in YAML"
+    )
+    group(parser, WRITTEN).add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw bytes against error here, as SVG"
+    )
     parser.add_argument(
         "--sensitivity", type=Path, metavar="FILE", help="keep here what each batch gave, and go on from there"
     )

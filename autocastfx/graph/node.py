@@ -377,3 +377,27 @@ class NodeRun(fx.Interpreter):
         if self._observe is not None:
             self._observe(n, value, [self.env[read] for read in n.all_input_nodes])
         return value
+
+
+# Tensors of a model among the inputs of a graph: torch.compile passes them in.
+
+HELD = "autocastfx_held"  # in the meta of a graph's inputs
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that the model holds, and that is an input of a graph of Dynamo's.
+
+    Attributes:
+        kind: ``"parameter"`` or ``"buffer"``.
+        path: in the model, as far as it is known.
+    """
+
+    kind: str
+    path: str
+
+    @classmethod
+    def of(cls, node: object) -> Held | None:
+        """Return what an input of a graph holds; None for other inputs and nodes."""
+        held = node.meta.get(HELD) if isinstance(node, fx.Node) else None
+        return held if isinstance(held, Held) else None

@@ -6,6 +6,7 @@ import inspect
 import random
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,13 +32,16 @@ from autocastfx.errors import (
     UnmatchedRuleWarning,
     UnsupportedError,
 )
+from autocastfx.graph.cell import table
 from autocastfx.graph.names import located
+from autocastfx.graph.node import Held
 from autocastfx.graph.sizes import own_sizes
 from autocastfx.integrations.checked_copies import check_capture
 from autocastfx.integrations.compiled import CompiledCall
 from autocastfx.integrations.skipped_code import SkippedCode, warn_of_failure, watch
 from autocastfx.passes.patterns.patterns import chosen
 from autocastfx.passes.pipeline import Converter
+from autocastfx.plan.plan import Precision
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
 from autocastfx.policy.op_list import MatchedRules, OpList, OpListLike, load_op_list
 from autocastfx.report.compiled_graph import CompiledGraph
@@ -146,6 +150,7 @@ def float32_where_it_fails(run: Callable[..., Any], exact: Callable[..., Any], k
 # A backend of ``torch.compile`` that converts each of Dynamo's graphs, and hands it on to another backend.
 
 # torch's attention layers in evaluation, as one operator.
+_MOST_IN_A_CELL = 20  # graphs
 _FUSED = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
 UNCAPTURED = ("autocast", "float32", "error")
 
@@ -226,6 +231,32 @@ class CompileBackend:
             "inner": inner,
         }
         self._converter = Converter(lists, load_kernel_facts(), dtype, fold=fold, recompose=chosen(recompose))
+
+    def __repr__(self) -> str:
+        return f"CompileBackend({'; '.join(self._summary())})"
+
+    def _repr_html_(self) -> str:
+        rows = [("graph", "nodes", "casts", "not converted, for")]
+        for number, graph in enumerate(self.graphs, 1):
+            plan = graph.plan
+            runs = Counter(str(node.placement.run) for node in plan.nodes) if plan is not None else Counter[str]()
+            counts = ", ".join(f"{runs[run]} {run}" for run in map(str, Precision) if runs[run])
+            rows.append((str(number), counts, str(len(plan.casts)) if plan is not None else "", graph.failure))
+        above = [*self._summary(), *(f"not captured: {one}. {one.runs}" for one in self.skipped)]
+        return table(above, rows if self.graphs else [], most=_MOST_IN_A_CELL, below="the attribute graphs has all")
+
+    def _summary(self) -> list[str]:
+        """How it converts, and what became of what it was given, in short lines."""
+        inner = self.inner if isinstance(self.inner, str) else _name_of(self.inner)
+        plans = [graph.plan for graph in self.graphs if graph.plan is not None]
+        runs = Counter(node.placement.run for plan in plans for node in plan.nodes)
+        counts = "".join(f", {_counted(runs[run], 'node')} {run}" for run in (Precision.LOW, Precision.FLOAT32))
+        failed = len(self.graphs) - len(plans)
+        said = f"{_counted(len(self.graphs), 'graph')}{counts if plans else ''}"
+        said += f"; {failed} not converted" if failed else ""
+        said += f"; {_counted(len(self.skipped), 'function')} not captured" if self.skipped else ""
+        name = self._converter.op_list.name
+        return [f"{dtype_name(self.low)}, op list {name}, then {inner}", f"{said}; run {_counted(self.runs, 'time')}"]
 
     def like(self) -> CompileBackend:
         """Return another one that converts in the same way."""
@@ -314,9 +345,12 @@ class CompileBackend:
                 warnings.warn(told, UnmatchedRuleWarning, stacklevel=4)
 
     def paths(self) -> dict[int, str]:
-        """Return the paths of modules and parameters of the compiled models, by their ``id``."""
-        named = (one for model in self._models for one in (*model.named_modules(), *model.named_parameters()))
-        return {id(member): name for name, member in named}
+        """Return the paths of modules, parameters and buffers of the compiled models, by their ``id``."""
+        return {
+            id(member): name
+            for model in self._models
+            for name, member in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
+        }
 
     def _converted(
         self,
@@ -325,17 +359,23 @@ class CompileBackend:
         device: torch.device,
         graphs: list[CompiledGraph],
         converter: Converter | None = None,
+        passed: Sequence[Any] = (),
     ) -> fx.GraphModule:
-        """Convert a graph, and those that it recomputes, by one converter; adds to ``graphs``."""
+        """Convert a graph, and those that it recomputes, by one converter; adds to ``graphs``.
+
+        A graph that is recomputed has no ``inputs`` of its own, but is ``passed`` nodes of the graph around it.
+        """
         from autocastfx.capture.dynamo_graph import WholeCall, aten_graph, run_as_dynamo
 
-        captured = aten_graph(module, inputs, self._whole, self.paths())
+        captured = aten_graph(module, inputs, self._whole, self.paths(), [Held.of(node) for node in passed])
         converter = converter or self._converter_for(captured.parameters.values())
         made = converter.convert_graph(captured.graph, captured.attributes, captured.parameters, device, mode="train")
         converted = run_as_dynamo(captured, made.graph, made.attributes)
         for node in converted.graph.nodes:
             if isinstance(node.target, WholeCall) and (inside := node.target.recomputed) is not None:
-                node.target = node.target.with_recomputed(self._converted(inside, None, device, graphs, converter))
+                given = node.target.passed(node.args)
+                inner = self._converted(inside, None, device, graphs, converter, given)
+                node.target = node.target.with_recomputed(inner)
         converted.recompile()
         graphs.append(CompiledGraph(converted, made.plan))
         facts = self._converter.facts
@@ -407,6 +447,14 @@ class CompileBackend:
         self.graphs.append(graph)
         if self.report is not None:
             self.report(graph)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _name_of(function: object) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _is_on_its_own(backend: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import time
 import warnings
@@ -20,6 +21,7 @@ from torch.autograd.function import BackwardCFunction, Function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autocastfx.capture.failure import place
 from autocastfx.capture.leave_intact import random_numbers_kept
 from autocastfx.errors import UncapturedGraphWarning
 
@@ -311,11 +313,70 @@ def _failures() -> Iterator[Any]:
 def _skipped(record: Any, model: nn.Module) -> SkippedCode:
     reason = str(record.fail_reason).partition("\n")[0] or str(record.fail_type)
     name = plain_name(str(record.co_name))
+    reason += _in_which_hook(reason, record.fail_user_frame_filename, record.fail_user_frame_lineno, model)
     if record.co_filename is None:  # the limit of graphs: Dynamo names no code, as it has looked at none
         return whole(model, f"{reason}{_LIMIT}" if "recompile limit" in reason else reason)
     if record.co_filename == CALLER:
         return whole(next((m for m in model.modules() if type(m).__name__ == name), model), reason)
     return SkippedCode(name, str(record.co_filename), int(record.co_firstlineno or 0), reason)
+
+
+_SIDE_EFFECT = "Unsafe side effect"  # what Dynamo says of code in activation checkpointing, or in a tensor's hook
+_BACKWARD_HOOKS = "Module-level backwards hooks"
+
+
+def _in_which_hook(reason: str, file: str | None, line: int | None, model: nn.Module) -> str:
+    """Say which hook, of which module, makes Dynamo skip code; else in which line it is. Empty for other reasons.
+
+    Args:
+        reason: Dynamo's own.
+        file: of the innermost line that Dynamo has looked at.
+        line: that line.
+        model: the model that was called.
+    """
+    named = list(model.named_modules())
+    if _BACKWARD_HOOKS in reason:
+        hooks = [(path, hook) for path, module in named for hook in _hooks_of(module, "_backward")]
+        return f" Here {_hooks_said(hooks)}: remove it to have the code captured" if hooks else ""
+    if _SIDE_EFFECT not in reason or file is None or line is None:
+        return ""
+    hooks = [(path, hook) for path, module in named for hook in _hooks_of(module, "_") if _has_line(hook, file, line)]
+    if not hooks:
+        return f": an object that lies outside is changed at {place(file, line)}"
+    return (
+        f": {_hooks_said(hooks)}, changes an object outside of it, which is not captured inside of activation "
+        "checkpointing. Remove the hook, or register it on a module around the checkpointed one"
+    )
+
+
+def _hooks_of(module: nn.Module, kind: str) -> Iterator[Callable[..., Any]]:
+    """Yield the functions that are registered on a module as hooks of its calls, of a kind such as ``_backward``."""
+    for name, table in vars(module).items():
+        if name.startswith(kind) and name.endswith(("_forward_hooks", "_backward_hooks", "_pre_hooks")):
+            yield from cast("Mapping[int, Callable[..., Any]]", table).values()
+
+
+def _function_of(hook: Any) -> Any:
+    """Return the Python function that a hook runs: inside of partials and methods, or the ``__call__`` of an object."""
+    while isinstance(hook, (partial, MethodType)):
+        hook = cast("partial[Any]", hook).func if isinstance(hook, partial) else hook.__func__
+    return hook if hasattr(hook, "__code__") else inspect.getattr_static(type(hook), "__call__")
+
+
+def _has_line(hook: Callable[..., Any], file: str, line: int) -> bool:
+    return holds(getattr(_function_of(hook), "__code__", None), file, line)
+
+
+def _hooks_said(hooks: Sequence[tuple[str, Callable[..., Any]]]) -> str:
+    """Name each hook, with its place and its module: ``the hook keep at net.py:6, on module 'layers.1'``."""
+    by_hook: dict[str, list[str]] = {}
+    for path, hook in hooks:
+        function = _function_of(hook)
+        code = getattr(function, "__code__", None)
+        name = getattr(function, "__qualname__", type(hook).__name__)
+        at = f" at {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+        by_hook.setdefault(f"the hook {name}{at}", []).append(f"module {path!r}" if path else "the model")
+    return " and ".join(f"{hook}, on {', '.join(dict.fromkeys(paths))}" for hook, paths in by_hook.items())
 
 
 def plain_name(name: str) -> str:

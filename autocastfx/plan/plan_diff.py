@@ -10,7 +10,10 @@ from functools import cached_property
 from heapq import heappop, heappush
 
 from autocastfx.errors import ArgumentTypeError
+from autocastfx.graph.cell import table
 from autocastfx.plan.plan import Plan, PlannedNode, Precision
+
+_MOST_IN_A_CELL = 20  # rows
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,9 @@ class PlanDiff:
 
     def __str__(self) -> str:
         return "\n".join([*self.summary, *_aligned(self._rows())])
+
+    def _repr_html_(self) -> str:
+        return table(self.summary, self._rows(), most=_MOST_IN_A_CELL, below="print() shows all")
 
     @property
     def summary(self) -> list[str]:

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 
 from autocastfx.errors import ArgumentTypeError, KeyPath, OpListError, Source
 from autocastfx.files import write_whole
+from autocastfx.graph.cell import table
 from autocastfx.graph.names import arguments, base_name, names_function, op_name, overload_name
 from autocastfx.graph.node import enclosing_modules, module_classes
 from autocastfx.policy import read_rules, write_list
@@ -164,6 +165,8 @@ _ALIASES = ListKey(
 )
 _EXTENDS = "the preset, or the file beside this one, on which this list builds; or a list of these"
 
+_MOST_NAMED = 8  # of the subjects of a category in a notebook's cell
+
 
 @dataclass(frozen=True, repr=False)
 class OpList:
@@ -240,7 +243,25 @@ class OpList:
         return _from_tree(tree_of(data, name), name, Path.cwd(), ())
 
     def __repr__(self) -> str:
-        return f"OpList({self.name!r}, {len(self.every_rule())} rules)"
+        counts = ", ".join(f"{len(subjects)} {wanted}" for wanted, subjects in self._by_category().items())
+        return f"OpList({self.name!r}, {len(self.every_rule())} rules{f': {counts}' if counts else ''})"
+
+    def _repr_html_(self) -> str:
+        settings = {"placement": self.placement, "unlisted": self.unlisted}
+        said = [f"{name}: {value}" for name, value in settings.items() if value is not None]
+        rows = [("category", "rules", "of")] if self.every_rule() else []
+        for wanted, subjects in self._by_category().items():
+            more = f" and {len(subjects) - _MOST_NAMED} more" if len(subjects) > _MOST_NAMED else ""
+            rows.append((wanted, str(len(subjects)), ", ".join(subjects[:_MOST_NAMED]) + more))
+        return table([f"op list {self.name}", *said], rows, most=len(rows), below="")
+
+    def _by_category(self) -> dict[str, list[str]]:
+        """Return the subjects of all rules, by what they want for them."""
+        found: dict[str, list[str]] = {}
+        for rule in self.every_rule():
+            wanted = str(rule.category) if isinstance(rule, Rule) else rule.wanted
+            found.setdefault(wanted, []).append(rule.subject)
+        return found
 
     def every_rule(self) -> tuple[Rule | ModuleRule | Float8Rule, ...]:
         """Return all rules: for ops, for ops under conditions or on devices, for modules, for products in float8."""

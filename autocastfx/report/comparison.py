@@ -13,6 +13,7 @@ import torch
 from autocastfx.dtypes import dtype_name
 from autocastfx.errors import ArgumentError, UnknownNameError
 from autocastfx.files import NON_FINITE_AS_TEXT, parsed_json, plain_data, typed_data
+from autocastfx.graph.cell import preformatted
 from autocastfx.plan.plan import Recomposed
 from autocastfx.report.view import View, error_cell
 from autocastfx.runtime.variant import Variant
@@ -89,6 +90,7 @@ def _strided(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _FORMAT = 2
+_MOST_IN_A_CELL = 10  # nodes
 _MOST = 5  # recomposed nodes that the text names
 _PREDICTED = "predicted: what the 16 bits at this node change in the gradient, or the output, of the whole model"
 
@@ -208,9 +210,9 @@ class ComparedVariant:
         return cls(variant.mode, str(variant.structure), sizes, plan.low, plan.device, plan.op_list)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
-    """A comparison of a converted graph with the float32 graph, node by node in graph order.
+    """A comparison of a converted graph with the float32 graph, node by node in graph order. ``str`` gives the table.
 
     Attributes:
         nodes: the nodes that both graphs have and that have floating-point values.
@@ -348,6 +350,29 @@ class Comparison:
         more = f" and {len(self.recomposed) - _MOST} more" if len(self.recomposed) > _MOST else ""
         recomposed = f"; recomposed: {', '.join(named)}{more}" if named else ""
         return f"{self.skipped} nodes that only one of the graphs has{recomposed}{whole}"
+
+    def __repr__(self) -> str:
+        return f"Comparison({'; '.join(self._summary())})"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        rest = f"\n\n{self.table(_MOST_IN_A_CELL)}" if self.nodes else ""
+        return preformatted("\n".join(self._summary()) + rest)
+
+    def _summary(self) -> list[str]:
+        """What ran, how many nodes were compared, and whether and where it goes wrong, in short lines."""
+        worst, variant = self.worst, self.variant
+        error = f", the largest error {worst.error:.2e} at {_place(worst)}" if worst is not None else ""
+        gradients = f" and {len(self.parameters)} gradients of parameters" if self.scale is not None else ""
+        finite = "finite" if self.is_finite else "not finite"
+        begins = [self.begins.says] if self.begins.says else []
+        return [
+            f"{variant.low} on {variant.device}, {variant.mode} mode, op list {variant.op_list}",
+            f"{len(self.nodes)} nodes{gradients} compared with float32: {finite}{error}",
+            *begins,
+        ]
 
     def to_json(self) -> str:
         """Write the comparison as JSON text; :meth:`from_json` reads it back.

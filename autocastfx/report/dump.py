@@ -180,9 +180,25 @@ def views_of(model: object, does: str) -> tuple[list[View], int]:
         return [_view(model, number) for number in range(len(model._shown))], _shown(model)
     if isinstance(model, nn.Module) and (views := views_of_enabled(model)) is not None:
         return views, 0
+    if (advice := _of_torch_compile(model)) is not None:
+        raise ArgumentTypeError(f"{does} what convert() returned, or what enable() was given. {advice}")
     raise ArgumentTypeError(
         f"{does} what convert() returned, or what enable() was given, not a {type(model).__name__}: convert or enable "
         "the model first"
+    )
+
+
+def _of_torch_compile(model: object) -> str | None:
+    """Return what to show in the place of what torch.compile returned; None if it has returned something else."""
+    inner = getattr(model, "_orig_mod", getattr(model, "_torchdynamo_orig_callable", None))
+    if isinstance(inner, AmpModule):
+        return "This is a converted model that torch.compile has compiled: give the converted model itself."
+    if inner is None and getattr(model, "_compiled_call_impl", None) is None:
+        return None
+    return (
+        "This one is compiled by torch.compile, and does not say which plans its graphs have. Either convert it with "
+        "autocastfx.enable(model) instead. Or make the backend yourself, backend = autocastfx.CompileBackend(), and "
+        "compile with torch.compile(model, backend=backend): then each of backend.graphs has a plan, and dump()."
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
 from autocastfx.errors import ArgumentTypeError
+from autocastfx.graph.cell import preformatted
 from autocastfx.plan.plan import PlannedNode, PlannedQuantized, Recomposed, select
 from autocastfx.report.dump import views_of
 from autocastfx.report.reason import Reason, Reasons
@@ -14,7 +16,19 @@ from autocastfx.report.view import PredictedError, View, float8_clauses, saved_c
 from autocastfx.runtime.amp_module import AmpModule
 
 
-def explain(amp_model: nn.Module, what: str) -> str:
+class Explanation(str):
+    """A text that a notebook's cell shows line by line. In all else a ``str``."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+
+def explain(amp_model: nn.Module, what: str) -> Explanation:
     """Explain why the nodes that ``what`` names run in their precision, and what would change it.
 
     Args:
@@ -23,7 +37,8 @@ def explain(amp_model: nn.Module, what: str) -> str:
         what: a node, an op, a module, or an op inside a module; paths may be patterns (``layers.*.attn.softmax``).
 
     Returns:
-        A paragraph for each node; nodes without float32 values are only named.
+        A paragraph for each node, as text that a notebook's cell shows, too; nodes without float32 values are only
+        named.
 
     Raises:
         KeyError: nothing in the plan has this name; the message suggests the nearest.
@@ -42,7 +57,7 @@ def explain(amp_model: nn.Module, what: str) -> str:
             unknown.append(error)
     if not paragraphs:
         raise unknown[0]
-    return "\n".join(part for paragraph in paragraphs for part in (paragraph, ""))
+    return Explanation("\n".join(part for paragraph in paragraphs for part in (paragraph, "")))
 
 
 def _paragraphs(shown: View, what: str) -> Iterator[str]:

@@ -19,6 +19,7 @@ from autocastfx.errors import Source
 from autocastfx.graph.alias import moves
 from autocastfx.graph.names import op_name
 from autocastfx.graph.node import (
+    Held,
     Origin,
     attributes_of,
     dtypes,
@@ -446,7 +447,10 @@ class _Join:
             if node.op == "placeholder":
                 dtype = None if prefix else next(self.inputs, None)
                 said = _name(dtype) if dtype is not None else ""
-                yield self._sized(Row(name, "input", dtype=said, depth=depth), self._values(node))
+                row = Row(name, "input", dtype=said, depth=depth)
+                if (held := Held.of(node)) is not None:  # torch.compile passes in what the model holds
+                    row = replace(row, kind=held.kind, op=held.path)
+                yield self._sized(row, self._values(node))
             elif node.op == "get_attr":
                 value = attribute_values[str(node.target)]
                 kind, dtype = _attribute(value, str(node.target), prefix)

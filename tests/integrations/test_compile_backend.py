@@ -180,7 +180,7 @@ def test_each_graph_can_be_shown() -> None:
     assert "casts: " in text
     (row,) = [" ".join(line.split()) for line in text.splitlines() if line.startswith("  linear_1 ")]
     assert row.startswith("linear_1 layers.1 bfloat16 ")
-    assert " low layers_1_weight, " in row
+    assert " low weight, bias → bfloat" in row
     assert autocastfx.Plan.from_json(backend.graphs[-1].dump("json")) == backend.graphs[-1].plan
     for format in ("dot", "graphml", "python"):
         assert "linear_1" in backend.graphs[-1].dump(format)

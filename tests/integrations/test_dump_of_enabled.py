@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autocastfx
 from autocastfx.errors import UncapturedGraphWarning, VariantError
@@ -95,3 +99,66 @@ def test_a_model_of_which_nothing_is_captured_says_so() -> None:
     model = called(Looping())
     with pytest.raises(VariantError, match=r"could be converted: not captured: forward at .*float32"):
         autocastfx.dump(model)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.scale + self.shift
+
+
+class Stacked(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(2))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.way == "checkpoint" else layer(x)
+            if self.way == "break":
+                torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.parametrize("way", ["plain", "checkpoint", "break"])
+def test_parameters_and_buffers_have_the_names_of_the_model(way: str) -> None:
+    model = called(Stacked(way))
+    rows = [line.split() for line in autocastfx.dump(model, width=None, full=True).splitlines()]
+    held = {(row[1], row[2]) for row in rows if len(row) > 2 and row[1] in ("parameter", "buffer")}
+    assert held == {
+        *(("parameter", name) for name, _ in model.named_parameters()),
+        *(("buffer", name) for name, _ in model.named_buffers()),
+    }
+    assert "l_self" not in autocastfx.dump(model, width=None, full=True)
+    assert re.search(r"linear +layers\.0\.fc .*, weight, bias → bfloat16", autocastfx.dump(model, width=None))
+
+
+def test_names_in_graphs_that_torch_compile_hands_to_a_backend() -> None:
+    backend = autocastfx.CompileBackend(dtype="bfloat16", inner="eager")
+    torch.compile(Stacked("checkpoint"), backend=backend)(X)
+    texts = [graph.dump() for graph in backend.graphs]
+    assert len(texts) == 3
+    assert not [text for text in texts if "l_self" in text]
+    assert all(f"layers.{i}.fc" in texts[i] and "weight, bias → bfloat16" in texts[i] for i in range(2))
+
+
+@pytest.mark.parametrize("show", [autocastfx.dump, autocastfx.show, partial(autocastfx.explain, what="linear")])
+def test_a_model_that_torch_compile_has_compiled_is_told_what_shows_plans(show: Callable[[nn.Module], object]) -> None:
+    def compiled_in_place() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8))
+        model.compile(backend="eager")
+        return model
+
+    advice = r"autocastfx\.enable\(model\) instead.*backend = autocastfx\.CompileBackend\(\).*graphs has a plan"
+    compiled: Any = torch.compile(nn.Sequential(nn.Linear(8, 8)), backend="autocastfx")
+    for model in (compiled, compiled_in_place()):
+        with pytest.raises(TypeError, match=advice):
+            show(model)
+    converted: Any = torch.compile(autocastfx.convert(nn.Linear(8, 8), X, dtype="bfloat16"), backend="eager")
+    with pytest.raises(TypeError, match=r"converted model that torch\.compile has compiled: give the converted"):
+        show(converted)

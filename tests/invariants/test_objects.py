@@ -173,3 +173,28 @@ def test_a_cache_of_transformers_is_refused_and_left() -> None:
     model(ids, past_key_values=cache)
     assert cache.get_seq_length() == 3
     assert all(type(layer.keys) is Tensor for layer in cache.layers)
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    factor: float = 2.0
+
+
+class TakesBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, batch: Batch) -> Batch:
+        return Batch(self.fc(batch.x) * batch.factor)
+
+
+def test_a_dataclass_is_told_how_torch_learns_of_it() -> None:
+    model, batch = TakesBatch(), Batch(torch.linspace(-1, 1, 24).reshape(3, 8))
+    with pytest.raises(UnsupportedError, match=r"batch is a dataclass Batch .* torch\.export\.register_dataclass\(Bat"):
+        autocastfx.convert(model, (batch,), dtype="bfloat16")
+    torch.export.register_dataclass(Batch)
+    returned = autocastfx.convert(model, (batch,), dtype="bfloat16")(batch)
+    assert isinstance(returned, Batch)
+    assert torch.allclose(returned.x, model(batch).x, rtol=2e-2, atol=2e-2)

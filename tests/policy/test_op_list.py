@@ -516,5 +516,5 @@ def test_a_dotted_name_of_which_a_part_is_no_python_name_is_refused(name: str) -
 
 def test_a_list_is_shown_in_a_line() -> None:
     own = OpList.of({"allow": ["mm"], "modules": [{"path": "a", "category": "float32"}]})
-    assert repr(own) == "OpList('OpList', 2 rules)"
+    assert repr(own).startswith("OpList('OpList', 2 rules: ")
     assert repr(load_op_list("bfloat16")).startswith("OpList('bfloat16', ")

@@ -1,0 +1,35 @@
+"""What a notebook's cell shows of an object: text and tables as HTML, in which nothing of a name is markup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+_LEFT = ' style="text-align: left"'
+
+
+def preformatted(text: str) -> str:
+    """Return text whose lines and columns stay as they are."""
+    return f"<pre>{escape(text)}</pre>"
+
+
+def table(above: Sequence[str], rows: Sequence[Sequence[str]], *, most: int, below: str) -> str:
+    """Return lines of text with a table under them.
+
+    Args:
+        above: the lines.
+        rows: of the table, the first of which has its titles; without rows there is no table.
+        most: the number of rows to show, besides the titles.
+        below: says where the other rows are, behind their number, if there are any.
+    """
+    lines = "<br>".join(escape(line) for line in above)
+    if not rows:
+        return f"<p>{lines}</p>"
+    cells = [_row("th", rows[0]), *(_row("td", row) for row in rows[1 : most + 1])]
+    left = len(rows) - 1 - most
+    more = f"<p>{left} more {'rows' if left > 1 else 'row'}: {escape(below)}</p>" if left > 0 else ""
+    return f"<p>{lines}</p><table>{''.join(cells)}</table>{more}"
+
+
+def _row(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}{_LEFT}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
