@@ -34,6 +34,7 @@ from autocastfx.capture.call import (
 )
 from autocastfx.capture.function import as_module, is_function
 from autocastfx.capture.leave_intact import capturing
+from autocastfx.capture.progress import parts, stage
 from autocastfx.dtypes import chosen_dtype, dtype_name, one_low_dtype
 from autocastfx.errors import (
     ArgumentTypeError,
@@ -204,26 +205,29 @@ def convert(
     signature = CallSignature.of(module.forward, by_position=len(args) if baked else 0)
     original = Original(converter, module, signature, converter.op_list.functions(), target, baked, _tell_unmatched)
     amp_model = AmpModule(module, signature, original)
-    if is_given:
-        _capture_first(amp_model, _bind(signature, module, args, kwargs), module, original)
-    else:
-        amp_model._mounted.draft(amp_model._modes(), amp_model._held())
-    if check and (weights == "low" or not is_given):
-        raise UnsupportedError(
-            "check=True compares the graph with the model in a call: give example inputs, and weights of 'cast' or "
-            "'cached'."
-        )
-    if is_given and weights != "low" and (check or (check is None and _may_run(module, args, kwargs))):
-        with capturing():  # threads that convert one model take turns
-            if check and (missing := _check_capture(amp_model, module, (args, dict(kwargs)), None)):
-                raise CaptureError(f"check=True could compare no call: {missing}. Give other example inputs.")
-            if not check:
-                _check_unasked(amp_model, module, (args, dict(kwargs)), time.perf_counter() - started)
-    conversion_warnings.warn_of_slow_kernels(amp_model, converter.low)
-    if amp_model.variants:  # else the first call captures, and tells
-        _tell_unmatched(amp_model, stacklevel=3, ranges=isinstance(calibrate, (Ranges, str, os.PathLike)))
-    if weights == "low":
-        amp_model._store_low(converter.low)
+    done = f"{'converted' if is_given else 'prepared'} {type(module).__name__}"
+    with parts(done):
+        if is_given:
+            _capture_first(amp_model, _bind(signature, module, args, kwargs), module, original)
+        else:
+            amp_model._mounted.draft(amp_model._modes(), amp_model._held())
+        if check and (weights == "low" or not is_given):
+            raise UnsupportedError(
+                "check=True compares the graph with the model in a call: give example inputs, and weights of 'cast' or "
+                "'cached'."
+            )
+        if is_given and weights != "low" and (check or (check is None and _may_run(module, args, kwargs))):
+            comparing = stage("comparing with the model", "check", is_logged=False)
+            with comparing, capturing():  # threads that convert one model take turns
+                if check and (missing := _check_capture(amp_model, module, (args, dict(kwargs)), None)):
+                    raise CaptureError(f"check=True could compare no call: {missing}. Give other example inputs.")
+                if not check:
+                    _check_unasked(amp_model, module, (args, dict(kwargs)), time.perf_counter() - started)
+        conversion_warnings.warn_of_slow_kernels(amp_model, converter.low)
+        if amp_model.variants:  # else the first call captures, and tells
+            _tell_unmatched(amp_model, stacklevel=3, ranges=isinstance(calibrate, (Ranges, str, os.PathLike)))
+        if weights == "low":
+            amp_model._store_low(converter.low)
     return amp_model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import linecache
 import random
@@ -174,6 +175,22 @@ def capturing() -> Generator[None, None, None]:
 
     with CAPTURING, tracing_here(), patched_here(graph_module, "_exec_with_source", run_and_forget):
         yield
+
+
+# Collections of Python's garbage, which a trace of many small objects would otherwise start again and again.
+_YOUNG, _MIDDLE, _ALL = 50_000, 20, 1_000
+
+
+@contextmanager
+def garbage_left() -> Generator[None, None, None]:
+    """While open, Python seldom looks for garbage. Each complete search goes through all objects of the process."""
+    before = gc.get_threshold()
+    if before[0]:  # 0: never
+        gc.set_threshold(*map(max, before, (_YOUNG, _MIDDLE, _ALL)))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _forget(filename: str) -> None:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from autocastfx.capture.call import Call, CallSignature
 from autocastfx.capture.draft.draft import capture_symbolically
 from autocastfx.capture.export import Captured, capture
-from autocastfx.capture.leave_intact import capturing, own_thread_state
+from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
 from autocastfx.capture.progress import stage
 from autocastfx.capture.python_state import has_hooks, later_hooks, later_process_hooks, names_of, unfollowed_names
 from autocastfx.errors import CaptureError, ManyVariantsWarning, StateWarning, UnsupportedError, VariantError, shown
@@ -175,8 +175,8 @@ class Original:
         if self.model is None:
             raise CaptureError("the original model is not at hand")
         follows = self.converter.op_list.placement == "follow"
-        with own_thread_state():
-            with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode"):
+        with own_thread_state(), garbage_left():
+            with stage(f"capturing {type(self.model).__name__} in {mode_of(modes)} mode", "capture"):
                 leaves, signature = self.leaves, self.signature
                 captured = capture(
                     *(self.model, signature, call),
@@ -200,12 +200,13 @@ class Original:
             raise CaptureError("an op list that follows torch.autocast's dispatch needs the inputs' dtypes and sizes")
         if self.converter.is_low_model:
             raise CaptureError("what a 16-bit model has in float32 shows in the dtypes of a call's values")
-        captured = capture_symbolically(self.model, self.signature, training=modes, held=held, leaves=self.leaves)
+        with stage(f"drafting {type(self.model).__name__} in {mode_of(modes)} mode", "capture"):
+            captured = capture_symbolically(self.model, self.signature, training=modes, held=held, leaves=self.leaves)
         return self.convert(captured, held, self.device or captured.device)
 
     def convert(self, captured: Captured, held: Held, device: torch.device) -> Variant:
         """Convert what was captured, for ``device``."""
-        with stage(f"converting {len(captured.graph.nodes)} nodes for {device.type}"):
+        with stage(f"converting {len(captured.graph.nodes)} nodes for {device.type}", "passes"):
             return self.converter(captured, held, device)
 
     def without_model(self) -> Original:
@@ -378,7 +379,8 @@ class VariantTable(nn.ModuleList):
         return self._mount(len(self), variant)
 
     def _mount(self, index: int, variant: Variant) -> Variant:
-        variant.mount(f"{self.path}.{index}", self.original.signature)
+        with stage(f"compiling {len(variant.graph.nodes)} nodes", "code", is_logged=False):
+            variant.mount(f"{self.path}.{index}", self.original.signature)
         variant.watch(self.original.model)
         if index == len(self):
             self.append(variant)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 import torch
 from torch import nn
 
 import autocastfx
-from autocastfx.capture.progress import stage
+from autocastfx.capture.progress import parts, stage
 from tests.helpers import heard
 
 
@@ -61,5 +62,38 @@ def test_a_conversion_tells_its_captures() -> None:
     assert told == [
         *("capturing Sequential in train mode", converting),
         *("capturing Sequential in eval mode", converting),
-        "compared with the model",
+        *("compared with the model", "converted Sequential in " + lines[-1].split()[3] + " s"),
     ]
+    assert re.fullmatch(
+        r"converted Sequential in \d+\.\d s: capture \d+\.\d, passes \d+\.\d, code \d+\.\d, check \d+\.\d", lines[-1]
+    )
+
+
+def test_a_conversion_without_inputs_tells_its_drafts() -> None:
+    with heard() as lines:
+        autocastfx.convert(nn.Linear(4, 4).eval(), dtype=torch.bfloat16)
+    told = [line.partition(":")[0] for line in lines]
+    drafting = [one for one in told if one.startswith("drafting")]
+    assert sorted(drafting) == ["drafting Linear in eval mode", "drafting Linear in train mode"]
+    assert re.match(r"prepared Linear in \d+\.\d s: capture ", lines[-1])
+
+
+def test_parts_add_up_and_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 1.5, 2.5, 3.0, 4.0, 4.0, 5.0, 6.0, 9.0])  # as they are asked for
+    monkeypatch.setattr("autocastfx.capture.progress.time.perf_counter", lambda: next(times))
+    with heard() as lines, parts("made Net"):
+        with stage("one", "first"), stage("inside", "second", is_logged=False):  # 1.0 to 3.0
+            pass
+        with stage("two", "first"):  # 4.0 to 4.0
+            pass
+        with stage("no part"):
+            pass
+    assert lines[0] == "one: 2.0 s"
+    assert lines[-1].startswith("made Net in ")
+    assert lines[-1].endswith(": first 2.0")
+
+
+def test_a_failure_is_told_by_nobody() -> None:
+    with heard() as lines, pytest.raises(KeyError), parts("made Net"), stage("one", "first"):
+        raise KeyError
+    assert lines == []
