@@ -8,6 +8,7 @@ as without it. Nothing is kept without gradients, or inside of ``torch.func``'s 
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -164,6 +165,7 @@ class Recomputed(Kept):
     def __init__(self, call: Callable[..., Tensor], args: Any, kwargs: Any, like: Tensor | None = None) -> None:
         self.call, self.args, self.kwargs = call, args, kwargs
         self.state: Tensor | None = None
+        self.inside: weakref.ref[_Inside] | None = None  # weak: tensors in a cycle would stay for long
         if like is not None:
             self.device, self.state = like.device, _random_state(like.device)
             self.args = pytree.tree_map_only(
@@ -179,7 +181,10 @@ class Recomputed(Kept):
     def restore(self) -> Tensor:
         """Compute it again."""
         if self.state is not None:
-            return self.rerun()[0]
+            result, made = self.rerun()
+            if self.inside is not None and (inside := self.inside()) is not None:  # which this op's backward reads soon
+                inside.take(made)
+            return result
         args, kwargs = pytree.tree_map(_restored, (self.args, self.kwargs), is_leaf=_is_kept)
         with torch.no_grad(), _C._DisableAutocast():
             return self.call(*args, **kwargs)
@@ -382,13 +387,18 @@ class _Inside:
     def give_next(self) -> Callable[[], Tensor]:
         """Return what gives the next one of them, in the order in which they were saved."""
         self.op.store()
+        self.op.inside = weakref.ref(self)
         self.count += 1
         return partial(self._give, self.count - 1)
 
+    def take(self, made: list[Tensor]) -> None:
+        """Hold what was made, until each was given once."""
+        self.made, self.left = made, self.count
+
     def _give(self, number: int) -> Tensor:
+        if not self.made:
+            self.take(self.op.rerun()[1])
         made = self.made
-        if not made:
-            made, self.left = self.op.rerun()[1], self.count
         self.left -= 1
         self.made = made if self.left > 0 else []
         return made[number]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -212,6 +214,30 @@ def test_a_weight_that_was_written_into_is_told(model: Layers, x: Tensor) -> Non
         model.layers[0].first.weight.add_(0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("keep", ["recompute", "float8"])
+def test_nothing_stays_when_the_graph_goes(
+    model: Layers, x: Tensor, keep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    amp_model, alive = converted(model, x, keep), weakref.WeakSet[Any]()
+    init = saved.KeptValue.__init__
+
+    def counted(self: Any, *args: Any) -> None:
+        init(self, *args)
+        alive.add(self)
+
+    monkeypatch.setattr(saved.KeptValue, "__init__", counted)
+    gc.collect()
+    gc.disable()  # nothing waits for a search for cycles
+    try:
+        loss = amp_model(x)
+        assert alive
+        loss.backward()
+        del loss
+        assert not alive
+    finally:
+        gc.enable()
 
 
 def test_without_gradients_nothing_is_kept(model: Layers, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
