@@ -26,6 +26,7 @@ class Side:
 
 FLOAT32, AUTOCAST, HALF = "float32", "torch.autocast", "pure half"
 DEFAULT, FASTEST = "cast, fold=exact", "cached, fold=kernel"
+RECOMPUTE = "cast, fold=exact, saved=recompute"
 SIDES: dict[str, Side] = {
     FLOAT32: Side(),
     AUTOCAST: Side(is_autocast=True),
@@ -34,6 +35,7 @@ SIDES: dict[str, Side] = {
         for weights in ("cast", "cached")
         for fold in ("none", "exact", "kernel")
     },
+    RECOMPUTE: Side({"weights": "cast", "fold": "exact", "saved": "recompute"}),
     HALF: Side(is_half=True),
 }
 

@@ -142,6 +142,13 @@ def is_cast(node: fx.Node) -> bool:
     return mark is not None and mark.made_by in ("rewrite", "recast", "store_weights")
 
 
+def uncast(node: fx.Node) -> fx.Node:
+    """Return the value behind the casts that the conversion put in."""
+    while is_cast(node):
+        node = node.all_input_nodes[-1]
+    return node
+
+
 def kept_meta(node: fx.Node) -> dict[str, Any]:
     """Return the part of ``node.meta`` that pickles: the marks and the stack trace."""
     return {key: node.meta[key] for key in (_ORIGIN, _STANDS_FOR, "stack_trace") if key in node.meta}

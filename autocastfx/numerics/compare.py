@@ -14,14 +14,22 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature, arguments_of
 from autocastfx.capture.leave_intact import intact, random_numbers_kept
+from autocastfx.dtypes import LOW_DTYPES, dtype_name
 from autocastfx.errors import ArgumentError, SensitivityError, VariantError
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import module_path
+from autocastfx.graph.node import dtypes, module_path, uncast
 from autocastfx.numerics.logprob_gap import Inputs, LossFunction, loss_of
 from autocastfx.numerics.node_effects import gradient_scale
 from autocastfx.numerics.paired_run import Loss, PairedRun, Step, floating, run_backwards, run_side_by_side
-from autocastfx.plan.plan import PlannedNode
-from autocastfx.report.comparison import ComparedNode, ComparedParameter, ComparedVariant, Comparison, Deviation
+from autocastfx.plan.plan import PlannedNode, Precision, op_list_for
+from autocastfx.report.comparison import (
+    Cancellation,
+    ComparedNode,
+    ComparedParameter,
+    ComparedVariant,
+    Comparison,
+    Deviation,
+)
 from autocastfx.runtime.amp_module import AmpModule
 
 # Measure the relative error of a converted model's gradient, or output, on batches: what a sensitivity predicts.
@@ -163,7 +171,7 @@ def compare(
             "the float32 graph is not at hand: the model was unpickled, or its weights are stored in 16 bits. Give "
             "compare the float32 model as its first argument."
         )
-    nodes = _values(run)
+    nodes, cancellations = _values(run)
     leaves: list[ComparedParameter] = []
     if gradients:
         for pair in run_backwards(run, loss, factor):
@@ -182,21 +190,101 @@ def compare(
         scale=factor if gradients else None,
         variant=ComparedVariant.of(run.variant),
         recomposed=run.variant.plan.recomposed,
+        cancellations=cancellations,
     )
 
 
-def _values(run: PairedRun) -> dict[str, ComparedNode]:
-    """Compute the deviation of each node's values, by name. Keeps no reference to the values."""
+def _values(run: PairedRun) -> tuple[dict[str, ComparedNode], tuple[Cancellation, ...]]:
+    """Compute the deviation of each node's values, by name, and where values cancelled. Keeps no values."""
     planned = {node.name: node for node in run.variant.plan.nodes}
     nodes: dict[str, ComparedNode] = {}
-    inherited: dict[fx.Node, float] = {}
+    cancellations: list[Cancellation] = []
+    inherited: dict[fx.Node, tuple[float, str]] = {}  # the error, and the node at which values cancelled
     for step in run.steps():
-        reads = max((inherited.get(read, 0.0) for read in step.node.all_input_nodes), default=0.0)
-        node = _compared(step, planned.get(step.name), reads)
-        inherited[step.node] = node.severity if node is not None else reads
+        error, behind = max((inherited.get(read, _EXACT) for read in step.node.all_input_nodes), default=_EXACT)
+        node = _compared(step, planned.get(step.name), error)
+        if node is not None and (cancellation := _cancellation(run, step, node, planned)) is not None:
+            cancellations.append(cancellation)
+            behind = node.name
+        inherited[step.node] = (node.severity if node is not None else error, behind)
         if node is not None:
-            nodes[node.name] = node
-    return nodes
+            nodes[node.name] = replace(node, cancels=behind)
+    return nodes, tuple(cancellations)
+
+
+# Find sums and differences of nearly equal values, and the nodes that round these.
+
+_EXACT = (0.0, "")
+_SUMS = ("add", "sub", "rsub")
+_RATIO = 8.0  # how many times larger the operands are: three bits of the result are lost
+_GROWTH = 3.0  # how many times the error grows: more than by a sum of two values alike
+
+
+def _cancellation(
+    run: PairedRun, step: Step, node: ComparedNode, planned: Mapping[str, PlannedNode]
+) -> Cancellation | None:
+    """What a node cancels; None if it is no sum of nearly equal values, or these were not rounded."""
+    is_far = math.isfinite(node.severity) and node.error > _GROWTH * node.inherited
+    if op_name(step.node) not in _SUMS or not is_far or not step.node.all_input_nodes:
+        return None
+    (result,) = floating(step.reference)
+    values = {read: floating(run.low.env[read]) for read in step.node.all_input_nodes}
+    largest = max((_size(value[0]) for value in values.values() if len(value) == 1), default=0.0)
+    ratio = largest / size if (size := _size(result)) else math.inf
+    if ratio < _RATIO:
+        return None
+    entry = planned.get(step.name)
+    guilty = [entry] if entry is not None and entry.placement.run is Precision.LOW else []
+    names, rounded_to = list[str](), list[str]()
+    for read in values:
+        found = _rounded(run, read, planned)
+        if found is None:
+            continue
+        names.append(run.names[uncast(read)])
+        rounded_to.append(found[0])
+        guilty += found[1]
+    if not names:
+        return None
+    listed = list({one.name: one for one in guilty if op_list_for([one])}.values())
+    return Cancellation(
+        node=node.name,
+        op=op_name(step.node),
+        operands=tuple(dict.fromkeys(names)),
+        rounded_in=tuple(dict.fromkeys(one.name for one in guilty if one is not entry)),
+        dtype=",".join(dict.fromkeys(rounded_to)),
+        ratio=ratio,
+        fix=op_list_for(listed),
+    )
+
+
+def _size(value: torch.Tensor) -> float:
+    """The root mean square, of the finite elements."""
+    value = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+    finite = value[value.isfinite()]
+    return float(finite.double().square().mean().sqrt()) if finite.numel() else 0.0
+
+
+def _rounded(run: PairedRun, read: fx.Node, planned: Mapping[str, PlannedNode]) -> tuple[str, list[PlannedNode]] | None:
+    """The 16-bit dtype that a value was rounded to on its way, and the nodes that ran in it; None if there is none.
+
+    A node of one input that only follows its neighbours is looked through: it rounds what is rounded already.
+    """
+    waiting, seen, dtype = [read], set[fx.Node](), ""
+    guilty, followers = list[PlannedNode](), list[PlannedNode]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        entry = planned.get(run.names.get(node, ""))
+        dtype = dtype or next((dtype_name(one) for one in dtypes(node) if one in LOW_DTYPES), "")
+        if entry is not None and entry.placement.run is Precision.LOW:
+            follows = entry.decision.category.is_free and len(node.all_input_nodes) == 1
+            (followers if follows else guilty).append(entry)
+            if not follows:
+                continue
+        waiting += node.all_input_nodes
+    return (dtype, guilty or followers) if dtype else None
 
 
 def _compared(step: Step, planned: PlannedNode | None, inherited: float) -> ComparedNode | None:

@@ -1,9 +1,9 @@
-"""``find_overflow``: the first node of a converted model at which Inf or NaN begins, and what helps."""
+"""``find_overflow``: the first node of a converted model at which Inf or NaN begins, and the op list that mends all."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -14,10 +14,13 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from autocastfx.dtypes import dtype_name
+from autocastfx.errors import NodeError
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import is_cast, module_path, stack_trace
+from autocastfx.graph.node import is_cast, module_path, stack_trace, uncast
+from autocastfx.numerics.mended_run import MendedRun
 from autocastfx.numerics.paired_run import Step, floating, run_side_by_side
 from autocastfx.plan.plan import PlannedNode, Precision, Why, because_of, op_list_for
+from autocastfx.policy.rule import Category
 from autocastfx.report.view import source_line
 from autocastfx.runtime.amp_module import AmpModule
 
@@ -51,10 +54,14 @@ class Overflow:
         because: why it ran so.
         in_float32: whether the float32 graph gives Inf or NaN here too, so that precision is not the cause; None where
             the float32 graph is not at hand.
-        fix: an op list that lets it run in float32, in YAML; empty where no list helps.
+        fix: an op list that lets it run in float32, and all of ``more`` that a list helps, in YAML; empty where no list
+            helps any.
         advice: what to do, in words.
         is_fault: False for a note: no output of the model holds Inf or NaN that begins here, and no conversion is known
             to make it, as for a mask with -inf that softmax takes.
+        more: names of the nodes that would overflow next, once this one is mended, and so on to the output.
+        no_list_helps: those of ``more`` that ``fix`` does not mend.
+        stopped: the error at which the search for more ended; empty if it reached the output.
     """
 
     name: str
@@ -71,6 +78,9 @@ class Overflow:
     fix: str
     advice: str
     is_fault: bool = True
+    more: tuple[str, ...] = ()
+    no_list_helps: tuple[str, ...] = ()
+    stopped: str = ""
 
     def __bool__(self) -> bool:
         return self.is_fault
@@ -87,13 +97,24 @@ class Overflow:
         lines += [f"  reads {one}" for one in self.inputs]
         runs = f"runs {Precision(self.precision).in_words}" if self.precision else "why"
         lines += [f"  {runs}: {self.because}"]
+        lines += [f"  and {len(self.more)} more, once that is mended: {_few(self.more)}"] if self.more else []
+        lines += [f"  no list helps {_few(self.no_list_helps)}: {_NO_LIST}"] if self.no_list_helps else []
+        lines += [f"  the search for more ended: {self.stopped}"] if self.stopped else []
         lines += [f"  what to do: {self.advice}"]
         lines += [f"    {line}" for line in self.fix.splitlines()]
         return "\n".join(lines)
 
 
+_MOST = 5  # names in a line
+_NO_LIST = 'convert(fold="none"), scale the values in the model, or convert to torch.bfloat16.'
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST]) + (", …" if len(names) > _MOST else "")
+
+
 def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow | None:
-    """Run one call node by node and name the first node at which Inf or NaN begins.
+    """Run one call node by node, name the first node at which Inf or NaN begins, and propose what makes all finite.
 
     Where the float32 graph is at hand (not after unpickling, nor with ``weights="low"``) it runs alongside, with the
     same random numbers. The first node that is not finite where float32 is, and reads no such value, is the fault. If
@@ -101,6 +122,10 @@ def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow
     an output of the model is a fault of the model; if none reaches an output, the first is returned as a note, which is
     false. Inputs that hold Inf are no fault of the node that reads them, nor are masks that are filled with -inf, whose
     number is written in the model.
+
+    From the fault on, the run goes on with the float32 values of what overflowed, as if that ran in float32 already. So
+    nodes that overflow only then are found as well, and those that give finite numbers only because of an Inf, such as
+    ``rsqrt``. One op list is proposed for all of them. Without the float32 graph it is for the first alone.
 
     ::
 
@@ -125,23 +150,128 @@ def find_overflow(amp_model: AmpModule, *inputs: Any, **kwargs: Any) -> Overflow
     """
     run = run_side_by_side(None, amp_model, inputs, kwargs, ask=_reads)
     known = _Known({entry.name: entry for entry in run.variant.plan.nodes}, run.names)
-    trail, overflows = _Trail(has_float32=run.full is not None), list[Overflow]()
+    search = _Search(known, _Trail(has_float32=run.full is not None), MendedRun(run))
     with closing(run.steps()) as steps:
-        for step in steps:
-            if trail.is_finite(step):
-                known.note_vanished(step)
-                continue
-            begins, in_float32 = trail.judge(step)
-            if begins and (in_float32 is False or (in_float32 is None and trail.has_float32)):
-                return _overflow(step, in_float32, known)
-            trail.add(step.node, len(overflows) if begins else None)
-            if begins:
-                overflows.append(_overflow(step, in_float32, known))
-            known.note_vanished(step)
-    reached = trail.causes_of(run.low.flat.graph.output_node())
-    if reached:
-        return overflows[min(reached)]
-    return _note(overflows[0]) if overflows else None
+        try:
+            for step in steps:
+                search.take(step)
+        except NodeError as error:
+            if search.first is None:
+                raise
+            return search.proposal(search.first, str(error))
+    return search.proposal(search.first) if search.first is not None else search.other(run.low.flat.graph.output_node())
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """A node that is not finite in 16 bits, and the nodes of the plan that have to run in float32 so that it is."""
+
+    name: str
+    guilty: tuple[PlannedNode, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The nodes of the plan that run in 16 bits; without any, the node itself."""
+        return tuple(e.name for e in self.guilty if e.placement.run is Precision.LOW) or (self.name,)
+
+
+@dataclass
+class _Search:
+    """Looks for Inf and NaN step by step, and goes on behind each with the values that it has once it is mended.
+
+    Attributes:
+        first: the first fault of precision.
+        faults: all of them, in graph order.
+        overflows: the nodes at which Inf or NaN begins, though no conversion is known to make it.
+        widened: nodes that run in float32 by the list that is proposed.
+    """
+
+    known: _Known
+    trail: _Trail
+    mended: MendedRun
+    first: Overflow | None = None
+    faults: list[_Fault] = field(default_factory=list[_Fault])
+    overflows: list[Overflow] = field(default_factory=list[Overflow])
+    widened: set[fx.Node] = field(default_factory=set[fx.Node])
+
+    def take(self, step: Step) -> None:
+        """Judge a node that has just run, and mend its value if that is not what the mended model has."""
+        node = step.node
+        if self.mended.reads_beyond(node):
+            self._follow(step)
+            return
+        if self.trail.is_finite(step):
+            self.known.note_vanished(step)
+            return
+        begins, in_float32 = self.trail.judge(step)
+        if begins and (in_float32 is False or (in_float32 is None and self.trail.has_float32)):
+            self.first = self.first or _overflow(step, in_float32, self.known)
+            self.faults.append(_Fault(step.name, self.known.guilty(node)))
+            self.widened.add(node)
+            self._mend(step)
+            return
+        if self.first is not None and step.twin is not None and not in_float32:  # behind what could not be mended
+            self._mend(step)
+            return
+        self.trail.add(node, len(self.overflows) if begins else None)
+        if begins:
+            self.overflows.append(_overflow(step, in_float32, self.known))
+        self.known.note_vanished(step)
+
+    def _follow(self, step: Step) -> None:
+        """Take a node that reads a value beyond the range of 16 bits, which will be in float32 there."""
+        node, entry = step.node, self.known.entry(step.node)
+        self._mend(step)
+        if entry is None or entry.placement.run is not Precision.LOW or op_name(node) == "getitem":
+            return
+        # A folded node takes 16 bits only between others in 16 bits, and an infer op runs in float32 after a deny op.
+        comes_along = entry.placement.because.why is Why.FOLDED or (
+            entry.decision.category in (Category.INFER, Category.CLEAR)
+            and entry.placement.because.why is Why.FEWEST_BYTES
+            and not self.widened.isdisjoint(node.all_input_nodes)
+        )
+        if not comes_along:
+            self.faults.append(_Fault(step.name, (entry,)))
+        self.widened.add(node)
+
+    def _mend(self, step: Step) -> None:
+        value = self.mended.mend(step)
+        if value is None:
+            self.trail.astray.add(step.node)
+            return
+        self.trail.astray.discard(step.node)
+        self.known.note_vanished(replace(step, value=value))
+
+    def proposal(self, first: Overflow, stopped: str = "") -> Overflow:
+        """The ``first`` fault, with one op list for all.
+
+        Args:
+            first: of precision.
+            stopped: the error at which the run ended; empty if it reached the output.
+        """
+        helped = [fault for fault in self.faults if op_list_for(fault.guilty)]
+        fix = op_list_for(list({entry.name: entry for fault in helped for entry in fault.guilty}.values()))
+        told = set(self.faults[0].names)
+        more = dict.fromkeys(name for fault in self.faults for name in fault.names if name not in told)
+        left = {name for fault in self.faults if fault not in helped for name in fault.names}
+        advice = first.advice
+        if fix and not first.fix:
+            advice = f"{advice} For the others, add this to your op list:"
+        return replace(
+            first,
+            fix=fix,
+            advice=advice,
+            more=tuple(more),
+            no_list_helps=tuple(name for name in more if name in left),
+            stopped=stopped,
+        )
+
+    def other(self, output: fx.Node) -> Overflow | None:
+        """What reaches the output of a model without a fault of precision, else what does not, as a note."""
+        reached = self.trail.causes_of(output)
+        if reached:
+            return self.overflows[min(reached)]
+        return _note(self.overflows[0]) if self.overflows else None
 
 
 def _note(overflow: Overflow) -> Overflow:
@@ -208,6 +338,12 @@ class _Known:
     def readers(self, cast: fx.Node) -> list[PlannedNode]:
         return [entry for user in cast.users if (entry := self.entry(user)) is not None]
 
+    def guilty(self, node: fx.Node) -> tuple[PlannedNode, ...]:
+        """What has to run in float32 so that ``node`` is finite: it or its readers, and where inputs vanished."""
+        entry = self.entry(node)
+        own = self.readers(node) if is_cast(node) else [entry] if entry is not None else []
+        return (*own, *self.lost(node))
+
     def note_vanished(self, step: Step) -> None:
         """Note of a node whose value became zero, where it is not in float32, all the nodes through which it did."""
         entry, pairs = self.entry(step.node), zip(floating(step.value), floating(step.reference), strict=False)
@@ -217,7 +353,7 @@ class _Known:
     def lost(self, node: fx.Node) -> Iterator[PlannedNode]:
         """The nodes in which what ``node`` reads became zero."""
         for read in node.all_input_nodes:
-            yield from self.vanished.get(_uncast(read), ())
+            yield from self.vanished.get(uncast(read), ())
 
 
 class _Read(NamedTuple):
@@ -272,8 +408,8 @@ def _overflow(step: Step, in_float32: bool | None, known: _Known) -> Overflow:
     because = because_of(entry)
     if cast:
         readers = ", ".join(known.names.get(user, user.name) for user in node.users)
-        because = f"the conversion casts {known.names[_uncast(node)]} for {readers}"
-    fix = "" if in_float32 else op_list_for([*guilty, *known.lost(node)])
+        because = f"the conversion casts {known.names[uncast(node)]} for {readers}"
+    fix = "" if in_float32 else op_list_for(known.guilty(node))
     names = [known.names[read] for read in node.all_input_nodes]
     return Overflow(
         name=step.name,
@@ -304,10 +440,3 @@ def _advice(in_float32: bool | None, fix: str, guilty: list[PlannedNode], node: 
     if fix:
         return "add this to your op list:"
     return "scale the values in the model, or convert to torch.bfloat16."
-
-
-def _uncast(node: fx.Node) -> fx.Node:
-    """The value behind the casts of the conversion."""
-    while is_cast(node):
-        node = node.all_input_nodes[-1]
-    return node

@@ -105,6 +105,8 @@ class ComparedNode(Deviation):
             passes another node's value on, as a cast that changes nothing.
         predicted: the relative error of the model's gradient, or of its output, that the plan predicts for the node;
             None if none was measured.
+        cancels: the node at which nearly equal values cancelled, from which most of the error comes that it inherits:
+            its own name if it does so itself; empty if there is none.
     """
 
     name: str
@@ -114,6 +116,7 @@ class ComparedNode(Deviation):
     inherited: float = 0.0
     gradient: Deviation | None = None
     predicted: float | None = None
+    cancels: str = ""
 
     @property
     def added(self) -> float:
@@ -129,6 +132,35 @@ class ComparedParameter(Deviation):
 
 
 @dataclass(frozen=True)
+class Cancellation:
+    """A sum or difference of nearly equal values. It keeps their rounding, which is large beside what is left.
+
+    Attributes:
+        node, op: of the sum or difference.
+        operands: the names of the rounded values that it is of.
+        rounded_in: the names of the nodes that rounded them: their own, or of nodes before them.
+        dtype: what they are rounded to.
+        ratio: their size relative to the result's, in root mean squares.
+        fix: an op list, in YAML, by which what computes them, and it itself, runs in float32; empty where none does.
+    """
+
+    node: str
+    op: str
+    operands: tuple[str, ...]
+    rounded_in: tuple[str, ...]
+    dtype: str
+    ratio: float
+    fix: str = ""
+
+    def __str__(self) -> str:
+        are = "are" if len(self.operands) > 1 else "is"
+        before = [name for name in self.rounded_in if name not in self.operands]
+        more = f", … ({len(before)} nodes)" if len(before) > _MOST else ""
+        where = f" in {', '.join(before[:_MOST])}{more}" if before else ""
+        return f"cancels: {self.op} of {' and '.join(self.operands)}, which {are} rounded to {self.dtype}{where}"
+
+
+@dataclass(frozen=True)
 class Beginning:
     """The beginning of the error.
 
@@ -136,11 +168,19 @@ class Beginning:
         says: in words; empty if there is no error.
         node: the node's name; empty if the error begins at none.
         is_failure: true if a value or a gradient is Inf or NaN there, and finite in float32.
+        fix: an op list that makes the error less, in YAML; empty where none is known.
     """
 
     says: str = ""
     node: str = ""
     is_failure: bool = False
+    fix: str = ""
+
+    @property
+    def report(self) -> str:
+        """What it says, and the list."""
+        lines = [self.says, *(["  what to do: add this to your op list:"] if self.fix else [])]
+        return "\n".join([*lines, *(f"    {line}" for line in self.fix.splitlines())])
 
 
 @dataclass(frozen=True)
@@ -181,6 +221,7 @@ class Comparison:
         scale: the loss scale of the gradients; None if gradients were not compared.
         variant: the variant that ran.
         recomposed: the nodes of the converted graph that stand for others of the float32 graph, which are not compared.
+        cancellations: the sums and differences of nearly equal values that made a rounding large.
     """
 
     nodes: tuple[ComparedNode, ...]
@@ -190,6 +231,7 @@ class Comparison:
     scale: float | None
     variant: ComparedVariant
     recomposed: tuple[Recomposed, ...] = ()
+    cancellations: tuple[Cancellation, ...] = ()
 
     def __getitem__(self, name: str) -> ComparedNode:
         """Return the node called ``name``.
@@ -257,7 +299,7 @@ class Comparison:
             ranked = sorted(self.parameters, key=lambda parameter: -parameter.severity)
             lines += ["", *_lines(("parameter",), [((p.name,), p) for p in ranked], most, "parameters")]
         begins = self._gradients_begin() if gradients else self._values_begin()
-        return "\n".join([*lines, *([begins.says] if begins.says else []), self._rest()])
+        return "\n".join([*lines, *([begins.report] if begins.says else []), self._rest()])
 
     @property
     def begins(self) -> Beginning:
@@ -268,11 +310,26 @@ class Comparison:
     def _values_begin(self) -> Beginning:
         source = self.source
         if source is not None and source.overflow:
-            return Beginning(f"Inf and NaN begin at {_place(source)}", source.name, is_failure=True)
+            behind = next((one for one in self.cancellations if one.node == source.cancels), None)
+            says = f"Inf and NaN begin at {_place(source)}" + (f"; before it, {behind.node} {behind}" if behind else "")
+            return Beginning(says, source.name, is_failure=True, fix=behind.fix if behind else "")
         if source is not None and source.added:
+            cancellation = self._cancellation_behind(source)
+            if cancellation is not None:
+                node = self[cancellation.node]
+                errors = f"{node.error:.2e}, {node.inherited:.2e} in what it reads"
+                says = f"the error begins at {_place(node)}: {errors}; {cancellation}"
+                return Beginning(says, node.name, fix=cancellation.fix)
             inherited = f"{source.error:.2e}, {source.inherited:.2e} in what it reads"
             return Beginning(f"the error begins at {_place(source)}: {inherited}", source.name)
         return Beginning()
+
+    def _cancellation_behind(self, source: ComparedNode) -> Cancellation | None:
+        """The cancellation by which ``source`` has its error, and not by rounding."""
+        is_inherited = source.precision == "float32" or source.inherited > source.error / 10
+        if source.cancels != source.name and not is_inherited:
+            return None
+        return next((one for one in self.cancellations if one.node == source.cancels), None)
 
     def _gradients_begin(self) -> Beginning:
         first, lost = self.first_non_finite_gradient, [one.name for one in self.parameters if one.overflow]

@@ -178,6 +178,7 @@ def _variant(view: View, comparison: Comparison | None) -> dict[str, Any]:
                 "why": whys.of(row),
                 "passive": row.kind == "op" and not row.computes,
                 **_predicted(row, view),
+                **_kept(row, view),
                 "float8": tuple(float8_clauses(row.planned, view.plan.quantized)) if row.planned is not None else (),
                 "numerics": numbers.get(row.name),
             }
@@ -271,6 +272,13 @@ def _predicted(row: Row, view: View) -> dict[str, Any]:
     if row.planned.effect:
         prediction["effect"] = [float(f"{number:.3g}") for number in row.planned.effect]
     return prediction
+
+
+def _kept(row: Row, view: View) -> dict[str, Any]:
+    """Return how, and in how many bytes, what a node gives is kept for backward, if a list has rules on that."""
+    if row.planned is None or not (parts := [one for one in view.plan.saved if one.name == row.planned.name]):
+        return {}
+    return {"backward": tuple(map(str, parts)), "kept": sum(one.kept for one in parts)}
 
 
 def _shade(row: Row) -> str:

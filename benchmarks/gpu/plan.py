@@ -10,6 +10,7 @@ from benchmarks.gpu.stage import Rounds, Stage
 
 FLOAT32, AUTOCAST, HALF = "float32", "torch.autocast", "pure half"
 CAST, CACHED, KERNEL, FASTEST = "cast, fold=exact", "cached, fold=exact", "cast, fold=kernel", "cached, fold=kernel"
+RECOMPUTE = "cast, fold=exact, saved=recompute"
 TIMED = (AUTOCAST, CAST, FASTEST, HALF)
 # Each model with the seconds of its steps in both dtypes.
 STEPS = {
@@ -121,6 +122,12 @@ def _second(scale: _Scale) -> Iterator[Stage]:
     yield scale.stage("float8 products", "float8_products:products", options=options, **fields)
     blocks: dict[str, Any] = {"options": {"shapes": ("Llama-1B blocks", "Llama-8B blocks")}, "seconds": 120}
     yield scale.stage("float8 blocks", "float8_blocks:blocks", **{**fields, **blocks}, early=True)
+    for model in scale.models(
+        ("BERT-large b32 s512", "Llama 1.1B b2 s2048")
+    ):  # "recompute" is a side that call 1 lacks
+        kept = {"model": model, "dtype": "bfloat16", "sides": (AUTOCAST, CAST, RECOMPUTE)}
+        name = f"kept for backward, {model}"
+        yield scale.stage(name, "steps:memory", cuda=True, options=kept, prepares=True, seconds=25)
     yield scale.steps("T5 tiny" if scale.is_tiny else "T5-base b16 s512, padded", 30)
     for model in ("MLP tiny",) if scale.is_tiny else ("GPT-2 b8 s1024", "ResNet-50 b256"):
         yield scale.compiled(model, 150)

@@ -17,7 +17,8 @@ from autocastfx.capture.leave_intact import capturing
 from autocastfx.dtypes import dtype_name
 from autocastfx.passes.pipeline import Converter
 from autocastfx.policy.kernel_facts import kept_in_float32, load_kernel_facts
-from autocastfx.policy.op_list import load_op_list
+from autocastfx.policy.op_list import OpList, load_op_list
+from autocastfx.policy.saved import rules_of
 from autocastfx.runtime.variant_table import Original
 from benchmarks.gpu.models import built
 from benchmarks.training import SIDES, Setting, Training, adamw, training_of
@@ -35,8 +36,8 @@ class Source:
     model: nn.Module
     inputs: dict[str, Tensor]
     captured: Captured
-    prepared: dict[tuple[torch.dtype, str, str], AmpModule] = field(
-        default_factory=dict[tuple[torch.dtype, str, str], AmpModule]
+    prepared: dict[tuple[torch.dtype, str, str, str], AmpModule] = field(
+        default_factory=dict[tuple[torch.dtype, str, str, str], AmpModule]
     )
     optimizers: dict[bool, torch.optim.Optimizer] = field(default_factory=dict[bool, torch.optim.Optimizer])
 
@@ -44,14 +45,15 @@ class Source:
         """Convert for sides to come, each of which is built once: a large model takes seconds."""
         options = [SIDES[name].convert for name in names]
         for dtype, one in product(dtypes, filter(None, options)):
-            self.prepared[dtype, one["weights"], one["fold"]] = self.converted(dtype, **one)
+            made = self.converted(dtype, **one)
+            self.prepared[dtype, one["weights"], one["fold"], one.get("saved", "as computed")] = made
 
-    def converted(self, dtype: torch.dtype, weights: str, fold: str) -> AmpModule:
+    def converted(self, dtype: torch.dtype, weights: str, fold: str, saved: str = "as computed") -> AmpModule:
         """Convert the captured graph, as ``convert`` does with these arguments."""
-        if (dtype, weights, fold) in self.prepared:
-            return self.prepared.pop((dtype, weights, fold))
+        if (dtype, weights, fold, saved) in self.prepared:
+            return self.prepared.pop((dtype, weights, fold, saved))
         signature = CallSignature.of(self.model.forward)
-        amp_model = AmpModule(self.model, signature, _original(self.model, signature, dtype, weights, fold))
+        amp_model = AmpModule(self.model, signature, _original(self.model, signature, dtype, weights, fold, saved))
         amp_model._mounted.add(amp_model._original.convert(self.captured, amp_model._held(), self.captured.device))
         return amp_model
 
@@ -68,7 +70,7 @@ class Source:
             model = copy.deepcopy(model).to(setting.dtype)
             inputs = {key: t.to(setting.dtype) if t.is_floating_point() else t for key, t in inputs.items()}
         if side.convert is not None:
-            model = self.converted(setting.dtype, side.convert["weights"], side.convert["fold"])
+            model = self.converted(setting.dtype, **side.convert)
         optimizer = None
         if shares_state and not side.is_half:
             optimizer = self.optimizers.setdefault(setting.is_capturable, adamw(self.model.parameters(), setting))
@@ -88,7 +90,10 @@ def source(name: str, device: str, *, dropout: bool = True) -> Source:
     return Source(model, inputs, variant.captured)
 
 
-def _original(model: nn.Module, signature: CallSignature, dtype: torch.dtype, weights: str, fold: str) -> Original:
+def _original(
+    model: nn.Module, signature: CallSignature, dtype: torch.dtype, weights: str, fold: str, saved: str = "as computed"
+) -> Original:
     lists = kept_in_float32(model, dtype).merged(load_op_list("default", default=dtype_name(dtype)))  # as convert does
+    lists = lists.merged(OpList.of({"saved": rules_of(saved)}))
     converter = Converter(lists, load_kernel_facts(), dtype, keep_output_dtype=False, fold=fold, weights=weights)
     return Original(converter, model, signature, lists.functions(), None, baked=False)

@@ -17,7 +17,7 @@ MODULES = (
     ),
     "policy/*.py",
     *(f"runtime/{name}.py" for name in ("working_copies", "variant_table")),
-    *(f"numerics/{name}.py" for name in ("compare", "bisect", "find_overflow", "paired_run", "watch")),
+    *(f"numerics/{name}.py" for name in ("compare", "bisect", "find_overflow", "mended_run", "paired_run", "watch")),
 )
 
 # Beside the test file that mirrors a module: the others that exercise it, the quickest first.
@@ -180,7 +180,11 @@ ALSO: dict[str, tuple[str, ...]] = {
         "runtime/test_stored_low.py",
     ),
     "runtime/variant_table.py": _VARIANTS,
-    "numerics/compare.py": ("numerics/test_paired_backward.py", "numerics/test_target_error.py"),
+    "numerics/compare.py": (
+        "numerics/test_cancellation.py",
+        "numerics/test_paired_backward.py",
+        "numerics/test_target_error.py",
+    ),
     "numerics/watch.py": ("numerics/test_watch.py",),
     "numerics/bisect.py": ("numerics/test_bisect.py", "numerics/test_output_error.py"),
     "numerics/paired_run.py": (
@@ -206,7 +210,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     ),
     "plan/edited_plan.py": ("plan/test_read_plan.py",),
     "capture/masks.py": ("capture/test_known_values.py", "capture/test_constant_masks.py"),
-    "numerics/find_overflow.py": ("numerics/test_overflow.py",),
+    "numerics/find_overflow.py": ("numerics/test_overflow.py", "numerics/test_mended_run.py"),
 }
 
 

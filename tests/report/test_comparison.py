@@ -46,7 +46,17 @@ def test_json_reads_back_equal_and_any_reader_takes_it(found: Comparison) -> Non
     }
     assert found.variant.op_list.endswith("mine")
     assert " > 0" in found.variant.sizes
-    assert set(data) == {"format", "nodes", "skipped", "whole", "parameters", "scale", "variant", "recomposed"}
+    assert set(data) == {
+        "format",
+        "nodes",
+        "skipped",
+        "whole",
+        "parameters",
+        "scale",
+        "variant",
+        "recomposed",
+        "cancellations",
+    }
     numbers = {"dtype", "error", "overflow", "underflow", "zeros", "nan"}
     assert set(data["nodes"][0]) == {
         "name",
@@ -56,6 +66,7 @@ def test_json_reads_back_equal_and_any_reader_takes_it(found: Comparison) -> Non
         "inherited",
         "gradient",
         "predicted",
+        "cancels",
         *numbers,
     }
     assert set(data["nodes"][0]["gradient"]) == numbers

@@ -49,6 +49,7 @@ const Box = (() => {
       if (item.differ) lines.push(`Δ ${many(item.differ, "node")} changed`);
       if (options.colour === "bytes" && item.size) lines.push(`largest value ${bytes(item.size)}`);
       if (options.colour === "predicted" && item.predicted !== undefined) lines.push(`predicted error ${number(item.predicted)}`);
+      if (options.colour === "kept" && item.kept !== undefined) lines.push(`keeps ${bytes(item.kept)}`);
       if (options.numerics && item.lost) lines.push("Inf or NaN inside");
       else if (options.numerics && item.error !== undefined) lines.push(`largest error ${number(item.error)}`);
       return { title: `▸ ${brief(item.label)}`, chip: "", lines: lines.filter(Boolean), bar: item.ops > 0 };
@@ -59,6 +60,7 @@ const Box = (() => {
     if (options.shapes && item.shape) lines.push(`${brief(item.shape)} ${bytes(item.size || 0)}`);
     if (item.heldCasts.length && !options.weights) lines.push(`◆ ${many(item.heldCasts.length, "weight cast")}`);
     if (options.colour === "predicted" && item.predicted !== undefined) lines.push(`predicted error ${number(item.predicted)}`);
+    if (options.colour === "kept" && item.kept !== undefined) lines.push(`keeps ${bytes(item.kept)}`);
     if (options.numerics && item.numerics) {
       const { error, overflow, nan } = item.numerics; // the error is of the rest
       lines.push(item.lost ? `Inf or NaN: ${percent(Math.max(value(overflow), value(nan)))}` : `error ${number(error)}`);

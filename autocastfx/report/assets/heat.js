@@ -1,6 +1,6 @@
 "use strict";
 /* Colours of boxes by a number: the error of a value, the predicted error, or bytes. A closed module has that of its largest;
-   its predicted error is of all inside. */
+   its predicted error, and the bytes that it keeps for backward, are of all inside. */
 const Heat = (() => {
   const LEVELS = 5;
   const DECADES = [1e-4, 1e-3, 1e-2, 1e-1]; // between the levels of errors
@@ -10,6 +10,7 @@ const Heat = (() => {
   function by(what, model) {
     if (what === "error") return byError();
     if (what === "predicted") return spread(model, (item) => item.predicted, number, "none predicted");
+    if (what === "kept") return spread(model, (item) => item.kept, bytes, "nothing kept");
     return spread(model, (item) => (item.held ? 0 : item.size), bytes, "not known");
   }
 

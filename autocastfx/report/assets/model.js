@@ -71,6 +71,7 @@ const Model = (() => {
       group.counts[node.shade] = (group.counts[node.shade] || 0) + 1;
     }
     if (node.drawn && !node.held) group.size = Math.max(group.size, node.size || 0);
+    if (node.kept !== undefined) group.kept = (group.kept ?? 0) + node.kept;
     if (node.error !== undefined) group.error = Math.max(group.error ?? 0, node.error);
     if (node.effect !== undefined) {
       group.effect = node.effect.map((one, i) => one + (group.effect?.[i] ?? 0));

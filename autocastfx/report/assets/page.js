@@ -191,12 +191,12 @@
     options.numerics = $("numerics").checked = measured;
     $("changes-choice").hidden = !("changes" in state.model.variant);
     if ($("changes-choice").hidden) options.changes = $("changes").checked = false;
-    $("colour").querySelector("[value=error]").disabled = !measured;
     if (measured && !state.hasChosen.has("colour")) options.colour = $("colour").value = "error";
-    if (!measured && options.colour === "error") options.colour = $("colour").value = "precision";
-    const predicted = state.model.nodes.some((n) => n.predicted !== undefined);
-    $("colour").querySelector("[value=predicted]").disabled = !predicted;
-    if (!predicted && options.colour === "predicted") options.colour = $("colour").value = "precision";
+    const has = (name) => state.model.nodes.some((n) => n[name] !== undefined);
+    for (const [name, there] of [["error", measured], ["predicted", has("predicted")], ["kept", has("kept")]]) {
+      $("colour").querySelector(`[value=${name}]`).disabled = !there;
+      if (!there && options.colour === name) options.colour = $("colour").value = "precision";
+    }
     Head.legend(state.model, options);
     Head.facts(data.model || {}, state.model.variant);
     Head.headline(state.model, found.search);
