@@ -18,7 +18,6 @@ from torch._ops import OpOverload
 
 from autocastfx.errors import ArgumentTypeError, KeyPath, OpListError, Source
 from autocastfx.files import write_whole
-from autocastfx.graph.cell import table
 from autocastfx.graph.names import arguments, base_name, names_function, op_name, overload_name
 from autocastfx.graph.node import enclosing_modules, module_classes
 from autocastfx.policy import read_rules, write_list
@@ -247,6 +246,8 @@ class OpList:
         return f"OpList({self.name!r}, {len(self.every_rule())} rules{f': {counts}' if counts else ''})"
 
     def _repr_html_(self) -> str:
+        from autocastfx.graph.cell import table  # a notebook alone needs it
+
         settings = {"placement": self.placement, "unlisted": self.unlisted}
         said = [f"{name}: {value}" for name, value in settings.items() if value is not None]
         rows = [("category", "rules", "of")] if self.every_rule() else []

@@ -457,7 +457,6 @@ def _quick(
     return function
 
 
-@torch.compiler.assume_constant_result  # runs while torch.compile traces
 def _tell_of_compiler() -> None:
     warnings.warn(
         "torch.compile chooses itself what is kept for backward and what is recomputed: the rules under 'saved' have "
@@ -465,6 +464,10 @@ def _tell_of_compiler() -> None:
         UnmatchedRuleWarning,
         stacklevel=2,
     )
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler: it runs while torch.compile traces.
+cast("Any", _tell_of_compiler)._dynamo_marked_constant = True
 
 
 def _swap(old: torch.device, new: torch.device) -> Callable[[Any], Any]:
