@@ -1,4 +1,4 @@
-"""A newcomer's way: what README.md and the tutorial print, and the pages that open at a planted fault."""
+"""The ways of a newcomer, a practitioner, a researcher and an engineer: what pages print, and what opens at a fault."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser import browser, needs_browser
-from tests.first_steps import Walk, walk
+from tests.first_steps import WAYS, Walk, go, walk
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +39,19 @@ def test_a_line_that_differs_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("tests.first_steps.TUTORIAL", page)
     monkeypatch.setattr("tests.first_steps.FAULT", "")
     assert walk(tmp_path).differing == ("one\n", "one\n")
+
+
+@pytest.mark.parametrize("reader", sorted(WAYS.keys() - {"practitioner"}))  # that one is in make integrations
+def test_further_readers_see_what_their_pages_say(reader: str, tmp_path: Path) -> None:
+    went = go(WAYS[reader](), tmp_path)
+    assert went.differing == ()
+    assert went.transcript
+
+
+def test_errors_may_differ_in_their_last_digits_alone(tmp_path: Path) -> None:
+    def differing(code: str, shown: str) -> tuple[str, ...]:
+        return go((("page", f"```python\nprint({code!r})\n```\n\n```text\n{shown}\n```\n"),), tmp_path).differing
+
+    assert differing("error 2.91e-03 of it", "error 2.95e-03 of it") == ()
+    assert differing("error 2.91e-03 of it", "error 3.95e-03 of it")
+    assert differing("error 2.91e-03 of it", "error 2.91e-03 of that")

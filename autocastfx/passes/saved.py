@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from autocastfx.dtypes import LOW_DTYPES
 from autocastfx.graph.alias import is_opaque
 from autocastfx.graph.names import base_name, op_name
 from autocastfx.graph.node import draws_random_numbers, module_path, value
@@ -277,7 +278,7 @@ class _Choice:
 
     def _smaller(self, node: fx.Node) -> tuple[SavedSize, ...]:
         made = self.saves.made[node]
-        if not made.is_floating_point() or not self._may_change(node):
+        if made.dtype not in (torch.float32, *LOW_DTYPES) or not self._may_change(node):
             return ()
         sizes = (SavedSize(k, sum(x.nbytes for x in form.pack(made.detach()))) for k, form in FORMS.items())
         return tuple(size for size in sizes if size.bytes < made.nbytes)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.readme import INTEGRATIONS, outputs, run, section
+from tests.first_steps import WAYS, go
+from tests.golden.readme import outputs
 
 for package in ("accelerate", "lightning", "peft"):
     pytest.importorskip(package, reason=f"needs {package}: make integrations")
@@ -20,9 +21,6 @@ pytestmark = [
 
 
 def test_the_code_prints_what_is_shown(tmp_path: Path) -> None:
-    text = section(INTEGRATIONS.read_text(encoding="utf-8"), "Trainers")
-    printed, shown = run(text, tmp_path), list(outputs(text))
-    assert len(shown) == text.count("```text\n") > 0
-    assert {code.start: output.text for code, output in shown} == {
-        start: said for start, said in printed.items() if said
-    }
+    ((_, text),) = pages = WAYS["practitioner"]()
+    assert len(list(outputs(text))) == text.count("```text\n") > 0
+    assert go(pages, tmp_path).differing == ()
