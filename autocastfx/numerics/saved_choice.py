@@ -50,6 +50,7 @@ class SavedChoice:
         kept: bytes that are kept by the rules.
         start: the relative error of the gradient without them, measured.
         predicted, measured: with them.
+        planned: the parts of the plan of the measured mode.
     """
 
     entries: tuple[Mapping[str, Any], ...]
@@ -58,6 +59,7 @@ class SavedChoice:
     start: float
     predicted: float
     measured: float
+    planned: tuple[PlannedSaved, ...] = field(default=(), repr=False)
 
     def op_list(self) -> OpList:
         """The rules as a list."""
@@ -129,7 +131,8 @@ class SavedSearch:
             made = self._converted(entries)
             before, kept = self._sizes(made)
             predicted = math.sqrt(start**2 + sum(one.error for one in chosen))
-            found = SavedChoice(entries, before, kept, start, predicted, self.judge(made, self.low))
+            measured, planned = self.judge(made, self.low), self._variant(made).plan.saved
+            found = SavedChoice(entries, before, kept, start, predicted, measured, planned)
             if found.measured <= limit or not chosen:
                 break
             chosen = chosen[: len(chosen) * 3 // 4]  # without those that spare the fewest bytes for their error

@@ -322,7 +322,7 @@ def tune(
         rules=rules,
         op_list=replace(search.converter.op_list.merged(rules), name="tuned"),
         base=op_list,
-        plan=best.plan,
+        plan=replace(best.plan, saved=choice.planned) if choice is not None else best.plan,
         point=best.point,
         start=started,
         front=tuple(sorted(front, key=lambda point: (point.bytes, point.predicted))),

@@ -140,7 +140,7 @@ class Converter(Settings):
         effects = self.prices.sensitivity.effects_in(mode) if self.prices is not None else {}
         made = _converted(settings, graph, attributes, tensors, _Measured(known, effects), guesses, rewrites=rewrites)
         keeps_saved = self.op_list.saved and rewrites and mode != "eval" and not draft
-        trained = {name: tensor.requires_grad for name, tensor in tensors.items()}
+        trained = {name: t.requires_grad for name, t in tensors.items() if isinstance(t, nn.Parameter)}
         plan = Plan(
             *(self.low_name, device.type, self.op_list.name),
             *(tuple(made.nodes), tuple(made.casts), made.traffic),

@@ -22,7 +22,7 @@ from autocastfx.plan.plan import PlannedSaved, SavedSize
 from autocastfx.policy.kernel_facts import KernelFacts
 from autocastfx.policy.op_list import OpList
 from autocastfx.policy.saved import Keep, SavedRule
-from autocastfx.runtime.saved import FORMS
+from autocastfx.runtime.saved import FORMS, storage_of
 from autocastfx.runtime.working_copies import quantized_copy, working_copy
 
 _LEAST = 4096  # elements: a smaller value is not worth a call
@@ -37,7 +37,7 @@ class Saves:
         makers: by storage, the node that gave it first.
         made: the tensor of each node that gives one.
         readers: by node that made a storage, the ops whose backward reads that.
-        inside: by node, the bytes that its kernel makes and keeps.
+        inside: by node, the tensors that its kernel makes and keeps.
         written: storages that an op writes into, or may.
         results: what nodes gave, so that no storage is freed and its number given again.
     """
@@ -45,18 +45,14 @@ class Saves:
     makers: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
     made: dict[fx.Node, Tensor] = field(default_factory=dict[fx.Node, Tensor])
     readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict[fx.Node, list[fx.Node]])
-    inside: dict[fx.Node, int] = field(default_factory=dict[fx.Node, int])
+    inside: dict[fx.Node, list[Tensor]] = field(default_factory=dict[fx.Node, list[Tensor]])
     written: set[int] = field(default_factory=set[int])
     results: list[Any] = field(default_factory=list[Any])
 
     def root(self, node: fx.Node) -> fx.Node | None:
         """The node that first gave the storage of the one tensor that ``node`` gives."""
         made = self.made.get(node)
-        return None if made is None else self.makers.get(_storage(made))
-
-
-def _storage(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
+        return None if made is None else self.makers.get(storage_of(made))
 
 
 class _Run(fx.Interpreter):
@@ -77,16 +73,16 @@ class _Run(fx.Interpreter):
         saves.results.append(result)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
-                saves.makers.setdefault(_storage(leaf), n)
-        if isinstance(result, Tensor):
+                saves.makers.setdefault(storage_of(leaf), n)
+        if isinstance(result, Tensor) and result.layout is torch.strided:
             saves.made[n] = result
-        known = {_storage(x): x for x in pytree.tree_leaves((saves.results, result)) if isinstance(x, Tensor)}
+        known = {storage_of(x): x for x in pytree.tree_leaves((saves.results, result)) if isinstance(x, Tensor)}
         for x in packed:
-            if _storage(x) not in known:
-                saves.inside[n] = saves.inside.get(n, 0) + x.untyped_storage().nbytes()
+            if storage_of(x) not in known:
+                saves.inside.setdefault(n, []).append(x)
                 saves.results.append(x)
                 continue
-            root = saves.makers[_storage(x)]
+            root = saves.makers[storage_of(x)]
             readers = saves.readers.setdefault(root, [])
             readers += [] if n in readers else [n]
         return result
@@ -98,7 +94,7 @@ class _Run(fx.Interpreter):
                 return super().run_node(n)
             except Exception:  # it takes no abstract tensors: what it saves is not known, and what it writes into
                 read = pytree.tree_leaves([self.env[one] for one in n.all_input_nodes])
-                self.saves.written.update(_storage(x) for x in read if isinstance(x, Tensor))
+                self.saves.written.update(storage_of(x) for x in read if isinstance(x, Tensor))
         trains = self.trained.get(str(n.target), False) if n.op == "get_attr" else self._reads_trained(n)
         return pytree.tree_map_only(Tensor, lambda x: _fresh(x, trains=trains), self.concrete(value(n)))
 
@@ -112,10 +108,12 @@ def _as_it_is(x: Any) -> Any:
 
 
 def _fresh(x: Tensor, *, trains: bool) -> Tensor:
+    if x.layout is not torch.strided:
+        return x
     mode = x.fake_mode if isinstance(x, FakeTensor) else FakeTensorMode()
     with mode:
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return made.requires_grad_(trains and made.is_floating_point())
+    return made.requires_grad_(trains and (made.is_floating_point() or made.is_complex()))
 
 
 def find_saves(graph: fx.Graph, trained: Mapping[str, bool]) -> Saves:
@@ -131,7 +129,7 @@ def find_saves(graph: fx.Graph, trained: Mapping[str, bool]) -> Saves:
     with torch._C._DisableAutocast():
         run.run(*inputs, enable_io_processing=False)
     results = (x for x in pytree.tree_leaves(run.saves.results) if isinstance(x, Tensor))
-    run.saves.written.update(_storage(x) for x in results if x._version)
+    run.saves.written.update(storage_of(x) for x in results if x._version)
     return run.saves
 
 
@@ -146,7 +144,7 @@ def choose_saved(
 
     Args:
         graph: rewritten, with abstract values; not changed.
-        trained: whether each parameter requires a gradient, by target.
+        trained: whether each parameter requires a gradient, by target; buffers are not among them.
         op_list: has the rules.
         facts: name the ops that may run again.
 
@@ -158,14 +156,22 @@ def choose_saved(
         return ()
     saves = find_saves(graph, trained)
     rules = {node: rule for node in graph.nodes if (rule := op_list.saved_of(node)) is not None}
-    return _Choice(graph, saves, rules, facts).planned()
+    return _Choice(graph, saves, rules, facts, frozenset(trained)).planned()
 
 
 class _Choice:
     """The choice for one graph."""
 
-    def __init__(self, graph: fx.Graph, saves: Saves, rules: Mapping[fx.Node, SavedRule], facts: KernelFacts) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        saves: Saves,
+        rules: Mapping[fx.Node, SavedRule],
+        facts: KernelFacts,
+        parameters: frozenset[str],
+    ) -> None:
         self.graph, self.saves, self.rules, self.facts = graph, saves, rules, facts
+        self.parameters = parameters
         self.written = saves.written
         self.outputs = {saves.root(node) for node in graph.output_node().all_input_nodes}
         self.pinned: set[fx.Node] = set()  # not to be run again
@@ -183,7 +189,8 @@ class _Choice:
         for node in self.graph.nodes:
             if node in inside:
                 kind = "drawn" if draws_random_numbers(node) else "computed"
-                parts.append(self._part(node, Keep.RECOMPUTE, self.saves.inside[node], 0, (node,), inside=kind))
+                kept = sum(-(-x.numel() // 8) for x in self.saves.inside[node]) if kind == "drawn" else 0
+                parts.append(self._part(node, Keep.RECOMPUTE, self._inside_bytes(node), kept, (node,), inside=kind))
             if node not in self.forms or node not in there:
                 continue
             readers, size = tuple(self.saves.readers.get(node, ())), self._bytes(node)
@@ -208,13 +215,16 @@ class _Choice:
 
     def _inside_terms(self) -> list[Term]:
         """What it costs to keep what kernels make inside of them, or else their inputs."""
-        inside = ((n, size) for n, size in self.saves.inside.items() if self._may_run_for_inside(n))
-        return [Term(size, ((n, "inside"),), tuple(self._sources(n))) for n, size in inside if self._sources(n)]
+        inside = [node for node in self.saves.inside if self._may_run_for_inside(node) and self._sources(node)]
+        return [Term(self._inside_bytes(n), ((n, "inside"),), tuple(self._sources(n))) for n in inside]
+
+    def _inside_bytes(self, node: fx.Node) -> int:
+        return sum(x.untyped_storage().nbytes() for x in self.saves.inside[node])
 
     def _may_run_for_inside(self, node: fx.Node) -> bool:
         rule = self.rules.get(node)
         by_rule = rule is not None and rule.keep is Keep.RECOMPUTE and self._is_cheap(node)
-        is_large = self.saves.inside[node] >= _LEAST
+        is_large = self._inside_bytes(node) >= _LEAST
         return by_rule and is_large and not draws_random_numbers(node) and not self._reads_written(node)
 
     def _runs_for_inside(self, node: fx.Node, there: frozenset[fx.Node]) -> bool:
@@ -280,13 +290,20 @@ class _Choice:
         made = self.saves.made[node]
         if made.dtype not in (torch.float32, *LOW_DTYPES) or not self._may_change(node):
             return ()
-        sizes = (SavedSize(k, sum(x.nbytes for x in form.pack(made.detach()))) for k, form in FORMS.items())
+        forms = {k: form for k, form in FORMS.items() if not (k is Keep.FLOAT8 and self._holds_masks(node))}
+        sizes = (SavedSize(k, sum(x.nbytes for x in form.pack(made.detach()))) for k, form in forms.items())
         return tuple(size for size in sizes if size.bytes < made.nbytes)
+
+    def _holds_masks(self, node: fx.Node) -> bool:
+        """True if a number that masks may be beside others, which one scale would make zero."""
+        return base_name(op_name(node)) in self.facts.holds_masks
 
     def _may_change(self, node: fx.Node) -> bool:
         made = self.saves.made[node]
         is_computed = node.op == "call_function" and not self._is_free(node)
-        return is_computed and self._is_large(node) and node not in self.outputs and _storage(made) not in self.written
+        return (
+            is_computed and self._is_large(node) and node not in self.outputs and storage_of(made) not in self.written
+        )
 
     def _is_large(self, node: fx.Node) -> bool:
         made = self.saves.made.get(node)
@@ -303,21 +320,26 @@ class _Choice:
         return [read for read in node.all_input_nodes if read in self.saves.made]
 
     def _may_rerun(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or self._is_free(node) or _storage(self.saves.made[node]) in self.written:
+        if node.op != "call_function" or self._is_free(node) or storage_of(self.saves.made[node]) in self.written:
             return False
         if self._reads_written(node) or any(isinstance(value(r), (list, tuple)) for r in node.all_input_nodes):
             return False  # the latter is an item of several results
         if self._is_view(node):
             return True
-        if node in self.pinned:
-            return False
+        if node in self.pinned or all(map(self._is_free, self._sources(node))):
+            return False  # the latter reads parameters alone, whose ``data`` may be written into unseen
         if draws_random_numbers(node) and not (node in self.saves.inside and self._redraws(node)):
             return False
         rule = self.rules.get(node)
         return rule is not None and rule.keep is Keep.RECOMPUTE and self._is_cheap(node) and self._may_change(node)
 
     def _reads_written(self, node: fx.Node) -> bool:
-        return any(_storage(self.saves.made[read]) in self.written for read in self._sources(node))
+        """True for an op that reads what is written into, or a float buffer, which batch norm writes into unseen."""
+        made = {read: self.saves.made[read] for read in self._sources(node)}
+        buffers = (x for read, x in made.items() if read.op == "get_attr" and str(read.target) not in self.parameters)
+        return any(storage_of(x) in self.written for x in made.values()) or any(
+            x.is_floating_point() and x.numel() > 1 for x in buffers
+        )
 
     def _is_cheap(self, node: fx.Node) -> bool:
         return base_name(op_name(node)) in self.facts.recomputes

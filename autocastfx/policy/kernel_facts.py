@@ -52,6 +52,7 @@ class KernelFacts:
         same_operands: by op, the op that it equals when its two operands are the same.
         triton_faster: by device type, our operators whose Triton kernels are measured faster there.
         whole_numbers: by op that can give whole numbers, the kind of whole number.
+        holds_masks: ops whose results may hold numbers that mask beside others.
         recomputes: ops that backward may run again, in place of keeping what they gave.
         reduces: by op that reduces many elements into one, the source of their number (``graph.product.KINDS``).
     """
@@ -72,6 +73,7 @@ class KernelFacts:
     rounds_numbers: Mapping[str, frozenset[str]] = field(default_factory=dict)
     whole_numbers: Mapping[str, str] = field(default_factory=dict[str, str])
     recomputes: frozenset[str] = frozenset()
+    holds_masks: frozenset[str] = frozenset()
 
     def keeps_numbers(self, op: str, device: str) -> bool:
         """True if a small number, such as an epsilon, is not rounded to 16 bits in the kernel of ``op``."""
@@ -111,7 +113,7 @@ def load_kernel_facts() -> KernelFacts:
 def _read(tree: Tree) -> KernelFacts:
     keys = ("computes_in_float32", "mixed_args", "takes_dtype", "no_kernel", "folds", "expands_range", "reduces")
     keys = (*keys, "float32_parameters", "joins", "folds_with_parameters", "same_operands", "whole_numbers")
-    keys = (*keys, "triton_faster", "switches", "rounds_numbers", "recomputes")
+    keys = (*keys, "triton_faster", "switches", "rounds_numbers", "recomputes", "holds_masks")
     tree.check_keys(keys, what="kernel fact")
     tree.child("folds").check_keys(LEVELS["kernel"], what="level of folding")
     tree.child("whole_numbers").check_keys(_WHOLE, what="kind of whole number")
@@ -132,6 +134,7 @@ def _read(tree: Tree) -> KernelFacts:
         rounds_numbers=_by_device_type(tree.child("rounds_numbers")),
         whole_numbers={op: kind.text for kind, ops in tree.child("whole_numbers").items() for op in _ops(ops)},
         recomputes=_ops(tree.child("recomputes")),
+        holds_masks=_ops(tree.child("holds_masks")),
         reduces={op: kind.text for kind, ops in tree.child("reduces").items() for op in _ops(ops)},
     )
 

@@ -119,16 +119,19 @@ def written(rules: Iterable[SavedRule]) -> list[dict[str, Any]]:
     ]
 
 
-def rules_of(saved: str | Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def rules_of(saved: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The entries that an argument ``saved`` stands for.
 
     Raises:
         ValueError: it is no word for a form.
     """
-    if not isinstance(saved, str):
+    if isinstance(saved, Sequence) and not isinstance(saved, str) and all(isinstance(one, Mapping) for one in saved):
         return list(saved)
-    if saved not in SAVED:
+    if not isinstance(saved, str) or saved not in SAVED:
         words = ", ".join(map(repr, SAVED))
-        raise ArgumentError(f"saved is {words}, or entries as under 'saved' of an op list, not {saved!r}")
+        raise ArgumentError(
+            f"saved is {words}, or a list of entries as under 'saved' of an op list, not {saved!r}; a factor of the "
+            "error is for tune"
+        )
     keep = SAVED[saved]
     return [] if keep is None else [{"keep": keep.value}]

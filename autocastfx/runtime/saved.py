@@ -8,7 +8,7 @@ as without it. Nothing is kept without gradients, or inside of ``torch.func``'s 
 
 from __future__ import annotations
 
-import weakref
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -35,14 +35,21 @@ class Form(NamedTuple):
 
 
 def _rows_in_float8(x: Tensor) -> tuple[Tensor, ...]:
-    # Not ``quantize``, whose numbers are for products: here a scale needs no power of two, and strides stay.
-    largest = x.abs().amax(-1, keepdim=True).float().clamp_(min=_SMALLEST)
+    # Not ``quantize``, whose numbers are for products: here a scale needs no power of two, and strides stay. An Inf, as
+    # of a mask, has no part in the scale, and is kept as a NaN with its sign, for e4m3 has no Inf.
+    is_infinite = x.isinf()
+    largest = x.abs().masked_fill_(is_infinite, 0).amax(-1, keepdim=True).float().clamp_(min=_SMALLEST)
     scale = largest / _MOST
-    return (x / scale).clamp_(-_MOST, _MOST).to(E4M3), scale
+    scaled = (x / scale).clamp_(-_MOST, _MOST)
+    nan = torch.full_like(scaled, math.nan).copysign(scaled)
+    return torch.where(is_infinite, nan, scaled).to(E4M3), scale
 
 
 def _from_float8(dtype: torch.dtype, parts: tuple[Tensor, ...]) -> Tensor:
-    return (parts[0].float() * parts[1]).to(dtype)
+    codes, scale = parts
+    numbers = codes.float() * scale
+    infinite = torch.where(codes.view(torch.int8) < 0, -math.inf, math.inf)
+    return torch.where(codes.isnan(), infinite, numbers).to(dtype)
 
 
 def _in_bfloat16(x: Tensor) -> tuple[Tensor, ...]:
@@ -112,7 +119,7 @@ class _Packed:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{held.dtype} of size {list(held.shape)} is at version {held._version}; expected version "
-                f"{self._version} instead."
+                f"{self._version} instead. Backward reads it, or computes others again from it: see plan.saved."
             )
         return held
 
@@ -141,36 +148,44 @@ class KeptValue(Kept):
         return parts[0] if self.form is None else self.form.unpack(self.dtype, parts)
 
 
-class _Shape(NamedTuple):
-    """Stands for a tensor whose numbers do not matter, so that it need not be kept."""
+class _Bits:
+    """A tensor of two numbers, of which one is 0, in a bit for each: a mask."""
 
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+    def __init__(self, x: Tensor) -> None:
+        flat = x.as_strided((x.numel(),), (1,))
+        self.size, self.stride, self.dtype = x.shape, x.stride(), x.dtype
+        scale = flat.amax() if x.dtype != torch.bool else flat.new_ones(())
+        ones = torch.nn.functional.pad((flat != 0).to(torch.uint8), (0, -len(flat) % 8)).view(-1, 8)
+        places = torch.arange(8, dtype=torch.uint8, device=x.device)
+        bits = (ones << places).sum(1, dtype=torch.uint8)
+        self.parts = (_Packed(bits), _Packed(scale))
+
+    @staticmethod
+    def fits(x: Tensor) -> bool:
+        """True for a mask, or for a mask times a number; looks at the numbers where that does not wait for a device."""
+        if not _is_whole(x) or x.numel() == 0:
+            return False
+        return x.dtype == torch.bool or (x.device.type == "cpu" and bool(((x == 0) | (x == x.amax())).all()))
 
     def restore(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device).zero_()
+        """Give the tensor again."""
+        bits, scale = (part() for part in self.parts)
+        places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=bits.device)
+        flat = ((bits[:, None] >> places) & 1).view(-1)[: made.numel()]
+        made.as_strided((made.numel(),), (1,)).copy_(flat.to(self.dtype) * scale)
+        return made
 
 
 class Recomputed(Kept):
-    """A value that its op computes again, from values that are kept; a random one by the same random numbers.
+    """A value that its op computes again, from values that are kept.
 
     Args:
-        call, args, kwargs: the op and its arguments, with what is kept in place of tensors. For a random op, tensors
-            among them stand for any of their sizes.
-        like: for a random op, a tensor on its device.
+        call, args, kwargs: the op and its arguments, with what is kept in place of tensors.
     """
 
-    def __init__(self, call: Callable[..., Tensor], args: Any, kwargs: Any, like: Tensor | None = None) -> None:
+    def __init__(self, call: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
         self.call, self.args, self.kwargs = call, args, kwargs
-        self.state: Tensor | None = None
-        self.inside: weakref.ref[_Inside] | None = None  # weak: tensors in a cycle would stay for long
-        if like is not None:
-            self.device, self.state = like.device, _random_state(like.device)
-            self.args = pytree.tree_map_only(
-                Tensor, lambda x: _Shape(x.shape, x.stride(), x.dtype, x.device), self.args
-            )
 
     def store(self) -> None:
         """Store what it is computed from."""
@@ -180,35 +195,42 @@ class Recomputed(Kept):
 
     def restore(self) -> Tensor:
         """Compute it again."""
-        if self.state is not None:
-            result, made = self.rerun()
-            if self.inside is not None and (inside := self.inside()) is not None:  # which this op's backward reads soon
-                inside.take(made)
-            return result
         args, kwargs = pytree.tree_map(_restored, (self.args, self.kwargs), is_leaf=_is_kept)
         with torch.no_grad(), _C._DisableAutocast():
             return self.call(*args, **kwargs)
 
-    def rerun(self) -> tuple[Tensor, list[Tensor]]:
-        """Compute it again; also gives what autograd saves of that, the inputs and the result apart."""
+    def rerun(self) -> list[Tensor]:
+        """Compute it again for what autograd saves of that, the inputs and the result apart."""
         args, kwargs = pytree.tree_map(_restored, (self.args, self.kwargs), is_leaf=_is_kept)
         args = pytree.tree_map_only(Tensor, _derivable, args)
         saved: list[Tensor] = []
-        now = _random_state(self.device) if self.state is not None else None
-        try:
-            if self.state is not None:
-                _set_random_state(self.device, self.state)
-            with torch.enable_grad(), _C._DisableAutocast(), saved_tensors_hooks(saved.append, _as_saved):
-                result = self.call(*args, **kwargs)
-        finally:
-            if now is not None:
-                _set_random_state(self.device, now)
-        others = {_storage(x) for x in (result, *pytree.tree_leaves(args)) if isinstance(x, Tensor)}
-        return result.detach(), [x.detach() for x in saved if _storage(x) not in others]
+        with torch.enable_grad(), _C._DisableAutocast(), saved_tensors_hooks(saved.append, _as_saved):
+            result = self.call(*args, **kwargs)
+        others = {storage_of(x) for x in (result, *pytree.tree_leaves(args)) if isinstance(x, Tensor)}
+        return [x.detach() for x in saved if storage_of(x) not in others]
+
+
+class Dropped(Kept):
+    """What dropout gave, computed again from its input and from the mask that its backward needs anyway."""
+
+    def __init__(self, source: Kept, mask: _Bits, share: float) -> None:
+        self.source, self.mask, self.share = source, mask, share
+
+    def store(self) -> None:
+        """Store the input; the mask is."""
+        self.source.store()
+
+    def restore(self) -> Tensor:
+        """Multiply as the kernel does."""
+        value, mask = self.source.restore(), self.mask.restore()
+        with torch.no_grad(), _C._DisableAutocast():
+            if mask.dtype == torch.bool:  # CUDA's kernel, whose backward is the same product
+                return torch.ops.aten.native_dropout_backward(value, mask, 1 / (1 - self.share))
+            return value * mask
 
 
 def _is_kept(leaf: Any) -> bool:
-    return isinstance(leaf, (Kept, _Shape))
+    return isinstance(leaf, Kept)
 
 
 def _restored(leaf: Any) -> Any:
@@ -223,24 +245,9 @@ def _as_saved(x: Any) -> Any:
     return x
 
 
-def _storage(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
-
-
-def _random_state(device: torch.device) -> Tensor | None:
-    """The state of a device's random numbers; None where it cannot be read: while a CUDA graph is captured."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return None
-    return cast("Tensor", torch.get_device_module(device).get_rng_state(device))
-
-
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+def storage_of(x: Tensor) -> int:
+    """A number for the memory of a tensor that is alive; one of its own for what has several, as sparse ones do."""
+    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else -id(x)
 
 
 # Rewrite a graph so that its ops save what was chosen.
@@ -278,11 +285,17 @@ class _Late:
 
 
 def _keeps() -> bool:
-    return torch.is_grad_enabled() and not _C._are_functorch_transforms_active()
+    return (
+        torch.is_grad_enabled()
+        and not _C._are_functorch_transforms_active()
+        and _C._autograd._saved_tensors_hooks_is_enabled()
+    )
 
 
 def _is_whole(x: Tensor) -> bool:
-    """True if ``x`` shows each element of its storage once."""
+    """True if ``x`` shows each element of its storage once, as it is."""
+    if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+        return False
     return x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.nbytes
 
 
@@ -306,36 +319,25 @@ def running_again(call: Callable[..., Tensor]) -> Callable[..., Recomputed | Non
     return recompute
 
 
-def drawing_again(call: Callable[..., Tensor]) -> Callable[..., Recomputed | None]:
-    """Likewise for a random op, before it runs; takes a tensor on its device first. None where it cannot be."""
-
-    def redraw(like: Tensor, *args: Any, **kwargs: Any) -> Recomputed | None:
-        made = Recomputed(call, args, kwargs, like) if _keeps() else None
-        return made if made is not None and made.state is not None else None
-
-    return redraw
-
-
-def saving(call: Callable[..., Any], *, keeps_own: bool, reruns_inside: bool, form: Form | None) -> Callable[..., Any]:
+def saving(call: Callable[..., Any], *, keeps_own: bool, inside: str, form: Form | None) -> Callable[..., Any]:
     """Return a function that calls ``call`` and lets autograd hold what is kept in place of tensors.
 
-    It takes tensors, what is kept of each, and what gives ``call``'s own result or what its kernel makes again; then
-    the arguments of ``call``. With ``keeps_own`` it also returns what is kept of the result, by default in ``form``.
+    It takes tensors, what is kept of each, and ``own``; then the arguments of ``call``. ``own`` computes the result of
+    ``call`` again, or is what is kept of the input of a dropout. With ``keeps_own`` the function also returns what is
+    kept of the result, by default in ``form``. ``inside`` is that of the plan.
     """
 
-    def save(
-        values: tuple[Tensor, ...], kept: tuple[Any, ...], own: Recomputed | None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def save(values: tuple[Tensor, ...], kept: tuple[Any, ...], own: Kept | None, *args: Any, **kwargs: Any) -> Any:
         if not _keeps():
             result = call(*args, **kwargs)
             return (result, None) if keeps_own else result
-        known = {_storage(x): (x, one) for x, one in zip(values, kept, strict=True) if _is_whole(x)}
+        known = {storage_of(x): (x, one) for x, one in zip(values, kept, strict=True) if _is_whole(x)}
         late: list[_Late] = []
         shown: list[Kept] = []
 
         def pack(x: Tensor) -> _View | _Late:
-            found = known.get(_storage(x))
-            if found is None or found[0].dtype != x.dtype:
+            found = known.get(storage_of(x))
+            if found is None or not _is_plain(x, found[0]):
                 late.append(_Late(x))
                 return late[-1]
             value, one = found
@@ -343,38 +345,61 @@ def saving(call: Callable[..., Any], *, keeps_own: bool, reruns_inside: bool, fo
             shown.append(one)
             return _View(one, x.shape, x.stride(), int(x.storage_offset()), (value.shape, value.stride()))
 
-        with saved_tensors_hooks(pack, lambda held: held.unpack()):
+        with saved_tensors_hooks(pack, _unpack):
             result = call(*args, **kwargs)
         known.clear()  # autograd holds ``pack``
         for one in shown:  # not before, where tensors would come into the hooks above
             one.store()
-        own_kept: Any = own if own is not None else KeptValue(result, form) if keeps_own else None
-        _settle(late, result, args, own_kept if keeps_own else None, own if reruns_inside else None)
+        own_kept: Kept | None = None
+        if keeps_own and inside != "drawn":
+            own_kept = own if own is not None else KeptValue(result, form)
+        mask = _settle(late, result, args, own_kept, own if inside == "computed" else None, draws=inside == "drawn")
+        if keeps_own and own_kept is None:
+            has_both = own is not None and mask is not None
+            own_kept = Dropped(own, mask, args[1]) if has_both and own and mask else KeptValue(result, form)
         return (result, own_kept) if keeps_own else result
 
     return save
 
 
-def _settle(late: list[_Late], result: Any, args: Any, own: Any, inside: Recomputed | None) -> None:
-    """Say what gives the tensors that the op saved and that are none of the values kept."""
-    given = {_storage(x) for x in pytree.tree_leaves(args) if isinstance(x, Tensor)}
+def _unpack(held: _View | _Late) -> Tensor:
+    return held.unpack()
+
+
+def _is_plain(x: Tensor, value: Tensor) -> bool:
+    """True for a view that sizes, strides and an offset describe."""
+    return x.dtype == value.dtype and not (x.is_conj() or x.is_neg())
+
+
+def _settle(
+    late: list[_Late], result: Any, args: Any, own: Kept | None, inside: Kept | None, *, draws: bool
+) -> _Bits | None:
+    """Say what gives the tensors that the op saved and that are none of the values kept; returns the mask, if any."""
+    given = {storage_of(x) for x in pytree.tree_leaves(args) if isinstance(x, Tensor)}
     made = result if isinstance(result, Tensor) and _is_whole(result) else None
-    again = _Inside(inside) if inside is not None else None
+    again = _Inside(inside) if isinstance(inside, Recomputed) else None
+    mask: _Bits | None = None
     for one in late:
         x = cast("Tensor", one.tensor)
-        if made is not None and own is not None and _storage(x) == _storage(made) and x.dtype == made.dtype:
+        is_made = made is not None and storage_of(x) == storage_of(made)
+        is_inside = not (storage_of(x) in given or _is_result(x, result))
+        if made is not None and own is not None and is_made and _is_plain(x, made):
             own.store()
             own.views += 1
             one.give = _View(own, x.shape, x.stride(), int(x.storage_offset()), (made.shape, made.stride())).unpack
-        elif again is not None and not (_storage(x) in given or _is_result(x, result)):
+        elif draws and is_inside and mask is None and _Bits.fits(x):
+            mask = _Bits(x.detach())
+            one.give = mask.restore
+        elif again is not None and is_inside:
             one.give = again.give_next()
         else:
             one.give = _Packed(x.detach())
         one.tensor = None
+    return mask
 
 
 def _is_result(x: Tensor, result: Any) -> bool:
-    return any(isinstance(y, Tensor) and _storage(x) == _storage(y) for y in pytree.tree_leaves(result))
+    return any(isinstance(y, Tensor) and storage_of(x) == storage_of(y) for y in pytree.tree_leaves(result))
 
 
 class _Inside:
@@ -387,18 +412,13 @@ class _Inside:
     def give_next(self) -> Callable[[], Tensor]:
         """Return what gives the next one of them, in the order in which they were saved."""
         self.op.store()
-        self.op.inside = weakref.ref(self)
         self.count += 1
         return partial(self._give, self.count - 1)
 
-    def take(self, made: list[Tensor]) -> None:
-        """Hold what was made, until each was given once."""
-        self.made, self.left = made, self.count
-
     def _give(self, number: int) -> Tensor:
-        if not self.made:
-            self.take(self.op.rerun()[1])
         made = self.made
+        if not made:
+            made, self.left = self.op.rerun(), self.count
         self.left -= 1
         self.made = made if self.left > 0 else []
         return made[number]
@@ -437,21 +457,23 @@ class _Rewrite:
 
     def _copied(self, node: fx.Node) -> fx.Node:
         reads = [name for name in self.reads.get(node.name, ()) if name in self.nodes]
-        is_inside, is_random = node.name in self.inside, self.inside.get(node.name) == "drawn"
-        if node.op != "call_function" or not (reads or is_inside):
+        inside, is_again = self.inside.get(node.name, ""), node.name in self.again
+        if node.op != "call_function" or not (reads or inside):
             return self.graph.node_copy(node, self.made.__getitem__)
-        keeps_own = node.name in reads or (is_random and node.name in self.again)
+        keeps_own = node.name in reads or (inside == "drawn" and is_again)
         others = [name for name in reads if name != node.name]
         kept = tuple(self._kept(self.nodes[name]) for name in others)
-        own = self._rerun(node) if is_inside or (keeps_own and node.name in self.again) else None
+        own: fx.Node | None = None
+        if inside == "drawn" and is_again:
+            own = self._kept(node.all_input_nodes[0])
+        elif inside == "computed" or (keeps_own and is_again):
+            own = self._rerun(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.made.__getitem__)
         values = tuple(self.made[self.nodes[name]] for name in others)
         planned = self.values.get(node.name)
         form = self.forms(planned) if planned is not None else None
-        call = cast("Callable[..., Any]", node.target)
-        function = saving(call, keeps_own=keeps_own, reruns_inside=is_inside, form=form)
-        target = _named(function, "saving", node)
-        made = self.graph.call_function(target, (values, kept, own, *args), kwargs)
+        function = saving(cast("Any", node.target), keeps_own=keeps_own, inside=inside, form=form)
+        made = self.graph.call_function(_named(function, "saving", node), (values, kept, own, *args), kwargs)
         made.meta.update(node.meta)
         if not keeps_own:
             return made
@@ -470,16 +492,8 @@ class _Rewrite:
         return self.kept[node.name]
 
     def _rerun(self, node: fx.Node) -> fx.Node:
-        is_random = self.inside.get(node.name) == "drawn"
-        by_sizes = is_random and node.name not in self.again
-
-        def source(read: fx.Node) -> fx.Node:
-            return self.made[read] if by_sizes else self._kept(read)
-
-        args, kwargs = fx.map_arg((node.args, node.kwargs), source)
-        like = (self.made[node.all_input_nodes[0]],) if is_random else ()
-        function = (drawing_again if is_random else running_again)(cast("Any", node.target))
-        return self.graph.call_function(_named(function, "again", node), (*like, *args), kwargs)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._kept)
+        return self.graph.call_function(_named(running_again(cast("Any", node.target)), "again", node), args, kwargs)
 
 
 def _first(pair: tuple[Any, Any]) -> Any:

@@ -111,6 +111,7 @@ def test_tune_chooses_it_too(tmp_path: Any) -> None:
     assert tuned.saved is not None
     assert tuned.gains
     assert "kept for backward: " in tuned.report()
+    assert sum(one.kept for one in tuned.plan.saved) == tuned.saved.kept
     tuned.save(tmp_path / "tuned.yaml")
     again = autocastfx.convert(model, (batches[0],), dtype="bfloat16", op_list=tmp_path / "tuned.yaml", check=False)
     kept = sum(one.kept for one in again.plan.saved)

@@ -123,6 +123,27 @@ def test_what_is_small_written_into_or_frozen_stays() -> None:
     assert found <= {"linear_1", "gelu", "down_weight_bfloat16", "linear", "linear_1_float32"}
 
 
+def test_numbers_beside_masks_are_not_kept_in_float8() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), Function(lambda x: x.masked_fill(x > 1, -1e9).exp().square().mean()))
+    found = {one.op: one.keep for one in plan_of(model, X, saved="float8").saved}
+    assert found.get("masked_fill", Keep.COMPUTED) is Keep.COMPUTED, found
+
+
+def test_a_sparse_value_stays() -> None:
+    adjacent = torch.eye(128).to_sparse()
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.adjacent = nn.Linear(64, 64), adjacent
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.adjacent, functional.gelu(self.first(x))).square().mean()
+
+    amp_model = autocastfx.convert(Graph(), (X,), dtype="bfloat16", saved="recompute", check=False)
+    amp_model(X).backward()
+
+
 @pytest.mark.usefixtures("both_modes")
 def test_nothing_is_decided_without_rules_or_for_evaluation() -> None:
     assert plan_of(Mlp(), X, saved="as computed").saved == ()
@@ -163,7 +184,7 @@ def test_a_wrong_entry_is_one_error(entry: dict[str, Any], said: str) -> None:
 
 
 def test_a_wrong_word_is_one_error() -> None:
-    with pytest.raises(ValueError, match="saved is 'as computed', 'recompute', 'low', 'float8', or entries"):
+    with pytest.raises(ValueError, match="saved is 'as computed', 'recompute', 'low', 'float8', or a list of entries"):
         plan_of(Mlp(), X, saved="bfloat16")
 
 
