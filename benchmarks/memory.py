@@ -54,7 +54,7 @@ from benchmarks.step_counts import Saved, count
 from benchmarks.store import Store
 
 FLOAT32, AUTOCAST, EXACT, KERNEL, HALF = "float32", "torch_autocast_cuda", "fold=exact", "fold=kernel", "half"
-FLOAT8, RECOMPUTE = "float8", "saved=recompute"
+FLOAT8 = "float8"
 _PRODUCTS = OpList.of({"extends": "bfloat16", "float8": [{"ops": ["linear", "addmm"], "last": False}]})
 # By policy: the arguments of convert; None is the model itself.
 POLICIES: dict[str, dict[str, Any] | None] = {
@@ -65,7 +65,6 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     KERNEL: {"fold": "kernel"},
     HALF: None,
     FLOAT8: {"op_list": _PRODUCTS, "dtype": torch.bfloat16},
-    RECOMPUTE: {"saved": "recompute"},
 }
 # fold="kernel" may save this many times what the other policy does: in the geometric mean, and of single models.
 MEAN_LIMIT, LIMIT = 0.82, 1.02
@@ -163,7 +162,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-_COMPARED = ((EXACT, AUTOCAST), (KERNEL, AUTOCAST), (KERNEL, HALF), (FLOAT8, EXACT), (RECOMPUTE, EXACT))
+_COMPARED = ((EXACT, AUTOCAST), (KERNEL, AUTOCAST), (KERNEL, HALF), (FLOAT8, EXACT))
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -35,9 +35,15 @@ SIDES: dict[str, Side] = {
         for weights in ("cast", "cached")
         for fold in ("none", "exact", "kernel")
     },
-    RECOMPUTE: Side({"weights": "cast", "fold": "exact", "saved": "recompute"}),
     HALF: Side(is_half=True),
 }
+# Beside those, for what is kept for backward.
+FURTHER: dict[str, Side] = {RECOMPUTE: Side({"weights": "cast", "fold": "exact", "saved": "recompute"})}
+
+
+def side_of(name: str) -> Side:
+    """The side of this name."""
+    return {**SIDES, **FURTHER}[name]
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ def training(name: str, full: FullModel, setting: Setting, *, masters: str = "")
     Raises:
         UnsupportedError: ``convert`` does not take the side's arguments.
     """
-    side, dtype = SIDES[name], setting.dtype
+    side, dtype = side_of(name), setting.dtype
     model: Any = full.build().to(setting.device).train()
     inputs = {key: tensor.to(setting.device) for key, tensor in full.inputs().items()}
     if side.is_half:
@@ -120,7 +126,7 @@ def training_of(
 
     Its optimizer is one of its own, or one that sides of the same parameters share.
     """
-    side, dtype = SIDES[name], setting.dtype
+    side, dtype = side_of(name), setting.dtype
     called = torch.compile(model) if setting.is_compiled else model
 
     def forward() -> Any:

@@ -29,7 +29,7 @@ from benchmarks.gpu.stage import Given
 from benchmarks.gpu.stages import samples, steps, suite, without_waiting
 from benchmarks.machine import processor
 from benchmarks.models import FullModel
-from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, HALF, SIDES, Setting, Training
+from benchmarks.training import AUTOCAST, DEFAULT, FASTEST, FURTHER, HALF, SIDES, Setting, Training
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -90,7 +90,7 @@ def test_every_stage_on_a_gpu_can_be_called() -> None:
         inspect.signature(stage.function()).bind(Given("cuda"), **stage.options)
         named = stage.options.get("models", [stage.options["model"]] if "model" in stage.options else [])
         assert {*named} <= models.MODELS.keys()
-        assert {*stage.options.get("sides", ())} <= SIDES.keys()
+        assert {*stage.options.get("sides", ())} <= {*SIDES, *FURTHER}
         assert stage.alone or "step" not in stage.name
 
 

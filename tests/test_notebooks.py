@@ -43,4 +43,4 @@ def test_a_notebook_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(pages) >= 6
     for page in pages:
         HTMLParser().feed(page)
-    assert "why: category and [reason]" in capsys.readouterr().out
+    assert "why: category, [note]" in capsys.readouterr().out

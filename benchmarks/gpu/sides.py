@@ -21,7 +21,7 @@ from autocastfx.policy.op_list import OpList, load_op_list
 from autocastfx.policy.saved import rules_of
 from autocastfx.runtime.variant_table import Original
 from benchmarks.gpu.models import built
-from benchmarks.training import SIDES, Setting, Training, adamw, training_of
+from benchmarks.training import Setting, Training, adamw, side_of, training_of
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -43,7 +43,7 @@ class Source:
 
     def prepare(self, names: Iterable[str], dtypes: Iterable[torch.dtype]) -> None:
         """Convert for sides to come, each of which is built once: a large model takes seconds."""
-        options = [SIDES[name].convert for name in names]
+        options = [side_of(name).convert for name in names]
         for dtype, one in product(dtypes, filter(None, options)):
             made = self.converted(dtype, **one)
             self.prepared[dtype, one["weights"], one["fold"], one.get("saved", "as computed")] = made
@@ -65,7 +65,7 @@ class Source:
             setting: settings that all sides share.
             shares_state: True if the float32 sides share AdamW's state, as they share the parameters: for timing alone.
         """
-        side, model, inputs = SIDES[name], self.model, self.inputs
+        side, model, inputs = side_of(name), self.model, self.inputs
         if side.is_half:
             model = copy.deepcopy(model).to(setting.dtype)
             inputs = {key: t.to(setting.dtype) if t.is_floating_point() else t for key, t in inputs.items()}

@@ -14,7 +14,7 @@ from benchmarks.gpu.measure import Work, failure, interleaved, kernels, release,
 from benchmarks.gpu.models import built
 from benchmarks.gpu.sides import DTYPES, Source, source
 from benchmarks.gpu.stage import ROUNDS, Given, Rounds, Row
-from benchmarks.training import AUTOCAST, HALF, SIDES, Setting, Training, training_of
+from benchmarks.training import AUTOCAST, HALF, Setting, Training, side_of, training_of
 
 
 def steps(
@@ -126,11 +126,11 @@ def memory(given: Given, model: str, dtype: str, sides: Sequence[str]) -> Iterat
     found: Source | None = source(model, given.device)
     settle()
     given.wait()
-    for side in sorted(sides, key=lambda name: SIDES[name].is_half):  # which comes last, without the float32 model
+    for side in sorted(sides, key=lambda name: side_of(name).is_half):  # which comes last, without the float32 model
         if given.has(model, side, dtype):
             continue
         try:
-            if SIDES[side].is_half:
+            if side_of(side).is_half:
                 found = None
                 release()
             row = _allocated(found, side, setting, model)
