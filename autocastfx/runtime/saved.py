@@ -8,7 +8,6 @@ as without it. Nothing is kept without gradients, or inside of ``torch.func``'s 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -35,21 +34,14 @@ class Form(NamedTuple):
 
 
 def _rows_in_float8(x: Tensor) -> tuple[Tensor, ...]:
-    # Not ``quantize``, whose numbers are for products: here a scale needs no power of two, and strides stay. An Inf, as
-    # of a mask, has no part in the scale, and is kept as a NaN with its sign, for e4m3 has no Inf.
-    is_infinite = x.isinf()
-    largest = x.abs().masked_fill_(is_infinite, 0).amax(-1, keepdim=True).float().clamp_(min=_SMALLEST)
-    scale = largest / _MOST
-    scaled = (x / scale).clamp_(-_MOST, _MOST)
-    nan = torch.full_like(scaled, math.nan).copysign(scaled)
-    return torch.where(is_infinite, nan, scaled).to(E4M3), scale
+    # Not ``quantize``, whose numbers are for products: here a scale needs no power of two, and strides stay. An Inf makes
+    # its row NaN.
+    scale = x.abs().amax(-1, keepdim=True).float().clamp_(min=_SMALLEST) / _MOST
+    return (x / scale).clamp_(-_MOST, _MOST).to(E4M3), scale
 
 
 def _from_float8(dtype: torch.dtype, parts: tuple[Tensor, ...]) -> Tensor:
-    codes, scale = parts
-    numbers = codes.float() * scale
-    infinite = torch.where(codes.view(torch.int8) < 0, -math.inf, math.inf)
-    return torch.where(codes.isnan(), infinite, numbers).to(dtype)
+    return (parts[0].float() * parts[1]).to(dtype)
 
 
 def _in_bfloat16(x: Tensor) -> tuple[Tensor, ...]:
