@@ -34,8 +34,8 @@ class Form(NamedTuple):
 
 
 def _rows_in_float8(x: Tensor) -> tuple[Tensor, ...]:
-    # Not ``quantize``, whose numbers are for products: here a scale needs no power of two, and strides stay. An Inf makes
-    # its row NaN.
+    # Not ``quantize``, whose numbers are for products: here a scale needs no power of two, and strides stay. An Inf
+    # makes its row NaN.
     scale = x.abs().amax(-1, keepdim=True).float().clamp_(min=_SMALLEST) / _MOST
     return (x / scale).clamp_(-_MOST, _MOST).to(E4M3), scale
 
