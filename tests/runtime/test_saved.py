@@ -119,6 +119,18 @@ def test_what_is_recomputed_is_the_same_to_the_bit(model: Layers, x: Tensor, wei
     assert after[2].activations < 0.5 * before[2].activations
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_too_with_its_masks_of_dropout(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layers, batch = Layers().train().cuda(), torch.randn(4, 64, 32, device="cuda")
+    before = step(converted(layers, batch, dtype=dtype), batch)
+    after = step(converted(layers, batch, "recompute", dtype=dtype), batch)
+    assert torch.equal(before[0], after[0])
+    assert equal(before[1], after[1])
+    assert after[2].activations < 0.6 * before[2].activations
+
+
 @pytest.mark.parametrize("saved", ["low", "float8"])
 def test_fewer_bits_change_gradients_alone(model: Layers, x: Tensor, saved: str) -> None:
     before, after = step(converted(model, x), x), step(converted(model, x, saved), x)
