@@ -206,6 +206,14 @@ class CompileBackend:
             raise ArgumentError(f"uncaptured is one of {', '.join(map(repr, UNCAPTURED))}, not {uncaptured!r}")
         lists = load_op_list(op_list, default=dtype_name(dtype))
         _refuse_autograd_functions(lists)
+        if lists.saved:
+            told = "convert the model for them; the compiler decides here what is kept for backward."
+            warnings.warn(
+                f"the rules under 'saved' of the op list {lists.name} have no effect: {told}",
+                UnmatchedRuleWarning,
+                stacklevel=3,
+            )
+            lists = replace(lists, saved=())
         self._whole = {function for _, _, function in places(lists.functions())}
         for function in self._whole:
             if not function.__module__.startswith("torch."):

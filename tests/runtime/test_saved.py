@@ -312,6 +312,16 @@ def test_a_compiler_is_told_that_it_chooses(model: Layers, x: Tensor) -> None:
         torch.compile(converted(model, x), backend="eager")(x)
 
 
+def test_an_enabled_model_is_told_that_rules_have_no_effect(x: Tensor) -> None:
+    lists = autocastfx.OpList.of({"extends": "bfloat16", "saved": [{"keep": "recompute"}]})
+    with pytest.warns(UnmatchedRuleWarning, match="the rules under 'saved' of the op list OpList have no effect"):
+        autocastfx.enable(enabled := Layers(1).train(), dtype="bfloat16", op_list=lists)
+    enabled(x).backward()
+    backend = autocastfx.backend_of(enabled)
+    assert backend is not None
+    assert all(graph.plan.saved == () for graph in backend.graphs if graph.plan is not None)
+
+
 class Conjugated(nn.Module):
     """Saves views with the conjugate and the negative bit."""
 
