@@ -31,7 +31,7 @@ _DEEPEST = 6  # ops that run again one after the other: a residual stream is els
 
 @dataclass
 class Saves:
-    """What autograd keeps of each op of a graph, found by running the graph on abstract tensors.
+    """What autograd keeps for each op of a graph. It is found by running the graph on abstract tensors.
 
     Attributes:
         makers: by storage, the node that gave it first.
@@ -76,13 +76,11 @@ class _Run(fx.Interpreter):
                 saves.makers.setdefault(storage_of(leaf), n)
         if isinstance(result, Tensor) and result.layout is torch.strided:
             saves.made[n] = result
-        known = {storage_of(x): x for x in pytree.tree_leaves((saves.results, result)) if isinstance(x, Tensor)}
         for x in packed:
-            if storage_of(x) not in known:
-                saves.inside.setdefault(n, []).append(x)
-                saves.results.append(x)
+            root = saves.makers.get(storage_of(x))
+            if root is None:
+                saves.inside.setdefault(n, []).append(x)  # which also keeps its storage alive
                 continue
-            root = saves.makers[storage_of(x)]
             readers = saves.readers.setdefault(root, [])
             readers += [] if n in readers else [n]
         return result
@@ -205,7 +203,7 @@ class _Choice:
         return tuple(parts)
 
     def _cut(self, read: list[fx.Node]) -> tuple[frozenset[fx.Node], set[fx.Node]]:
-        """What is there in backward, and what of that is run again, if the fewest bytes are kept."""
+        """Return the nodes whose values backward has, and those of them that run again, for the fewest bytes."""
         terms = [*map(self._term, self.saves.made), *self._inside_terms()]
         there = cheapest(
             terms, dict.fromkeys([*read, *(label for term in self._inside_terms() for label in term.lows)], True)
@@ -214,7 +212,7 @@ class _Choice:
         return frozenset(nodes), {n for n in nodes if self._may_rerun(n) and nodes.issuperset(self._sources(n))}
 
     def _inside_terms(self) -> list[Term]:
-        """What it costs to keep what kernels make inside of them, or else their inputs."""
+        """The bytes of what kernels make inside of them, to pay unless backward has their inputs."""
         inside = [node for node in self.saves.inside if self._may_run_for_inside(node) and self._sources(node)]
         return [Term(self._inside_bytes(n), ((n, "inside"),), tuple(self._sources(n))) for n in inside]
 
@@ -350,7 +348,7 @@ class _Choice:
         return by_rule and draws_random_numbers(node) and self._is_cheap(node) and self._is_large(node)
 
     def _term(self, node: fx.Node) -> Term:
-        """What it costs to have a value in backward: nothing more, if it is recomputed from others that are there."""
+        """The bytes to pay for a value in backward: none if it can run again from values that backward has."""
         sources = tuple(self._sources(node)) if self._may_rerun(node) else ()
         if self._is_free(node) or (self._may_rerun(node) and not sources):
             return Term(0, (node,))
