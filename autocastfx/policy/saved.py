@@ -91,7 +91,7 @@ def saved_rules(tree: Tree) -> Iterator[SavedRule]:
         entry.check_keys(tuple(SAVED_KEYS), what="key of an entry under 'saved'")
         if entry.child("keep").is_missing:
             raise entry.error("this entry does not say how values are kept: an entry is {keep: …, ops: […], path: …}")
-        keep = Keep(entry.child("keep").one_of(tuple(KEEPS), "way to keep a value"))
+        keep = Keep(entry.child("keep").one_of(tuple(KEEPS), "keep"))
         path, ops = entry.child("path").as_text(default=""), entry.child("ops")
         if not ops.is_missing and not ops.as_strings():
             raise ops.error("an empty list of ops never matches: leave it out")
