@@ -26,10 +26,12 @@ def may_backtrack(expression: str) -> bool:
 
     A character separates that stands in each repetition, and that none of these can match.
     """
-    return any(
-        (variable := list(_variable(body))) and not any(_separates(char, variable) for char in _required(body))
-        for body in _endless(_PARSER.parse(expression))
-    )
+    for kind, argument in _items(_PARSER.parse(expression)):
+        if str(kind) in _REPEATS and argument[1] == _PARSER.MAXREPEAT:
+            variable, required = list(_variable(argument[2])), list(_required(argument[2]))
+            if variable and all(any(_matches(item, char) for item in variable) for char in required):
+                return True
+    return False
 
 
 def _parts(item: Any) -> Iterator[Any]:
@@ -42,13 +44,12 @@ def _parts(item: Any) -> Iterator[Any]:
         yield from (member for member in members if isinstance(member, _PARSER.SubPattern))
 
 
-def _endless(sequence: Any) -> Iterator[Any]:
-    """Yield what repetitions without an end repeat, anywhere in ``sequence``."""
+def _items(sequence: Any) -> Iterator[Any]:
+    """Yield the items of ``sequence``, each followed by those inside it."""
     for item in sequence:
-        if str(item[0]) in _REPEATS and item[1][1] == _PARSER.MAXREPEAT:
-            yield item[1][2]
+        yield item
         for part in _parts(item):
-            yield from _endless(part)
+            yield from _items(part)
 
 
 def _variable(sequence: Any) -> Iterator[Any]:
@@ -71,23 +72,11 @@ def _required(sequence: Any) -> Iterator[str]:
             yield from _required(item[1][3])
 
 
-def _separates(char: str, variable: list[Any]) -> bool:
-    return not any(_matches(item, char) for item in variable)
-
-
 def _matches(item: Any, char: str) -> bool:
     """True if an item may match a text that is this character, and where the compiler cannot tell."""
-    leaves = list(_leaves(item))
-    return any(_COMPILER.compile(leaf, re.IGNORECASE | re.DOTALL).fullmatch(char) is not None for leaf in leaves)
-
-
-def _leaves(item: Any) -> Iterator[Any]:
-    parts = list(_parts(item))
-    for part in parts:
-        for inner in part:
-            yield from _leaves(inner)
-    if not parts and str(item[0]) in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
-        yield _PARSER.SubPattern(_PARSER.State(), [item])
+    leaves = (one for one in _items([item]) if str(one[0]) in ("LITERAL", "NOT_LITERAL", "ANY", "IN"))
+    singles = (_PARSER.SubPattern(_PARSER.State(), [leaf]) for leaf in leaves)
+    return any(_COMPILER.compile(one, re.IGNORECASE | re.DOTALL).fullmatch(char) is not None for one in singles)
 
 
 class Category(str, Enum):
