@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -19,8 +19,6 @@ from autocastfx.graph.sizes import KINDS
 from autocastfx.policy.op_list import OpList, preset_folder
 from autocastfx.policy.rule import ModuleRule
 from autocastfx.policy.yaml_tree import Tree, parse_file
-
-# Kernel facts: how each device's kernels behave, whatever the op list says.
 
 PARAMETERS = ("weight", "bias")  # of a norm, by the names in its schema
 
@@ -63,17 +61,17 @@ class KernelFacts:
     no_kernel: Mapping[tuple[str, str], frozenset[str]]
     folds: Mapping[tuple[str, str, str], frozenset[str]]
     expands_range: frozenset[str]
-    reduces: Mapping[str, str] = field(default_factory=dict)
-    float32_parameters: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    joins: frozenset[str] = frozenset()
-    folds_with_parameters: frozenset[str] = frozenset()
-    switches: frozenset[str] = frozenset()
-    same_operands: Mapping[str, str] = field(default_factory=dict[str, str])
-    triton_faster: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    rounds_numbers: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    whole_numbers: Mapping[str, str] = field(default_factory=dict[str, str])
-    recomputes: frozenset[str] = frozenset()
-    holds_masks: frozenset[str] = frozenset()
+    reduces: Mapping[str, str]
+    float32_parameters: Mapping[str, frozenset[str]]
+    joins: frozenset[str]
+    folds_with_parameters: frozenset[str]
+    same_operands: Mapping[str, str]
+    whole_numbers: Mapping[str, str]
+    triton_faster: Mapping[str, frozenset[str]]
+    switches: frozenset[str]
+    rounds_numbers: Mapping[str, frozenset[str]]
+    recomputes: frozenset[str]
+    holds_masks: frozenset[str]
 
     def keeps_numbers(self, op: str, device: str) -> bool:
         """True if a small number, such as an epsilon, is not rounded to 16 bits in the kernel of ``op``."""
@@ -111,32 +109,12 @@ def load_kernel_facts() -> KernelFacts:
 
 @lru_cache(maxsize=2)
 def _read(tree: Tree) -> KernelFacts:
-    keys = ("computes_in_float32", "mixed_args", "takes_dtype", "no_kernel", "folds", "expands_range", "reduces")
-    keys = (*keys, "float32_parameters", "joins", "folds_with_parameters", "same_operands", "whole_numbers")
-    keys = (*keys, "triton_faster", "switches", "rounds_numbers", "recomputes", "holds_masks")
-    tree.check_keys(keys, what="kernel fact")
+    names = [fact.name for fact in fields(KernelFacts)]
+    tree.check_keys(names, what="kernel fact")
     tree.child("folds").check_keys(LEVELS["kernel"], what="level of folding")
     tree.child("whole_numbers").check_keys(_WHOLE, what="kind of whole number")
     tree.child("reduces").check_keys(KINDS, what="kind of reduction")
-    return KernelFacts(
-        computes_in_float32=_ops(tree.child("computes_in_float32")),
-        mixed_args=_ops(tree.child("mixed_args")),
-        takes_dtype=_ops(tree.child("takes_dtype")),
-        no_kernel=_by_device(tree.child("no_kernel")),
-        folds=_by_level(tree.child("folds")),
-        expands_range=_ops(tree.child("expands_range")),
-        float32_parameters=_by_device_type(tree.child("float32_parameters")),
-        joins=_ops(tree.child("joins")),
-        folds_with_parameters=_ops(tree.child("folds_with_parameters")),
-        switches=_ops(tree.child("switches")),
-        same_operands={op.op_name(): other.op_name() for op, other in tree.child("same_operands").items()},
-        triton_faster=_by_device_type(tree.child("triton_faster")),
-        rounds_numbers=_by_device_type(tree.child("rounds_numbers")),
-        whole_numbers={op: kind.text for kind, ops in tree.child("whole_numbers").items() for op in _ops(ops)},
-        recomputes=_ops(tree.child("recomputes")),
-        holds_masks=_ops(tree.child("holds_masks")),
-        reduces={op: kind.text for kind, ops in tree.child("reduces").items() for op in _ops(ops)},
-    )
+    return KernelFacts(**{name: _TABLES.get(name, _ops)(tree.child(name)) for name in names})
 
 
 def _by_device_type(tree: Tree) -> dict[str, frozenset[str]]:
@@ -151,8 +129,26 @@ def _by_level(tree: Tree) -> dict[tuple[str, str, str], frozenset[str]]:
     return {(level.text, *key): ops for level, devices in tree.items() for key, ops in _by_device(devices).items()}
 
 
+def _kinds(tree: Tree) -> dict[str, str]:
+    return {op: kind.text for kind, ops in tree.items() for op in _ops(ops)}
+
+
+def _pairs(tree: Tree) -> dict[str, str]:
+    return {op.op_name(): other.op_name() for op, other in tree.items()}
+
+
 def _ops(tree: Tree) -> frozenset[str]:
     return frozenset(entry.op_name() for entry in tree.as_strings())
+
+
+# How the facts are read that are not a list of ops.
+_TABLES: Mapping[str, Callable[[Tree], Any]] = {
+    "no_kernel": _by_device,
+    "folds": _by_level,
+    "same_operands": _pairs,
+    **dict.fromkeys(("whole_numbers", "reduces"), _kinds),
+    **dict.fromkeys(("float32_parameters", "triton_faster", "rounds_numbers"), _by_device_type),
+}
 
 
 # The modules that a transformers model asks to be kept in float32, as rules of an op list.
