@@ -221,16 +221,6 @@ def _given(rule: Float8Rule) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-def laid_over(earlier: tuple[Float8Rule, ...], later: tuple[Float8Rule, ...]) -> tuple[Float8Rule, ...]:
-    """Merge two lists' rules: later ones get higher ranks, and are laid over earlier ones of the same key."""
-    before = {rule.key: rule for rule in earlier}
-    above = 1 + max((rule.rank for rule in earlier), default=-1)
-    raised = [replace(rule, rank=rule.rank + above) for rule in later]
-    raised = [rule.over(before[rule.key]) if rule.key in before else rule for rule in raised]
-    keys = {rule.key for rule in later}
-    return (*(rule for rule in earlier if rule.key not in keys), *raised)
-
-
 @dataclass(frozen=True)
 class Float8Choice:
     """The settings of one op's products, each by the rule that fits best.

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import fx
 from torch._ops import OpOverload
@@ -21,16 +21,12 @@ from autocastfx.files import write_whole
 from autocastfx.graph.names import arguments, base_name, names_function, op_name, overload_name
 from autocastfx.graph.node import enclosing_modules, module_classes
 from autocastfx.policy import read_rules, write_list
-from autocastfx.policy.float8 import Float8Choice, Float8Rule, chosen, laid_over
-from autocastfx.policy.read_rules import ListKey, Said, keys_of, later_or_earlier, limited, stacked
+from autocastfx.policy.float8 import Float8Choice, Float8Rule, chosen
+from autocastfx.policy.read_rules import ListKey, Said, keys_of, laid_over, later_or_earlier, limited, stacked
 from autocastfx.policy.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
 from autocastfx.policy.saved import SavedRule, saved_rules, written
 from autocastfx.policy.write_list import Change
 from autocastfx.policy.yaml_tree import Tree, nearest, parse_file, tree_of
-
-# Op lists: the category of each op, read from YAML that anyone can edit.
-#
-# A list never holds code: parsing constructs no objects, and tags are refused.
 
 # Find the op lists shipped with this package.
 
@@ -71,6 +67,7 @@ def preset_title(name: str) -> str:
     return " ".join(line.removeprefix("#").strip() for line in comment).partition(". ")[0].rstrip(".")
 
 
+_OpRule = TypeVar("_OpRule", Rule, ModuleRule)
 RuleKey = tuple[str, tuple[Condition, ...], str]
 
 
@@ -118,14 +115,13 @@ _SET_DTYPE = ListKey(
     read=lambda tree: frozenset(op.op_name() for op in read_rules.known(tree.child("set_dtype").as_strings())),
     write=sorted,
     said=lambda ops: [(f"set_dtype of {op}", "float32", "") for op in ops],
-    over=frozenset[str].union,
 )
 _FLOAT8 = ListKey(
     "a list of entries for matrix products that run in float8; rules for modules have a key of this name, too",
     read=lambda tree: tuple(read_rules.float8_rules(tree)),
     write=write_list.float8,
     said=lambda rules: [(r.subject, f"{r.wanted} at rank {r.rank}" if r.rank else r.wanted, r.reason) for r in rules],
-    over=lambda earlier, later: laid_over(earlier, later) if later else earlier,
+    over=laid_over,
 )
 _SAVED = ListKey(
     "a list of entries on how values are kept for backward; of those that fit a value, the last one counts",
@@ -218,12 +214,10 @@ class OpList:
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, MappingProxyType(dict(value)))
         object.__setattr__(self, "unlisted", _category(self.unlisted))
-        ranks = sorted({rule.rank for rule in self.modules})
-        ranked = (replace(rule, rank=ranks.index(rule.rank)) for rule in self.modules)
-        object.__setattr__(self, "modules", tuple(sorted(ranked, key=lambda r: (r.rank, r.key))))
-        ranks = sorted({rule.rank for rule in self.float8 if rule.path})  # no two of the others fit equally well
-        products = (replace(rule, rank=ranks.index(rule.rank) if rule.path else 0) for rule in self.float8)
-        object.__setattr__(self, "float8", tuple(sorted(products, key=lambda r: (r.rank, r.key))))
+        for name, rules in (("modules", self.modules), ("float8", self.float8)):
+            ranks = sorted({rule.rank for rule in rules if rule.path})  # no two of the others fit equally well
+            ranked = (replace(rule, rank=ranks.index(rule.rank) if rule.path else 0) for rule in rules)
+            object.__setattr__(self, name, tuple(sorted(ranked, key=lambda rule: (rule.rank, rule.key))))
 
     def _values(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -260,8 +254,7 @@ class OpList:
         """Return the subjects of all rules, by what they want for them."""
         found: dict[str, list[str]] = {}
         for rule in self.every_rule():
-            wanted = str(rule.category) if isinstance(rule, Rule) else rule.wanted
-            found.setdefault(wanted, []).append(rule.subject)
+            found.setdefault(rule.wanted, []).append(rule.subject)
         return found
 
     def every_rule(self) -> tuple[Rule | ModuleRule | Float8Rule, ...]:
@@ -342,7 +335,7 @@ class OpList:
     def _said(self) -> dict[str, tuple[str, str]]:
         """Return each subject's setting and reason, by subject, for comparing two lists."""
         of_ops = (*self.rules.values(), *self.conditional.values())
-        said: list[Said] = [(rule.subject, str(rule.category), rule.reason) for rule in of_ops]
+        said: list[Said] = [(rule.subject, rule.wanted, rule.reason) for rule in of_ops]
         for name, key in _FIELDS.items():
             if (value := getattr(self, name)) != getattr(_NOTHING, name):
                 said += key.said(value)
@@ -376,7 +369,8 @@ class OpList:
         return replace(self, unlisted=None) if self.unlisted is Category.BAN else self
 
     def __reduce__(self) -> tuple[object, ...]:  # a mapping proxy does not pickle
-        return (_restore, ({n: dict(v) if isinstance(v, Mapping) else v for n, v in self._values().items()},))
+        values = {n: dict(v) if isinstance(v, Mapping) else v for n, v in self._values().items()}
+        return partial(OpList, **values), ()
 
 
 _FIELDS = keys_of(OpList)
@@ -386,10 +380,6 @@ KEYS: Mapping[str, str] = {  # every key of an op list, with its meaning
     **{name: key.meaning for name, key in _FIELDS.items()},
     "extends": _EXTENDS,
 }
-
-
-def _restore(values: dict[str, Any]) -> OpList:
-    return OpList(**values)
 
 
 OpListLike = str | Path | OpList | Sequence[str | Path | OpList]
@@ -434,7 +424,7 @@ def _load_preset(path: Path, opened: tuple[Path, ...], changed: tuple[int, ...])
 
 
 def _from_tree(tree: Tree, name: str, folder: Path, opened: tuple[Path, ...]) -> OpList:
-    tree.check_keys(tuple(KEYS), what="key of an op list")
+    tree.check_keys(KEYS, what="key of an op list")
     base = OpList()
     for parent in tree.child("extends").as_strings():
         base = base.merged(_load_parent(parent, folder, opened))
@@ -489,7 +479,8 @@ class Matcher:
         """
         own = self.own(node)
         is_fixed = own is None or own.category in (Category.KEEP, Category.BAN)
-        return self._of_module(node, is_fixed) or own
+        open_to = [(fit, r) for fit, r in self._modules(node) if r.ops or not (is_fixed and r.lowers)]
+        return _best(node, open_to) or own
 
     def own(self, node: fx.Node) -> Rule | None:
         """Return the rule that decides ``node`` where no rule for its module does; None if there is none.
@@ -497,7 +488,10 @@ class Matcher:
         Raises:
             OpListError: two rules fit equally well and contradict each other.
         """
-        return self._conditional(node) or self._plain(node)
+        if (rule := _best(node, list(self._conditions(node)))) is not None:
+            return rule
+        rules = (self.op_list.rule(name, self.device) for name in self._names(node))
+        return next((rule for rule in rules if rule is not None), None)
 
     def matching(self, node: fx.Node) -> Iterator[Rule | ModuleRule]:
         """Yield every rule that applies to ``node``, also those that lose to another."""
@@ -507,10 +501,6 @@ class Matcher:
                 yield from (rule for rule in rules if rule is not None)
         yield from (rule for _, rule in self._conditions(node))
         yield from (rule for _, rule in self._modules(node))
-
-    def _plain(self, node: fx.Node) -> Rule | None:
-        rules = (self.op_list.rule(name, self.device) for name in self._names(node))
-        return next((rule for rule in rules if rule is not None), None)
 
     def _names(self, node: fx.Node) -> tuple[str, ...]:
         """Return the names that a rule for ``node`` may have: enclosing module classes, its overload, its op.
@@ -533,11 +523,6 @@ class Matcher:
                 if all(condition.holds(given) for condition in rule.when):
                     yield (len(rule.when), -names.index(rule.op), len(rule.device)), rule
 
-    def _conditional(self, node: fx.Node) -> Rule | None:
-        best = _best(list(self._conditions(node)))
-        _refuse_ambiguity(node, [(rule, rule.category.value) for rule in best])
-        return best[0] if best else None
-
     def _modules(self, node: fx.Node) -> Iterator[tuple[tuple[int, ...], ModuleRule]]:
         if not self.op_list.modules:
             return
@@ -549,17 +534,25 @@ class Matcher:
                 if depth is not None:
                     yield (depth, bool(rule.ops), bool(rule.device), rule.rank), rule
 
-    def _of_module(self, node: fx.Node, is_fixed: bool) -> ModuleRule | None:
-        open_to = [(fit, r) for fit, r in self._modules(node) if r.ops or not (is_fixed and r.lowers)]
-        best = _best(open_to)
-        _refuse_ambiguity(node, [(rule, rule.wanted) for rule in best])
-        return best[0] if best else None
 
+def _best(node: fx.Node, matches: Sequence[tuple[tuple[int, ...], _OpRule]]) -> _OpRule | None:
+    """Return the best fitting rule, whatever the order of the list; None if there is none.
 
-def _best(matches: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
-    """Return the best fitting rules, in an order independent of the list's."""
+    Raises:
+        OpListError: two fit equally well and contradict each other.
+    """
     most = max((fit for fit, _ in matches), default=None)
-    return sorted((rule for fit, rule in matches if fit == most), key=_place)
+    best = sorted((rule for fit, rule in matches if fit == most), key=_place)
+    for other in best:
+        first = best[0]
+        if other.wanted != first.wanted:
+            way_out = "a further condition" if isinstance(first, Rule) else "a narrower path, or a higher 'rank'"
+            raise OpListError(
+                f"{first.subject!r} is {first.wanted} here, and {other.subject!r} is {other.wanted} at "
+                f"{other.source}: both fit node {node.name!r} equally well. Give one of the two {way_out}.",
+                first.source,
+            )
+    return best[0] if best else None
 
 
 def _place(rule: Rule | ModuleRule | Float8Rule | Demand | SavedRule) -> tuple[str, int, int, str, str]:
@@ -572,18 +565,6 @@ def _place(rule: Rule | ModuleRule | Float8Rule | Demand | SavedRule) -> tuple[s
             return (name, 0, 0, path, subject)
         case _:
             return ("", 0, 0, "", subject)
-
-
-def _refuse_ambiguity(node: fx.Node, rules: Sequence[tuple[Rule | ModuleRule, str]]) -> None:
-    if len({word for _, word in rules}) < 2:
-        return
-    (first, word), (other, said) = rules[0], next(pair for pair in rules if pair[1] != rules[0][1])
-    way_out = "a further condition" if isinstance(first, Rule) else "a narrower path, or a higher 'rank'"
-    raise OpListError(
-        f"{first.subject!r} is {word} here, and {other.subject!r} is {said} at {other.source}: both fit node "
-        f"{node.name!r} equally well. Give one of the two {way_out}.",
-        first.source,
-    )
 
 
 class MatchedRules:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -117,11 +118,9 @@ VALUES: Mapping[str, str] = {
 
 # Read and check the rules in a parsed op list.
 
+_AnyRule = TypeVar("_AnyRule", Rule, ModuleRule, Float8Rule)
+_RankedRule = TypeVar("_RankedRule", ModuleRule, Float8Rule)
 UNLISTED_CATEGORIES = {"keep": Category.KEEP, "deny": Category.DENY, "error": Category.BAN}
-_RULE_KEYS = tuple(ENTRY_KEYS)
-_MODULE_KEYS = tuple(MODULE_KEYS)
-_DEMAND_KEYS = tuple(DEMAND_KEYS)
-_MODULE_WORDS = (*MODULE_CATEGORIES, *CATEGORIES)
 
 
 def known(ops: Iterable[Tree]) -> Iterator[Tree]:
@@ -140,14 +139,17 @@ def op_rules(tree: Tree) -> Iterator[Rule]:
     for category in Category:
         for entry in tree.child(category.value).entries():
             for rule, op in _entry(entry, category, overloads=overloads):
-                if rule.key in seen:
-                    other = seen[rule.key]
-                    raise op.error(
-                        f"op {rule.subject!r} is listed twice: as {other.category} at {other.source} and as {category} "
-                        "here. Keep one of the two."
-                    )
-                seen[rule.key] = rule
-                yield rule
+                yield _once(rule, seen, op)
+
+
+def _once(rule: _AnyRule, seen: dict[object, _AnyRule], place: Tree) -> _AnyRule:
+    """Return ``rule``, and note it; refuse it if another one of this list has its key."""
+    if (other := seen.setdefault(rule.key, rule)) is not rule:
+        subject = f"op {rule.subject!r}" if isinstance(rule, Rule) else repr(rule.subject)
+        both = f": as {other.wanted} at {other.source} and as {rule.wanted} here"
+        told = f", first at {other.source}" if isinstance(rule, Float8Rule) else both
+        raise place.error(f"{subject} is listed twice{told}. Keep one of the two.")
+    return rule
 
 
 def _entry(entry: Tree, category: Category, *, overloads: bool) -> Iterator[tuple[Rule, Tree]]:
@@ -167,12 +169,12 @@ def _entry(entry: Tree, category: Category, *, overloads: bool) -> Iterator[tupl
 def _group(entry: Tree) -> tuple[tuple[Tree, ...], Tree]:
     items = entry.items()
     key, value = items[0] if items else (entry, entry)
-    if len(items) == 1 and value.is_mapping and key.text not in ("ops", *_RULE_KEYS):
-        value.check_keys(_RULE_KEYS, what="key of an op's entry")
+    if len(items) == 1 and value.is_mapping and key.text not in ("ops", *ENTRY_KEYS):
+        value.check_keys(ENTRY_KEYS, what="key of an op's entry")
         return (key,), value
     if len(items) == 1 and key.text in legal_op_names():
         raise key.error(f"'{key.text}:' is followed by {{when: …}}, {{devices: …}} or {{reason: …}}, or has no colon")
-    entry.check_keys(("ops", *_RULE_KEYS), what="key of a group")
+    entry.check_keys(("ops", *ENTRY_KEYS), what="key of a group")
     ops = entry.child("ops").as_strings()
     if not ops:
         raise entry.error("this group lists no op: give it 'ops: [...]'")
@@ -256,34 +258,27 @@ def module_rules(tree: Tree) -> Iterator[ModuleRule]:
     seen: dict[object, ModuleRule] = {}
     for entry in tree.child("modules").entries():
         for rule in _module_rule(entry):
-            if rule.key in seen:
-                other = seen[rule.key]
-                raise entry.error(
-                    f"{rule.subject!r} is listed twice: as {other.wanted} at {other.source} and as {rule.wanted} here. "
-                    "Keep one of the two."
-                )
-            seen[rule.key] = rule
-            yield rule
+            yield _once(rule, seen, entry)
 
 
 def _module_rule(entry: Tree) -> Iterator[ModuleRule]:
-    entry.check_keys(_MODULE_KEYS, what="key of a module's entry")
+    entry.check_keys(MODULE_KEYS, what="key of a module's entry")
     if entry.child("category").is_missing and not entry.child("float8").is_missing:
         return  # it is read with the rules for float8
     for key in ("path", "category"):
         if entry.child(key).is_missing:
             raise entry.error(f"this entry has no {key!r}: an entry is {{path: …, category: …}}")
-    path, ops, rank = entry.child("path"), entry.child("ops"), entry.child("rank")
-    if not ops.is_missing and ops.as_strings() and not any(known(ops.as_strings())):
-        return  # without its ops the rule would cover all
-    pattern = _pattern(path)
-    if not ops.is_missing and not ops.as_strings():
+    ops, rank = entry.child("ops"), entry.child("rank")
+    named, pattern = ops.as_strings(), _pattern(entry.child("path"))
+    if not named and not ops.is_missing:
         raise ops.error("an empty list of ops never matches: leave it out")
+    if named and not any(known(named)):
+        return  # without its ops the rule would cover all
     fields: dict[str, Any] = {
         "path": pattern,
-        "wanted": entry.child("category").one_of(_MODULE_WORDS, "category"),
+        "wanted": entry.child("category").one_of((*MODULE_CATEGORIES, *CATEGORIES), "category"),
         "reason": entry.child("reason").as_text(default=""),
-        "ops": tuple(sorted({op.op_name() for op in known(ops.as_strings())})),
+        "ops": tuple(sorted({op.op_name() for op in known(named)})),
         "rank": 0 if rank.is_missing else rank.as_integer(),
     }
     for device in _devices(entry.child("devices")):
@@ -308,7 +303,7 @@ def float8_rules(tree: Tree) -> Iterator[Float8Rule]:
     """
     seen: dict[object, Float8Rule] = {}
     for entry in tree.child("float8").entries():
-        entry.check_keys(tuple(FLOAT8_KEYS), what="key of an entry under 'float8'")
+        entry.check_keys(FLOAT8_KEYS, what="key of an entry under 'float8'")
         if not entry.child("ops").as_strings():
             raise entry.error("this entry names no op: give it 'ops: [...]'")
         for rule in _float8_rules(entry, entry):
@@ -321,19 +316,12 @@ def float8_rules(tree: Tree) -> Iterator[Float8Rule]:
                 yield _once(rule, seen, entry)
 
 
-def _once(rule: Float8Rule, seen: dict[object, Float8Rule], entry: Tree) -> Float8Rule:
-    if rule.key in seen:
-        raise entry.error(f"{rule.subject!r} is listed twice, first at {seen[rule.key].source}. Keep one of the two.")
-    seen[rule.key] = rule
-    return rule
-
-
 def _float8_rules(entry: Tree, setting: Tree) -> Iterator[Float8Rule]:
     """Yield the rules of an ``entry`` whose settings stand in ``setting``, which may be the entry itself."""
     settings: dict[str, Any] = {}
     if setting.is_mapping:
         if setting is not entry:
-            legal = tuple(key for key in FLOAT8_KEYS if key not in ("ops", "reason", "devices"))
+            legal = [key for key in FLOAT8_KEYS if key not in ("ops", "reason", "devices")]
             setting.check_keys(legal, what="key of 'float8' in a module's entry")
         settings = _float8_settings(setting)
     elif not setting.is_list and (recipe := setting.as_scalar()) in RECIPES:
@@ -361,9 +349,9 @@ def _float8_settings(tree: Tree) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     recipe, products, least = (tree.child(key) for key in ("recipe", "products", "least"))
     if not recipe.is_missing:
-        settings["recipe"] = recipe.one_of(tuple(RECIPES), "recipe")
+        settings["recipe"] = recipe.one_of(RECIPES, "recipe")
     if not products.is_missing:
-        words = [word.one_of(tuple(FLOAT8_PRODUCTS), "products") for word in products.as_strings()]
+        words = [word.one_of(FLOAT8_PRODUCTS, "products") for word in products.as_strings()]
         settings["products"] = tuple(product for product in Product if product.value in words)
         lacks = [p for p in settings["products"] if p not in RECIPES[settings.get("recipe", "rowwise")].layouts]
         if lacks:
@@ -394,13 +382,13 @@ def aliases(tree: Tree) -> dict[str, str]:
 def unlisted(tree: Tree) -> Category | None:
     """Return the category of ops without a rule; None if the list gives none."""
     word = tree.child("unlisted")
-    return None if word.is_missing else UNLISTED_CATEGORIES[word.one_of(tuple(UNLISTED_CATEGORIES), "unlisted")]
+    return None if word.is_missing else UNLISTED_CATEGORIES[word.one_of(UNLISTED_CATEGORIES, "unlisted")]
 
 
 def placement(tree: Tree) -> str | None:
     """Return the method that chooses free precisions; None if the list gives none."""
     word = tree.child("placement")
-    return None if word.is_missing else word.one_of(tuple(PLACEMENTS), "placement")
+    return None if word.is_missing else word.one_of(PLACEMENTS, "placement")
 
 
 def reduction_depth(tree: Tree) -> Iterator[tuple[str, DepthLimit]]:
@@ -429,11 +417,11 @@ def demands(tree: Tree) -> Iterator[Demand]:
     """
     seen: dict[str, Demand] = {}
     for entry in tree.child("demands").entries():
-        entry.check_keys(_DEMAND_KEYS, what="key of a demand")
+        entry.check_keys(DEMAND_KEYS, what="key of a demand")
         ops, through = entry.child("ops"), entry.child("through")
         if ops.is_missing or not ops.as_strings():
             raise entry.error("this demand names no op: give it 'ops: [...]'")
-        word = "free" if through.is_missing else through.one_of(tuple(DEMANDS), "through")
+        word = "free" if through.is_missing else through.one_of(DEMANDS, "through")
         reason = entry.child("reason").as_text(default="")
         makers = entry.child("of").as_strings()
         of = tuple(op.op_name() for op in known(makers))
@@ -456,22 +444,23 @@ def demands(tree: Tree) -> Iterator[Demand]:
 Said = tuple[str, str, str]  # subject, setting, reason
 
 
-def join(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Merge two mappings; the later wins."""
-    return {**earlier, **later}
-
-
 def later_or_earlier(earlier: Any, later: Any) -> Any:
     """Return the later value; the earlier one if the later is None."""
     return earlier if later is None else later
 
 
-def stacked(earlier: tuple[ModuleRule, ...], later: tuple[ModuleRule, ...]) -> tuple[ModuleRule, ...]:
+def stacked(earlier: tuple[_RankedRule, ...], later: tuple[_RankedRule, ...]) -> tuple[_RankedRule, ...]:
     """Merge two lists' rules: later ones get higher ranks, and replace earlier ones of the same key."""
     replaced = {rule.key for rule in later}
     above = 1 + max((rule.rank for rule in earlier), default=-1)
     raised = (replace(rule, rank=rule.rank + above) for rule in later)
     return (*(rule for rule in earlier if rule.key not in replaced), *raised)
+
+
+def laid_over(earlier: tuple[Float8Rule, ...], later: tuple[Float8Rule, ...]) -> tuple[Float8Rule, ...]:
+    """Merge as :func:`stacked` does, but later rules are laid over earlier ones of the same key."""
+    before = {rule.key: rule for rule in earlier}
+    return stacked(earlier, tuple(rule.over(before.get(rule.key, rule)) for rule in later))
 
 
 def limited(earlier: Mapping[str, DepthLimit], later: Mapping[str, DepthLimit]) -> Mapping[str, DepthLimit]:
@@ -488,14 +477,14 @@ class ListKey:
         read: reads the value from the whole list's tree, in which the key may be missing.
         write: turns the value into data for YAML. Default values are not written.
         said: lists the value's settings as (subject, setting, reason), for comparisons.
-        over: merges an earlier list's value with a later one's.
+        over: merges an earlier list's value with a later one's; by default the union, in which the later wins.
     """
 
     meaning: str
     read: Callable[[Tree], Any]
     write: Callable[[Any], Any]
     said: Callable[[Any], Iterable[Said]]
-    over: Callable[[Any, Any], Any] = join
+    over: Callable[[Any, Any], Any] = operator.or_
 
 
 def keys_of(kind: type[Any]) -> dict[str, ListKey]:

@@ -201,6 +201,11 @@ class Rule:
         return (self.op, self.when, self.device)
 
     @property
+    def wanted(self) -> str:
+        """The category's word."""
+        return self.category.value
+
+    @property
     def subject(self) -> str:
         """The op with its conditions and device, in words."""
         where = f" where {', '.join(str(c) for c in self.when)}" if self.when else ""

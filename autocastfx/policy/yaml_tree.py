@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -181,7 +181,7 @@ class Tree:
             seen[key.text] = key
         return pairs
 
-    def check_keys(self, legal: Sequence[str], what: str) -> None:
+    def check_keys(self, legal: Collection[str], what: str) -> None:
         """Raise if a key is not in ``legal``; ``what`` is the kind of key in the message."""
         for key, _ in self.items():
             if key.text not in legal:
@@ -226,13 +226,13 @@ class Tree:
 
     def as_limit(self) -> int | None:
         """Return a whole number of at least 1, or None for ``null``."""
-        tag = self.node.tag if isinstance(self.node, yaml.ScalarNode) else ""
-        digits = str(self.node.value).replace("_", "") if isinstance(self.node, yaml.ScalarNode) else ""
-        if tag == f"{STANDARD}null" and digits:
-            return None
-        if tag != f"{STANDARD}int" or not digits.isdecimal() or int(digits) < 1:
-            raise self.error(f"expected a whole number of at least 1, or null, found {_kind(self.node)}")
-        return int(digits)
+        if isinstance(self.node, yaml.ScalarNode):
+            tag, digits = self.node.tag, str(self.node.value).replace("_", "")
+            if tag == f"{STANDARD}null" and digits:
+                return None
+            if tag == f"{STANDARD}int" and digits.isdecimal() and int(digits) >= 1:
+                return int(digits)
+        raise self.error(f"expected a whole number of at least 1, or null, found {_kind(self.node)}")
 
     def found(self, wanted: str) -> str:
         """Describe, for a message, the kind found here in place of the ``wanted`` one."""
@@ -332,7 +332,7 @@ class Tree:
             raise self.error(f"{op} has no argument {name!r}{nearest(name, legal)}")
         return name
 
-    def one_of(self, words: Sequence[str], what: str) -> str:
+    def one_of(self, words: Collection[str], what: str) -> str:
         """Return the text if it is one of ``words``, else raise; ``what`` is the key in the message."""
         if self.as_text() not in words:
             raise self.error(f"{what!r} is {' or '.join(words)}, not {self.text!r}{nearest(self.text, words)}")
