@@ -37,40 +37,75 @@ from autocastfx.plan.plan import Precision
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.report.view import source_line
 
-# Give a message that is given once while Dynamo captures the call, where Dynamo would break the graph for it.
+# Mend what Dynamo does where it captures a call of ours.
 
 _CACHED = type(lru_cache(lambda: None))
-_LOCK = threading.Lock()
 
 
-@contextmanager
-def one_time_messages() -> Generator[None]:
-    """Let graphs run through ``logger.warning_once(...)`` and methods of loggers like it.
+class _Mended:
+    """A context in which Dynamo is mended, until the last of the calls inside it, of any thread, has left it."""
+
+    def __init__(self) -> None:
+        self._lock, self._calls = threading.Lock(), 0
+        self._own: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._calls:
+                self._own = [(owner, name, getattr(owner, name)) for owner, name, _ in _mends()]
+                for owner, name, mended in _mends():
+                    setattr(owner, name, mended)
+            self._calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._calls -= 1
+            if not self._calls:
+                for owner, name, own in self._own:
+                    setattr(owner, name, own)
+
+
+MENDED = _Mended()
+
+
+@cache
+def _mends() -> list[tuple[Any, str, Any]]:
+    """Return what takes the place of an attribute of Dynamo's, with the owner and the name.
+
+    - Dynamo skips the code that it fails at by itself, such as a class whose ``__len__`` raises, from which it makes a
+      guard. Its ``suppress_errors`` would hide our errors, and those of the model, too.
+    - It breaks the graph at an autograd function inside a transform of ``torch.func``: no tensor of the transform
+      requires a gradient, so it would trace through the forward alone, and lose the backward.
+    - Graphs run through ``logger.warning_once(...)``, and methods of loggers like it.
+    """
+    from torch._dynamo import convert_frame
+    from torch._dynamo.exc import InternalTorchDynamoError, Unsupported
+    from torch._dynamo.variables.misc import AutogradFunctionVariable, LoggingLoggerVariable
+
+    call: Any = AutogradFunctionVariable.call_apply
+
+    class Skipped(Unsupported, InternalTorchDynamoError):
+        """An error inside Dynamo that makes it skip the code."""
+
+    def call_apply(self: Any, *args: Any) -> Any:
+        if cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None:
+            raise Unsupported("an autograd function inside a transform of torch.func, whose backward would be lost")
+        return call(self, *args)
+
+    return [
+        (convert_frame, "InternalTorchDynamoError", Skipped),
+        (AutogradFunctionVariable, "call_apply", call_apply),
+        (LoggingLoggerVariable, "call_method", _calling_once(LoggingLoggerVariable.call_method)),
+    ]
+
+
+def _calling_once(before: Any) -> Any:
+    """Return a method for Dynamo's loggers, which calls those that run just once where ``before`` breaks the graph.
 
     Such a method has a cache, and runs once for the same arguments: transformers makes them by ``functools.lru_cache``.
     It is called while the graph is captured, so the message is given as often as it would be. Methods without a cache,
     arguments that are no constants and results other than None break the graph, as without this.
     """
-    from torch._dynamo.variables.misc import LoggingLoggerVariable
-
-    loggers: Any = LoggingLoggerVariable
-    with _LOCK:  # the last of all threads and calls in calls gives Dynamo its own method back
-        now = loggers.call_method
-        users, own = getattr(now, "users", 0), getattr(now, "__wrapped__", now)
-        if not users:
-            loggers.call_method = _calling_once(own)
-        loggers.call_method.users = users + 1
-    try:
-        yield
-    finally:
-        with _LOCK:
-            loggers.call_method.users -= 1
-            if not loggers.call_method.users:
-                loggers.call_method = own
-
-
-def _calling_once(before: Any) -> Any:
-    """Return a method for Dynamo's loggers, which calls those that run just once where ``before`` breaks the graph."""
 
     @wraps(before)
     def call_method(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -208,45 +243,6 @@ def _calls_modules(file: str) -> bool:
 _CAUSE = re.compile(r"got \w+\((['\"])(?P<said>.*)\1\)")
 
 
-@contextmanager
-def capture_mended() -> Generator[None]:
-    """Let Dynamo skip the code that it fails at by itself, and break the graph where it would lose a backward.
-
-    An example of the first is a class whose ``__len__`` raises, from which it makes a guard; its ``suppress_errors``
-    would hide our errors, and those of the model, too. The second is an autograd function inside a transform of
-    ``torch.func``: no tensor of the transform requires a gradient, so Dynamo traces through the forward alone.
-    """
-    from torch._dynamo import convert_frame
-    from torch._dynamo.variables.misc import AutogradFunctionVariable
-
-    frames: Any = convert_frame
-    variable: Any = AutogradFunctionVariable
-    before = frames.InternalTorchDynamoError, variable.call_apply
-    frames.InternalTorchDynamoError, variable.call_apply = _mends()
-    try:
-        yield
-    finally:
-        frames.InternalTorchDynamoError, variable.call_apply = before
-
-
-@cache
-def _mends() -> tuple[Any, Any]:
-    from torch._dynamo.exc import InternalTorchDynamoError, Unsupported
-    from torch._dynamo.variables.misc import AutogradFunctionVariable
-
-    call: Any = AutogradFunctionVariable.call_apply
-
-    class Skipped(Unsupported, InternalTorchDynamoError):
-        """An error inside Dynamo that makes it skip the code."""
-
-    def call_apply(self: Any, *args: Any) -> Any:
-        if cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None:
-            raise Unsupported("an autograd function inside a transform of torch.func, whose backward would be lost")
-        return call(self, *args)
-
-    return Skipped, call_apply
-
-
 def plain_error(error: Exception, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:
     """Return the error to raise in the place of one of Dynamo's; None if that should stay.
 
@@ -328,13 +324,9 @@ class CompiledCall:
         self._told: set[str] = set()
         self._skips = -1  # how often Dynamo had skipped code at the end of the last call
         self._graphs: list[CompiledGraph] = []  # captured in calls of the model
-        self._thread = threading.local()
-        for function in (
-            self._call_part,
-            PartCall.__call__,
-            skipped.InAutocast.__call__,
-        ):  # Dynamo looks at what they call
-            skip_code(function.__code__)
+        self._inside = skipped.Inside()  # where parts that are called run as the model's own
+        for function in (self._call_part, PartCall.__call__, skipped.InAutocast.__call__):
+            skip_code(function.__code__)  # Dynamo looks at what they call
         self._take_parts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -349,10 +341,9 @@ class CompiledCall:
             self._take_parts()
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._as_own())
+                stack.enter_context(self._inside.entered())
                 stack.enter_context(quiet_logs())
-                stack.enter_context(capture_mended())
-                stack.enter_context(one_time_messages())
+                stack.enter_context(MENDED)
                 for around in self._around:
                     stack.enter_context(around())
                 result = self.call(*args, **kwargs)
@@ -386,20 +377,11 @@ class CompiledCall:
         self._tell(why, f"under torch.autocast, in {dtype_name(self.backend.low)}" if in_autocast else "in float32")
         if in_autocast:
             return self._in_autocast(self.model, type(self.model).__name__)(*args, **kwargs)
-        with self._as_own():
+        with self._inside.entered():
             return torch.compiler.disable(self.model._call_impl)(*args, **kwargs)
 
     def _in_autocast(self, module: nn.Module, name: str) -> skipped.InAutocast:
-        return skipped.InAutocast(module, name, device_of(self.model).type, self.backend.low, self._as_own)
-
-    @contextmanager
-    def _as_own(self) -> Generator[None]:
-        """Let parts that are called run as the model's own."""
-        was_inside, self._thread.is_inside = getattr(self._thread, "is_inside", False), True
-        try:
-            yield
-        finally:
-            self._thread.is_inside = was_inside
+        return skipped.InAutocast(module, name, device_of(self.model).type, self.backend.low, self._inside.entered)
 
     def _tell(self, why: str, runs: str) -> None:
         told = f"torch.compile is off, by {why}: {type(self.model).__name__} runs {runs} in such calls."
@@ -430,7 +412,7 @@ class CompiledCall:
 
     def _call_part(self, part: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a part: as it is if the model calls it, or a tracer or autograd, else converted."""
-        if getattr(self._thread, "is_inside", False):
+        if self._inside.is_entered:
             if eval_frame.get_eval_frame_callback() is None and part not in self._looked:
                 self._looked.add(part)
                 self._left += filter(None, [left_by_torch()])
@@ -479,10 +461,8 @@ class CompiledCall:
         if graph not in self._graphs:
             return any(part.has_left(graph) for part in self._parts.values())
         modules, known = self._modules_in_autocast(), self.backend.paths()
-        paths, codes = (
-            {known.get(id(module)) for module in modules},
-            [skipped.forward_code(module) for module in modules],
-        )
+        paths = {known.get(id(module)) for module in modules}
+        codes = [skipped.forward_code(module) for module in modules]
 
         def is_inside(node: fx.Node) -> bool:
             line = source_line(stack_trace(node))

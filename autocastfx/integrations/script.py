@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -23,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autocastfx.capture.leave_intact import is_captured_here
 from autocastfx.integrations.backend import CompileBackend
 from autocastfx.integrations.compiled import CompiledCall
+from autocastfx.integrations.skipped_code import Inside
 from autocastfx.report.compiled_graph import CompiledGraph
 from autocastfx.runtime.amp_module import AmpModule
 from autocastfx.training.grad_scaler import GradScaler
@@ -166,7 +166,7 @@ class ScriptRun:
         self._left: Counter[tuple[str, str, str]] = Counter()
         self._scalers: list[GradScaler] = []
         self._steps = self._unscaled = 0
-        self._thread = threading.local()
+        self.inside = Inside()  # a thread, where the modules that it calls are left alone
 
     @contextmanager
     def active(self) -> Generator[None]:
@@ -199,22 +199,12 @@ class ScriptRun:
         return not (
             torch.compiler.is_compiling()
             or eval_frame.get_eval_frame_callback() not in (None, False)  # between graphs of what Dynamo compiles
-            or getattr(self._thread, "is_inside", False)
+            or self.inside.is_entered
             or is_captured_here()
             or torch._C._current_graph_task_id() != -1
             or torch._C._get_tracing_state() is not None  # pyright: ignore[reportUnnecessaryComparison]
             or isinstance(module, torch.jit.ScriptModule)
         )
-
-    @contextmanager
-    def inside(self) -> Generator[None]:
-        """Leave alone the modules that are called in this thread."""
-        before = getattr(self._thread, "is_inside", False)
-        self._thread.is_inside = True
-        try:
-            yield
-        finally:
-            self._thread.is_inside = before
 
     def first_call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a module that is not enabled, after enabling it if it is a model."""
@@ -230,7 +220,7 @@ class ScriptRun:
                 return module(*args, **kwargs)
         elif reason:
             self._left[_name(module), _caller(), reason] += 1
-        with self.inside():
+        with self.inside.entered():
             return module._call_impl(*args, **kwargs)
 
     def _why_not(self, module: nn.Module) -> str | None:
@@ -302,7 +292,7 @@ class _ScriptCall(CompiledCall):
             return super().__call__(*args, **kwargs)
         if _in_autocast(self.model):
             return self.run.first_call(self.model, *args, **kwargs)
-        with self.run.inside():
+        with self.run.inside.entered():
             return super().__call__(*args, **kwargs)
 
 

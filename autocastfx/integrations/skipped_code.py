@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -79,7 +80,7 @@ def _widened_values(values: Mapping[Any, Any], low: torch.dtype) -> dict[Any, An
 
 @contextmanager
 def backwards_tried(kind: str) -> Generator[None]:
-    """Let each custom autograd function fail at its call, if its backward would fail.
+    """Let each custom autograd function, and each operator on sparse tensors, fail at its call, if its backward would.
 
     torch.autocast hands a function tensors of two dtypes. Its backward runs after the region, where nothing is cast,
     and then it is too late to run in float32. So it is tried on copies, with gradients of zero. torch's own functions
@@ -95,7 +96,7 @@ def backwards_tried(kind: str) -> Generator[None]:
             _run_backward(returned, kind)
         return original(function, *args, **kwargs)
 
-    with patch.object(Function, "apply", classmethod(apply)):
+    with patch.object(Function, "apply", classmethod(apply)), _NoSparse():
         yield
 
 
@@ -397,6 +398,21 @@ def holds(code: CodeType | None, file: str, line: int) -> bool:
     return code.co_firstlineno <= line <= max(lines)
 
 
+class Inside(threading.local):
+    """Whether this thread is inside of :meth:`entered`."""
+
+    is_entered = False
+
+    @contextmanager
+    def entered(self) -> Generator[None]:
+        """Be inside."""
+        before, self.is_entered = self.is_entered, True
+        try:
+            yield
+        finally:
+            self.is_entered = before
+
+
 class InAutocast:
     """The call of a module, and of those in it, in a region of torch.autocast, which Dynamo leaves alone.
 
@@ -432,7 +448,10 @@ class InAutocast:
         failure: Exception | None = None
         if not self.is_float32:
             try:
-                with torch.autocast(self.kind, self.low), nullcontext() if self.is_tried else _tried(self.kind):
+                with (
+                    torch.autocast(self.kind, self.low),
+                    nullcontext() if self.is_tried else backwards_tried(self.kind),
+                ):
                     returned = call(*args, **kwargs)
                 self.is_tried = True
                 return in_float32(returned, self.low, (args, kwargs))
@@ -444,13 +463,6 @@ class InAutocast:
             self.is_float32 = True
             warn_of_failure(self.name, failure)
         return returned
-
-
-@contextmanager
-def _tried(kind: str) -> Generator[None]:
-    """Fail where only the backward would."""
-    with backwards_tried(kind), _NoSparse():
-        yield
 
 
 class _NoSparse(TorchDispatchMode):

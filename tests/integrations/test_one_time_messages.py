@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch._dynamo.variables.misc import LoggingLoggerVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable, LoggingLoggerVariable
 
 from autocastfx import CompileBackend
-from autocastfx.integrations.compiled import one_time_messages
+from autocastfx.integrations.compiled import MENDED
 
 # transformers gives all loggers ``warning_once`` and ``info_once``.
 LOGGER: Any = logging.getLogger(__name__)
@@ -109,23 +109,28 @@ def test_any_other_call_breaks_the_graph(
 def test_dynamo_has_its_own_method_back_after_a_failure() -> None:
     """Plain torch.compile breaks the graph as ever."""
     before = LoggingLoggerVariable.call_method
-    with one_time_messages():
+    with MENDED:
         assert LoggingLoggerVariable.call_method is not before
-    with pytest.raises(KeyError), one_time_messages():
+    with pytest.raises(KeyError), MENDED:
         raise KeyError
     assert LoggingLoggerVariable.call_method is before
 
 
 def test_it_holds_until_the_last_call_has_ended() -> None:
-    """Calls overlap in threads, and stand in calls."""
-    before = LoggingLoggerVariable.call_method
-    first, second = one_time_messages(), one_time_messages()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert LoggingLoggerVariable.call_method is not before
-    second.__exit__(None, None, None)
-    assert LoggingLoggerVariable.call_method is before
+    """Calls overlap in threads, in any order, and stand in calls."""
+
+    def methods() -> tuple[object, object]:
+        return LoggingLoggerVariable.call_method, AutogradFunctionVariable.call_apply
+
+    own = methods()
+    MENDED.__enter__()
+    mended = methods()
+    MENDED.__enter__()
+    MENDED.__exit__(None, None, None)
+    assert methods() == mended
+    MENDED.__exit__(None, None, None)
+    assert methods() == own
+    assert not {*own} & {*mended}
 
 
 def test_gpt2_with_labels_is_one_graph() -> None:
