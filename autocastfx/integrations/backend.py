@@ -149,8 +149,8 @@ def float32_where_it_fails(run: Callable[..., Any], exact: Callable[..., Any], k
 
 # A backend of ``torch.compile`` that converts each of Dynamo's graphs, and hands it on to another backend.
 
-# torch's attention layers in evaluation, as one operator.
 _MOST_IN_A_CELL = 20  # graphs
+# torch's attention layers in evaluation, as one operator.
 _FUSED = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
 UNCAPTURED = ("autocast", "float32", "error")
 

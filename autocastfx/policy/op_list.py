@@ -22,7 +22,7 @@ from autocastfx.graph.names import arguments, base_name, names_function, op_name
 from autocastfx.graph.node import enclosing_modules, module_classes
 from autocastfx.policy import read_rules, write_list
 from autocastfx.policy.float8 import Float8Choice, Float8Rule, chosen
-from autocastfx.policy.read_rules import ListKey, Said, keys_of, laid_over, later_or_earlier, limited, stacked
+from autocastfx.policy.read_rules import ListKey, Said, laid_over, later_or_earlier, limited, stacked
 from autocastfx.policy.rule import ANY_REDUCTION, Category, Condition, Demand, DepthLimit, ModuleRule, Rule
 from autocastfx.policy.saved import SavedRule, saved_rules, written
 from autocastfx.policy.write_list import Change
@@ -373,7 +373,7 @@ class OpList:
         return partial(OpList, **values), ()
 
 
-_FIELDS = keys_of(OpList)
+_FIELDS: Mapping[str, ListKey] = {f.name: f.metadata["key"] for f in fields(OpList) if "key" in f.metadata}
 _NOTHING = OpList()
 KEYS: Mapping[str, str] = {  # every key of an op list, with its meaning
     **dict.fromkeys(read_rules.CATEGORIES, "a list of entries for the ops of that category"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -485,8 +484,3 @@ class ListKey:
     write: Callable[[Any], Any]
     said: Callable[[Any], Iterable[Said]]
     over: Callable[[Any, Any], Any] = operator.or_
-
-
-def keys_of(kind: type[Any]) -> dict[str, ListKey]:
-    """Return the fields of ``kind`` that are keys of op lists, in their order."""
-    return {f.name: f.metadata["key"] for f in dataclasses.fields(kind) if "key" in f.metadata}

@@ -216,11 +216,10 @@ class Tree:
         """Return the text of this scalar; ``default`` if the node is missing."""
         if self.node is None and default is not None:
             return default
-        if not isinstance(self.node, yaml.ScalarNode):
+        is_text = isinstance(self.node, yaml.ScalarNode) and self.node.tag == f"{STANDARD}str"
+        if not isinstance(self.node, yaml.ScalarNode) or not (self.node.value or is_text):
             raise self.error(f"expected a word, found {_kind(self.node)}")
-        if self.node.tag != f"{STANDARD}str":
-            if not self.node.value:
-                raise self.error("expected a word, found nothing")
+        if not is_text:
             raise self.error(f"{self.found('text')} Put it in quotes.")
         return str(self.node.value)
 
