@@ -128,9 +128,8 @@ def _decides(rule: Rule | ModuleRule | Float8Rule, node: PlannedNode) -> bool:
 
 
 def _use(rule: Rule | ModuleRule | Float8Rule, nodes: tuple[str, ...], said: list[str]) -> RuleUse:
-    category = str(rule.category) if isinstance(rule, Rule) else rule.wanted
     unmatched = "" if nodes else next((text for text in said if text.startswith(f"{rule.source}: ")), "")
-    return RuleUse(str(rule.source), rule.subject, category, nodes, unmatched)
+    return RuleUse(str(rule.source), rule.subject, rule.wanted, nodes, unmatched)
 
 
 def _order(rule: Rule | ModuleRule | Float8Rule) -> tuple[str, int, int]:
@@ -452,9 +451,8 @@ def _of_diff(difference: PlanDiff) -> dict[str, Any]:
 
 
 def _of_rule(rule: Any) -> dict[str, Any]:
-    wanted = str(rule.category) if isinstance(rule, Rule) else rule.wanted
     source = str(rule.source) if rule.source else ""
-    return {"subject": rule.subject, "category": wanted, "reason": rule.reason, "source": source}
+    return {"subject": rule.subject, "category": rule.wanted, "reason": rule.reason, "source": source}
 
 
 def print_json(value: Any) -> int:
