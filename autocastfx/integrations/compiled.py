@@ -14,7 +14,7 @@ from functools import cache, lru_cache, wraps
 from inspect import CO_GENERATOR
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Protocol, cast
 from unittest.mock import patch
 
@@ -189,13 +189,9 @@ def _is_looked_at(frame: FrameSummary) -> bool:
     """True if Dynamo has tried to capture a function by itself, not as part of what calls it."""
     from torch._dynamo.convert_frame import input_codes
 
-    place, line = (frame.filename, frame.name), frame.lineno or 0
     codes = (code for one in input_codes.seen if (code := one()) is not None and not code.co_flags & CO_GENERATOR)
-    return any((code.co_filename, code.co_name) == place and _has_line(code, line) for code in codes)
-
-
-def _has_line(code: CodeType, line: int) -> bool:
-    return any(line == one for _, _, one in code.co_lines())
+    own = (code for code in codes if (code.co_filename, code.co_name) == (frame.filename, frame.name))
+    return any(line == (frame.lineno or 0) for code in own for _, _, line in code.co_lines())
 
 
 def left_by_torch() -> skipped.SkippedCode | None:

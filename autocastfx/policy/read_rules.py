@@ -273,15 +273,16 @@ def _module_rule(entry: Tree) -> Iterator[ModuleRule]:
         raise ops.error("an empty list of ops never matches: leave it out")
     if named and not any(known(named)):
         return  # without its ops the rule would cover all
-    fields: dict[str, Any] = {
-        "path": pattern,
-        "wanted": entry.child("category").one_of((*MODULE_CATEGORIES, *CATEGORIES), "category"),
-        "reason": entry.child("reason").as_text(default=""),
-        "ops": tuple(sorted({op.op_name() for op in known(named)})),
-        "rank": 0 if rank.is_missing else rank.as_integer(),
-    }
-    for device in _devices(entry.child("devices")):
-        yield ModuleRule(**fields, device=device, source=entry.source, shipped=entry.shipped)
+    rule = ModuleRule(
+        pattern,
+        entry.child("category").one_of((*MODULE_CATEGORIES, *CATEGORIES), "category"),
+        entry.child("reason").as_text(default=""),
+        tuple(sorted({op.op_name() for op in known(named)})),
+        rank=0 if rank.is_missing else rank.as_integer(),
+        source=entry.source,
+        shipped=entry.shipped,
+    )
+    yield from (replace(rule, device=device) for device in _devices(entry.child("devices")))
 
 
 def _pattern(path: Tree) -> str:
