@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import module as of_all_modules
 
 from autocastfx.capture.failure import AgainError
-from autocastfx.capture.leave_intact import patched_here, same_content
+from autocastfx.capture.leave_intact import patched_here, same_content, tensor_places
 from autocastfx.errors import CaptureError, shown
 from autocastfx.graph.alias import reachable
 from autocastfx.graph.names import op_name
@@ -432,8 +432,6 @@ def _is_update(code: CodeType, at: int, name: str) -> bool:
 
 # Capture assignments to buffers in forward (``self.average = …``) as writes into the old tensor.
 
-Table = dict[str, Any]
-
 
 @contextmanager
 def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, None, None]:
@@ -451,16 +449,16 @@ def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, N
         CaptureError: forward reassigns a parameter; or changes a buffer's sizes or dtype, removes it, or creates one
             from data. A buffer created from sizes alone is allowed: the graph computes it in each call.
     """
-    before = {path: (table, name, table[name]) for path, table, name in _slots(model)}
+    before = {path: (table, name, table[name]) for path, table, name in tensor_places(model)}
     for path in known:
         table, name, tensor = before[path]
         table[name] = tensor.clone()
     yield
-    after = {path: (table, name, table[name]) for path, table, name in _slots(model)}
+    after = {path: table[name] for path, table, name in tensor_places(model)}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     reassigned: set[str] = set()
     for path in {**before, **after}:
-        old, new = (slots[path][2] if path in slots else None for slots in (before, after))
+        old, new = before[path][2] if path in before else None, after.get(path)
         if old is new:
             continue
         if isinstance(old, nn.Parameter) or path in parameters:
@@ -472,7 +470,7 @@ def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, N
             if new is not None and _is_table(new):
                 continue
             raise CaptureError(
-                f"forward replaces the buffer {path!r}: {_said(old)} becomes {_said(new)}, but a graph holds "
+                f"forward replaces the buffer {path!r}: {said(old)} becomes {said(new)}, but a graph holds "
                 "buffers of fixed sizes and dtypes. Register it in its final size and write a part of it in each call, "
                 "or pass it in as an argument and return it."
             )
@@ -486,21 +484,15 @@ def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, N
         known |= reassigned
         raise AgainError
     for path in known:
-        before[path][2].copy_(after[path][2].detach())
-
-
-def _slots(model: nn.Module) -> Iterator[tuple[str, Table, str]]:
-    """Yield the path, the table and the name of each parameter and buffer."""
-    for prefix, module in model.named_modules():
-        for table in (cast("Table", module._parameters), cast("Table", module._buffers)):
-            yield from ((f"{prefix}.{name}" if prefix else name, table, name) for name in list(table))
+        before[path][2].copy_(after[path].detach())
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _said(tensor: torch.Tensor | None) -> str:
+def said(tensor: torch.Tensor | None) -> str:
+    """Write the dtype and the sizes that a tensor has for the example inputs, for messages."""
     if tensor is None:
         return "none"
     sizes = [example(size) for size in tensor.shape]

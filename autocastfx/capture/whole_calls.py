@@ -104,10 +104,10 @@ def whole_calls(functions: Iterable[str]) -> Generator[list[Callable[..., Any]],
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch.utils.checkpoint":
             refuse_checkpoint()
-        inside_torch = cls.__module__.split(".")[0] == "torch"
-        call = AutogradCall(cls)
         original: Any = method.__get__(None, cls)
-        return record_call(call, lambda: original(*args, **kwargs), args, kwargs, called, trace=inside_torch)
+        if cls.__module__.split(".")[0] == "torch":
+            return original(*args, **kwargs)
+        return record_call(AutogradCall(cls), lambda: original(*args, **kwargs), args, kwargs, called)
 
     with ExitStack() as stack:
         stack.enter_context(patched_here(torch.autograd.Function, "apply", classmethod(apply)))
@@ -143,7 +143,7 @@ def places(paths: Iterable[str]) -> list[tuple[Any, str, Any]]:
 
 def _whole(function: Callable[..., Any], called: list[Callable[..., Any]]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return record_call(function, lambda: function(*args, **kwargs), args, kwargs, called, trace=False)
+        return record_call(function, lambda: function(*args, **kwargs), args, kwargs, called)
 
     return call
 
@@ -154,15 +154,13 @@ def record_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     called: list[Callable[..., Any]],
-    *,
-    trace: bool,
 ) -> Any:
-    """Record a call of ``function`` as one node of the graph being traced, unless ``trace``; ``run`` computes it.
+    """Record a call of ``function`` as one node of the graph being traced, if one is; ``run`` computes it.
 
     ``function`` is added to ``called``. :func:`restore_leaves` puts it into the graph.
     """
     mode = get_proxy_mode()
-    if trace or mode is None:
+    if mode is None:
         return run()
     tracer = mode.tracer
     proxies, named = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, TypeVar, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from autocastfx.capture.call import CallSignature
-from autocastfx.capture.leave_intact import intact
+from autocastfx.capture.leave_intact import intact, tensor_places
 from autocastfx.capture.python_state import is_plain, is_same
 from autocastfx.errors import CaptureError, UnsupportedError
 
@@ -97,9 +97,6 @@ def _runs_forward(kind: type, name: str, seen: set[str]) -> bool:
             return True
     return False
 
-
-Kind = TypeVar("Kind", bound=nn.Module)
-_KINDS: WeakKeyDictionary[type[nn.Module], type[nn.Module]] = WeakKeyDictionary()
 
 _PARTS: WeakKeyDictionary[type[nn.Module], type[Part]] = WeakKeyDictionary()
 _NOT_MIXED = (fx.GraphModule, torch.jit.ScriptModule)  # whose classes are made for each instance, or compiled
@@ -266,19 +263,6 @@ def mirror(model: nn.Module, image: nn.Module, made: dict[int, nn.Module], *, is
         image._modules[name] = made[id(child)] if child is not None else None
 
 
-def class_of_converted(original: type[nn.Module], base: type[Kind]) -> type[Kind]:
-    """Return the class of converted models whose originals are of class ``original``, a subclass of ``base``.
-
-    ``torch.func.stack_module_state`` stacks models of one class alone.
-    """
-    if original not in _KINDS:
-        _KINDS[original] = type(base.__name__, (base,), {"__module__": base.__module__})
-    kind = _KINDS[original]
-    if not issubclass(kind, base):
-        raise TypeError(f"{kind.__name__} is no {base.__name__}")
-    return kind
-
-
 def refuse_sharded(model: nn.Module, error: RuntimeError) -> None:
     """Explain an error of a call of ``model`` by parameters that are DTensors, if there are any.
 
@@ -385,13 +369,12 @@ def switch(own: Sequence[nn.Module], model: nn.Module, held: _Held, *, training:
     try:
         set_modes(modules, [one.training for one in own])
         tensors = held()
-        for prefix, module in model.named_modules():
-            for table in (cast("dict[str, Any]", module._parameters), cast("dict[str, Any]", module._buffers)):
-                for name, tensor in table.items():
-                    new = tensors.get(f"{prefix}.{name}" if prefix else name, tensor)
-                    if new is not tensor:
-                        replaced.append((table, name, tensor))
-                        table[name] = new
+        for path, table, name in tensor_places(model):
+            tensor = table[name]
+            new = tensors.get(path, tensor)
+            if new is not tensor:
+                replaced.append((table, name, tensor))
+                table[name] = new
         _SWITCHES[training](model)
         if list(model.modules()) != modules:
             raise UnsupportedError(
