@@ -27,7 +27,7 @@ from autocastfx.capture.tidy import flatten_transforms, tidy
 from autocastfx.capture.whole_calls import record_call
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import HELD, Held, attributes_of
+from autocastfx.graph.node import HELD, Held, attributes_of, stack_trace
 
 # Operators with graphs of their own that are called whole: tracing into them would lose a custom backward, a hook, or
 # the recomputation. Of the latter the graph is converted by itself.
@@ -59,10 +59,10 @@ class DynamoGraph:
 
 def aten_graph(
     module: fx.GraphModule,
-    inputs: Sequence[Any] | None = None,
-    whole: Collection[Any] = (),
-    paths: Mapping[int, str] | None = None,
-    passed: Sequence[Held | None] = (),
+    inputs: Sequence[Any] | None,
+    whole: Collection[Any],
+    paths: Mapping[int, str],
+    passed: Sequence[Held | None],
 ) -> DynamoGraph:
     """Trace Dynamo's graph to ATen operators, on the abstract tensors that Dynamo made it with.
 
@@ -79,7 +79,6 @@ def aten_graph(
         CaptureError: a hook comes after a use of its tensor, or a constant has no values.
         UnsupportedError: a tensor has two hooks, whose order this torch's compiler turns round.
     """
-    paths = paths or {}
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [node.meta["example_value"] for node in given] if inputs is None else inputs
     _refuse_late_hooks(module)
@@ -155,8 +154,8 @@ def _refuse_late_hooks(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         is_hook = isinstance(node.target, HigherOrderOperator) and node.target.name() == _HOOK
         if is_hook and used_before(node.args[0], node):
-            lines = (node.stack_trace or "").strip().splitlines()
-            at = f", at {' '.join(line.strip() for line in lines[-2:])}" if lines else ""
+            lines = stack_trace(node).strip().splitlines()[-2:]
+            at = f", at {' '.join(map(str.strip, lines))}" if lines else ""
             raise CaptureError(f"forward registers a hook on a tensor that it has used before{at}")
 
 
@@ -168,17 +167,19 @@ def _refuse_two_hooks(module: fx.GraphModule) -> None:
     """
 
     def is_hook(node: fx.Node) -> bool:
-        line = (node.stack_trace or "").strip().splitlines()[-1:]
-        return op_name(node) == "autograd_function_apply" and "register_hook" in "".join(line)
+        return op_name(node) == "autograd_function_apply" and "register_hook" in _line(node)
 
     for node in module.graph.nodes:
         made_by = [one.args[0] if one.target is operator.getitem else one for one in node.all_input_nodes]
         if is_hook(node) and any(isinstance(one, fx.Node) and is_hook(one) for one in made_by):
-            at = (node.stack_trace or "").strip().splitlines()[-1].strip()
             raise UnsupportedError(
-                f"forward registers two hooks on one tensor, at {at}, and torch {torch.__version__} calls the last one "
-                "first when it compiles: register one hook that does both, or update torch."
+                f"forward registers two hooks on one tensor, at {_line(node)}, and torch {torch.__version__} calls the "
+                "last one first when it compiles: register one hook that does both, or update torch."
             )
+
+
+def _line(node: fx.Node) -> str:
+    return stack_trace(node).strip().rpartition("\n")[2].strip()
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -242,16 +241,15 @@ def _export(
         **numbers.rules(),
         **rewrites.tensor_hook_rules(flat.module, called),
     }
-    with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())  # without gradients some modules take fused paths
-        stack.enter_context(
-            cast("Any", fx_config).patch(backed_size_oblivious=True)
-        )  # do not specialize on a size of 1
-        stack.enter_context(torch._C._DisableAutocast())
-        stack.enter_context(rewrites.masks_taken_as_given())
-        stack.enter_context(any_size())
-        stack.enter_context(numbers.carried())
-        stack.enter_context(rewrites.CallRules(rules, SLOW if attempt == "all" else float("inf")))
+    with (
+        torch.enable_grad(),  # without gradients some modules take fused paths
+        cast("Any", fx_config).patch(backed_size_oblivious=True),  # do not specialize on a size of 1
+        torch._C._DisableAutocast(),
+        rewrites.masks_taken_as_given(),
+        any_size(),
+        numbers.carried(),
+        rewrites.CallRules(rules, SLOW if attempt == "all" else float("inf")),
+    ):
         return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
 
 

@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from unittest import mock
@@ -51,11 +51,8 @@ def quiet() -> Generator[None, None, None]:
     """
     from torch.export import _trace as export_trace
 
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        stack.enter_context(mock.patch.object(export_trace, "print", _no_print, create=True))
+    with warnings.catch_warnings(), mock.patch.object(export_trace, "print", _no_print, create=True), quiet_logs():
         warnings.filterwarnings("ignore", message=r".*assigned during export.*")
-        stack.enter_context(quiet_logs())
         yield
 
 

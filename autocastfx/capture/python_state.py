@@ -67,17 +67,17 @@ def plain_parts(instance: Any) -> dict[str, Any]:
     return {name: value for name, value in parts if value is not None or vars(instance)[name] is None}
 
 
+_ITEMS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
+    list: iter,
+    dict: dict[Any, Any].items,
+    set: partial(sorted, key=repr),
+    frozenset: partial(sorted, key=repr),
+}
+
+
 def _as_tuple(instance: Any) -> tuple[Any, ...] | None:
-    items: Iterable[Any] = ()
-    if type(instance) is dict:
-        items = cast("dict[Any, Any]", instance).items()
-    elif type(instance) in (set, frozenset):
-        items = sorted(instance, key=repr)
-    elif type(instance) is list:
-        items = cast("list[Any]", instance)
-    else:
-        return None
-    members = tuple(items)
+    items_of = _ITEMS.get(type(instance))
+    members = tuple(items_of(instance)) if items_of is not None else None
     return members if is_plain(members) else None
 
 
@@ -104,9 +104,10 @@ def later_hooks(module: nn.Module, number: int) -> bool:
     return any(at >= number for at, _ in _hooks(vars(module), (*_FORWARD, *_BACKWARD), _NOTHING_LACKS))
 
 
-def later_process_hooks(number: int) -> list[str]:
+def process_hooks(number: int = 0, tables: Iterable[str] = (*_FORWARD, *_BACKWARD)) -> list[str]:
     """Name all modules, if hooks of this number and more have been registered for them all."""
-    return _named_of_process((*_FORWARD, *_BACKWARD), number)
+    hooks = _hooks(vars(of_all_modules), [f"_global{table}" for table in tables], _NOTHING_LACKS)
+    return [_EVERY] if any(at >= number for at, _ in hooks) else []
 
 
 def unfollowed(module: nn.Module) -> bool:
@@ -116,7 +117,7 @@ def unfollowed(module: nn.Module) -> bool:
 
 def unfollowed_names(model: nn.Module) -> list[str]:
     """Name the modules with forward hooks that may do more than to compute with tensors."""
-    return [*names_of(model, unfollowed), *_named_of_process(_FORWARD)]
+    return [*names_of(model, unfollowed), *process_hooks(tables=_FORWARD)]
 
 
 def derived_by_hooks(module: nn.Module) -> set[str]:
@@ -138,17 +139,12 @@ def refuse_backward_hooks(model: nn.Module) -> None:
         CaptureError: a module has one.
     """
     names = names_of(model, lambda module: any(_hooks(vars(module), _BACKWARD, _NOTHING_LACKS)))
-    if names := [*names, *_named_of_process(_BACKWARD)]:
+    if names := [*names, *process_hooks(tables=_BACKWARD)]:
         raise CaptureError(
             f"backward hooks on {', '.join(names)} would not run: a graph calls no modules, and gradients would be "
             "those without hooks. Register them on the converted model itself, or convert in place, with "
             "autocastfx.enable, which keeps all hooks."
         )
-
-
-def _named_of_process(tables: Iterable[str], number: int = 0) -> list[str]:
-    hooks = _hooks(vars(of_all_modules), [f"_global{table}" for table in tables], _NOTHING_LACKS)
-    return [_EVERY] if any(at >= number for at, _ in hooks) else []
 
 
 def _hooks(owner: Mapping[str, Any], tables: Iterable[str], left_out: tuple[str, ...]) -> Iterator[tuple[int, Any]]:

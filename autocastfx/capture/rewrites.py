@@ -392,8 +392,7 @@ def _source(frame: FrameType) -> str:
     line = linecache.getline(code.co_filename, frame.f_lineno)
     if sys.version_info < (3, 11):
         return line
-    positions = list(code.co_positions())[frame.f_lasti // 2]
-    first, last, start, end = positions
+    first, last, start, end = list(code.co_positions())[frame.f_lasti // 2]
     if first is None or last is None or start is None or end is None:
         return line
     lines = [linecache.getline(code.co_filename, number) for number in range(first, last + 1)]

@@ -68,16 +68,15 @@ def flatten_transforms(module: fx.GraphModule) -> fx.GraphModule:
     root = fx.GraphModule(module, module.graph)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     is_differentiated = True
-    for region in _regions(list(module.graph.nodes)):
-        if not any(node.target in _ENTER for node in region):
-            (node,) = region
-            if node.target is torch._C._set_grad_enabled:
-                is_differentiated = bool(node.args[0])
-            if node.target not in _AROUND:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-        else:
-            _check(region, is_differentiated)
-            _flatten(root, region, mode, graph, copies)
+    for node, *rest in _regions(list(module.graph.nodes)):
+        if rest:
+            _check([node, *rest], is_differentiated)
+            _flatten(root, [node, *rest], mode, graph, copies)
+            continue
+        if node.target is torch._C._set_grad_enabled:
+            is_differentiated = bool(node.args[0])
+        if node.target not in _AROUND:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(root, graph)
 
 
@@ -88,7 +87,7 @@ def _regions(nodes: Sequence[fx.Node]) -> Iterator[Sequence[fx.Node]]:
     """
     begin = 0
     while begin < len(nodes):
-        end, depth = begin, 0
+        end, depth = len(nodes), 0  # all that follows, where one does not end
         for i, node in enumerate(nodes[begin:], begin):
             depth += (node.target in _ENTER) - (node.target in _EXIT)
             if depth == 0:

@@ -10,6 +10,7 @@ import operator
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,13 +108,13 @@ def whole_calls(functions: Iterable[str]) -> Generator[list[Callable[..., Any]],
         original: Any = method.__get__(None, cls)
         if cls.__module__.split(".")[0] == "torch":
             return original(*args, **kwargs)
-        return record_call(AutogradCall(cls), lambda: original(*args, **kwargs), args, kwargs, called)
+        return record_call(AutogradCall(cls), partial(original, *args, **kwargs), args, kwargs, called)
 
     with ExitStack() as stack:
         stack.enter_context(patched_here(torch.autograd.Function, "apply", classmethod(apply)))
         stack.enter_context(patched_here(torch.utils.checkpoint, CHECKPOINT, refuse_checkpoint))
         for owner, attribute, function in places(functions):
-            whole = _whole(function, called)
+            whole = partial(_call_whole, function, called)
             patched = staticmethod(whole) if isinstance(owner, type) else whole
             stack.enter_context(patched_here(owner, attribute, patched))
         yield called
@@ -141,11 +142,8 @@ def places(paths: Iterable[str]) -> list[tuple[Any, str, Any]]:
     return bindings
 
 
-def _whole(function: Callable[..., Any], called: list[Callable[..., Any]]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return record_call(function, lambda: function(*args, **kwargs), args, kwargs, called)
-
-    return call
+def _call_whole(function: Callable[..., Any], called: list[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+    return record_call(function, partial(function, *args, **kwargs), args, kwargs, called)
 
 
 def record_call(

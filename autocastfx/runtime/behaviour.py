@@ -330,14 +330,14 @@ def mode_differences(model: nn.Module, amp_model: AmpModule) -> Iterator[Differe
                     yield Difference(f"module {name or '(root)'}", f"is in {word}", called)
 
 
-def changed(arguments: Arguments, *, seed: int = 0) -> Arguments:
+def changed(arguments: Arguments) -> Arguments:
     """Return other arguments of the same sizes, each a tensor of its own.
 
     Floating-point numbers are drawn anew with the same mean and spread; whole numbers change rows, or, if there is one
     row, are reversed on a CPU. What masks stays: booleans, tensors of zeros and ones or with infinities, whole numbers
     in order.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def change(leaf: torch.Tensor) -> torch.Tensor:
         values = leaf.detach()
@@ -386,8 +386,8 @@ def compare_calls(
     """Run calls with a model and with another one that should do the same.
 
     A call that the model itself refuses, or that gives Inf or NaN, is dropped; where it is the backward alone that
-    does, forward is compared. A model that does something else when it
-    is called again, from the same state, differs from any graph that does not.
+    does, forward is compared. A model that does something else when it is called again, from the same state, differs
+    from any graph that does not.
 
     Args:
         model: the original.

@@ -143,8 +143,7 @@ class Part(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_replacing(self, name, value)
         if name in self.__dict__.get("_plain", ()) and not is_same(value, self.__dict__.get(name)):
-            original = self.__dict__["_original"]
-            set_on_original(original() if original is not None else None, name, value)
+            set_on_original(_original_of(self), name, value)
         nn.Module.__setattr__(self, name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
@@ -161,6 +160,11 @@ class Part(nn.Module):
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         bases = (kind for kind in self._stands_for.__mro__ if kind.__module__.startswith("torch.nn."))
         return _empty_part, (next(bases, nn.Module),), {**self.__dict__, "_original": None}
+
+
+def _original_of(part: Part) -> nn.Module | None:
+    reference = part.__dict__["_original"]
+    return reference() if reference is not None else None
 
 
 def refuse_replacing(owner: nn.Module, name: str, module: object) -> None:
@@ -192,11 +196,8 @@ def forget_original(parts: Iterable[nn.Module]) -> None:
 def read_again(parts: Iterable[nn.Module]) -> None:
     """Read the plain attributes of the originals again, which may have changed since the conversion."""
     for part in parts:
-        if (
-            isinstance(part, Part)
-            and (reference := part.__dict__["_original"])
-            and (original := reference()) is not None
-        ):
+        original = _original_of(part) if isinstance(part, Part) else None
+        if original is not None:
             taken = plain_attributes(original)
             part.__dict__.update(taken, _plain=frozenset(taken))
 
