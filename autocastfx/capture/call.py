@@ -375,8 +375,12 @@ def _is_array(value: object) -> bool:
 
 def device_of(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> torch.device:
     """Return the device of the model's first parameter or buffer, else of the first tensor among the inputs."""
-    candidates = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((tuple(args), dict(kwargs or {})))]
-    return next((one.device for one in candidates if isinstance(one, torch.Tensor)), torch.device("cpu"))
+    return device_among((*model.parameters(), *model.buffers(), *pytree.tree_leaves((tuple(args), dict(kwargs or {})))))
+
+
+def device_among(values: Iterable[object]) -> torch.device:
+    """Return the device of the first tensor among ``values``; the CPU if there is none."""
+    return next((one.device for one in values if isinstance(one, torch.Tensor)), torch.device("cpu"))
 
 
 def named_device(given: torch.device | str | None) -> torch.device | None:

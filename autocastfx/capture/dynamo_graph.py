@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -27,7 +27,7 @@ from autocastfx.capture.tidy import flatten_transforms, tidy
 from autocastfx.capture.whole_calls import record_call
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import HELD, Held, attribute
+from autocastfx.graph.node import HELD, Held, attributes_of, stack_trace
 
 # Operators with graphs of their own that are called whole: tracing into them would lose a custom backward, a hook, or
 # the recomputation. Of the latter the graph is converted by itself.
@@ -59,10 +59,10 @@ class DynamoGraph:
 
 def aten_graph(
     module: fx.GraphModule,
-    inputs: Sequence[Any] | None = None,
-    whole: Collection[Any] = (),
-    paths: Mapping[int, str] | None = None,
-    passed: Sequence[Held | None] = (),
+    inputs: Sequence[Any] | None,
+    whole: Collection[Any],
+    paths: Mapping[int, str],
+    passed: Sequence[Held | None],
 ) -> DynamoGraph:
     """Trace Dynamo's graph to ATen operators, on the abstract tensors that Dynamo made it with.
 
@@ -79,7 +79,6 @@ def aten_graph(
         CaptureError: a hook comes after a use of its tensor, or a constant has no values.
         UnsupportedError: a tensor has two hooks, whose order this torch's compiler turns round.
     """
-    paths = paths or {}
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [node.meta["example_value"] for node in given] if inputs is None else inputs
     _refuse_late_hooks(module)
@@ -143,7 +142,7 @@ def _check_constants(attributes: Mapping[str, Any]) -> None:
                 f"the values of a tensor of size {list(constant.shape)} come from code that is not recorded"
             )
         if isinstance(constant, fx.GraphModule):
-            _check_constants({name: attribute(constant, name) for name in _constants(constant)})
+            _check_constants(attributes_of(constant, constant.graph))
 
 
 def _refuse_late_hooks(module: fx.GraphModule) -> None:
@@ -155,8 +154,8 @@ def _refuse_late_hooks(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         is_hook = isinstance(node.target, HigherOrderOperator) and node.target.name() == _HOOK
         if is_hook and used_before(node.args[0], node):
-            lines = (node.stack_trace or "").strip().splitlines()
-            at = f", at {' '.join(line.strip() for line in lines[-2:])}" if lines else ""
+            lines = stack_trace(node).strip().splitlines()[-2:]
+            at = f", at {' '.join(map(str.strip, lines))}" if lines else ""
             raise CaptureError(f"forward registers a hook on a tensor that it has used before{at}")
 
 
@@ -168,21 +167,19 @@ def _refuse_two_hooks(module: fx.GraphModule) -> None:
     """
 
     def is_hook(node: fx.Node) -> bool:
-        line = (node.stack_trace or "").strip().splitlines()[-1:]
-        return op_name(node) == "autograd_function_apply" and "register_hook" in "".join(line)
+        return op_name(node) == "autograd_function_apply" and "register_hook" in _line(node)
 
     for node in module.graph.nodes:
         made_by = [one.args[0] if one.target is operator.getitem else one for one in node.all_input_nodes]
         if is_hook(node) and any(isinstance(one, fx.Node) and is_hook(one) for one in made_by):
-            at = (node.stack_trace or "").strip().splitlines()[-1].strip()
             raise UnsupportedError(
-                f"forward registers two hooks on one tensor, at {at}, and torch {torch.__version__} calls the last one "
-                "first when it compiles: register one hook that does both, or update torch."
+                f"forward registers two hooks on one tensor, at {_line(node)}, and torch {torch.__version__} calls the "
+                "last one first when it compiles: register one hook that does both, or update torch."
             )
 
 
-def _constants(module: fx.GraphModule) -> Iterator[str]:
-    return (str(node.target) for node in module.graph.nodes if node.op == "get_attr")
+def _line(node: fx.Node) -> str:
+    return stack_trace(node).strip().rpartition("\n")[2].strip()
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -192,7 +189,7 @@ def _names(given: Sequence[fx.Node], held: Sequence[Held | None]) -> list[str]:
     """Name the inputs as the model does, or by where Dynamo found them."""
     names: list[str] = []
     for node, one in zip(given, held, strict=True):
-        name = one.path if one is not None else _found_at(node)
+        name = one.path if one is not None else _path(_source(node))
         name = re.sub(r"\W", "_", name) if not re.fullmatch(r"[\w.]+", name) else name
         name = name or node.name
         while name in names:
@@ -203,7 +200,7 @@ def _names(given: Sequence[fx.Node], held: Sequence[Held | None]) -> list[str]:
 
 def _held(node: fx.Node, value: object, paths: Mapping[int, str]) -> Held | None:
     """Return what an input of Dynamo's graph is in the model; None if the model does not hold it."""
-    source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    source = _source(node)
     is_held = id(value) in paths or "_parameters[" in source or "_buffers[" in source
     if not isinstance(value, torch.Tensor) or not is_held:
         return None
@@ -211,19 +208,19 @@ def _held(node: fx.Node, value: object, paths: Mapping[int, str]) -> Held | None
     return Held(kind, paths.get(id(value)) or _path(source))
 
 
-def _found_at(node: fx.Node) -> str:
+def _source(node: fx.Node) -> str:
+    """Return Dynamo's expression for where it found an input; empty if it found it nowhere."""
     source = getattr(node.meta.get("grapharg"), "source", None)
-    return _path(source.name) if source is not None else ""
+    return source.name if source is not None else ""
 
 
 def _root(given: Sequence[fx.Node], inputs: Sequence[Any], paths: Mapping[int, str]) -> str:
     """Return the path of the module whose code Dynamo has captured, if that was called by itself; else empty."""
     for node, value in zip(given, inputs, strict=True):
-        source = getattr(node.meta.get("grapharg"), "source", None)
-        if source is not None and source.name.startswith("L['self']"):
-            known, inner_path = paths.get(id(value), ""), _path(source.name)
-            if known.endswith(f".{inner_path}"):
-                return known.removesuffix(f".{inner_path}")
+        inside = f".{_path(_source(node))}"
+        known = paths.get(id(value), "")
+        if _source(node).startswith("L['self']") and known.endswith(inside):
+            return known.removesuffix(inside)
     return ""
 
 
@@ -303,15 +300,12 @@ class _Tracer(fx.Interpreter):
         if isinstance(target, HigherOrderOperator) and target.name() in _WHOLE:
             whole = WholeCall(target, args)
             tensors = tuple(one for one, fixed in zip(args, whole.arguments, strict=True) if fixed is None)
-            return self._record(whole, tensors, kwargs, partial(target, *args, **kwargs))
+            return record_call(whole, partial(target, *args, **kwargs), tensors, kwargs, self.called)
         if (repair := REPAIRS.get(target)) is not None:
             return repair(*args, **kwargs)
         if target in self.whole:
-            return self._record(target, args, kwargs, partial(target, *args, **kwargs))
+            return record_call(target, partial(target, *args, **kwargs), args, kwargs, self.called)
         return super().call_function(target, args, kwargs)
-
-    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        return record_call(function, run, args, kwargs, self.called, trace=False)
 
 
 def _traced(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -18,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 from autocastfx.capture import rewrites
-from autocastfx.capture.call import Call, CallSignature, CallStructure
+from autocastfx.capture.call import Call, CallSignature, CallStructure, device_among
 from autocastfx.capture.failure import AgainError, asks_for_values, capture_error, quiet
 from autocastfx.capture.function import FunctionModule, refuse_constants
 from autocastfx.capture.leave_intact import capturing, intact
@@ -187,7 +185,14 @@ def capture(
             if isinstance(model, FunctionModule):
                 refuse_constants(model, program.constants)
             captured = _captured(
-                program, set(held), called, call, tuple(training), _device(held, call), attempt, follows
+                program,
+                set(held),
+                called,
+                call,
+                tuple(training),
+                device_among((*held.values(), *call.tensors)),
+                attempt,
+                follows,
             )
             by_compiler = any(op_name(node) in _BRANCHING for node in captured.graph.nodes)
             state = flat.state.guard(everything=by_compiler)
@@ -236,25 +241,20 @@ def _export(
         **numbers.rules(),
         **rewrites.tensor_hook_rules(flat.module, called),
     }
-    with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())  # without gradients some modules take fused paths
-        stack.enter_context(
-            cast("Any", fx_config).patch(backed_size_oblivious=True)
-        )  # do not specialize on a size of 1
-        stack.enter_context(torch._C._DisableAutocast())
-        stack.enter_context(rewrites.masks_taken_as_given())
-        stack.enter_context(any_size())
-        stack.enter_context(numbers.carried())
-        stack.enter_context(rewrites.CallRules(rules, SLOW if attempt == "all" else float("inf")))
+    with (
+        torch.enable_grad(),  # without gradients some modules take fused paths
+        cast("Any", fx_config).patch(backed_size_oblivious=True),  # do not specialize on a size of 1
+        torch._C._DisableAutocast(),
+        rewrites.masks_taken_as_given(),
+        any_size(),
+        numbers.carried(),
+        rewrites.CallRules(rules, SLOW if attempt == "all" else float("inf")),
+    ):
         return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
 
 
 def _dynamic(tensor: torch.Tensor, attempt: str) -> dict[int, Any]:
     return dict.fromkeys(range({"all": tensor.ndim, "first": min(1, tensor.ndim), "none": 0}[attempt]), Dim.AUTO)
-
-
-def _device(replacements: Mapping[str, torch.Tensor], call: Call) -> torch.device:
-    return next((t.device for t in (*replacements.values(), *call.tensors)), torch.device("cpu"))
 
 
 def _captured(
@@ -267,8 +267,7 @@ def _captured(
     sizes: str,
     follows: bool,
 ) -> Captured:
-    checked = "check_guards" in inspect.signature(program.module).parameters
-    module: Any = program.module(check_guards=False) if checked else program.module()
+    module: Any = program.module(check_guards=False)
     attributes: dict[str, Any] = {}
     graph = tidy(module, names, called, attributes, call.structure.tensor_names(), follows=follows)
     rewrites.detach_unwritten(graph)

@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from unittest import mock
@@ -19,8 +19,8 @@ from torch import nn
 
 from autocastfx.errors import CaptureError
 
-_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-
+TORCH = str(Path(torch.__file__).parent)
+_NOT_THE_MODEL = (TORCH, str(Path(__file__).parents[1]))
 
 _LOGGERS = (
     "torch.fx.experimental.symbolic_shapes",
@@ -51,12 +51,8 @@ def quiet() -> Generator[None, None, None]:
     """
     from torch.export import _trace as export_trace
 
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        stack.enter_context(mock.patch.object(export_trace, "print", _no_print, create=True))
-        warnings.filterwarnings("ignore", message=r".*were assigned during export.*")
-        warnings.filterwarnings("ignore", message=r".*[Aa]ttributes? .*assigned during export.*")
-        stack.enter_context(quiet_logs())
+    with warnings.catch_warnings(), mock.patch.object(export_trace, "print", _no_print, create=True), quiet_logs():
+        warnings.filterwarnings("ignore", message=r".*assigned during export.*")
         yield
 
 
@@ -128,6 +124,14 @@ def calling_frame() -> FrameType:
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
     handlers = itertools.dropwhile(lambda frame: frame.f_code.co_name != "__torch_function__", frames)
     return next(itertools.dropwhile(lambda frame: frame.f_code.co_name == "__torch_function__", handlers))
+
+
+def frame_outside(*folders: str) -> FrameType:
+    """Return the innermost frame whose code is in none of the folders: by default, neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(folders or _NOT_THE_MODEL):
+        frame = frame.f_back
+    return frame
 
 
 def place(filename: str, number: int) -> str:

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -117,7 +117,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 # What a function reads from around it: closures, globals, defaults, what it is bound to, and so on from there.
 
 
-class _Found:
+class _Found(NamedTuple):
     """An object that a function reaches.
 
     Attributes:
@@ -126,8 +126,9 @@ class _Found:
         read: reads it again; None if it cannot be another one without a change of what holds it.
     """
 
-    def __init__(self, path: str, value: Any, read: Callable[[], Any] | None = None) -> None:
-        self.path, self.value, self.read = path, value, read
+    path: str
+    value: Any
+    read: Callable[[], Any] | None = None
 
 
 def _around(function: Callable[..., Any]) -> Iterator[_Found]:

@@ -11,7 +11,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 from unittest import mock
@@ -217,17 +217,14 @@ def intact(
         training: the flag of each module, in the order of ``model.modules()``.
         replacements: parameters and buffers by name that replace the model's own.
     """
-    modules = list(model.modules())
-    saved = _saved_contents(model)
+    modules, saved = list(model.modules()), _saved_contents(model)
     numpy: Any = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     try:
         for module, flag in zip(modules, training, strict=True):
             module.training = flag
-        for prefix, module in model.named_modules():
-            for table in (cast("dict[str, Any]", module._parameters), cast("dict[str, Any]", module._buffers)):
-                for name in table:
-                    table[name] = replacements.get(f"{prefix}.{name}" if prefix else name, table[name])
+        for path, table, name in tensor_places(model):
+            table[name] = replacements.get(path, table[name])
         with random_numbers_kept():
             yield
     finally:
@@ -236,6 +233,13 @@ def intact(
         random.setstate(python_state)
         if numpy:
             numpy.random.set_state(numpy_state)
+
+
+def tensor_places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the path of each parameter and buffer, and where it is: its module's table, and its name there."""
+    for prefix, module in model.named_modules():
+        for table in (cast("dict[str, Any]", module._parameters), cast("dict[str, Any]", module._buffers)):
+            yield from ((f"{prefix}.{name}" if prefix else name, table, name) for name in list(table))
 
 
 def random_numbers_kept() -> AbstractContextManager[None]:

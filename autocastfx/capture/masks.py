@@ -20,6 +20,13 @@ from autocastfx.graph.node import argument, draws_random_numbers, example, numbe
 Shape = Sequence[Any]  # sizes, which may be symbolic
 
 
+def _always(condition: Any) -> bool:
+    """True if a condition on symbolic sizes holds whatever they are; asking makes it no condition of the graph."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 @dataclass(frozen=True)
 class Affine:
     """A tensor with ``start + slopes[0]·i + slopes[1]·j + …`` at the place ``[i, j, …]``.
@@ -56,17 +63,11 @@ class Affine:
 
     def is_at_least(self, bound: int, shape: Shape) -> bool:
         """True if no element of a tensor of this shape is below ``bound``, whatever the sizes are."""
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-        return statically_known_true(self.lowest(shape) >= bound)
+        return _always(self.lowest(shape) >= bound)
 
     def simplified(self, shape: Shape) -> Affine:
         """The same tensor, of this shape, without slopes along single elements."""
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-        slopes = (
-            0 if statically_known_true(size == 1) else slope for slope, size in zip(self.slopes, shape, strict=True)
-        )
+        slopes = (0 if _always(size == 1) else slope for slope, size in zip(self.slopes, shape, strict=True))
         return Affine(self.start, tuple(slopes))
 
 
@@ -207,17 +208,11 @@ def _cut(node: fx.Node, name: str, dims: list[int]) -> _Places | None:
 
 def _paired(before: torch.Tensor, after: torch.Tensor) -> _Places | None:
     """Where a view adds and takes out dimensions of one element alone."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    def several(tensor: torch.Tensor) -> list[int]:
-        return [dim for dim, size in enumerate(tensor.shape) if not statically_known_true(size == 1)]
-
-    pairs = list(zip(several(before), several(after), strict=False))
-    if len(pairs) != len(several(before)) or len(pairs) != len(several(after)):
+    sources, results = ([d for d, size in enumerate(t.shape) if not _always(size == 1)] for t in (before, after))
+    become = dict(zip(sources, results, strict=False))
+    is_paired = len(sources) == len(results)
+    if not is_paired or not all(_always(before.shape[a] == after.shape[b]) for a, b in become.items()):
         return None
-    if not all(statically_known_true(before.shape[a] == after.shape[b]) for a, b in pairs):
-        return None
-    become = dict(pairs)
     return [(become.get(dim), 0, 1) for dim in range(before.ndim)]
 
 
@@ -484,13 +479,7 @@ def _stands_for(kept: fx.Node, node: fx.Node) -> bool:
     if len(a) != 1 or len(b) != 1 or (a[0].dtype, a[0].device, a[0].ndim) != (b[0].dtype, b[0].device, b[0].ndim):
         return False
     pairs = [*zip(a[0].shape, b[0].shape, strict=True), *zip(a[0].stride(), b[0].stride(), strict=True)]
-    return all(_equal(m, n) for m, n in pairs)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(a == b)
+    return all(_always(m == n) for m, n in pairs)
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -544,11 +533,9 @@ def _is_diagonal(condition: Affine) -> bool:
 
 def _erase_unread(graph: fx.Graph, candidates: list[fx.Node]) -> None:
     """Erase the ``candidates`` that no node reads, and then the nodes that only they read."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    queue = sorted(set(candidates), key=order.__getitem__)
-    while queue:
-        node = queue.pop()
+    due = set(candidates)
+    for node in reversed(graph.nodes):
         is_needed = node.users or mutated_inputs(node) or draws_random_numbers(node)
-        if node.op == "call_function" and not is_needed:
-            queue = sorted({*queue, *node.all_input_nodes} - {node}, key=order.__getitem__)
+        if node in due and node.op == "call_function" and not is_needed:
+            due.update(node.all_input_nodes)
             graph.erase_node(node)

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import module as of_all_modules
 
 from autocastfx.capture.failure import AgainError
-from autocastfx.capture.leave_intact import patched_here, same_content
+from autocastfx.capture.leave_intact import patched_here, same_content, tensor_places
 from autocastfx.errors import CaptureError, shown
 from autocastfx.graph.alias import reachable
 from autocastfx.graph.names import op_name
@@ -67,17 +67,17 @@ def plain_parts(instance: Any) -> dict[str, Any]:
     return {name: value for name, value in parts if value is not None or vars(instance)[name] is None}
 
 
+_ITEMS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
+    list: iter,
+    dict: dict[Any, Any].items,
+    set: partial(sorted, key=repr),
+    frozenset: partial(sorted, key=repr),
+}
+
+
 def _as_tuple(instance: Any) -> tuple[Any, ...] | None:
-    items: Iterable[Any] = ()
-    if type(instance) is dict:
-        items = cast("dict[Any, Any]", instance).items()
-    elif type(instance) in (set, frozenset):
-        items = sorted(instance, key=repr)
-    elif type(instance) is list:
-        items = cast("list[Any]", instance)
-    else:
-        return None
-    members = tuple(items)
+    items_of = _ITEMS.get(type(instance))
+    members = tuple(items_of(instance)) if items_of is not None else None
     return members if is_plain(members) else None
 
 
@@ -104,9 +104,10 @@ def later_hooks(module: nn.Module, number: int) -> bool:
     return any(at >= number for at, _ in _hooks(vars(module), (*_FORWARD, *_BACKWARD), _NOTHING_LACKS))
 
 
-def later_process_hooks(number: int) -> list[str]:
+def process_hooks(number: int = 0, tables: Iterable[str] = (*_FORWARD, *_BACKWARD)) -> list[str]:
     """Name all modules, if hooks of this number and more have been registered for them all."""
-    return _named_of_process((*_FORWARD, *_BACKWARD), number)
+    hooks = _hooks(vars(of_all_modules), [f"_global{table}" for table in tables], _NOTHING_LACKS)
+    return [_EVERY] if any(at >= number for at, _ in hooks) else []
 
 
 def unfollowed(module: nn.Module) -> bool:
@@ -116,7 +117,7 @@ def unfollowed(module: nn.Module) -> bool:
 
 def unfollowed_names(model: nn.Module) -> list[str]:
     """Name the modules with forward hooks that may do more than to compute with tensors."""
-    return [*names_of(model, unfollowed), *_named_of_process(_FORWARD)]
+    return [*names_of(model, unfollowed), *process_hooks(tables=_FORWARD)]
 
 
 def derived_by_hooks(module: nn.Module) -> set[str]:
@@ -138,17 +139,12 @@ def refuse_backward_hooks(model: nn.Module) -> None:
         CaptureError: a module has one.
     """
     names = names_of(model, lambda module: any(_hooks(vars(module), _BACKWARD, _NOTHING_LACKS)))
-    if names := [*names, *_named_of_process(_BACKWARD)]:
+    if names := [*names, *process_hooks(tables=_BACKWARD)]:
         raise CaptureError(
             f"backward hooks on {', '.join(names)} would not run: a graph calls no modules, and gradients would be "
             "those without hooks. Register them on the converted model itself, or convert in place, with "
             "autocastfx.enable, which keeps all hooks."
         )
-
-
-def _named_of_process(tables: Iterable[str], number: int = 0) -> list[str]:
-    hooks = _hooks(vars(of_all_modules), [f"_global{table}" for table in tables], _NOTHING_LACKS)
-    return [_EVERY] if any(at >= number for at, _ in hooks) else []
 
 
 def _hooks(owner: Mapping[str, Any], tables: Iterable[str], left_out: tuple[str, ...]) -> Iterator[tuple[int, Any]]:
@@ -432,8 +428,6 @@ def _is_update(code: CodeType, at: int, name: str) -> bool:
 
 # Capture assignments to buffers in forward (``self.average = …``) as writes into the old tensor.
 
-Table = dict[str, Any]
-
 
 @contextmanager
 def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, None, None]:
@@ -451,16 +445,16 @@ def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, N
         CaptureError: forward reassigns a parameter; or changes a buffer's sizes or dtype, removes it, or creates one
             from data. A buffer created from sizes alone is allowed: the graph computes it in each call.
     """
-    before = {path: (table, name, table[name]) for path, table, name in _slots(model)}
+    before = {path: (table, name, table[name]) for path, table, name in tensor_places(model)}
     for path in known:
         table, name, tensor = before[path]
         table[name] = tensor.clone()
     yield
-    after = {path: (table, name, table[name]) for path, table, name in _slots(model)}
+    after = {path: table[name] for path, table, name in tensor_places(model)}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     reassigned: set[str] = set()
     for path in {**before, **after}:
-        old, new = (slots[path][2] if path in slots else None for slots in (before, after))
+        old, new = before[path][2] if path in before else None, after.get(path)
         if old is new:
             continue
         if isinstance(old, nn.Parameter) or path in parameters:
@@ -472,7 +466,7 @@ def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, N
             if new is not None and _is_table(new):
                 continue
             raise CaptureError(
-                f"forward replaces the buffer {path!r}: {_said(old)} becomes {_said(new)}, but a graph holds "
+                f"forward replaces the buffer {path!r}: {said(old)} becomes {said(new)}, but a graph holds "
                 "buffers of fixed sizes and dtypes. Register it in its final size and write a part of it in each call, "
                 "or pass it in as an argument and return it."
             )
@@ -486,21 +480,15 @@ def buffers_written_back(model: nn.Module, known: set[str]) -> Generator[None, N
         known |= reassigned
         raise AgainError
     for path in known:
-        before[path][2].copy_(after[path][2].detach())
-
-
-def _slots(model: nn.Module) -> Iterator[tuple[str, Table, str]]:
-    """Yield the path, the table and the name of each parameter and buffer."""
-    for prefix, module in model.named_modules():
-        for table in (cast("Table", module._parameters), cast("Table", module._buffers)):
-            yield from ((f"{prefix}.{name}" if prefix else name, table, name) for name in list(table))
+        before[path][2].copy_(after[path].detach())
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _said(tensor: torch.Tensor | None) -> str:
+def said(tensor: torch.Tensor | None) -> str:
+    """Write the dtype and the sizes that a tensor has for the example inputs, for messages."""
     if tensor is None:
         return "none"
     sizes = [example(size) for size in tensor.shape]

@@ -12,7 +12,6 @@ import types
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NoReturn, cast
 
@@ -24,14 +23,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
-from autocastfx.capture.failure import AgainError, TooSlowError, calling_frame, place
+from autocastfx.capture.failure import AgainError, TooSlowError, calling_frame, frame_outside, place
 from autocastfx.capture.leave_intact import patched_here
-from autocastfx.capture.python_state import is_plain
+from autocastfx.capture.python_state import is_plain, said
 from autocastfx.capture.whole_calls import record_call
 from autocastfx.errors import CaptureError, UnsupportedError
 from autocastfx.graph.alias import alias_sets
 from autocastfx.graph.names import op_name
-from autocastfx.graph.node import example
 
 # Rewrite the model's calls of torch functions during a capture, each by the rule for its function.
 
@@ -189,15 +187,11 @@ def _set(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
         name = next((repr(name) for name, tensor in named if tensor is old), "a tensor")
         frame = calling_frame()
         raise CaptureError(
-            f"forward gives {name} other data: {_kind(old)} becomes {_kind(new)}, at "
+            f"forward gives {name} other data: {said(old)} on {old.device} becomes {said(new)} on {new.device}, at "
             f"{place(frame.f_code.co_filename, frame.f_lineno)}. A graph holds tensors of fixed sizes and dtypes: "
             "change it before the conversion."
         )
     set_data(old, new)
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {[example(n) for n in tensor.shape]} on {tensor.device}"
 
 
 def detach_unwritten(graph: fx.Graph) -> None:
@@ -233,25 +227,22 @@ class CarriedNumbers:
                 stack.callback(table.pop, name, None)
             yield
 
-    def add(self, frame: FrameType, name: str) -> bool:
-        """Add the globals of ``frame``, whose code calls ``name``.
-
-        False, and nothing added, if they are known, define ``name`` themselves, or compare types by identity.
-        """
-        table, key = frame.f_globals, (id(frame.f_globals), name)
-        if key in self.places or name in table or _compares(frame.f_code, name):
-            return False
-        self.places[key] = table
-        return True
-
     def rules(self) -> Mapping[Any, Rule]:
-        """Return rules that add the places where ``int`` or ``float`` reads a tensor, and raise AgainError there."""
+        """Return rules that add the places where ``int`` or ``float`` reads a tensor, and raise AgainError there.
+
+        None is added where it is known, the code defines the name itself, or it compares types by identity.
+        """
         return {read: partial(self._read, read) for read in _READS}
 
     def _read(self, read: Any, x: Tensor) -> Any:
-        if get_proxy_mode() is not None and self.add(calling_frame(), _READS[read]):
-            raise AgainError
-        return read(x)
+        if get_proxy_mode() is None:
+            return read(x)
+        frame, name = calling_frame(), _READS[read]
+        key = (id(frame.f_globals), name)
+        if key in self.places or name in frame.f_globals or _compares(frame.f_code, name):
+            return read(x)
+        self.places[key] = frame.f_globals
+        raise AgainError
 
 
 def _compares(code: CodeType, name: str) -> bool:
@@ -401,8 +392,7 @@ def _source(frame: FrameType) -> str:
     line = linecache.getline(code.co_filename, frame.f_lineno)
     if sys.version_info < (3, 11):
         return line
-    positions = list(code.co_positions())[frame.f_lasti // 2]
-    first, last, start, end = positions
+    first, last, start, end = list(code.co_positions())[frame.f_lasti // 2]
     if first is None or last is None or start is None or end is None:
         return line
     lines = [linecache.getline(code.co_filename, number) for number in range(first, last + 1)]
@@ -416,7 +406,6 @@ def _source(frame: FrameType) -> str:
 
 _GRAD_FN = cast("Any", torch.Tensor.grad_fn).__get__
 _NO_READERS = ("detach", "sym_size", "output")  # no gradient comes through them
-_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _HELP = "autocastfx.enable converts in place, and keeps hooks."
 
 
@@ -477,7 +466,7 @@ def _register(
         node = getattr(proxy, "node", None) or getattr(getattr(proxy, "proxy", None), "node", None)
         if isinstance(node, fx.Node) and used_before(node):
             _raise("register_hook", "after the tensor was used. Register it on the line that follows its making")
-        record_call(HookCall(hook), lambda: tensor, (tensor,), {}, called, trace=False)
+        record_call(HookCall(hook), lambda: tensor, (tensor,), {}, called)
     return _Handle()
 
 
@@ -486,11 +475,9 @@ def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
 
 
 def _raise(name: str, why: str) -> NoReturn:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
-        frame = frame.f_back
-    at = f", at {place(frame.f_code.co_filename, frame.f_lineno)}" if frame is not None else ""
-    raise CaptureError(f"forward calls {name}, {why}{at}. {_HELP}")
+    frame = frame_outside()
+    at = place(frame.f_code.co_filename, frame.f_lineno)
+    raise CaptureError(f"forward calls {name}, {why}, at {at}. {_HELP}")
 
 
 class _Handle:

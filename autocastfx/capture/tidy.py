@@ -68,16 +68,15 @@ def flatten_transforms(module: fx.GraphModule) -> fx.GraphModule:
     root = fx.GraphModule(module, module.graph)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     is_differentiated = True
-    for region in _regions(list(module.graph.nodes)):
-        if not any(node.target in _ENTER for node in region):
-            (node,) = region
-            if node.target is torch._C._set_grad_enabled:
-                is_differentiated = bool(node.args[0])
-            if node.target not in _AROUND:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-        else:
-            _check(region, is_differentiated)
-            _flatten(root, region, mode, graph, copies)
+    for node, *rest in _regions(list(module.graph.nodes)):
+        if rest:
+            _check([node, *rest], is_differentiated)
+            _flatten(root, [node, *rest], mode, graph, copies)
+            continue
+        if node.target is torch._C._set_grad_enabled:
+            is_differentiated = bool(node.args[0])
+        if node.target not in _AROUND:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(root, graph)
 
 
@@ -88,7 +87,7 @@ def _regions(nodes: Sequence[fx.Node]) -> Iterator[Sequence[fx.Node]]:
     """
     begin = 0
     while begin < len(nodes):
-        end, depth = begin, 0
+        end, depth = len(nodes), 0  # all that follows, where one does not end
         for i, node in enumerate(nodes[begin:], begin):
             depth += (node.target in _ENTER) - (node.target in _EXIT)
             if depth == 0:
@@ -183,6 +182,7 @@ def _example(node: fx.Node) -> Any:
 
 
 _END = 2**63 - 1  # where torch ends a slice without an end
+_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 
 def tidy(
@@ -231,9 +231,7 @@ def tidy(
     for node in nodes:
         if node.op == "output":
             graph.output(map_arg(node.args[0], copy))
-        elif node.op == "call_module" and node.target == "_guards_fn":
-            continue
-        elif node.op != "get_attr" and not _is_assertion(node):
+        elif node.op != "get_attr" and op_name(node) != "_assert_tensor_metadata":  # which bakes in dtype and device
             source = no_op_source(node, follows=follows)
             copies[node] = copy(node if source is None else source)
             if source is not None:
@@ -271,34 +269,21 @@ def _attribute(original: Any, called: list[Any], follows: bool) -> Any:
     return fx.GraphModule(inner, graph)
 
 
-def _is_assertion(node: fx.Node) -> bool:
-    return op_name(node) == "_assert_tensor_metadata"  # bakes the captured dtype and device
-
-
 def no_op_source(node: fx.Node, *, follows: bool = False) -> fx.Node | None:
     """Return the input of a node that changes nothing.
 
     It is an alias, a slice of everything, dropout in evaluation, ``type_as`` of equal dtypes, or the detaching of a
     constant's copy (``torch.tensor``), which has no history.
     """
-    name = op_name(node)
-    if (
-        name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-        and argument(node, "train") is False
-    ):
-        return node.all_input_nodes[0]
-    if node.target is torch.ops.aten.detach_.default and op_name(node.all_input_nodes[0]) == "lift_fresh_copy":
-        return node.all_input_nodes[0]
-    if name == "alias" or (name == "slice" and _takes_all(node)):
-        return node.all_input_nodes[0]
-    if (
-        name == "type_as"
-        and not follows
-        and dtypes(node.all_input_nodes[0]) == dtypes(node)
-        and value(node) is not None
-    ):
-        return node.all_input_nodes[0]
-    return None
+    name, reads = op_name(node), node.all_input_nodes
+    changes_nothing = (
+        name == "alias"
+        or (name == "slice" and _takes_all(node))
+        or (name in _DROPOUTS and argument(node, "train") is False)
+        or (name == "type_as" and not follows and value(node) is not None and dtypes(reads[0]) == dtypes(node))
+        or (node.target is torch.ops.aten.detach_.default and op_name(reads[0]) == "lift_fresh_copy")
+    )
+    return reads[0] if changes_nothing else None
 
 
 def _takes_all(node: fx.Node) -> bool:

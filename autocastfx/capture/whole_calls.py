@@ -10,6 +10,7 @@ import operator
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,16 +105,16 @@ def whole_calls(functions: Iterable[str]) -> Generator[list[Callable[..., Any]],
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch.utils.checkpoint":
             refuse_checkpoint()
-        inside_torch = cls.__module__.split(".")[0] == "torch"
-        call = AutogradCall(cls)
         original: Any = method.__get__(None, cls)
-        return record_call(call, lambda: original(*args, **kwargs), args, kwargs, called, trace=inside_torch)
+        if cls.__module__.split(".")[0] == "torch":
+            return original(*args, **kwargs)
+        return record_call(AutogradCall(cls), partial(original, *args, **kwargs), args, kwargs, called)
 
     with ExitStack() as stack:
         stack.enter_context(patched_here(torch.autograd.Function, "apply", classmethod(apply)))
         stack.enter_context(patched_here(torch.utils.checkpoint, CHECKPOINT, refuse_checkpoint))
         for owner, attribute, function in places(functions):
-            whole = _whole(function, called)
+            whole = partial(_call_whole, function, called)
             patched = staticmethod(whole) if isinstance(owner, type) else whole
             stack.enter_context(patched_here(owner, attribute, patched))
         yield called
@@ -141,11 +142,8 @@ def places(paths: Iterable[str]) -> list[tuple[Any, str, Any]]:
     return bindings
 
 
-def _whole(function: Callable[..., Any], called: list[Callable[..., Any]]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return record_call(function, lambda: function(*args, **kwargs), args, kwargs, called, trace=False)
-
-    return call
+def _call_whole(function: Callable[..., Any], called: list[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+    return record_call(function, partial(function, *args, **kwargs), args, kwargs, called)
 
 
 def record_call(
@@ -154,15 +152,13 @@ def record_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     called: list[Callable[..., Any]],
-    *,
-    trace: bool,
 ) -> Any:
-    """Record a call of ``function`` as one node of the graph being traced, unless ``trace``; ``run`` computes it.
+    """Record a call of ``function`` as one node of the graph being traced, if one is; ``run`` computes it.
 
     ``function`` is added to ``called``. :func:`restore_leaves` puts it into the graph.
     """
     mode = get_proxy_mode()
-    if trace or mode is None:
+    if mode is None:
         return run()
     tracer = mode.tracer
     proxies, named = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))

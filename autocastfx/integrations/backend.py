@@ -16,7 +16,14 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from autocastfx.capture.call import arguments_of, check_arguments, conversion_is_off, device_of, refuse_for_low_model
+from autocastfx.capture.call import (
+    arguments_of,
+    check_arguments,
+    conversion_is_off,
+    device_among,
+    device_of,
+    refuse_for_low_model,
+)
 from autocastfx.capture.leave_intact import own_thread_state
 from autocastfx.capture.progress import stage
 from autocastfx.capture.python_state import private_generators
@@ -294,7 +301,7 @@ class CompileBackend:
             CaptureError: the graph cannot be converted, with ``uncaptured="error"``.
             VerifyError: a defect of this package.
         """
-        device = next((one.device for one in inputs if isinstance(one, torch.Tensor)), torch.device("cpu"))
+        device = device_among(inputs)
         graphs: list[CompiledGraph] = []
         guard_hooks()
         if conversion_is_off():

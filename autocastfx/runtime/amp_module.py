@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
@@ -17,7 +18,7 @@ from torch._guards import TracingContext
 from torch.jit._trace import TracerWarning
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import Call, CallSignature
+from autocastfx.capture.call import Call, CallSignature, device_among
 from autocastfx.capture.leave_intact import capturing
 from autocastfx.capture.shape_guard import ShapeGuard
 from autocastfx.errors import CaptureError, NotCapturedError, UnsupportedError, VariantError
@@ -87,6 +88,9 @@ def run_observed(graph: fx.Graph, observers: Sequence[Observer], owner: nn.Modul
     return run.run(*tensors, enable_io_processing=False)
 
 
+_KINDS: WeakKeyDictionary[type[nn.Module], type[AmpModule]] = WeakKeyDictionary()  # by the class of the original
+
+
 class AmpModule(fx.GraphModule):
     """A converted model. Called like the original, with the same parameters, buffers and ``state_dict`` keys.
 
@@ -97,10 +101,16 @@ class AmpModule(fx.GraphModule):
     """
 
     def __new__(cls, model: nn.Module, signature: CallSignature, original: Original) -> AmpModule:
-        """GraphModule makes a class for each instance; here models of one class share one, so that they can stack."""
+        """GraphModule makes a class for each instance; here models of one class share one, so that they can stack.
+
+        ``torch.func.stack_module_state`` stacks models of one class alone.
+        """
         if original.model is None:
             return super().__new__(cls, model, signature, original)
-        return object.__new__(module_tree.class_of_converted(type(original.model), AmpModule))
+        kind = type(original.model)
+        if kind not in _KINDS:
+            _KINDS[kind] = type(AmpModule.__name__, (AmpModule,), {"__module__": AmpModule.__module__})
+        return object.__new__(_KINDS[kind])
 
     def __init__(self, model: nn.Module, signature: CallSignature, original: Original) -> None:
         super().__init__(nn.Module(), fx.Graph())
@@ -355,7 +365,7 @@ class AmpModule(fx.GraphModule):
         return self
 
     def _place(self) -> torch.device:
-        return next((t.device for t in self._held().values()), torch.device("cpu"))
+        return device_among(self._held().values())
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -18,6 +18,7 @@ from autocastfx.capture.call import leaf_paths
 from autocastfx.capture.leave_intact import intact, random_numbers_kept
 from autocastfx.capture.whole_calls import attention_written_out
 from autocastfx.runtime.amp_module import AmpModule
+from autocastfx.runtime.module_tree import set_modes
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _OUTPUT, _GRADIENT, _PARAMETER, _BUFFER = "output", "gradient of", "parameter", "buffer"
@@ -184,14 +185,12 @@ def _copied(arguments: Arguments) -> Arguments:
     """Copy the tensors; one that is given twice stays one."""
     made: dict[int, torch.Tensor] = {}
 
-    def copy(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def copy(leaf: torch.Tensor) -> torch.Tensor:
         if id(leaf) not in made:
             made[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return made[id(leaf)]
 
-    return cast("Arguments", pytree.tree_map(copy, arguments))
+    return cast("Arguments", pytree.tree_map_only(torch.Tensor, copy, arguments))
 
 
 @contextmanager
@@ -204,7 +203,7 @@ def _as_found(
     written into.
     """
     parameters = list(model.parameters())
-    gradients, learning = [p.grad for p in parameters], [p.requires_grad for p in parameters]
+    gradients = [p.grad for p in parameters]
     contents = [(p.data, p.detach().clone()) for p in parameters]
     stand_ins = {id(b): b.detach().clone() for b in model.buffers()}  # a buffer's version counter stays, too
     places = [(m._buffers, name, b) for one in watched for m in _modules(one) for name, b in m._buffers.items()]
@@ -213,29 +212,43 @@ def _as_found(
         pairs = zip(parameters, contents, strict=True)
         return {id(one) for one, (_, content) in pairs if not _equal(one.detach(), content)}
 
-    flags = [(m, m.training) for one in watched for m in _modules(one)]
     try:
-        for one in watched:
-            for module, mode in zip(_modules(one), modes, strict=True):
-                module.training = mode
         for table, name, buffer in places:
             table[name] = stand_ins.get(id(buffer), buffer)
         for parameter in parameters:
             parameter.grad = None
-        with random_numbers_kept(), cast("Any", torch._C)._DisableAutocast():
+        with _flags_kept(model, watched), random_numbers_kept(), cast("Any", torch._C)._DisableAutocast():
+            for one in watched:
+                set_modes(_modules(one), modes)
             yield written
     finally:
-        for parameter, gradient, learns in zip(parameters, gradients, learning, strict=True):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-            parameter.requires_grad_(learns)
         for table, name, buffer in places:
             table[name] = buffer
         for one, (memory, content) in zip(parameters, contents, strict=True):
             if one.data_ptr() != memory.data_ptr() or not _equal(one.detach(), content):
                 one.data = memory  # forward may have given it other memory, and written there
                 memory.copy_(content)
+
+
+@contextmanager
+def _flags_kept(model: nn.Module, watched: Sequence[nn.Module]) -> Generator[None]:
+    """While open, modes and what learns may change; afterwards they are as before.
+
+    Args:
+        model: the original, whose parameters the models share.
+        watched: the models.
+    """
+    flags = [(module, module.training) for one in watched for module in _modules(one)]
+    learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
         for module, flag in flags:
             module.training = flag
+        for parameter, learns in learning:
+            parameter.requires_grad_(learns)
 
 
 def _modules(model: nn.Module) -> Sequence[nn.Module]:
@@ -305,9 +318,7 @@ def apart(reference: torch.Tensor, other: torch.Tensor) -> float:
 def mode_differences(model: nn.Module, amp_model: AmpModule) -> Iterator[Difference]:
     """Yield the modules that ``train()`` and ``eval()`` leave in another mode in the converted model."""
     for mode, called in ((True, "after train()"), (False, "after eval()")):
-        flags = [(m, m.training) for one in (model, amp_model) for m in _modules(one)]
-        learning = [(p, p.requires_grad) for p in model.parameters()]
-        try:
+        with _flags_kept(model, (model, amp_model)):
             with intact(model, [m.training for m in model.modules()], {}):
                 model.train(mode)
                 amp_model.train(mode)
@@ -317,25 +328,18 @@ def mode_differences(model: nn.Module, amp_model: AmpModule) -> Iterator[Differe
                 if wanted != ours.training:
                     word = "training" if ours.training else "evaluation"
                     yield Difference(f"module {name or '(root)'}", f"is in {word}", called)
-        finally:
-            for module, flag in flags:
-                module.training = flag
-            for parameter, learns in learning:
-                parameter.requires_grad_(learns)
 
 
-def changed(arguments: Arguments, *, seed: int = 0) -> Arguments:
+def changed(arguments: Arguments) -> Arguments:
     """Return other arguments of the same sizes, each a tensor of its own.
 
     Floating-point numbers are drawn anew with the same mean and spread; whole numbers change rows, or, if there is one
     row, are reversed on a CPU. What masks stays: booleans, tensors of zeros and ones or with infinities, whole numbers
     in order.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
-    def change(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def change(leaf: torch.Tensor) -> torch.Tensor:
         values = leaf.detach()
         if _is_kept(values):
             made = values.clone()
@@ -346,7 +350,7 @@ def changed(arguments: Arguments, *, seed: int = 0) -> Arguments:
             made = values.flip(0) if values.shape[0] > 1 or not values.is_cpu else values.flip(-1)
         return made.requires_grad_(leaf.requires_grad)
 
-    return cast("Arguments", pytree.tree_map(change, arguments))
+    return cast("Arguments", pytree.tree_map_only(torch.Tensor, change, arguments))
 
 
 def _is_kept(tensor: torch.Tensor) -> bool:
@@ -382,8 +386,8 @@ def compare_calls(
     """Run calls with a model and with another one that should do the same.
 
     A call that the model itself refuses, or that gives Inf or NaN, is dropped; where it is the backward alone that
-    does, forward is compared. A model that does something else when it
-    is called again, from the same state, differs from any graph that does not.
+    does, forward is compared. A model that does something else when it is called again, from the same state, differs
+    from any graph that does not.
 
     Args:
         model: the original.
@@ -454,14 +458,14 @@ def _nudged(trial: Trial) -> Trial:
     """Return the call with each floating-point argument off by an epsilon, up or down."""
     generator = torch.Generator().manual_seed(1)
 
-    def nudge(leaf: Any) -> Any:
-        if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point()):
+    def nudge(leaf: torch.Tensor) -> torch.Tensor:
+        if not leaf.is_floating_point():
             return leaf
         signs = torch.randint(0, 2, leaf.shape, generator=generator).to(leaf) * 2 - 1
         moved = leaf.detach() * (1 + signs * torch.finfo(leaf.dtype).eps)
         return moved.requires_grad_(leaf.requires_grad)
 
-    return replace(trial, arguments=cast("Arguments", pytree.tree_map(nudge, trial.arguments)))
+    return replace(trial, arguments=cast("Arguments", pytree.tree_map_only(torch.Tensor, nudge, trial.arguments)))
 
 
 def _said(error: CallError) -> str:
@@ -470,17 +474,12 @@ def _said(error: CallError) -> str:
 
 def trials_of(arguments: Arguments, variants: Sequence[tuple[bool, ...]]) -> list[Trial]:
     """Return the calls by which a capture is checked: changed arguments and those given, in training and evaluation."""
-    others = changed(arguments)
-    first, *rest = sorted(variants, key=lambda modes: -sum(modes))
-    word = _word(first)
-    trials = [
-        Trial(f"other values, {word}", others, first),
-        Trial(f"the values given, {word}", arguments, first),
+    values = {"other values": changed(arguments), "the values given": arguments}
+    return [
+        Trial(f"{which}, {_word(modes)}", given, modes, learns=n == 0)
+        for n, modes in enumerate(sorted(variants, key=lambda modes: -sum(modes)))
+        for which, given in values.items()
     ]
-    for modes in rest:
-        trials.append(Trial(f"other values, {_word(modes)}", others, modes, learns=False))
-        trials.append(Trial(f"the values given, {_word(modes)}", arguments, modes, learns=False))
-    return trials
 
 
 def _word(modes: Sequence[bool]) -> str:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, TypeVar, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from autocastfx.capture.call import CallSignature
-from autocastfx.capture.leave_intact import intact
+from autocastfx.capture.leave_intact import intact, tensor_places
 from autocastfx.capture.python_state import is_plain, is_same
 from autocastfx.errors import CaptureError, UnsupportedError
 
@@ -98,9 +98,6 @@ def _runs_forward(kind: type, name: str, seen: set[str]) -> bool:
     return False
 
 
-Kind = TypeVar("Kind", bound=nn.Module)
-_KINDS: WeakKeyDictionary[type[nn.Module], type[nn.Module]] = WeakKeyDictionary()
-
 _PARTS: WeakKeyDictionary[type[nn.Module], type[Part]] = WeakKeyDictionary()
 _NOT_MIXED = (fx.GraphModule, torch.jit.ScriptModule)  # whose classes are made for each instance, or compiled
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
@@ -146,8 +143,7 @@ class Part(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_replacing(self, name, value)
         if name in self.__dict__.get("_plain", ()) and not is_same(value, self.__dict__.get(name)):
-            original = self.__dict__["_original"]
-            set_on_original(original() if original is not None else None, name, value)
+            set_on_original(_original_of(self), name, value)
         nn.Module.__setattr__(self, name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
@@ -164,6 +160,11 @@ class Part(nn.Module):
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         bases = (kind for kind in self._stands_for.__mro__ if kind.__module__.startswith("torch.nn."))
         return _empty_part, (next(bases, nn.Module),), {**self.__dict__, "_original": None}
+
+
+def _original_of(part: Part) -> nn.Module | None:
+    reference = part.__dict__["_original"]
+    return reference() if reference is not None else None
 
 
 def refuse_replacing(owner: nn.Module, name: str, module: object) -> None:
@@ -195,11 +196,8 @@ def forget_original(parts: Iterable[nn.Module]) -> None:
 def read_again(parts: Iterable[nn.Module]) -> None:
     """Read the plain attributes of the originals again, which may have changed since the conversion."""
     for part in parts:
-        if (
-            isinstance(part, Part)
-            and (reference := part.__dict__["_original"])
-            and (original := reference()) is not None
-        ):
+        original = _original_of(part) if isinstance(part, Part) else None
+        if original is not None:
             taken = plain_attributes(original)
             part.__dict__.update(taken, _plain=frozenset(taken))
 
@@ -264,19 +262,6 @@ def mirror(model: nn.Module, image: nn.Module, made: dict[int, nn.Module], *, is
             if not is_added:
                 mirror(child, made[id(child)], made, is_tree=is_tree)
         image._modules[name] = made[id(child)] if child is not None else None
-
-
-def class_of_converted(original: type[nn.Module], base: type[Kind]) -> type[Kind]:
-    """Return the class of converted models whose originals are of class ``original``, a subclass of ``base``.
-
-    ``torch.func.stack_module_state`` stacks models of one class alone.
-    """
-    if original not in _KINDS:
-        _KINDS[original] = type(base.__name__, (base,), {"__module__": base.__module__})
-    kind = _KINDS[original]
-    if not issubclass(kind, base):
-        raise TypeError(f"{kind.__name__} is no {base.__name__}")
-    return kind
 
 
 def refuse_sharded(model: nn.Module, error: RuntimeError) -> None:
@@ -385,13 +370,12 @@ def switch(own: Sequence[nn.Module], model: nn.Module, held: _Held, *, training:
     try:
         set_modes(modules, [one.training for one in own])
         tensors = held()
-        for prefix, module in model.named_modules():
-            for table in (cast("dict[str, Any]", module._parameters), cast("dict[str, Any]", module._buffers)):
-                for name, tensor in table.items():
-                    new = tensors.get(f"{prefix}.{name}" if prefix else name, tensor)
-                    if new is not tensor:
-                        replaced.append((table, name, tensor))
-                        table[name] = new
+        for path, table, name in tensor_places(model):
+            tensor = table[name]
+            new = tensors.get(path, tensor)
+            if new is not tensor:
+                replaced.append((table, name, tensor))
+                table[name] = new
         _SWITCHES[training](model)
         if list(model.modules()) != modules:
             raise UnsupportedError(

@@ -19,7 +19,7 @@ from autocastfx.capture.draft.draft import capture_symbolically
 from autocastfx.capture.export import Captured, capture
 from autocastfx.capture.leave_intact import capturing, garbage_left, own_thread_state
 from autocastfx.capture.progress import stage
-from autocastfx.capture.python_state import has_hooks, later_hooks, later_process_hooks, names_of, unfollowed_names
+from autocastfx.capture.python_state import has_hooks, later_hooks, names_of, process_hooks, unfollowed_names
 from autocastfx.errors import CaptureError, ManyVariantsWarning, StateWarning, UnsupportedError, VariantError, shown
 from autocastfx.graph.node import uses
 from autocastfx.plan.plan import Precision, Prices
@@ -72,7 +72,7 @@ class HookWatch:
             return module is not owner and later_hooks(module, since)
 
         others = model.modules() if model is not None else ()
-        every = later_process_hooks(since)
+        every = process_hooks(since)
         if not every and not any(map(is_late, filter(has_hooks, chain(own, others)))):
             return
         named = names_of(model, is_late) if model is not None else []

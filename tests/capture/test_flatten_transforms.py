@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchRuntimeError
 
 import autocastfx
+from autocastfx.capture import tidy
 from autocastfx.errors import CaptureError, UncapturedGraphWarning
 from tests.helpers import relative_error
 
@@ -115,3 +116,12 @@ def test_code_that_switches_gradients_in_vmap_is_told() -> None:
     with torch.autocast("cpu", LOW):
         theirs(x).sum().backward()
     assert torch.equal(model.layer.weight.grad, theirs.layer.weight.grad)  # type: ignore[arg-type]
+
+
+def test_a_transform_that_ends_in_another_graph_is_refused() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(tidy._ENTER[0], (2, "error"))
+    graph.output((graph.call_function(torch.neg, (x,)),))
+    with pytest.raises(CaptureError, match=r"inside torch\.vmap, .*, breaks the graph"):
+        tidy.flatten_transforms(fx.GraphModule({}, graph))

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autocastfx.capture.call import CallSignature, CallStructure
+from autocastfx.capture.call import CallSignature, CallStructure, device_among
 from autocastfx.capture.draft.guess import Guess, StandIns
 from autocastfx.capture.draft.tracer import Tracer, run_through
 from autocastfx.capture.export import Captured
@@ -49,7 +49,7 @@ def capture_symbolically(
     hints: dict[str, Guess] = {}
     for _ in range(_MOST_TRACES):
         known = dict(hints)
-        tracer = Tracer(inputs, signature, StandIns(hints), _device(held))
+        tracer = Tracer(inputs, signature, StandIns(hints), device_among(held.values()))
         with capturing(), intact(model, training, held), run_through(tracer, leaves):
             result = _traced(tracer, model)
         failed = isinstance(result, Exception)
@@ -93,10 +93,6 @@ def _captured(graph: fx.Graph, tracer: Tracer, inputs: Sequence[str], training: 
 
 def _is_taken_for_float32(guess: Guess) -> bool:
     return guess.dtype is None and guess.dtypes[0] == torch.float32
-
-
-def _device(replacements: Mapping[str, torch.Tensor]) -> torch.device:
-    return next((t.device for t in replacements.values()), torch.device("cpu"))
 
 
 def _sweep(graph: fx.Graph) -> None:

@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from autocastfx.capture.call import CallSignature
 from autocastfx.capture.draft.guess import ANY, Guess, StandIns
+from autocastfx.capture.failure import TORCH, frame_outside
 from autocastfx.capture.leave_intact import patched_here
 from autocastfx.capture.rewrites import follows_dtype
 from autocastfx.capture.whole_calls import CHECKPOINT, AutogradCall, places, refuse_checkpoint
@@ -223,7 +224,6 @@ for _name in _IN_PLACE:
     setattr(Value, f"__i{_name.rstrip('_')}__", _in_place(_name))
 
 
-TORCH = str(Path(torch.__file__).parent)
 _FX = str(Path(fx.__file__).parent)
 _OURS = str(Path(__file__).parents[1])  # the folder of capture, to skip its frames
 _SIZES = ("size", "dim", "ndimension", "numel", "nelement")
@@ -249,10 +249,6 @@ _RANKS: dict[type[nn.Module], int] = {
     nn.TransformerDecoderLayer: 3,
     nn.Transformer: 3,
 }
-
-
-def _unchecked(*_: Any, **__: Any) -> None:
-    pass
 
 
 class Tracer(fx.Tracer):
@@ -307,7 +303,7 @@ class Tracer(fx.Tracer):
         with ExitStack() as stack:
             if type(m).__module__.startswith("torch.nn.modules"):
                 for name in (n for n in dir(type(m)) if n.lstrip("_").startswith("check_")):
-                    stack.enter_context(mock.patch.object(m, name, _unchecked))
+                    stack.enter_context(mock.patch.object(m, name, _no))
             return super().call_module(m, forward, args, kwargs)
 
     def proxy(self, node: fx.Node) -> Value:
@@ -352,7 +348,7 @@ class Tracer(fx.Tracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Answer comparisons of sizes in torch's own code as if the sizes were equal; refuse those of the model."""
-        by_torch = self.frame(_FX, _OURS).f_code.co_filename.startswith(TORCH)
+        by_torch = frame_outside(_FX, _OURS).f_code.co_filename.startswith(TORCH)
         if by_torch and isinstance(value(obj.node), (bool, int)):
             compares = obj.node.target in (operator.eq, operator.ne)
             return obj.node.target is operator.eq if compares else bool(value(obj.node))
@@ -462,13 +458,6 @@ class Tracer(fx.Tracer):
             self._names[id(tensor)] = name
         return self.getattr("", tensor, None)
 
-    def frame(self, *but: str) -> types.FrameType:
-        """Return the innermost frame whose code is in none of the folders ``but``."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(but):
-            frame = frame.f_back
-        return frame
-
     def _function(self, function: Any, args: Any, kwargs: Any) -> Any:
         if function is getattr:
             raise TraceError(f"it reads the attribute {args[1]!r} of a tensor")
@@ -507,7 +496,7 @@ class Tracer(fx.Tracer):
             if wanted.dtype is None:
                 raise TraceError("a cast follows a value whose dtype is not known")
             return self.emit(torch.ops.aten.to.dtype, (x, wanted.dtype), {})
-        if own.dtype == target and follows_dtype(self.frame(TORCH, _OURS)):
+        if own.dtype == target and follows_dtype(frame_outside(TORCH, _OURS)):
             return x
         return self.emit(torch.ops.aten.to.dtype, (x, target), {})
 
