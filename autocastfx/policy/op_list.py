@@ -626,5 +626,7 @@ class MatchedRules:
             return f"{place}no module of the model matches {rule.path!r}{nearest(rule.path, self._paths)}."
         ops = self._ops | self._classes
         if isinstance(rule, Rule) and any(rule.op in self.op_list.names_of(op) for op in ops):
-            return f"{place}no {rule.op} of the model has {' and '.join(str(c) for c in rule.when)}."
+            on = f" runs on {rule.device}" if rule.device else ""
+            has = f" has {' and '.join(map(str, rule.when))}" if rule.when else ""
+            return f"{place}no {rule.op} of the model{' and'.join(filter(None, (on, has)))}."
         return f"{place}no node of the model is {rule.op!r}{nearest(rule.op, ops)}."

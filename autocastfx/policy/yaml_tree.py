@@ -225,12 +225,12 @@ class Tree:
 
     def as_limit(self) -> int | None:
         """Return a whole number of at least 1, or None for ``null``."""
-        if isinstance(self.node, yaml.ScalarNode):
-            tag, digits = self.node.tag, str(self.node.value).replace("_", "")
-            if tag == f"{STANDARD}null" and digits:
+        if isinstance(self.node, yaml.ScalarNode) and self.node.value:
+            kind = self.node.tag.removeprefix(STANDARD)
+            if kind == "null":
                 return None
-            if tag == f"{STANDARD}int" and digits.isdecimal() and int(digits) >= 1:
-                return int(digits)
+            if kind == "int" and (limit := self.as_integer()) >= 1:
+                return limit
         raise self.error(f"expected a whole number of at least 1, or null, found {_kind(self.node)}")
 
     def found(self, wanted: str) -> str:

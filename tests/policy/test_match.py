@@ -250,6 +250,20 @@ def test_rules_that_match_nothing_are_named_with_the_nearest_name(tmp_path: Path
     assert len(unmatched(lists, "cuda", nodes)) == 5  # exp on cuda is matched, too
 
 
+def test_a_rule_for_a_device_whose_op_runs_on_another_names_the_device(tmp_path: Path) -> None:
+    lists = op_list(
+        tmp_path,
+        "deny:\n- exp: {devices: cuda}\n- gelu: {devices: cuda, when: {approximate: none}}\n",
+    )
+    matched = MatchedRules(lists)
+    matched.add("cpu", [GELU, EXP])
+    matched.add("cuda", [TANH])
+    assert [message.partition(": ")[2] for message in matched.unmatched()] == [
+        "no exp of the model runs on cuda.",
+        "no gelu of the model runs on cuda and has approximate=none.",
+    ]
+
+
 def test_a_demand_of_no_op_of_the_model_is_reported(tmp_path: Path) -> None:
     lists = op_list(tmp_path, "demands:\n  - reason: it needs digits\n    ops: [exp, exp2]")
     (message,) = unmatched(load_op_list(["default", lists]), "cpu", [EXP])
