@@ -17,6 +17,8 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+
 # Canonical op names of fx nodes, the names used in op lists.
 
 # The ATen ops behind Python's operators on tensors.
@@ -161,8 +163,7 @@ def canonical(path: str) -> str:
     target = located(path)
     if isinstance(target, type):
         return f"{target.__module__}.{target.__qualname__}"
-    functions = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
-    return of_function(target) if isinstance(target, functions) else path
+    return of_function(target) if isinstance(target, FUNCTIONS) else path
 
 
 # The arguments of ops: names and types, and the values that a node passes, defaults included.
