@@ -82,13 +82,9 @@ def _stencils(graph: fx.Graph, op_list: OpList) -> Iterator[tuple[fx.Node, fx.No
                     had.count + w.count, had.total + w.total * factor, had.size + w.size * abs(factor)
                 )
         if base_name(op_name(node)) in _SUMS:
-            new = (of for of, w in weights.items() if w.cancels and not any(_cancels(sums[read], of) for read in reads))
-            yield from ((node, of) for of in new)
+            cancelled = {of for read in reads for of, w in sums[read].items() if w.cancels}
+            yield from ((node, of) for of, w in weights.items() if w.cancels and of not in cancelled)
         sums[node] = weights
-
-
-def _cancels(weights: Mapping[fx.Node, _Weight], of: fx.Node) -> bool:
-    return of in weights and weights[of].cancels
 
 
 def _factors(node: fx.Node, reads: int, op_list: OpList) -> tuple[float, ...]:
@@ -357,10 +353,8 @@ class Demands:
         """The products that read the result of an op whose demand goes both ways."""
         made: dict[fx.Node, Demand] = {}
         for node in (n for n in graph.nodes if n in decisions and has_float32(n)):
-            demand, before = (
-                self.ports.op_list.demand(op_name(node)),
-                [made[r] for r in node.all_input_nodes if r in made],
-            )
+            demand = self.ports.op_list.demand(op_name(node))
+            before = [made[r] for r in node.all_input_nodes if r in made]
             if demand is not None and demand.through == "both":
                 made[node] = demand
             elif before and (decisions[node].category.is_free or is_member(node)):
